@@ -1,6 +1,6 @@
 """ElasticCB: elastic parameter-server training for Keras 3, driven by callbacks.
 
-The names of the Python API are imported, and with them Keras, when they are first used.
+Names of the Python API, and with them Keras, are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Every error that ElasticCB raises on purpose, and the exit codes of its commands.
+"""All errors that ElasticCB raises on purpose, and the exit codes of its commands.
 
-A message says what happened, what was given, what was expected and what to do.
+A message says what happened, what was given, what was expected, and what to do.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ _PACKAGE = os.path.join(str(Path(__file__).resolve().parent), "")
 
 
 class ExitCode(IntEnum):
-    """What the `elasticcb` command returns to the shell."""
+    """Exit codes of the `elasticcb` command."""
 
     DONE = 0
     JOB_FAILED = 1
     WRONG_USAGE = 2
-    INTERRUPTED = 130  # 128 + SIGINT, as shells count
+    INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
-GO_ON = 75  # exit code of a process that goes on when it is started again; EX_TEMPFAIL of sysexits.h
+GO_ON = 75  # exit code of a process that continues when it is restarted; EX_TEMPFAIL of sysexits.h
 
 
 class ElasticCBError(Exception):
-    """Base of all; shown to the user without a traceback of this project.
+    """Base class of all errors; shown to the user without a traceback of this project.
 
-    `user_traceback` holds the part of a traceback that lies in the user's own code, if any.
+    `user_traceback` has the frames of the traceback in the user's code, if any.
     """
 
     exit_code = ExitCode.JOB_FAILED
@@ -40,40 +40,40 @@ class ElasticCBError(Exception):
 
 
 class UsageError(ElasticCBError):
-    """Flags or settings are wrong or contradict each other; nothing was started."""
+    """Flags or settings are invalid or contradictory; nothing was started."""
 
     exit_code = ExitCode.WRONG_USAGE
 
 
 class JobDoneError(UsageError):
-    """A job that was to go on is done."""
+    """The job to continue is already done."""
 
 
 class ModelFileError(ElasticCBError):
-    """The user's model file can't be imported, lacks a name, or gives back something unusable."""
+    """The user's model file can't be imported, lacks a name, or returns something unusable."""
 
 
 class DataError(ElasticCBError):
-    """Training, validation or prediction data can't be read; names the file and the record."""
+    """Training, validation or prediction data can't be read; the message names the file and the record."""
 
 
 class DataChangedError(DataError):
-    """A file of data is not what it was when the job began, for which trying again is no remedy."""
+    """A data file has changed since the job started; retrying does not help."""
 
 
 class CallbackError(ElasticCBError):
-    """A hook of a user's callback raised."""
+    """A hook of a user's callback raised an error."""
 
 
 class CheckpointError(ElasticCBError):
-    """A checkpoint can't be written, or is torn, foreign or missing."""
+    """A checkpoint can't be written, or is incomplete, foreign or missing."""
 
 
 class LastCheckpointError(CheckpointError):
-    """A job is done, but for its last checkpoint, which could not be written.
+    """A job is done, but its last checkpoint could not be written.
 
     Attributes:
-        summary: of the job, a `JobSnapshot`.
+        summary: summary of the job, a `JobSnapshot`.
     """
 
     def __init__(self, message: str, summary: Any) -> None:
@@ -82,35 +82,35 @@ class LastCheckpointError(CheckpointError):
 
 
 class TableError(ElasticCBError):
-    """An embedding table can't hold or give the rows of a batch; for the same batch, trying again won't help."""
+    """An embedding table can't store or return the rows of a batch; retrying the batch does not help."""
 
 
 class NonFiniteError(ElasticCBError):
-    """A loss or a gradient holds NaN or infinity; names the variable."""
+    """A loss or a gradient contains NaN or infinity; the message names the variable."""
 
     @classmethod
     def of(cls, reason: str) -> NonFiniteError:
-        """With what may help."""
+        """Creates the error, with advice."""
         return cls(
-            f"{reason}. A smaller learning rate, clipping of gradients or other inputs may help; `non_finite=skip` "
-            "passes over such batches."
+            f"{reason}. Try a smaller learning rate or gradient clipping, and check the inputs; `non_finite=skip` "
+            "skips such batches."
         )
 
 
 class WireError(ElasticCBError):
-    """A message that breaks the protocol: wrong names, shapes, dtypes or sizes."""
+    """A message violates the protocol: wrong names, shapes, dtypes or sizes."""
 
 
 class ConnectionLostError(ElasticCBError):
-    """A process of the job could not be reached within the time allowed."""
+    """A process of the job could not be reached in time."""
 
 
 class TLSError(ElasticCBError):
-    """Two processes of a job can't agree on TLS, or one refuses the other's certificate; trying again won't help."""
+    """Two processes of a job disagree on TLS, or one refuses the other's certificate; retrying does not help."""
 
 
 class JobOverError(ElasticCBError):
-    """A process works on a job that is over; the next one waits for it."""
+    """A process is working on a job that has ended; the next job waits for it."""
 
 
 class ImageError(ElasticCBError):
@@ -118,59 +118,60 @@ class ImageError(ElasticCBError):
 
 
 class LeaveRequestedError(ElasticCBError):
-    """A process was asked to end while its job goes on, and has put down its work."""
+    """A process was asked to exit while its job continues, and has saved its work."""
 
     def __init__(self) -> None:
         super().__init__("it was asked to end")
 
 
 class JobFailedError(ElasticCBError):
-    """The job can't go on; carries the story of what failed."""
+    """The job can't continue; the message says what failed."""
 
 
 class HandlerError(JobFailedError):
-    """A process of the job could not answer a call because of a defect; trying again won't help."""
+    """A process of the job could not answer a call because of a bug; retrying does not help."""
 
 
 class ClusterLostError(JobFailedError):
-    """Processes of the job are gone, and nothing may take their places; the program itself has no fault."""
+    """Processes of the job are gone and can't be replaced; the program itself is not at fault."""
 
 
 class ReplacedError(JobFailedError):
-    """Another master goes on with the job; this one must leave all files and processes alone."""
+    """Another master continues the job; this one must not touch any files or processes."""
 
 
 class LostServerError(ClusterLostError):
-    """A parameter server is gone which can't be replaced alone; the whole job can go on from what all wrote down."""
+    """A lost parameter server can't be replaced alone; the whole job can restart from the servers' files."""
 
 
 class FunctionError(ElasticCBError):
-    """A function of `Cluster.schedule` raised an error, which is the cause, or was cancelled since another one did."""
+    """A function of `Cluster.schedule` raised an error, which is the cause, or was cancelled because another one
+    did."""
 
 
 class JobInterrupted(ElasticCBError):
-    """The user asked the job to end before it was done."""
+    """The user stopped the job before it was done."""
 
     exit_code = ExitCode.INTERRUPTED
 
 
 def describe(error: BaseException) -> str:
-    """ "ValueError: what it says", without the lines of code that TensorFlow puts into messages."""
+    """ "ValueError: message", without the lines of code that TensorFlow adds to messages."""
     text = str(error)
-    if "in user code:" in text:  # the last line says it, with the type
+    if "in user code:" in text:  # the last line has the message, with the type
         return text.strip().splitlines()[-1].strip()
     return f"{type(error).__name__}: {text}"
 
 
 def is_users_own(filename: str) -> bool:
-    """Whether a file is neither of this package nor of an installed library."""
+    """Whether a file belongs neither to this package nor to an installed library."""
     return not filename.startswith(_PACKAGE) and "site-packages" not in filename
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of an error and its causes, with the user's own lines alone.
+    """The traceback of an error and its causes, reduced to the user's frames.
 
-    The frames of this package are left out, and those of installed libraries where any others are left.
+    Frames of this package are removed, and frames of installed libraries if others remain.
     """
     summary = traceback.TracebackException.from_exception(error)
     pending = [summary]
@@ -178,7 +179,7 @@ def user_traceback(error: BaseException) -> str:
         part = pending.pop()
         theirs = [frame for frame in part.stack if not frame.filename.startswith(_PACKAGE)]
         own = [frame for frame in theirs if is_users_own(frame.filename)]
-        if own or theirs:  # else the mistake is ours, and the frames are all there is to find it by
+        if own or theirs:  # otherwise the bug is ours, and we need the frames to find it
             part.stack = traceback.StackSummary.from_list(own or theirs)
         pending.extend(cause for cause in (part.__cause__, part.__context__) if cause is not None)
     return "".join(summary.format())

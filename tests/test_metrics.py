@@ -165,7 +165,7 @@ def test_metric_that_cannot_be_copied_to_be_merged_is_told():
             super().__init__(name=name, **kwargs)
 
     _, metrics = make({"more": NeedsMore(3)})
-    with pytest.raises(ModelFileError, match=r"'more' has merge_state.*get_config\(\) that holds"):
+    with pytest.raises(ModelFileError, match=r"'more' has merge_state.*get_config\(\) with"):
         metrics.merge_states("more", [[np.zeros(())], [np.ones(())]])
 
 

@@ -214,7 +214,7 @@ class TestMistakes:
                 "training",
                 r"(?s)can't run on the first batch.*features tensor\(2, 3\) float32; labels tensor\(2, 1\) float32",
             ),
-            ({"optimizer": "def optimizer(): return 3"}, "training", "gives no usable optimizer: 3"),
+            ({"optimizer": "def optimizer(): return 3"}, "training", "provides no valid optimizer: 3"),
             ({"optimizer": "optimizer = keras.optimizers.SGD()"}, "training", "Make it a function"),
             ({"custom_model": "def custom_model(): return 3"}, "training", "returned int; expected a keras.Model"),
             ({"custom_model": "custom_model = keras.Sequential()"}, "training", "Make it a function"),
@@ -228,14 +228,14 @@ class TestMistakes:
                 "training",
                 "gives no labels, which `loss` needs",
             ),
-            ({"feed": "def feed(d, mode, metadata): return d.cache()"}, "training", "caches: .*Leave `cache` out"),
-            ({"feed": "def feed(d, mode, metadata): return d.repeat()"}, "training", "repeats: .*the number of epochs"),
-            ({"feed": "def feed(d, mode, metadata): return d.batch(2)"}, "training", "makes batches"),
+            ({"feed": "def feed(d, mode, metadata): return d.cache()"}, "training", "caches, .*Remove `cache`"),
+            ({"feed": "def feed(d, mode, metadata): return d.repeat()"}, "training", "repeats, .*the number of epochs"),
+            ({"feed": "def feed(d, mode, metadata): return d.batch(2)"}, "training", "batches, but"),
             ({"feed": "def feed(d, mode, metadata): return d.ignore_errors()"}, "training", "ignores errors"),
             (
                 {"feed": "def feed(d, mode, metadata): return tf.data.Dataset.from_tensors((1, 2))"},
                 "training",
-                "not made from the one it is given",
+                "not derived from its argument",
             ),
             ({"feed": "def feed(d, mode, metadata): return None"}, "training", "returned NoneType; expected a tf.data"),
             (
@@ -264,14 +264,18 @@ class TestMistakes:
                     "loss": "def loss(y, p): return keras.losses.mean_squared_error(y, p['click'])",
                 },
                 "training",
-                "names the output 'clicks'; the model's outputs and labels are: click",
+                "unknown output 'clicks'. The model's outputs and labels are: click",
             ),
             (
                 {"more": "def eval_metrics_fn(): return [keras.metrics.AUC()]"},
                 "training",
                 "returned list; expected a dict",
             ),
-            ({"more": "def eval_metrics_fn(): return {'auc': 'auc'}"}, "training", "gives 'auc' as the metric 'auc'"),
+            (
+                {"more": "def eval_metrics_fn(): return {'auc': 'auc'}"},
+                "training",
+                "returned 'auc' as the metric 'auc'",
+            ),
             (
                 {"more": "def eval_metrics_fn():\n  m = keras.metrics.AUC()\n  return {'a': m, 'b': m}"},
                 "training",
@@ -283,7 +287,7 @@ class TestMistakes:
             ({"more": "def f(:"}, "training", "can't be imported: SyntaxError"),
             ({"more": "raise SystemExit(4)"}, "training", "can't be imported: SystemExit: 4"),
             ({"custom_model": "def custom_model(): exit(4)"}, "training", "in .* raised SystemExit: 4"),
-            ({"optimizer": "optimizer = 'addam'"}, "training", "'addam', which is not the name of an opt"),
+            ({"optimizer": "optimizer = 'addam'"}, "training", "'addam', which is not the name of a Keras opt"),
         ],
     )
     def test_is_one_clear_error(self, write, parts, mode, words):
@@ -320,7 +324,7 @@ class TestMistakes:
 
     def test_feed_that_drops_all_records_is_told(self, write):
         feed = "def feed(dataset, mode, metadata): return dataset.filter(lambda record: record['y'][0] < 0)"
-        with pytest.raises(DataError, match="turned all 8 records into no example"):
+        with pytest.raises(DataError, match="returned no examples for all 8 records"):
             build(write(feed=feed))
 
 

@@ -163,17 +163,17 @@ def test_a_variable_that_a_built_optimizer_does_not_know_is_named():
     optimizer = optimizers.Adam()
     train(optimizer, model)
     model.layers[0].trainable = True
-    with pytest.raises(ElasticCBError, match=r"without '.*/embeddings'.*Compile the model again"):
+    with pytest.raises(ElasticCBError, match=r"without '.*/embeddings'.*compile the model again"):
         read_optimizers([optimizer], model.weights)
 
 
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (optimizers.SGD(momentum=0.9), "state of Adam does not fit the model's optimizer SGD"),
-        (optimizers.AdamW(), "state of Adam does not fit the model's optimizer AdamW"),
+        (optimizers.SGD(momentum=0.9), "state of Adam does not match the model's optimizer SGD"),
+        (optimizers.AdamW(), "state of Adam does not match the model's optimizer AdamW"),
         (optimizers.Adam(amsgrad=True), "no velocity_hats of"),
-        (optimizers.Adam(optimizers.schedules.CosineDecay(0.1, 10)), "learning_rate that the optimizer has not"),
+        (optimizers.Adam(optimizers.schedules.CosineDecay(0.1, 10)), "learning_rate that the optimizer lacks"),
     ],
 )
 def test_the_state_of_another_optimizer_is_refused(target, message):

@@ -195,10 +195,10 @@ def test_a_setting(copy):
     for words in ("TOYS", "Toys.", "[default: 7]"):
         assert words in help_line
     for words in (
-        "--toy_limit=0 can't be. Expected at least 1. Toys are few.",
-        f"--toy_limit=10 (in {copy.folder}/job.yaml) can't be. Expected at most 9. Toys are few.",
-        "RecoveryOptions(toy_limit=0) can't be. Expected at least 1. Toys are few.",
-        "toy_limit=3 has its place in `recovery`: Cluster(recovery=elasticcb.RecoveryOptions(toy_limit=3)).",
+        "--toy_limit=0 is invalid. Expected at least 1. Toys are few.",
+        f"--toy_limit=10 (in {copy.folder}/job.yaml) is invalid. Expected at most 9. Toys are few.",
+        "RecoveryOptions(toy_limit=0) is invalid. Expected at least 1. Toys are few.",
+        "toy_limit=3 belongs in `recovery`: Cluster(recovery=elasticcb.RecoveryOptions(toy_limit=3)).",
         "| `--toy_limit` | `TOYS` | `7` | all | Toys. |",
         "| `toy_limit` | `7` | Toys. |",
     ):

@@ -67,13 +67,16 @@ def test_single_values_are_checked_by_the_limits_of_their_fields():
         "recovery": RecoveryOptions(lease_seconds=float("inf"), ps_replicas=2),
     }
     assert sorted(Arguments(given).problems) == [
-        "ExchangeOptions(max_staleness=-1) can't be. Expected at least 0.",
-        "RecoveryOptions(lease_seconds=inf) can't be. Expected a finite number.",
-        "RecoveryOptions(ps_replicas=2) can't be. Expected at most 1.",
-        "checkpoint_dir=3 can't be. Expected text.",
-        "num_workers=1.5 can't be. Expected a whole number.",
-        "outer_optimizer={'class_name': <class 'object'>} can't be. Expected what keras.optimizers.serialize gives.",
-        "use_async='false' can't be. Expected True or False.",
+        "ExchangeOptions(max_staleness=-1) is invalid. Expected at least 0.",
+        "RecoveryOptions(lease_seconds=inf) is invalid. Expected a finite number.",
+        "RecoveryOptions(ps_replicas=2) is invalid. Expected at most 1.",
+        "checkpoint_dir=3 is invalid. Expected text.",
+        "num_workers=1.5 is invalid. Expected a whole number.",
+        (
+            "outer_optimizer={'class_name': <class 'object'>} is invalid. "
+            "Expected the result of keras.optimizers.serialize."
+        ),
+        "use_async='false' is invalid. Expected True or False.",
     ]
 
 
@@ -82,12 +85,12 @@ def test_settings_of_tables_are_checked_by_the_limits_of_their_fields():
     arguments = Arguments({"embedding": EmbeddingOptions(tables=tables)})
     assert arguments.problems == []
     age, rate, *others = problems_of(arguments.settings, arguments)
-    assert age == f"EmbeddingOptions.tables, 'users': max_age=-1 can't be. {EXPECTED}"
+    assert age == f"EmbeddingOptions.tables, 'users': max_age=-1 is invalid. {EXPECTED}"
     assert rate.endswith("'rate'. Expected one of learning_rate_multiplier, min_count, max_age, max_rows, rows_dtype.")
     expected = "Expected the name of a table with its settings, such as {'users': {'min_count': 3}}."
     assert others == [f"EmbeddingOptions.tables, {name}: {expected}" for name in ("'items'", "3")]
     assert Arguments({"embedding": EmbeddingOptions(tables=[])}).problems == [
-        "EmbeddingOptions(tables=[]) can't be. Expected a mapping."
+        "EmbeddingOptions(tables=[]) is invalid. Expected a mapping."
     ]
 
 
@@ -95,7 +98,7 @@ def test_contradictions_are_told_by_the_names_of_arguments():
     arguments = Arguments({"num_ps": 2, "use_async": False, "recovery": RecoveryOptions(ps_replicas=1)})
     assert arguments.problems == []
     (problem,) = problems_of(arguments.settings, arguments)
-    assert problem.startswith("RecoveryOptions(ps_replicas=1) can't be with use_async=False: in synchronous mode all")
+    assert problem.startswith("RecoveryOptions(ps_replicas=1) can't be combined with use_async=False: in sync")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_contradictions_are_told_by_the_names_of_arguments():
             "(EmbeddingOptions.memory_bytes), or more servers (num_ps)",
         ),
         ("(--use_async=false) can't", "(use_async=False) can't"),
-        ("It goes on: --callback_errors=warn.", "It goes on: callback_errors='warn'."),
+        ("It continues: --callback_errors=warn.", "It continues: callback_errors='warn'."),
         ("--checkpoint_dir=/data/points/", "checkpoint_dir='/data/points/'"),
         ("No argument: --model_def, --no_such_flag", "No argument: --model_def, --no_such_flag"),
         ("Run `elasticcb train --num_ps=2`.", "Run `elasticcb train --num_ps=2`."),

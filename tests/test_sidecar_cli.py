@@ -104,30 +104,30 @@ def test_it_ends_well_at_its_limits(place, trained, limits, count, capsys):
     assert losses == sorted(losses, reverse=True)
     output = capsys.readouterr().out
     assert output.count("Evaluation at version") == len(written)
-    assert f"{len(written)} checkpoints were evaluated; results: {place / 'job' / 'evaluations.jsonl'}" in output
-    assert ("No new checkpoint came for 0.3 s" in output) == (count is None)
+    assert f"Evaluated {len(written)} checkpoints. Results: {place / 'job' / 'evaluations.jsonl'}" in output
+    assert ("No new checkpoint appeared for 0.3 s" in output) == (count is None)
 
 
 def test_nothing_to_evaluate_in_time_is_no_error(place, capsys):
     assert main(follow_flags("--follow_timeout=0.1")) == 0
-    assert "No new checkpoint came for 0.1 s. No checkpoint was evaluated." in capsys.readouterr().out
+    assert "No new checkpoint appeared for 0.1 s. No checkpoint was evaluated." in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_another_model_ends_it(place, trained, capsys):
     write_model_file(place, MODEL_FILE.replace("Dense(1)", "Dense(2)"), "other")
     flags = [flag.replace("followed.", "other.") for flag in follow_flags("--cluster=inprocess")]
     assert main(flags) == 1
-    assert "is of another model" in capsys.readouterr().err
+    assert "belongs to another model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--follow=false", "--max_evaluations=2"], "--max_evaluations=2 is about following"),
-        (["--follow=false", "--follow_timeout=2"], "Add --follow, or leave out --follow_timeout"),
-        (["--follow_timeout=-1"], "--follow_timeout=-1.0 can't be. Expected at least 0"),
-        (["--checkpoint_dir_for_init=one"], "a single checkpoint. --follow needs the folder around it"),
-        (["--checkpoint_dir_for_init=data.npz"], "data.npz, which is no folder"),
+        (["--follow=false", "--max_evaluations=2"], "--max_evaluations=2 applies only to --follow"),
+        (["--follow=false", "--follow_timeout=2"], "Add --follow, or remove --follow_timeout"),
+        (["--follow_timeout=-1"], "--follow_timeout=-1.0 is invalid. Expected at least 0"),
+        (["--checkpoint_dir_for_init=one"], "a single checkpoint. --follow needs the folder that contains it"),
+        (["--checkpoint_dir_for_init=data.npz"], "data.npz, which is not a folder"),
     ],
 )
 def test_flags_that_make_no_sense_are_told_before_anything_starts(place, flags, expected, capsys):

@@ -283,7 +283,7 @@ def test_damaged_and_deleted_checkpoints_of_a_job_are_passed_over(tmp_path, data
     shutil.move(deleted, tmp_path / "kept")
     evaluator = SidecarEvaluator(make_model(), data, job_checkpoints, timeout=0.2)
     assert [each.checkpoint for each in evaluator.start()] == others
-    assert messages.text.count("Passed over") == 1
+    assert messages.text.count("Skipped") == 1
     assert "is damaged" in messages.text
 
     shutil.move(tmp_path / "kept", deleted)
@@ -297,7 +297,7 @@ def test_damaged_and_deleted_checkpoints_of_a_job_are_passed_over(tmp_path, data
 
     evaluator._follower.next = delete_after
     assert evaluator.start() == []
-    assert messages.text.count("Passed over") == 1  # old checkpoints are deleted all the time
+    assert messages.text.count("Skipped") == 1  # old checkpoints are deleted all the time
 
 
 def test_a_file_that_lacks_variables_is_passed_over_as_not_whole(tmp_path, data, messages):
@@ -326,8 +326,8 @@ def test_a_file_that_lacks_variables_is_passed_over_as_not_whole(tmp_path, data,
 @pytest.mark.parametrize("layers", deep_but([(), (9,), (8, 8)], (9,)))
 def test_a_checkpoint_of_another_model_is_told_with_its_variables(data, trained_by_job, trained_by_keras, layers):
     for folder, words in (
-        (trained_by_keras[0], r"01\.keras is of another model. It holds layers/.*where the model has"),
-        (trained_by_job, r"version-\d+ is of another model: variable \d.*in the checkpoint"),
+        (trained_by_keras[0], r"01\.keras belongs to another model. It contains layers/.*in the model: "),
+        (trained_by_job, r"version-\d+ belongs to another model: variable \d.*in the checkpoint"),
     ):
         with pytest.raises(CheckpointError, match=words):
             SidecarEvaluator(make_model(layers=layers), data, folder).start()
@@ -353,12 +353,12 @@ def test_arguments_that_cant_be_used_are_told_before_anything_is_read(tmp_path, 
     with pytest.raises(UsageError, match="data is a generator"):
         SidecarEvaluator(make_model(), (pair for pair in [data]), tmp_path)
     for name in ("steps", "max_evaluations", "timeout"):
-        with pytest.raises(UsageError, match=f"{name}=0 can't be"):
+        with pytest.raises(UsageError, match=f"{name}=0 is invalid"):
             SidecarEvaluator(make_model(), data, tmp_path, **{name: 0})
     lazy = keras.Sequential([keras.layers.Dense(3)])
     lazy.compile(loss="mse")
     make_model().save(tmp_path / "a.keras")
-    with pytest.raises(UsageError, match="no variables yet, and a generator"):
+    with pytest.raises(UsageError, match="no variables yet, and they can't be created from a generator"):
         SidecarEvaluator(lazy, (pair for pair in [data]), tmp_path, steps=1).start()
 
 

@@ -89,7 +89,7 @@ def test_a_version_whose_manifest_cant_be_read_is_passed_over(tmp_path, follow, 
     (write_version(tmp_path, 10) / MANIFEST).write_text('{"format": 1, "ver')
     write_version(tmp_path, 20)
     assert follow().next().version == 20
-    assert "Passed over" in messages.text
+    assert "Skipped" in messages.text
     assert "version-00000010" in messages.text
 
 
@@ -125,7 +125,7 @@ def test_a_truncated_file_is_given_when_it_is_whole(tmp_path, follow, name, shar
     (tmp_path / name).write_bytes(content[: int(share * len(content))])
     follower = follow()
     assert follower.next(SOON) is None
-    assert messages.text.count("Passed over until it changes") == 1  # not at every look
+    assert messages.text.count("Skipped until it changes") == 1  # not at every look
     (tmp_path / name).write_bytes(content)
     assert follower.next().content.read_bytes() == content
 
@@ -206,10 +206,10 @@ def test_a_folder_that_is_deleted_and_made_again_is_followed_on(tmp_path, follow
 
 
 def test_what_cant_be_followed_is_told(tmp_path):
-    with pytest.raises(UsageError, match=f"one checkpoint.*Name the folder.*{tmp_path}"):
+    with pytest.raises(UsageError, match=f"a single checkpoint.*Pass the folder.*{tmp_path}"):
         CheckpointFollower(write_version(tmp_path, 3))
     (tmp_path / "model.h5").touch()
-    with pytest.raises(UsageError, match=r"no checkpoint known here.*\.keras or \.weights\.h5"):
+    with pytest.raises(UsageError, match=r"not a supported checkpoint file.*\.keras or \.weights\.h5"):
         CheckpointFollower(tmp_path / "model.h5")
-    with pytest.raises(UsageError, match="poll_seconds=0 can't be"):
+    with pytest.raises(UsageError, match="poll_seconds=0 is invalid"):
         CheckpointFollower(tmp_path, poll_seconds=0)

@@ -64,7 +64,9 @@ def test_a_server_of_a_foreign_ca_is_refused_at_once(call, tmp_path, never_again
 def test_a_client_of_a_foreign_ca_is_refused_at_once(call, tmp_path, never_again):
     theirs, ours = CA(tmp_path, "theirs"), CA(tmp_path, "ours")
     trusting = showing(TLS.load(theirs.issue()), ca=ours.path.read_bytes())
-    with pytest.raises(TLSError, match=r"it (refuses|ends the connection when it sees) this process's certificate"):
+    with pytest.raises(
+        TLSError, match=r"it (refuses|closes the connection when it receives) this process's certificate"
+    ):
         call(TLS.load(ours.issue()), trusting)
 
 
@@ -74,7 +76,9 @@ def test_a_server_whose_certificate_expired_while_it_ran_is_named(call, tmp_path
     expired = showing(good, cert=old["tls_cert"], key=old["tls_key"])
     with pytest.raises(TLSError, match="its certificate is refused: certificate has expired"):
         call(expired, good)
-    with pytest.raises(TLSError, match=r"it (refuses|ends the connection when it sees) this process's certificate"):
+    with pytest.raises(
+        TLSError, match=r"it (refuses|closes the connection when it receives) this process's certificate"
+    ):
         call(good, expired)
 
 
@@ -95,12 +99,12 @@ def test_a_name_for_all_certificates_stands_for_their_addresses(call, tmp_path, 
 
 
 def test_a_plain_client_of_a_server_with_tls_is_told_at_once(call, tmp_path, never_again):
-    with pytest.raises(TLSError, match=r"it speaks TLS, and this process does not. Give this process --tls_ca"):
+    with pytest.raises(TLSError, match=r"it uses TLS, but this process does not. Add --tls_ca"):
         call(TLS.load(CA(tmp_path).issue()), None)
 
 
 def test_a_client_with_tls_of_a_plain_server_is_told_at_once(call, tmp_path, never_again):
-    with pytest.raises(TLSError, match="it does not speak TLS"):
+    with pytest.raises(TLSError, match="it does not use TLS"):
         call(None, TLS.load(CA(tmp_path).issue()))
 
 

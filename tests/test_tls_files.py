@@ -99,7 +99,9 @@ def replaced(files, tmp_path, **contents):
 def test_a_key_of_another_certificate_is_refused(tmp_path):
     ca = CA(tmp_path)
     files = dataclasses.replace(ca.issue("a"), tls_key=ca.issue("b").tls_key)
-    with pytest.raises(UsageError, match=r"tls_key: the key .*b-key.pem is not that of the certificate .*a-cert.pem"):
+    with pytest.raises(
+        UsageError, match=r"tls_key: the key .*b-key.pem does not belong to the certificate .*a-cert.pem"
+    ):
         TLS.load(files)
 
 
@@ -132,22 +134,22 @@ def test_a_file_that_is_not_there_is_named(tmp_path, name):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (lambda ca: b"", "it holds no certificate"),
-        (lambda ca: ca[: ca.index(b"-----BEGIN PRIVATE KEY")], "it holds no key, or one with a password"),
+        (lambda ca: b"", "it contains no certificate"),
+        (lambda ca: ca[: ca.index(b"-----BEGIN PRIVATE KEY")], "it contains no key, or its key has a password"),
     ],
 )
 def test_a_ca_without_its_key_issues_nothing(tmp_path, content, words):
     files = make_ca(str(tmp_path)).files
     path = Path(files.tls_ca)
     path.write_bytes(content(path.read_bytes()))
-    with pytest.raises(UsageError, match=rf"tls_ca: {path} is no CA that can issue a certificate: {words}\."):
+    with pytest.raises(UsageError, match=rf"tls_ca: {path} is not a CA that can issue certificates: {words}\."):
         TLS.load(files)
 
 
 def test_one_file_without_the_others_is_refused():
-    with pytest.raises(UsageError, match="tls_cert came without tls_key and tls_ca"):
+    with pytest.raises(UsageError, match="tls_cert was given without tls_key and tls_ca"):
         tls_files({"tls_cert": "a.pem"})
-    with pytest.raises(UsageError, match="tls_key and tls_ca came without tls_cert"):
+    with pytest.raises(UsageError, match="tls_key and tls_ca was given without tls_cert"):
         tls_files({"tls_ca": "a.pem", "tls_key": "b.pem"})
     with pytest.raises(UsageError, match="tls_name was given without certificates"):
         tls_files({"tls_name": "a.example.org"})

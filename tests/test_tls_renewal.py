@@ -201,7 +201,7 @@ def test_a_certificate_ends_with_its_ca_and_another_is_issued_when_that_is_repla
 
 
 def test_a_ca_that_has_expired_issues_nothing(ca_for):
-    with pytest.raises(UsageError, match=r"own.pem is no CA that can issue a certificate: it has expired\."):
+    with pytest.raises(UsageError, match=r"own.pem is not a CA that can issue certificates: it has expired\."):
         TLS.load(ca_for(days=0))
 
 

@@ -1,1 +1,1 @@
-"""ElasticCB from Python: `Cluster`, and `fit`, `evaluate` and `predict` on a cluster of their own."""
+"""ElasticCB from Python: `Cluster`, and `fit`, `evaluate` and `predict` with a temporary cluster."""

@@ -1,4 +1,4 @@
-"""The arguments of `Cluster`, `fit`, `evaluate` and `predict`, checked."""
+"""Checks the arguments of `Cluster`, `fit`, `evaluate` and `predict`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from elasticcb.storage.remote_files import is_url
 def cluster_settings(
     given: Mapping[str, Any], others: Mapping[str, Any], job_dir: str | os.PathLike[str] | None
 ) -> JobSettings:
-    """What `Cluster` was given, as settings of all its calls.
+    """The arguments of a `Cluster`, as settings for all its calls.
 
     Args:
-        given: arguments of every day, and groups, by name.
-        others: what it does not take by these names.
+        given: common arguments and groups, by name.
+        others: arguments with unknown names.
 
     Raises:
-        TypeError: it never took one of `others`.
-        UsageError: with all that is wrong.
+        TypeError: one of `others` never existed.
+        UsageError: the message lists all problems.
     """
     moved = {name: where_now(name, value) for name, value in others.items()}
     for name, place in moved.items():
@@ -52,11 +52,11 @@ def cluster_settings(
 def _unsupported(settings: JobSettings) -> Iterator[str]:
     kind = settings.cluster.kind
     if kind in backends() and not backend_of(kind).in_programs:
-        yield f"kind={kind!r} is for the command line: run `elasticcb train --cluster={kind}`."
+        yield f"kind={kind!r} is available only on the command line. Run `elasticcb train --cluster={kind}`."
     if is_url(settings.checkpoint.directory):
         yield (
-            f"checkpoint_dir={settings.checkpoint.directory!r} is a URL. Expected a folder of this machine: a Cluster "
-            "can't write to remote ones. `elasticcb train --checkpoint_dir` can; here, copy the folder after `fit`."
+            f"checkpoint_dir={settings.checkpoint.directory!r} is a URL. Expected a local folder: only `elasticcb "
+            "train --checkpoint_dir` can write to remote ones. Copy the folder after `fit` instead."
         )
 
 
@@ -72,16 +72,16 @@ def _job_dir(settings: JobSettings, job_dir: str | os.PathLike[str] | None) -> I
     if job_dir is None:
         return
     if not os.fspath(job_dir):
-        yield "job_dir='' can't be. Expected a folder, or None."
+        yield "job_dir='' is invalid. Expected a folder, or None."
     elif not settings.checkpoint.interval_seconds:
         yield (
-            f"job_dir={os.fspath(job_dir)!r} keeps what servers write down every so many seconds, and "
-            "CheckpointOptions(interval_seconds=0) was given, which writes nothing. Leave out one of them."
+            f"job_dir={os.fspath(job_dir)!r} needs recovery files of the servers, but "
+            "CheckpointOptions(interval_seconds=0) disables them. Remove one of the two."
         )
 
 
 def frequency(validation_freq: Any) -> int | tuple[int, ...]:
-    """`validation_freq`, checked as Keras checks it."""
+    """Checks `validation_freq` as Keras does."""
     if isinstance(validation_freq, (list, tuple, set)):
         return tuple(validation_freq)
     if not isinstance(validation_freq, int):
@@ -95,19 +95,21 @@ def frequency(validation_freq: Any) -> int | tuple[int, ...]:
 
 
 def check_model(model: Any, method: str, compiled: bool = True) -> None:
-    """Raises `UsageError` unless it is a model of Keras, and Keras's `ValueError` unless it is `compiled`."""
+    """Raises `UsageError` if it is not a Keras model, and Keras's `ValueError` if it must be `compiled` and is not."""
     if not isinstance(model, keras.Model):
         kind = f"{type(model).__module__}.{type(model).__qualname__}".removeprefix("builtins.")
-        raise UsageError(f"Cluster.{method} takes a keras.Model first. Received an object of the class {kind}.")
+        raise UsageError(
+            f"Cluster.{method} takes a keras.Model as its first argument. Received an object of the class {kind}."
+        )
     if compiled:
         model._assert_compile_called(method)
 
 
 def epoch_range(epochs: Any, initial_epoch: Any) -> tuple[int, dict[str, int]]:
-    """Checks both, and limits `epochs` to `keras.config.max_epochs()`, with Keras's warning.
+    """Checks both arguments, and limits `epochs` to `keras.config.max_epochs()`, with Keras's warning.
 
     Returns:
-        The number of epochs, and the settings of a job that follow.
+        The number of epochs, and the resulting settings of the job.
     """
     epochs, initial_epoch = operator.index(epochs), operator.index(initial_epoch)
     if initial_epoch < 0:
@@ -123,13 +125,13 @@ def epoch_range(epochs: Any, initial_epoch: Any) -> tuple[int, dict[str, int]]:
 def with_keras_callbacks(
     callbacks: Any, verbose: int | str, history: bool = True
 ) -> tuple[keras.callbacks.History, list[keras.callbacks.Callback]]:
-    """The user's callbacks, and those that Keras adds."""
+    """The user's callbacks, and the ones that Keras adds."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     listed = [callback for callback in keras.tree.flatten(callbacks) if callback is not None]
     for callback in listed:
         if not isinstance(callback, keras.callbacks.Callback):
-            hint = f" Call the class: {callback.__name__}()." if isinstance(callback, type) else ""
+            hint = f" Create an instance: {callback.__name__}()." if isinstance(callback, type) else ""
             raise TypeError(
                 "`callbacks` must be a list of keras.callbacks.Callback objects. "
                 f"Received: {callback!r} (of type {type(callback)}).{hint}"
@@ -139,7 +141,7 @@ def with_keras_callbacks(
         listed.append(keras.callbacks.ProgbarLogger())
     if found is None:
         found = keras.callbacks.History()
-        found.epoch = []  # as it is after an epoch that there was not
+        found.epoch = []  # as after an epoch that did not take place
         if history:
             listed.append(found)
     return found, listed

@@ -1,4 +1,4 @@
-"""`Cluster`: workers and parameter servers that a Python program uses as Keras's `fit`, `evaluate` and `predict`."""
+"""`Cluster`: workers and parameter servers for a Python program, with Keras's `fit`, `evaluate` and `predict`."""
 
 from __future__ import annotations
 
@@ -38,48 +38,47 @@ from elasticcb.settings.arguments import EVERYDAY, GROUPS
 
 
 class Cluster:
-    """A master in this process, and workers and parameter servers that it starts; use it with `with`.
+    """A master in this process, with the workers and parameter servers that it starts. Use it as a context manager.
 
-    The processes are started with the first call, or by `start()`, and do one call after another. A call that
-    fails or is interrupted ends them; the next one starts new ones.
+    The processes start with the first call, or with `start()`, and run one call at a time. If a call fails or is
+    interrupted, they end; the next call starts new ones.
 
     Args:
         num_workers: processes that compute gradients, evaluate and predict.
         num_ps: processes that hold the weights and apply gradients.
-        kind: "local": processes of this machine; "inprocess": threads of this process, for debugging; "external":
-            started by hand, by the commands that `start` shows; "ray": on the nodes of a Ray cluster. These must see
-            `directory` under the same path.
-        directory: for logs, and for arrays on their way to the workers; None takes `job_dir`, or makes one that is
-            removed at the end.
-        job_dir: folder by which the program goes on when it is run again after it was killed: its fits that had ended
-            give back what they had, the one that was under way is resumed. `close` makes the program begin anew.
-        updates: how the work of several workers becomes one model. "local": each trains by itself for `local_steps`
-            batches, and how far its weights moved is merged; "sync": the mean of `grads_to_wait` gradients is applied;
-            "async": each gradient is applied when it comes.
-        local_steps: batches that a worker trains on before its work is merged, with "local"; "auto": 4 to 64, so that
-            merging takes a twentieth of the time.
-        outer_optimizer: with "local", a Keras optimizer (or its name, or what `keras.optimizers.serialize` gives) by
-            which servers apply the mean of what is merged; "": the mean is added.
-        grads_to_wait: gradients per update, with "sync".
-        use_async: what `updates` was before: True is "async", False is "sync".
-        checkpoint_dir: where checkpoints of servers are written, at the end of `fit`; "": none are.
-        non_finite: "stop": a NaN or an infinity in loss or gradients ends `fit` with an error; "skip": its batch
-            is passed over.
-        callback_errors: "stop": an error in a callback ends the call; "warn": it is told, and the call goes on.
-        log_level: of the processes' logs: "DEBUG", "INFO", "WARNING" or "ERROR".
-        dashboard: serve a live page of the calls to browsers of this machine, and print its address; needs the extra
+        kind: "local": processes on this machine; "inprocess": threads of this process, for debugging; "external":
+            processes that you start, with the commands that `start` prints; "ray": processes on the nodes of a Ray
+            cluster. External and Ray processes must see `directory` under the same path.
+        directory: folder for logs, and for arrays on their way to the workers. None: `job_dir`, or a temporary folder.
+        job_dir: folder for resuming. If the program was killed and runs again, completed fits return their results, and
+            the interrupted fit is resumed. After `close`, the next run starts from scratch.
+        updates: how the updates of several workers are combined. "local": each worker trains alone for `local_steps`
+            batches, then its weight changes are merged; "sync": the mean of `grads_to_wait` gradients is applied;
+            "async": each gradient is applied when it arrives.
+        local_steps: with "local", number of batches that a worker trains on before its weight changes are merged;
+            "auto": 4 to 64, so that merging takes about 5 % of the time.
+        outer_optimizer: with "local", a Keras optimizer (or its name, or the result of `keras.optimizers.serialize`)
+            with which servers apply the mean of the weight changes; "": the mean is added.
+        grads_to_wait: with "sync", number of gradients per update.
+        use_async: earlier name of `updates`: True is "async", False is "sync".
+        checkpoint_dir: folder for checkpoints of the servers at the end of `fit`; "": none are written.
+        non_finite: "stop": NaN or infinity in the loss or in gradients ends `fit` with an error; "skip": skip the
+            batch.
+        callback_errors: "stop": an error in a callback ends the call; "warn": show the error and continue.
+        log_level: level of the processes' logs: "DEBUG", "INFO", "WARNING" or "ERROR".
+        dashboard: serve a live dashboard to browsers on this machine, and print its address; needs the extra
             `elasticcb[dashboard]`.
-        exchange: `elasticcb.ExchangeOptions`: how weights and gradients travel.
-        checkpoint: `elasticcb.CheckpointOptions`: when what servers hold is written.
+        exchange: `elasticcb.ExchangeOptions`: exchange of weights and gradients.
+        checkpoint: `elasticcb.CheckpointOptions`: when servers write their state.
         embedding: `elasticcb.EmbeddingOptions`: embedding tables.
         network: `elasticcb.NetworkOptions`: addresses, ports, TLS.
-        recovery: `elasticcb.RecoveryOptions`: when a process is given up, and what follows.
+        recovery: `elasticcb.RecoveryOptions`: when a process counts as lost, and how it is replaced.
 
-    docs/python_api.md has the fields of these.
+    docs/python_api.md lists the fields of these groups.
 
     Raises:
         UsageError: a number is out of range, a name is unknown, arguments contradict each other, or certificates can't
-            be used; with all that is wrong.
+            be used. The message lists all problems.
 
     Example:
 
@@ -122,7 +121,7 @@ class Cluster:
         self._turn = Turn()
         self._closed = False
 
-    # ------------------------------------------------------------ beginning and end
+    # ------------------------------------------------------------ start and end
 
     def __repr__(self) -> str:
         settings = self._settings.cluster
@@ -148,26 +147,26 @@ class Cluster:
 
     @property
     def directory(self) -> str:
-        """Where logs are; "" before the processes are started."""
+        """Folder of the logs; "" before the processes are started."""
         return self._processes.directory
 
     def start(self) -> None:
-        """Starts the processes, which import TensorFlow while this one goes on. Does nothing when they run."""
+        """Starts the processes, which import TensorFlow in the background. Does nothing if they are running."""
         if self._turn.taken:
             return
         with self._turn.of("start"):
             self._open()
-            if not self._functions.begun:  # their job looks after the processes
+            if not self._functions.begun:  # their job supervises the processes
                 self._processes.start()
 
     def close(self) -> None:
-        """Waits for scheduled functions, and ends the processes; the cluster may be started again, with new ones.
+        """Waits for scheduled functions, and ends the processes. The cluster may be started again, with new processes.
 
-        A call under way in another thread ends with a `JobFailedError`.
+        A call that is running in another thread ends with a `JobFailedError`.
 
         Raises:
-            FunctionError: a scheduled function raised an error, and nobody has seen it.
-            UsageError: a callback of this cluster's own call closes it.
+            FunctionError: a scheduled function raised an error that was not raised to the caller yet.
+            UsageError: called from a callback of a running call of this cluster.
         """
         self._turn.refuse_within("close")
         try:
@@ -193,7 +192,7 @@ class Cluster:
                 self._folder.close(done)
             exits.forget(self)
 
-    # ------------------------------------------------------------ as keras.Model has them
+    # ------------------------------------------------------------ the methods of keras.Model
 
     def fit(
         self,
@@ -215,27 +214,27 @@ class Cluster:
         validation_batch_size: int | None = None,
         validation_freq: int | Sequence[int] = 1,
     ) -> keras.callbacks.History:
-        """Trains `model` on the cluster; arguments, defaults and result are those of `keras.Model.fit`.
+        """Trains `model` on the cluster; arguments, defaults and result are the same as for `keras.Model.fit`.
 
-        Afterwards `model` holds the trained weights, and its optimizer what it has learned: another `fit` goes on
-        from there.
+        Afterwards `model` holds the trained weights, and its optimizer its state, so another `fit` continues from
+        there.
 
         Args:
             x: arrays or structures of them (NumPy, tensors, pandas, ragged, sparse), `tf.data.Dataset`, PyDataset,
-                generator, `elasticcb.data` reader or `Records`, or a function (`DatasetFactory`) that makes a
-                dataset in each worker.
-            steps_per_epoch: batches in an epoch, over all workers; needed for endless data and functions.
-            callbacks: each hook runs where docs/callbacks.md says; hooks of batches get a pickled copy, on workers.
+                generator, `elasticcb.data` reader or `Records`, or a function (`DatasetFactory`) that creates a dataset
+                in each worker.
+            steps_per_epoch: number of batches in an epoch, over all workers; required for endless data and functions.
+            callbacks: docs/callbacks.md says where each hook runs; batch hooks run on workers, on a pickled copy.
 
         Returns:
             The `History`.
 
         Raises:
-            ValueError, TypeError: as Keras does, for arguments that don't fit each other.
-            ElasticCBError: the job failed; the message has the traceback of the user's code.
+            ValueError, TypeError: as in Keras, for contradictory arguments.
+            ElasticCBError: the job failed; the message includes the traceback of the user's code.
 
         Warns:
-            RuntimeWarning: the model is trained, but its last checkpoint could not be written to `checkpoint_dir`.
+            RuntimeWarning: training succeeded, but its last checkpoint could not be written to `checkpoint_dir`.
         """
         check_model(model, "fit")
         epochs, epochs_of_job = epoch_range(epochs, initial_epoch)
@@ -251,7 +250,7 @@ class Cluster:
             summary, _ = self._jobs.run(
                 Command.TRAIN, call, model, sources, listed, params, validation_freq=validation_freq, **epochs_of_job
             )
-            if summary.stopped_early:  # by a copy on a worker: those of the caller's process have set it here
+            if summary.stopped_early:  # by a copy on a worker: callbacks of the caller's process have set it here
                 model.stop_training = True
         return history
 
@@ -267,10 +266,10 @@ class Cluster:
         callbacks: Any = None,
         return_dict: bool = False,
     ) -> Any:
-        """Loss and metrics of `model` over all records, as `keras.Model.evaluate` gives them.
+        """Returns loss and metrics of `model` over all records, like `keras.Model.evaluate`.
 
         Raises:
-            ValueError, TypeError, ElasticCBError: as `fit`.
+            ValueError, TypeError, ElasticCBError: as for `fit`.
         """
         check_model(model, "evaluate")
         _, listed = with_keras_callbacks(callbacks, verbose, history=False)
@@ -291,10 +290,10 @@ class Cluster:
         steps: int | None = None,
         callbacks: Any = None,
     ) -> Any:
-        """The outputs of `model` for all records, in their order, as `keras.Model.predict` gives them.
+        """Returns the outputs of `model` for all records, in order, like `keras.Model.predict`.
 
         Raises:
-            ValueError, TypeError, ElasticCBError: as `fit`.
+            ValueError, TypeError, ElasticCBError: as for `fit`.
         """
         check_model(model, "predict", compiled=False)
         _, listed = with_keras_callbacks(callbacks, verbose, history=False)
@@ -304,57 +303,58 @@ class Cluster:
             _, parts = self._jobs.run(Command.PREDICT, call, model, {Mode.PREDICTION: source}, listed, params)
             return whole_predictions(model, source, parts)
 
-    # ------------------------------------------------------------ as ClusterCoordinator has them
+    # ------------------------------------------------------------ the methods of ClusterCoordinator
 
     def schedule(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> RemoteValue:
-        """Has `function(*args, **kwargs)` called on some worker; returns at once.
+        """Schedules `function(*args, **kwargs)` to be called on some worker; returns at once.
 
-        It is called again elsewhere when its worker is lost: at least once, and exactly one result counts. An error
-        that it raises cancels what is scheduled and does not run yet; the next `join` or `schedule` raises it.
+        If its worker is lost, it is called again on another: it runs at least once, and exactly one result counts. If
+        it raises an error, functions that are scheduled but not running are cancelled, and the next `join` or
+        `schedule` raises the error.
 
         Args:
             function: a Python function, or a `tf.function`.
             *args: anything that can be pickled; values that were scheduled before, iterators over per-worker datasets,
-                and the model that was given to `place`.
-            **kwargs: the same.
+                and the model passed to `place`.
+            **kwargs: likewise.
 
         Raises:
-            UsageError: the cluster is closed or busy, or something can't be sent to a worker.
+            UsageError: the cluster is closed or busy, or an argument can't be sent to a worker.
             FunctionError: an earlier function raised an error.
-            JobFailedError: the cluster could not run an earlier one.
+            JobFailedError: the cluster could not run an earlier function.
         """
         return self._functions.schedule(function, args, kwargs)
 
     def join(self) -> None:
-        """Waits until all functions are done. The model that was given to `place` then holds what servers hold.
+        """Waits until all functions are done. Afterwards, the model passed to `place` has the servers' weights.
 
         Raises:
-            FunctionError: one of them raised an error, which is the cause.
-            JobFailedError: the cluster could not run one.
+            FunctionError: a function raised an error, which is the cause.
+            JobFailedError: the cluster could not run a function.
         """
         self._functions.join()
 
     def done(self) -> bool:
-        """Whether no function waits or runs."""
+        """Whether no function is waiting or running."""
         return self._functions.done()
 
     def fetch(self, values: Any) -> Any:
-        """A value, or a structure of values, that `schedule` returned: waits for them, as `RemoteValue.fetch`."""
+        """Waits for a value, or a structure of values, that `schedule` returned, like `RemoteValue.fetch`."""
         return self._functions.fetch(values)
 
     def create_per_worker_dataset(self, dataset_fn: Callable[[], Any]) -> PerWorkerDataset:
-        """A dataset that each worker makes by calling `dataset_fn`, when it is first used there.
+        """A dataset that each worker creates by calling `dataset_fn`, when it is first used there.
 
-        `iter(dataset)` gives an iterator for functions: on each worker, it goes through that worker's own dataset. A
-        worker that takes the place of a lost one begins anew.
+        `iter(dataset)` returns an iterator for functions: on each worker, it iterates over that worker's own dataset. A
+        worker that replaces a lost one starts from the beginning.
         """
         return self._functions.create_per_worker_dataset(dataset_fn)
 
     def place(self, model: keras.Model) -> None:
-        """From now on, the parameter servers hold the weights of `model` and what its optimizers learn.
+        """Moves the weights of `model` and the state of its optimizers to the parameter servers.
 
-        Functions use it as they do here: on the worker, it holds the newest weights when a function begins, and its
-        optimizers hand gradients to the servers, which apply each when it comes. Waits for functions that were
+        Functions use the model as usual: on a worker, it has the newest weights when a function starts, and its
+        optimizers send gradients to the servers, which apply each one when it arrives. Waits for functions that were
         scheduled before.
 
         Raises:
@@ -362,13 +362,13 @@ class Cluster:
         """
         if self._settings.training.is_synchronous:
             raise UsageError(
-                "`place` was called on a cluster with updates='sync'. Functions hand over gradients at any time, and "
-                "never wait for each other: leave out updates, which is about `fit`."
+                "`place` was called on a cluster with updates='sync'. Functions push gradients at any time and never "
+                "wait for each other. Remove updates, which applies only to `fit`."
             )
         self._functions.place(model)
 
     def collect(self) -> None:
-        """Makes the model that was given to `place` hold what the servers hold now; `join` does so too."""
+        """Copies the servers' current weights to the model passed to `place`; `join` does the same."""
         self._functions.collect()
 
     # ------------------------------------------------------------ one job
@@ -384,10 +384,10 @@ class Cluster:
 
     @contextlib.contextmanager
     def _begin_functions(self) -> Iterator[tuple[Master, JobSettings]]:
-        """While a job for functions begins."""
+        """Held while a job for functions starts."""
         with self._turn.of("schedule"):
             if self._closed:
-                raise UsageError("The cluster is closed. Use it inside of `with`, or call its start().")
+                raise UsageError("The cluster is closed. Use it inside `with`, or call its start().")
             self._open()
             master = self._processes.start()
             yield (

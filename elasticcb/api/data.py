@@ -1,4 +1,4 @@
-"""The data of one call, on its way to the workers."""
+"""Transfers the data of one call to the workers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class MethodCall:
     """One `fit`, `evaluate` or `predict`.
 
     Args:
-        name: of the method.
-        folder: where its data is written that workers read.
-        service: hands out the batches of data without an index.
-        seed: that data are shuffled with; None draws one.
+        name: name of the method.
+        folder: folder for the data that workers read.
+        service: serves the batches of data without an index.
+        seed: seed for shuffling the data; None draws one.
 
     Attributes:
-        fit: what is kept of this one, of a program that goes on when it is run again.
+        fit: stored state of this fit, for a program with `job_dir`.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class MethodCall:
         self.name = name
         self.folder = folder
         self._service = service
-        # From TensorFlow, as Keras does when it shuffles: a draw from Python's generator would change the weights that
-        # a model begins with.
+        # From TensorFlow, as Keras does for shuffling: a draw from Python's generator would change a model's initial
+        # weights.
         drawn = int(tf.random.uniform((), maxval=tf.int32.max, dtype=tf.int32))
         self.seed = drawn if seed is None else seed
         self._sources: list[BatchSource] = []
 
     def adapt(self, x: Any, y: Any = None, sample_weight: Any = None, *, purpose: Any, **options: Any) -> BatchSource:
-        """The batches of `x`, `y` and `sample_weight`, as Keras would make them."""
+        """The batches of `x`, `y` and `sample_weight`, as Keras would create them."""
         folder = self.folder / purpose
         folder.mkdir()
         source = adapt(
@@ -58,7 +58,7 @@ class MethodCall:
             use = " to validate on" if purpose == "validation" else ""
             raise ValueError(
                 f"`{self.name}` needs at least one batch of data{use}. Received: "
-                f"batch_size={options.get('batch_size')}, and data of which that makes {source.num_batches} batches."
+                f"batch_size={options.get('batch_size')}, and data that gives {source.num_batches} batches."
             )
         return source
 
@@ -81,7 +81,7 @@ def training_sources(
     validation_batch_size: int | None,
     validation_steps: int | None,
 ) -> dict[str, BatchSource]:
-    """By mode, the data that `fit` is given; its arguments say the same as those of `keras.Model.fit`."""
+    """The data passed to `fit`, by mode; arguments have the same meaning as for `keras.Model.fit`."""
     if validation_split and validation_data is None:
         (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
     sources: dict[str, BatchSource] = {

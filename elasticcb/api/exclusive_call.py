@@ -1,4 +1,4 @@
-"""One call of a cluster at a time."""
+"""Allows one call of a cluster at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elasticcb.errors import UsageError
 
 
 class Turn:
-    """Whose turn it is to use the cluster's processes."""
+    """Tracks which method uses the cluster's processes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -19,9 +19,9 @@ class Turn:
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """While the method `name` uses the processes. Raises `UsageError` when another one does."""
+        """Marks the method `name` as using the processes. Raises `UsageError` if another method does."""
         if not self._lock.acquire(blocking=False):
-            raise UsageError(f"The cluster is busy with `{self._name}`; `{name}` has to wait until that is done.")
+            raise UsageError(f"The cluster is busy with `{self._name}`. Call `{name}` when that is done.")
         try:
             self._name, self._thread = name, threading.get_ident()
             yield
@@ -31,18 +31,18 @@ class Turn:
 
     @property
     def name(self) -> str:
-        """The method that uses the processes; "": none does."""
+        """The method that uses the processes; "": none."""
         return self._name
 
     @property
     def taken(self) -> bool:
-        """Whether some method uses the processes."""
+        """Whether a method is using the processes."""
         return self._lock.locked()
 
     def refuse_within(self, name: str) -> None:
-        """Raises `UsageError` where this thread is in the middle of a call: in one of its callbacks."""
+        """Raises `UsageError` if this thread is inside a call, in one of its callbacks."""
         if self._thread == threading.get_ident():
             raise UsageError(
-                f"`{name}` was called within `{self._name}`, which goes on after it. To end training from a callback, "
-                "set self.model.stop_training = True."
+                f"`{name}` was called inside `{self._name}`, which is still running. To stop training from a "
+                "callback, set self.model.stop_training = True."
             )

@@ -1,4 +1,4 @@
-"""Closes what is still open when the interpreter ends, also by SIGTERM."""
+"""Closes open clusters when the interpreter exits, also on SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class _Closable(Protocol):
 
 
 _open: list[_Closable] = []
-_process = 0  # that has registered; a fork of it leaves its processes alone
+_process = 0  # the registering process; forks of it don't touch its processes
 
 
 def close_at_exit(cluster: _Closable) -> None:
-    """Has `cluster` closed at the end, unless it is forgotten before.
+    """Closes `cluster` at exit, unless it is forgotten before.
 
-    In the main thread, SIGTERM becomes `SystemExit` until then, unless the program has a handler of its own: by default
-    it would end the program at once, with what the cluster has in files.
+    In the main thread, SIGTERM raises `SystemExit` until then, unless the program has its own handler. By default, it
+    would end the program at once and leave files of the cluster behind.
     """
     global _process
     if _process != os.getpid():
         _process = os.getpid()
         _open.clear()
-        # Not `atexit`: its functions run when the threads that answer the processes' calls have been ended already.
+        # Not `atexit`: its functions run after the threads that answer the processes' calls have ended.
         threading._register_atexit(_close_all)  # type: ignore[attr-defined]
     if cluster not in _open:
         _open.append(cluster)
@@ -36,7 +36,7 @@ def close_at_exit(cluster: _Closable) -> None:
 
 
 def forget(cluster: _Closable) -> None:
-    """`cluster` is closed."""
+    """Unregisters `cluster`, which was closed."""
     if cluster in _open:
         _open.remove(cluster)
     if not _open:

@@ -1,4 +1,5 @@
-"""What a call that failed shows its caller: the user's own exception, as Keras would raise it, or ours in few words."""
+"""The exception that a failed call raises: the user's own exception, as Keras would raise it, or a short one of
+ours."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ def as_the_user_expects(error: BaseException, hint: str) -> BaseException:
     """The exception to raise for `error`, without a cause.
 
     Args:
-        hint: where to look further, for errors that are not the user's exception itself.
+        hint: where to find details, for errors other than the user's own exception.
     """
     cause: BaseException | None = error
     while isinstance(cause, (CallbackError, ModelFileError)):
@@ -28,7 +29,7 @@ def as_the_user_expects(error: BaseException, hint: str) -> BaseException:
 
 
 def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The frames of the user's code, if there are any, unless Keras is told to show all."""
+    """The frames of the user's code if there are any, unless Keras is configured to show all frames."""
     if not keras.config.is_traceback_filtering_enabled():
         return trace
     own: list[types.TracebackType] = []

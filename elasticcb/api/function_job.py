@@ -29,9 +29,9 @@ from elasticcb.worker.functions import FunctionCall, Result
 
 logger = logging.getLogger(__name__)
 
-_LEAVE_SECONDS = 30.0  # for workers to be done with the job
-_ABANDON_SECONDS = 5.0  # for the thread that drives a job, which may wait for a server
-_MOST_LOSSES = 3  # of workers, on one function: one more, and the function is what kills them
+_LEAVE_SECONDS = 30.0  # seconds for workers to finish the job
+_ABANDON_SECONDS = 5.0  # seconds for the thread that drives a job, which may wait for a server
+_MOST_LOSSES = 3  # lost workers per function; beyond that, the function itself kills them
 
 
 @dataclass
@@ -40,19 +40,19 @@ class _Scheduled:
     function: bytes
     arguments: bytes
     needed: list[RemoteValue]
-    learning_rate: float | None  # the caller's, when it was scheduled
-    missing: set[int] = field(default_factory=set)  # of those needed, the numbers of what is not there yet
+    learning_rate: float | None  # the caller's stack when it was scheduled
+    missing: set[int] = field(default_factory=set)  # numbers of the arguments that are not available yet
 
 
 class FunctionJob:
-    """A job of functions: from the first one to the next `fit`, or whatever else ends it.
+    """A job of functions: from the first function to the next `fit`, or until something else ends it.
 
     Args:
-        owner: the cluster; gives `next_number()`.
-        master: of the cluster, started.
+        owner: the cluster; provides `next_number()`.
+        master: the started master of the cluster.
         settings: of the job.
-        placed: the model whose weights the servers are to hold.
-        datasets: what makes per-worker datasets, pickled, by number.
+        placed: the model whose weights the servers hold.
+        datasets: pickled functions that create per-worker datasets, by number.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class FunctionJob:
     ) -> None:
         self.owner = owner
         self.model: keras.Model | None = None if placed is None else placed.model
-        self.failed = False  # it can't go on
+        self.failed = False  # why it can't continue
         self._desk, self._doubt = master.desk, master.watchdog.doubt
         self._placed = placed
         self._start = None if placed is None else placed.start()
-        self._servers: Servers | None = None  # until they are there; with a model only
+        self._servers: Servers | None = None  # until servers hold the weights; only with a model
         self._queue = TaskQueue(
             QueueSettings(
                 records_per_task=1,
@@ -78,22 +78,22 @@ class FunctionJob:
                 max_losses=_MOST_LOSSES,
             )
         )
-        self._error: Exception | None = None  # the first one, until it is raised by `raise_error`
+        self._error: Exception | None = None  # the first error, until `raise_error` raises it
         self._told = False  # by `fetch`
         self._open: dict[int, RemoteValue] = {}
         self._inbox: list[_Scheduled] = []
         self._dependents: dict[int, list[_Scheduled]] = {}
         self._over = False
-        self._learning_rate = 0.0  # the base rate that the servers have
+        self._learning_rate = 0.0  # the base learning rate on the servers
         self._ready = threading.Event()
         self._desk.begin_job(settings, b"" if placed is None else placed.program(), datasets)
         self._thread = threading.Thread(target=self._run, name="functions", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------ for the caller
+    # ------------------------------------------------------------ called by the caller
 
     def schedule(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> RemoteValue:
-        """Raises `UsageError` when something can't be sent, and errors of functions before as `raise_error`."""
+        """Raises `UsageError` if something can't be sent, and errors of earlier functions like `raise_error`."""
         name = name_of(function)
         with sending_to(self.owner) as needed:
             function_data = pickling.dumps(function, f"The function {name}", self.model)
@@ -123,32 +123,32 @@ class FunctionJob:
         return not self._open
 
     def join(self) -> None:
-        """Waits for all functions; raises as `raise_error`."""
+        """Waits for all functions; raises like `raise_error`."""
         with self._desk.state():
             self._desk.wait_for(lambda state: self.done())
         self.collect()
         self.raise_error()
 
     def collect(self) -> None:
-        """Makes the caller's model hold what the servers hold."""
+        """Copies the servers' weights to the caller's model."""
         self._ready.wait()
         if self._placed is not None and not self.failed:
             assert self._servers is not None
             self._placed.set_state(self._servers.control.export())
 
     def raise_error(self) -> None:
-        """Raises what the first failing function raised, or why the job failed; once."""
+        """Raises the error of the first failed function, or of the job; only once."""
         with self._desk.state():
             error, self._error, self._told = self._error, None, False
         if error is not None:
             raise error
 
     def has_told(self, error: Exception) -> None:
-        """The caller knows of it."""
+        """The caller has seen the error."""
         self._told = self._told or error is self._error
 
     def end(self) -> None:
-        """Waits for all functions, and ends the job; raises an error that the caller does not know of."""
+        """Waits for all functions and ends the job; raises an error that the caller has not seen."""
         with self._desk.state():
             self._desk.wait_for(lambda state: self.done())
         self.collect()
@@ -158,7 +158,7 @@ class FunctionJob:
             self.raise_error()
 
     def abandon(self) -> None:
-        """Ends the job without waiting for functions; the processes are ended too."""
+        """Ends the job without waiting for functions; the processes are ended as well."""
         self._fail(FunctionError("The cluster was closed before the function was done."))
         self._finish()
         self._thread.join(_ABANDON_SECONDS)
@@ -272,14 +272,14 @@ class FunctionJob:
         return error
 
     def _cancel(self, state: JobState, failed: RemoteValue) -> None:
-        """All functions that don't run yet, since `failed` raised an error."""
+        """Cancels all functions that are not running, because `failed` raised an error."""
         if self._error is None:
             self._error = failed.error
         self._queue.cancel_functions()
         running = {lease.task.function for lease in self._queue.leases()}
         for number in [number for number in self._open if number not in running]:
             value = self._open.pop(number)
-            value.settle(error=FunctionError(f"{value.name}() was cancelled, since {failed.name}() failed before it."))
+            value.settle(error=FunctionError(f"{value.name}() was cancelled because {failed.name}() failed before it."))
             state.calls.pop(number, None)
         self._inbox.clear()
         self._dependents.clear()
@@ -298,7 +298,7 @@ class FunctionJob:
             state.wake()
 
     def _with_names(self, error: Exception) -> Exception:
-        """An error of the job, with the name of the function that ended it, or of the first that is not done."""
+        """An error of the job, naming the function that ended it or the first unfinished one."""
         if not isinstance(error, JobFailedError) or not self._open:
             return error
         failure = self._queue.failure

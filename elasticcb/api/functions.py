@@ -1,5 +1,5 @@
-"""Functions that `Cluster.schedule` was given, on their way to workers and back, as tf.distribute's
-ClusterCoordinator has them; here they are tasks of the queue."""
+"""Runs functions of `Cluster.schedule` on workers, with the semantics of tf.distribute's ClusterCoordinator; here each
+call is a task of the queue."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from elasticcb.settings import JobSettings
 
 
 class Functions:
-    """The functions of a cluster, which begins a job for them when there is none.
+    """The functions of a cluster; starts a job for them if there is none.
 
     Args:
-        begin: starts the processes; gives master and settings of a new job, and keeps others out while it begins.
+        begin: starts the processes; returns master and settings of a new job, and locks out other calls meanwhile.
         stop: ends the processes.
     """
 
@@ -37,11 +37,11 @@ class Functions:
         self._model: keras.Model | None = None
         self._datasets: dict[int, bytes] = {}
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()  # while a job begins
+        self._lock = threading.Lock()  # while a job starts
 
     @property
     def begun(self) -> bool:
-        """Whether there is a job of functions, which looks after the processes."""
+        """Whether there is a job of functions, which supervises the processes."""
         return self._job is not None
 
     def next_number(self) -> int:
@@ -55,7 +55,7 @@ class Functions:
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         if not callable(dataset_fn):
             raise UsageError(
-                "`create_per_worker_dataset` takes a function that makes a dataset, which each worker calls. "
+                "`create_per_worker_dataset` takes a function that creates a dataset; each worker calls it. "
                 f"Received: {dataset_fn!r} (of type {type(dataset_fn).__name__})"
             )
         job = self._present_job()
@@ -64,7 +64,7 @@ class Functions:
         return PerWorkerDataset(self, number)
 
     def place(self, model: keras.Model) -> None:
-        PlacedWeights(model)  # raises what is wrong with it
+        PlacedWeights(model)  # raises its error
         self.end()
         before, self._model = self._model, model
         try:
@@ -90,15 +90,15 @@ class Functions:
     def _fetched(self, value: Any) -> Any:
         if not isinstance(value, RemoteValue):
             raise UsageError(
-                "`fetch` takes what `schedule` has returned, or a structure of it. "
-                f"Received: {value!r} (of type {type(value).__name__})"
+                f"`fetch` takes a value returned by `schedule`, or a structure of such values. Received: {value!r} "
+                f"(of type {type(value).__name__})"
             )
         if value.owner is not self:
-            raise UsageError(f"{value!r} is of another Cluster. Fetch it there, or by its own fetch().")
+            raise UsageError(f"{value!r} belongs to another Cluster. Fetch it there, or call its own fetch().")
         return value.fetch()
 
     def end(self) -> None:
-        """Waits for what is scheduled, if there is anything; the processes are free then for another job."""
+        """Waits for scheduled functions, if any; then the processes are free for another job."""
         job, self._job = self._job, None
         if job is not None:
             try:
@@ -111,7 +111,7 @@ class Functions:
                     self._stop()
 
     def abandon(self) -> None:
-        """Waits for nothing; to be called before the processes are ended."""
+        """Does not wait; call it before the processes are ended."""
         job, self._job = self._job, None
         if job is not None:
             job.abandon()

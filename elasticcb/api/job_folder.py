@@ -1,4 +1,4 @@
-"""The folder by which a program that was killed goes on when it is run again: what it keeps of each `fit`."""
+"""The folder from which a killed program resumes when it runs again; stores the state of each `fit`."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from elasticcb.settings import JOURNAL_FILE
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderLock
 
-_FIT_FILE = "fit.json"  # what a fit was begun with; it marks a folder as one of ours
+_FIT_FILE = "fit.json"  # the inputs of a fit; marks a folder as ours
 
 
 class JobFolder:
     """The `job_dir` of a cluster, with a folder for each of its fits: `fit-1`, `fit-2`, …
 
     Args:
-        path: is made when it is first used.
+        path: created when it is first used.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         self._ended = 0  # fits
-        self._under_way = False  # a fit, or the last one failed
+        self._under_way = False  # a fit is running, or the last one failed
         self._lock = FolderLock(self.path, f"job_dir={str(self.path)!r}")
 
     def open(self) -> None:
-        """Keeps others away from it until `close`. Raises `UsageError` when another one uses it."""
+        """Locks the folder until `close`. Raises `UsageError` if another process uses it."""
         try:
             make_private(self.path)
             self._lock.take()
         except OSError as error:
-            raise UsageError(f"job_dir={str(self.path)!r} can't be used: {error}. Name another folder.") from None
+            raise UsageError(f"job_dir={str(self.path)!r} can't be used: {error}. Choose another folder.") from None
 
     @contextlib.contextmanager
     def next_fit(self) -> Iterator[KeptFit]:
-        """What is kept of the first fit that has not ended; one that returns has."""
+        """The state of the first unfinished fit; a fit that returns is finished."""
         fit = KeptFit(self.path / f"fit-{self._ended + 1}")
         self._under_way = True
         try:
@@ -53,11 +53,11 @@ class JobFolder:
         self._ended += 1
 
     def close(self, done: bool) -> None:
-        """Lets others use it.
+        """Unlocks the folder.
 
         Args:
-            done: the program needs no fits that have ended any more; when it is run again, it trains anew, unless its
-                last one has failed.
+            done: the program no longer needs finished fits; the next run trains from scratch, unless its last fit
+                failed.
         """
         if not self._lock.is_held:
             return
@@ -70,14 +70,14 @@ class JobFolder:
 
 
 class KeptFit:
-    """What is kept of one fit, while the caller works on it.
+    """The stored state of one fit, while the caller works on it.
 
     Attributes:
-        journal: of its job.
-        seed: that its data were shuffled with; None: it has not begun yet.
+        journal: journal of its job.
+        seed: seed for shuffling its data; None: it has not started yet.
 
     Raises:
-        UsageError: what is there can't be used.
+        UsageError: the stored state can't be used.
         JobFailedError: the journal can't be read or written.
     """
 
@@ -87,7 +87,7 @@ class KeptFit:
         try:
             make_private(folder)
         except OSError as error:
-            raise UsageError(f"{folder} can't be made: {error}. Name another job_dir.") from None
+            raise UsageError(f"{folder} can't be created: {error}. Choose another job_dir.") from None
         self.journal = Journal(folder / JOURNAL_FILE)
         if self.has_begun:
             try:
@@ -96,39 +96,42 @@ class KeptFit:
             except (OSError, ValueError, KeyError) as error:
                 self.journal.close()
                 raise UsageError(
-                    f"{folder / _FIT_FILE}, which says what the fit was begun with, can't be read ({error!r}). Remove "
-                    f"{folder} to begin anew."
+                    f"{folder / _FIT_FILE}, which stores the inputs of the fit, can't be read ({error!r}). Remove "
+                    f"{folder} to start from scratch."
                 ) from None
         else:
             self.seed = None
 
     @property
     def has_begun(self) -> bool:
-        """Whether an earlier run of the program has begun it."""
+        """Whether an earlier run of the program started it."""
         return self.journal.memory.queue is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether an earlier run of the program has brought it to its end."""
+        """Whether an earlier run of the program completed it."""
         return self.journal.memory.over
 
     @property
     def story(self) -> str:
-        """What an earlier run has done, for people."""
+        """Describes the progress of an earlier run."""
         memory = self.journal.memory
         where = f"{self.folder.name} of {self.folder.parent}"
         if self.has_ended:
-            return f"{where} had ended before: model and History are taken from there. Remove it to train anew."
+            return (
+                f"{where} was completed by an earlier run: model and History are restored from it. Remove it to train "
+                "again."
+            )
         done = (memory.queue or {}).get("accounting", {}).get("records_trained", {}).get(str(memory.ended_epochs), 0)
-        return f"{where} goes on: {memory.ended_epochs} epochs had ended, and {done} batches of the next were done."
+        return f"Resuming {where}: {memory.ended_epochs} epochs and {done} batches of the next are done."
 
     def begin(self, given: Mapping[str, Any], seed: int) -> None:
-        """Writes down what the fit begins with; or compares it, if it had begun.
+        """Stores the inputs of the fit, or compares them if it was started before.
 
         Args:
-            given: by name in words, JSON values.
+            given: JSON values, by descriptive name.
 
-        Raises `UsageError` when something is not as it was.
+        Raises `UsageError` if an input differs.
         """
         if self.has_begun:
             for name, value in given.items():
@@ -149,6 +152,7 @@ class KeptFit:
             else:
                 name, before, now = f"{name}, number {place + 1}", before[place], now[place]
         raise UsageError(
-            f"{self.folder.name} of {self.folder.parent} was begun by another program. {name[0].upper()}{name[1:]}: "
-            f"{before} then, {now} now. Run it as it was, or name another job_dir to begin anew."
+            f"{self.folder.name} of {self.folder.parent} was started with other inputs. {name[0].upper()}{name[1:]}: "
+            f"{before} then, {now} now. Run the program with the same inputs, or choose another job_dir to start from "
+            "scratch."
         )

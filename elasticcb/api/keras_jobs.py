@@ -1,4 +1,4 @@
-"""The job behind one `fit`, `evaluate` or `predict`."""
+"""Runs one `fit`, `evaluate` or `predict` as a job."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from elasticcb.settings import CheckpointSettings, Command, JobSettings, Mode
 
 logger = logging.getLogger(__name__)
 
-# Settings of a job whose tasks are ranges of batches.
+# Settings of jobs whose tasks are ranges of batches.
 _OF_BATCHES: dict[str, Any] = {
     "minibatch_size": 1,
-    "shuffle_seed": None,  # sources shuffle by themselves
-    "max_task_retries": 0,  # what the user's code raises ends the call, as in Keras
+    "shuffle_seed": None,  # sources shuffle themselves
+    "max_task_retries": 0,  # errors of the user's code end the call, as in Keras
 }
 
 
 class KerasJobs:
-    """Calls of Keras's methods as jobs of a cluster, one after another.
+    """Runs calls of Keras's methods as jobs of a cluster, one after another.
 
     Args:
-        settings: of all calls.
-        processes: of the cluster.
+        settings: settings of all calls.
+        processes: processes of the cluster.
     """
 
     def __init__(self, settings: JobSettings, processes: ClusterProcesses) -> None:
@@ -53,18 +53,18 @@ class KerasJobs:
 
     @contextlib.contextmanager
     def call(self, name: str, fit: KeptFit | None = None) -> Iterator[data_of.MethodCall]:
-        """A folder of its own for the data of one call; the processes run.
+        """A separate folder for the data of one call, with running processes.
 
         Args:
-            fit: what is kept of it, if it is one that goes on when the program is run again.
+            fit: its stored state, if it can be resumed when the program runs again.
         """
         self._start(fit)
         if fit is None:
-            # With a name of its own: a directory may be used by several clusters, and hold what a killed one left.
+            # With a unique name: several clusters may use a directory, and a killed one may have left files.
             folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._processes.directory))
         else:
             folder = fit.folder / "data"
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(folder, ignore_errors=True)  # of a killed run
             folder.mkdir()
         seed = None if fit is None else fit.seed
         try:
@@ -80,7 +80,7 @@ class KerasJobs:
                 with self._processes.start().desk.state() as state:
                     is_used = state.roster.next_id > 1
                 if is_used:
-                    # Servers know the pushes of the run before by the ids of its workers, which these may have, too.
+                    # Servers identify pushes of the previous run by worker ids, which new workers may reuse.
                     self._processes.stop()
         self._processes.start()
 
@@ -94,13 +94,13 @@ class KerasJobs:
         params: dict[str, Any],
         **training: Any,
     ) -> tuple[JobSnapshot, dict[int, list[Outputs]]]:
-        """Runs a job; gives its summary, and by the first batch of each task what was predicted, by batch.
+        """Runs a job; returns its summary, and the predictions by batch, keyed by the first batch of each task.
 
         Args:
-            params: more of `callback.params`.
-            training: settings that this call alone has.
+            params: additional `callback.params`.
+            training: settings of this call only.
 
-        Raises what the user is to see; the processes are ended then.
+        Raises the error for the user; the processes are ended in that case.
         """
         master = self._processes.start()
         folder = call.folder if call.fit is None else call.fit.folder
@@ -157,7 +157,7 @@ class KerasJobs:
             return summary
         except LastCheckpointError as error:
             keep_results()
-            warnings.warn(str(error), RuntimeWarning, stacklevel=4)  # where `fit` is called
+            warnings.warn(str(error), RuntimeWarning, stacklevel=4)  # where `fit` was called
             return cast(JobSnapshot, error.summary)
         except (JobInterrupted, KeyboardInterrupt):
             with contextlib.suppress(ElasticCBError):
@@ -170,7 +170,7 @@ class KerasJobs:
 
 
 class _Display:
-    """What a person sees of a job besides Keras's progress bar."""
+    """Shows messages of a job besides Keras's progress bar."""
 
     def update(self, status: JobSnapshot) -> None:
         """Keras's progress bar shows it."""
@@ -186,7 +186,7 @@ class _Display:
 
 
 def _described(settings: JobSettings, sources: Mapping[str, BatchSource], host: ModelHost) -> dict[str, Any]:
-    """What must be the same when a fit is resumed, by its name in words."""
+    """Inputs that must not change when a fit is resumed, by descriptive name."""
     training, validation = sources[Mode.TRAINING], sources.get(Mode.EVALUATION)
     return {
         "epochs": settings.training.num_epochs,

@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict` on a local cluster of their own."""
+"""`fit`, `evaluate` and `predict` on a temporary local cluster."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def fit(
     cluster: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> keras.callbacks.History:
-    """Starts a `Cluster`, trains `model` on it as `Cluster.fit` does, and ends it.
+    """Starts a `Cluster`, trains `model` on it with `Cluster.fit`, and closes it.
 
     Args:
-        *args: of `Cluster.fit`.
-        num_workers: of the `Cluster`.
-        num_ps: of the `Cluster`.
-        job_dir: of the `Cluster`.
-        cluster: other arguments of the `Cluster`.
-        **kwargs: of `Cluster.fit`.
+        *args: arguments of `Cluster.fit`.
+        num_workers: argument of `Cluster`.
+        num_ps: argument of `Cluster`.
+        job_dir: argument of `Cluster`.
+        cluster: other arguments of `Cluster`.
+        **kwargs: arguments of `Cluster.fit`.
     """
     with Cluster(num_workers, num_ps, **{"job_dir": job_dir, **(cluster or {})}) as own:
         return own.fit(model, *args, **kwargs)
@@ -41,7 +41,7 @@ def evaluate(
     cluster: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """As `fit`, with `Cluster.evaluate`."""
+    """Like `fit`, with `Cluster.evaluate`."""
     with Cluster(num_workers, num_ps, **(cluster or {})) as own:
         return own.evaluate(model, *args, **kwargs)
 
@@ -54,6 +54,6 @@ def predict(
     cluster: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """As `fit`, with `Cluster.predict`."""
+    """Like `fit`, with `Cluster.predict`."""
     with Cluster(num_workers, num_ps, **(cluster or {})) as own:
         return own.predict(model, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The model that `Cluster.place` was given, in the process of its caller."""
+"""The model passed to `Cluster.place`, in the caller's process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from elasticcb.optimizers.traits import learning_rate_variable, may_split, model
 
 
 class PlacedWeights:
-    """What the servers begin with, and what becomes of what they end with.
+    """Provides the servers' initial state, and takes back their final state.
 
     Args:
-        model: built, and with an optimizer.
+        model: a built model with an optimizer.
 
     Raises:
-        UsageError: it is not, or one optimizer of several does not know what it trains; or it has embedding layers
-            of ElasticCB's own; or the backend has it not.
+        UsageError: the model is not built or has no optimizer; one of several optimizers is not built; it has
+            ElasticCB's own embedding layers; or the Keras backend does not support it.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -32,14 +32,14 @@ class PlacedWeights:
             raise UsageError(backend().not_placed)
         optimizers = model_optimizers(model)
         if not model.built or not optimizers:
-            missing = "has no optimizer: call its compile()" if model.built else "is not built: call it on a batch"
+            missing = "has no optimizer: call compile()" if model.built else "is not built: call the model on a batch"
             raise UsageError(f"The model {model.name!r} {missing} before `place`.")
         own = next((layer for layer in model._flatten_layers() if isinstance(layer, Embedding)), None)
         if own is not None:
             raise UsageError(
-                f"The layer {own.name!r} is an elasticcb.layers.Embedding, whose rows `place` can't hold: a loop of "
-                "your own asks for ids when it runs. Use keras.layers.Embedding here, or train with `Cluster.fit`, "
-                "which takes a train_step of the model's own."
+                f"The layer {own.name!r} is an elasticcb.layers.Embedding, whose rows `place` does not support: a "
+                "custom loop looks up ids only when it runs. Use keras.layers.Embedding here, or train with "
+                "`Cluster.fit`, which accepts a model with its own train_step."
             )
         self.model = model
         self.variables = variable_specs(model, _owners(model))
@@ -55,18 +55,18 @@ class PlacedWeights:
         return InitialModel(weights, optimizer_state=state, version=version)
 
     def program(self) -> bytes:
-        """The model as it travels to workers and servers."""
+        """The serialized model for workers and servers."""
         return Program(self.model, {}).dumps()
 
     @property
     def learning_rate(self) -> float | None:
-        """The present one; None where it can't be set."""
+        """The current learning rate; None if it can't be set."""
         rate = learning_rate_variable(getattr(self.model, "optimizer", None))
         return None if rate is None else float(rate)
 
     def set_state(self, state: ModelState) -> None:
-        """Makes the model and its optimizers hold what the servers hold."""
-        rate = self.learning_rate  # the caller's; it may be newer than that of the servers
+        """Copies the servers' state to the model and its optimizers."""
+        rate = self.learning_rate  # the caller's value; it may be newer than the servers' value
         for variable, value in zip(self.model.weights, state.weights, strict=True):
             variable.assign(value)
         write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, self._owner_indices)
@@ -75,7 +75,7 @@ class PlacedWeights:
 
 
 def _owners(model: keras.Model) -> dict[int, int] | None:
-    """By index of a weight, the index of the optimizer that trains it; None: there is one, for all of them."""
+    """For each weight, the index of the optimizer that trains it; None: one optimizer trains all."""
     optimizers = model_optimizers(model)
     if len(optimizers) == 1:
         return None
@@ -87,7 +87,7 @@ def _owners(model: keras.Model) -> dict[int, int] | None:
     missing = [v.path for i, v in enumerate(model.weights) if v.trainable and i not in owners]
     if missing:
         raise UsageError(
-            f"The model {model.name!r} has {len(optimizers)} optimizers, and none that trains {missing[0]!r}. Tell "
-            "each before `place` what it trains: optimizer.build(variables)."
+            f"The model {model.name!r} has {len(optimizers)} optimizers, but none of them trains {missing[0]!r}. "
+            "Before `place`, call optimizer.build(variables) on each with the variables that it trains."
         )
     return owners

@@ -1,4 +1,4 @@
-"""The processes of a `Cluster`, and what else it has from its first call to its end."""
+"""The processes and other resources of a `Cluster`, from its first call until it is closed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 
 class ClusterProcesses:
-    """A master in this process, and workers and servers where the backend puts them.
+    """A master in this process, and workers and servers started by the backend.
 
     Args:
-        settings: how many, and where.
-        directory: for logs and data; None makes one, which `close` removes.
-        log_level: of the processes' logs.
+        settings: number and location of the processes.
+        directory: folder for logs and data; None: a temporary folder, removed by `close`.
+        log_level: level of the processes' logs.
 
     Attributes:
-        data_service: hands out the batches of data without an index, at the master's port.
+        data_service: serves batches of data without an index, at the master's port.
     """
 
     def __init__(self, settings: ClusterSettings, directory: str | os.PathLike[str] | None, log_level: str) -> None:
@@ -43,22 +43,22 @@ class ClusterProcesses:
         self._temporary: TemporaryFolder | None = None
         self._master: Master | None = None
         self._backend: ClusterBackend | None = None
-        self._page = contextlib.ExitStack()  # of the cluster, until it ends
+        self._page = contextlib.ExitStack()  # of the cluster, until it is closed
         self.data_service = DataService()
 
     @property
     def directory(self) -> str:
-        """Where logs are; "" while there is none."""
+        """Folder of the logs; "" if there is none."""
         return "" if self._directory is None else str(self._directory)
 
     @property
     def started(self) -> bool:
-        """Whether there is a master, and processes that it has started."""
+        """Whether there is a master with started processes."""
         return self._master is not None
 
     @property
     def where_logs_are(self) -> str:
-        """A sentence for messages; "" where there are none."""
+        """A sentence about logs for messages; "" if there are none."""
         where = backend_of(self._settings.kind).where_logs_are
         if where is None:
             return ""
@@ -67,7 +67,7 @@ class ClusterProcesses:
         return f"The logs of the processes are in {self._directory}/logs{where}."
 
     def start(self) -> Master:
-        """Starts the processes unless they run; when one of them has ended, ends the others first."""
+        """Starts the processes unless they are running; if one of them has ended, ends the others first."""
         if self._master is not None and self._backend is not None and not self._backend.poll():
             return self._master
         self.stop()
@@ -98,7 +98,7 @@ class ClusterProcesses:
             backend.stop(STOP_SECONDS)
 
     def close(self) -> None:
-        """Ends the processes, and removes what `start` has made."""
+        """Ends the processes, and removes everything that `start` created."""
         with contextlib.ExitStack() as stack:
             if self._temporary is not None:
                 stack.callback(self._temporary.remove)

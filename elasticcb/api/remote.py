@@ -1,6 +1,6 @@
-"""What stands for things on the workers: values that functions return, per-worker datasets and their iterators.
+"""References to objects on workers: values that functions return, per-worker datasets and their iterators.
 
-Each is pickled as a reference, which becomes what it stands for where a function runs.
+Each is pickled as a reference, which is resolved where a function runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elasticcb.worker.functions import dataset_here, iterator_here, value_here
 
 
 class RemoteValue:
-    """What a scheduled function returns, once it has. Another function may take it as an argument."""
+    """The future result of a scheduled function. It can be an argument of another function."""
 
     def __init__(self, job: Any, number: int, name: str) -> None:
         self._job = job
@@ -32,15 +32,15 @@ class RemoteValue:
         self._there.set()
 
     def done(self) -> bool:
-        """Whether the function has returned, has failed or was cancelled."""
+        """Whether the function has returned, failed or was cancelled."""
         return self._there.is_set()
 
     def fetch(self) -> Any:
-        """Waits for the function; what it returned, tensors as NumPy arrays.
+        """Waits for the function and returns its result, with tensors as NumPy arrays.
 
         Raises:
-            FunctionError: it raised an error, which is the cause, or was cancelled.
-            JobFailedError: the cluster could not run it.
+            FunctionError: the function raised an error, which is the cause, or was cancelled.
+            JobFailedError: the cluster could not run the function.
         """
         self._there.wait()
         if self.error is not None:
@@ -59,7 +59,7 @@ class RemoteValue:
 
 
 class PerWorkerDataset:
-    """Stands for a dataset that each worker makes for itself; `iter` gives what stands for its iterators."""
+    """A dataset that each worker creates for itself; `iter` returns a reference to its iterators."""
 
     def __init__(self, owner: Any, number: int) -> None:
         self._owner = owner
@@ -74,7 +74,7 @@ class PerWorkerDataset:
 
 
 class PerWorkerIterator:
-    """Stands for one iterator on each worker; give it to functions, which call `next` on it."""
+    """A reference to one iterator on each worker. Pass it to functions, which call `next` on it."""
 
     def __init__(self, owner: Any, number: int, dataset: int) -> None:
         self._owner = owner
@@ -85,7 +85,7 @@ class PerWorkerIterator:
 
     def __next__(self) -> NoReturn:
         raise UsageError(
-            "The records of a per-worker dataset are on the workers. Give the iterator to a function, and call `next` "
+            "The records of a per-worker dataset are on the workers. Pass the iterator to a function and call `next` "
             "there: cluster.schedule(step, iterator)."
         )
 
@@ -94,21 +94,21 @@ class PerWorkerIterator:
         return iterator_here, self._numbers
 
 
-_sending = threading.local()  # while something is pickled: its `owner`, and the `values` found in it
+_sending = threading.local()  # during pickling: its `owner`, and the `values` found
 
 
 def _sent_to(owner: Any, what: str) -> list[RemoteValue]:
     to = getattr(_sending, "owner", None)
     if to is not owner:
-        where = "was pickled by itself" if to is None else "was given to a function of another one"
-        raise UsageError(f"{what} of a Cluster {where}. It can be given to functions that the same Cluster schedules.")
+        where = "was pickled outside of schedule" if to is None else "was passed to a function of another Cluster"
+        raise UsageError(f"{what} of a Cluster {where}. Pass it only to functions that the same Cluster schedules.")
     values: list[RemoteValue] = _sending.values
     return values
 
 
 @contextlib.contextmanager
 def sending_to(owner: Any) -> Iterator[list[RemoteValue]]:
-    """While the arguments of a function of a cluster are pickled; gives the values that are found in them."""
+    """Context in which the arguments of a function are pickled; yields the values found in them."""
     _sending.owner, _sending.values = owner, []
     try:
         yield _sending.values

@@ -1,4 +1,4 @@
-"""`handle_restartable_error`: a lost cluster becomes the exit code on which platforms start a program again."""
+"""`handle_restartable_error`: turns the loss of a cluster into the exit code on which platforms restart a program."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from elasticcb.process.logs import say
 
 @contextlib.contextmanager
 def handle_restartable_error(exit_code: int = GO_ON) -> Iterator[None]:
-    """Within it, the loss of a cluster, or SIGTERM, ends the program so that its platform starts it again.
+    """Context manager: if the cluster is lost, or on SIGTERM, the program exits so that its platform restarts it.
 
-    - A `ClusterLostError` or `ConnectionLostError` (processes are gone, and nothing may take their places) is told on
-      standard error and becomes a `SystemExit`. All other errors, of the program itself, pass through.
-    - SIGTERM, by which platforms take machines away, ends the program like Ctrl-C, with the same exit code: a `fit`
-      under way finishes its batches and writes down what the servers hold. A second one ends it at once.
+    - A `ClusterLostError` or `ConnectionLostError` (processes are gone and can't be replaced) is printed to standard
+      error and becomes a `SystemExit`. Other errors pass through.
+    - SIGTERM, which platforms send before they reclaim a machine, ends the program like Ctrl-C, with the same exit
+      code: a running `fit` finishes its batches and saves the servers' state. A second SIGTERM ends it at once.
 
-    With a `Cluster(job_dir=…)`, the next run of the program goes on where this one was.
+    With a `Cluster(job_dir=…)`, the next run of the program resumes where this one stopped.
 
     Args:
-        exit_code: 75 (EX_TEMPFAIL of sysexits.h), or what the platform takes for a program to be started again, as
+        exit_code: 75 (EX_TEMPFAIL of sysexits.h), or the exit code on which the platform restarts a program, such as
             143 for Kubeflow's restart policy ExitCode.
 
     Raises:
         SystemExit: see above.
-        UsageError: `exit_code` is none that says that something failed.
+        UsageError: `exit_code` does not indicate a failure.
 
     Example:
 
@@ -50,12 +50,12 @@ def handle_restartable_error(exit_code: int = GO_ON) -> Iterator[None]:
     try:
         yield
     except (ClusterLostError, ConnectionLostError) as error:
-        say(f"{error}\nThe cluster is lost; the program ends with the exit code {exit_code}, to be started again.")
+        say(f"{error}\nThe cluster is lost. The program exits with code {exit_code}, so that it can be restarted.")
         raise SystemExit(exit_code) from error
     except KeyboardInterrupt as error:
         if not terminated:
             raise
-        say(f"SIGTERM came; the program ends with the exit code {exit_code}, to be started again.")
+        say(f"Received SIGTERM. The program exits with code {exit_code}, so that it can be restarted.")
         raise SystemExit(exit_code) from error
     finally:
         if main:

@@ -1,4 +1,4 @@
-"""What `predict` gives back, in the shape that Keras gives it."""
+"""The results of `predict`, in the same structure as in Keras."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from elasticcb.model.metric_messages import Outputs, unflatten_outputs
 
 
 def whole_predictions(model: keras.Model, source: BatchSource, parts: Mapping[int, Sequence[Outputs]]) -> Any:
-    """The outputs of all batches as one, in the structure of the model's outputs.
+    """Concatenates the outputs of all batches, in the structure of the model's outputs.
 
     Args:
-        parts: by the first batch of a task, its outputs by batch.
+        parts: outputs by batch, keyed by the first batch of a task.
     """
     batches = [keras.tree.flatten(unflatten_outputs(batch)) for start in sorted(parts) for batch in parts[start]]
     wholes = [_joined(leaves) for leaves in zip(*batches, strict=True)]
-    # Keras takes arrays or tensors, not both.
+    # Keras accepts arrays or tensors, not both.
     first = tf.nest.map_structure(
         lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf,
         next(iter(source.batches(0, 0, 1))),
@@ -32,8 +32,8 @@ def whole_predictions(model: keras.Model, source: BatchSource, parts: Mapping[in
 
 
 def _joined(leaves: Sequence[Any]) -> Any:
-    """One output over all batches, as `keras.Model.predict` joins them."""
+    """One output over all batches, concatenated like `keras.Model.predict` does."""
     if all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves) and len({x.shape[1:] for x in leaves}) == 1:
-        return np.concatenate(leaves)  # as Keras, without copies
+        return np.concatenate(leaves)  # like Keras, without copies
     tensors = [tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
     return convert_to_np_if_not_ragged(potentially_ragged_concat(tensors))

@@ -1,7 +1,7 @@
-"""Callbacks: where their hooks run, and the ones that come with ElasticCB.
+"""Callbacks: where their hooks run, and the built-in ones.
 
-The names stand in `__init__.pyi`. They are imported when they are first used, so that `elasticcb.callbacks.placement`
-can be imported without Keras and TensorFlow.
+`__init__.pyi` lists the names. They are imported on first use, so that `elasticcb.callbacks.placement` can be imported
+without Keras and TensorFlow.
 """
 
 import lazy_loader

@@ -14,16 +14,16 @@ Target = TypeVar("Target")
 
 
 def every(n: int) -> Callable[[Target], Target]:
-    """Calls the batch hooks of a callback for the n-th, 2n-th, … batch that its process sees.
+    """Calls the batch hooks of a callback only for every n-th batch that its process sees.
 
-    Takes a callback object, or decorates a class; other hooks are called as ever. A hook that is not called
-    costs nothing: the model's weights are not shown to it either.
+    Wraps a callback object or decorates a class; other hooks are called as usual. Skipped hooks cost nothing: the
+    model's weights are not fetched for them.
 
     Args:
-        n: batches from one call to the next, at least 1.
+        n: number of batches from one call to the next, at least 1.
 
     Raises:
-        ModelFileError: `n` is no whole number of at least 1, or the target has no hooks.
+        ModelFileError: `n` is not a whole number of at least 1, or the target has no hooks.
 
     Example:
 
@@ -40,7 +40,7 @@ def every(n: int) -> Callable[[Target], Target]:
     def limit(target: Target) -> Target:
         if not hasattr(target, "on_train_batch_end"):
             raise ModelFileError(
-                f"every({n}) takes a callback, or decorates the class of one. Received: {target!r} of type "
+                f"every({n}) takes a callback, or decorates the class of a callback. Received: {target!r} of type "
                 f"{type(target).__name__}. Write every({n})(MyCallback()), or @every({n}) above the class."
             )
         setattr(target, _ATTRIBUTE, batches)
@@ -50,5 +50,5 @@ def every(n: int) -> Callable[[Target], Target]:
 
 
 def batches_between(callback: Any) -> int:
-    """From one call of a batch hook to the next."""
+    """Number of batches from one call of a batch hook to the next."""
     return getattr(callback, _ATTRIBUTE, 1)

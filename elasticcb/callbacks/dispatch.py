@@ -1,4 +1,4 @@
-"""Calls the hooks of a job's callbacks, in the processes in which the table of `placement` wants them."""
+"""Calls the hooks of a job's callbacks in the processes that the table in `placement` assigns."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ from elasticcb.settings import CallbackErrors
 logger = logging.getLogger(__name__)
 
 _ONCE = frozenset({"on_train_begin", "on_predict_begin"})
-_ADDED = ("batch", "size", "version")  # to the metrics of a batch
-# Of a model in Keras, by which a callback ends an evaluation or a prediction, and the arguments to use instead.
+_ADDED = ("batch", "size", "version")  # logs of a batch: its metrics
+# Attributes of a Keras model with which a callback ends an evaluation or a prediction, and what to use instead.
 _REFUSED = {
-    "stop_evaluating": "Evaluate fewer batches by `steps`, or `validation_steps` of `fit`, or less --validation_data",
-    "stop_predicting": "Predict fewer batches by `steps`, or less --prediction_data",
+    "stop_evaluating": (
+        "To evaluate fewer batches, use `steps`, or `validation_steps` of `fit`, or less --validation_data"
+    ),
+    "stop_predicting": "To predict fewer batches, use `steps`, or less --prediction_data",
 }
 _TIMED = frozenset({"on_train_batch_begin", "on_train_batch_end"})
 
@@ -40,17 +42,17 @@ class Dispatcher:
     """The callbacks of one process.
 
     Args:
-        callbacks: what the model file's `callbacks()` returned in this process.
+        callbacks: the list that the model file's `callbacks()` returned in this process.
         place: `Place.MASTER` or `Place.WORKER`. Every worker may get the TRAIN_END task, so every worker's
             dispatcher wants `on_train_end`.
         params: becomes `callback.params`; `worker_id` of a worker is part of it.
         model: becomes `callback.model`.
-        on_error: what an error in a hook leads to.
-        warn: takes `CallbackWarning`s: errors with `OnError.WARN`, and batch hooks that are slow.
-        in_program: as for `hooks_at`.
+        on_error: what to do about an error in a hook.
+        warn: receives `CallbackWarning`s: errors with `OnError.WARN`, and slow batch hooks.
+        in_program: see `hooks_at`.
 
     Raises:
-        ModelFileError: something in `callbacks` is no callback, or `place` is not that of a process.
+        ModelFileError: an item of `callbacks` is not a callback, or `place` is not a process.
         CallbackError: a callback's own `set_params` or `set_model` raised.
     """
 
@@ -65,7 +67,7 @@ class Dispatcher:
         in_program: bool = False,
     ) -> None:
         if place not in (Place.MASTER, Place.WORKER):
-            raise ModelFileError(f"A dispatcher is at MASTER or at WORKER. Received: {place!r}.")
+            raise ModelFileError(f"A dispatcher needs the place MASTER or WORKER. Received: {place!r}.")
         self.callbacks = list(callbacks)
         self.params = dict(params)
         self.model = model
@@ -86,9 +88,9 @@ class Dispatcher:
         for position, callback in enumerate(self.callbacks):
             _check_is_callback(callback, position)
             if place_of(callback) not in (None, place):
-                continue  # some open files when they are given a model
-            # In the order of Keras' own CallbackList; hooks are looked up after, since a callback may choose
-            # its hooks by its model.
+                continue  # some open files in set_model
+            # In the order of Keras' CallbackList. Hooks are looked up afterwards, because a callback may choose its
+            # hooks by its model.
             self._guarded(callback, "set_model", callback.set_model, (model,))
             self._guarded(callback, "set_params", callback.set_params, (self.params,))
             methods = overridden_hooks(callback)
@@ -97,7 +99,7 @@ class Dispatcher:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a hook has set `model.stop_training`; stays so. `stop_reason` names the hook."""
+        """Whether a hook has set `model.stop_training`; never reset. `stop_reason` names the hook."""
         return bool(self.stop_reason)
 
     def wants(self, hook: str) -> bool:
@@ -109,7 +111,7 @@ class Dispatcher:
         return sorted({type(callback).__name__ for hook in hooks for callback, _ in self._methods[hook]})
 
     def is_due(self, hook: str) -> bool:
-        """Whether the next call of a batch hook reaches any callback; `every` lets some pass."""
+        """Whether the next call of a batch hook reaches any callback; `every` skips calls."""
         return any(self._is_due(callback, hook, 1) for callback, _ in self._methods[hook])
 
     def needs_optimizer_state(self, hook: str) -> bool:
@@ -117,7 +119,7 @@ class Dispatcher:
         return any(needs_optimizer_state(callback, hook) for callback, _ in self._methods[hook])
 
     def readers(self, hook: str, batches: int = 1) -> list[Any]:
-        """The callbacks that may look at the model's weights in a hook; in a batch hook, within so many batches."""
+        """The callbacks that may read the model's weights in a hook; for a batch hook, within this many batches."""
         return [
             callback
             for callback, _ in self._methods[hook]
@@ -126,23 +128,23 @@ class Dispatcher:
         ]
 
     def note_batch(self, seconds: float) -> None:
-        """A training batch took so long, without its hooks: a hook that takes longer is warned about."""
+        """Records the time of a training batch without its hooks; slower hooks cause a warning."""
         self._times.note_batch(seconds)
 
     def call(self, hook: str, *args: Any, keras_logs: Any = None, after_export: bool | None = None) -> None:
         """Calls `hook` with `args` on every callback that runs it here, in order.
 
-        `on_train_begin` and `on_predict_begin` are called once per callback; later calls do nothing. In
-        `on_train_end` those with `after_export` go last.
+        `on_train_begin` and `on_predict_begin` are called once per callback; later calls do nothing. In `on_train_end`,
+        callbacks with `after_export` run last.
 
         Args:
-            keras_logs: `logs` of Keras's own callbacks, in place of the last of `args`; None: the same without what
-                Keras does not give.
-            after_export: only of callbacks that have (not) set `after_export`; None: of all.
+            keras_logs: `logs` for Keras's own callbacks, instead of the last of `args`; None: the same logs without
+                keys that Keras does not pass.
+            after_export: call only callbacks that have (not) set `after_export`; None: all.
 
         Raises:
-            CallbackError: a hook raised; names callback, hook, process and version, and carries the part of
-                the traceback that is not ElasticCB's own.
+            CallbackError: a hook raised; the message names callback, hook, process and version, and `user_traceback`
+                has the frames outside of ElasticCB.
         """
         methods = self._methods[hook]
         if hook == "on_train_end":
@@ -156,7 +158,7 @@ class Dispatcher:
             if TABLE[hook].of_batch and not self._count(callback, hook):
                 continue
             self._guarded(callback, hook, method, args if stock(callback) is None else of_keras)
-            if hook in _ONCE:  # not before: a beginning that failed is tried again with the next task
+            if hook in _ONCE:  # not before: a failed beginning is retried with the next task
                 self._called_once.add((hook, id(callback)))
             if not self.stop_reason and self.model is not None and self.model.stop_training:
                 self.stop_reason = f"{type(callback).__name__}.{hook} set model.stop_training{_location(hook, args)}"
@@ -166,7 +168,7 @@ class Dispatcher:
         return self._batches[hook, id(callback)] % every + batches >= every
 
     def _count(self, callback: Any, hook: str) -> bool:
-        """Whether this batch is one that the callback is called for."""
+        """Whether the callback is called for this batch."""
         due = self._is_due(callback, hook, 1)
         self._batches[hook, id(callback)] += 1
         return due
@@ -176,14 +178,14 @@ class Dispatcher:
         try:
             method(*args)
             self._refuse_to_stop()
-        except CallbackError as error:  # a pre-made callback explains itself
+        except CallbackError as error:  # messages of built-in callbacks need no traceback
             message = f"{self._story(callback, hook, args)} {error}"
             self._failed(callback, hook, CallbackError(message, error.user_traceback), error)
         except ElasticCBError:  # not the callback's fault: a lost connection, an interrupted job
             raise
         except (Exception, SystemExit) as error:
             if isinstance(error, SystemExit) and self._place is not Place.WORKER:
-                raise  # where `fit` was called, it may be that of a signal
+                raise  # in the caller's process, it may come from a signal handler
             what = f"{type(error).__name__}: {error}"
             message = f"{self._story(callback, hook, args)} {what}"
             self._failed(callback, hook, CallbackError(message, user_traceback(error)), error)
@@ -199,8 +201,8 @@ class Dispatcher:
             if getattr(self.model, name, False):
                 setattr(self.model, name, False)
                 raise CallbackError(
-                    f"It set model.{name}, which has no effect here: several workers share the batches, and each "
-                    f"record counts once. {advice}."
+                    f"It set model.{name}, which has no effect here because several workers share the batches and "
+                    f"each record counts once. {advice}."
                 )
 
     def _failed(self, callback: Any, hook: str, error: CallbackError, cause: BaseException) -> None:
@@ -208,7 +210,7 @@ class Dispatcher:
         if self._on_error is CallbackErrors.STOP or is_essential:
             raise error from cause
         subject = f"{type(callback).__name__}.{hook} failed"
-        text = f"{error}\n{error.user_traceback}The job goes on: --callback_errors=warn."
+        text = f"{error}\n{error.user_traceback}The job continues (--callback_errors=warn)."
         logger.error(error if subject in self._failures else text)  # a batch hook may fail with every batch
         self._failures.add(subject)
         self.warn(CallbackWarning(subject, text, errors=1))
@@ -218,9 +220,9 @@ class Dispatcher:
 
 
 def _as_keras_gives(hook: str, args: tuple[Any, ...], logs: Any) -> tuple[Any, ...]:
-    """Keras's own callbacks write down whatever is in `logs`, so they get nothing but the metrics, by name.
+    """Keras's own callbacks record everything in `logs`, so they get only the metrics, by name.
 
-    They get one dict: ReduceLROnPlateau adds the learning rate to it, for those after it.
+    They share one dict: ReduceLROnPlateau adds the learning rate to it for later callbacks.
     """
     if logs is not None:
         return (*args[:-1], dict(logs))
@@ -242,7 +244,7 @@ def _process_name(place: Place, params: Mapping[str, Any]) -> str:
 
 
 def _location(hook: str, args: tuple[Any, ...]) -> str:
-    """What tells one call of a hook from another, as in " (model version 12)"."""
+    """Identifies a call of a hook, as in " (model version 12)"."""
     row = TABLE.get(hook)
     if row is None:
         return ""
@@ -258,7 +260,7 @@ def _location(hook: str, args: tuple[Any, ...]) -> str:
 
 def _check_is_callback(callback: Any, position: int) -> None:
     if isinstance(callback, type):
-        hint = f"Call the class: {callback.__name__}()."
+        hint = f"Create an instance: {callback.__name__}()."
     elif callable(getattr(callback, "set_model", None)) and callable(getattr(callback, "set_params", None)):
         return
     else:

@@ -1,4 +1,4 @@
-"""Ends training when a function of the evaluation rounds so far says so."""
+"""Stops training when a function of all evaluation results returns True."""
 
 # mypy: allow-subclassing-any
 
@@ -15,13 +15,12 @@ from elasticcb.errors import CallbackError, ModelFileError
 
 
 class EarlyStopper(keras.callbacks.Callback):
-    """Stops training by the metrics of the evaluation rounds, on the master.
+    """Stops training depending on the metrics of the evaluation passes; runs on the master.
 
-    No new training task is handed out then; those that run are finished, and the last evaluation round
-    and TRAIN_END follow.
+    No new training tasks are started then; running ones finish, and the last evaluation pass and TRAIN_END follow.
 
     Args:
-        stop_fn: takes the list of all rounds' metrics, oldest first, each as in `logs["metrics"]`
+        stop_fn: takes the list of the metrics of all evaluation passes, oldest first, each as in `logs["metrics"]`
             (`{name: value}`, or `{output: {name: value}}`), and returns a bool: whether to stop.
 
     Raises:
@@ -37,14 +36,14 @@ class EarlyStopper(keras.callbacks.Callback):
         super().__init__()
         if not callable(stop_fn):
             raise ModelFileError(
-                "EarlyStopper expects a function that takes the list of all rounds' metrics and returns a "
-                f"bool. Received: {stop_fn!r} of type {type(stop_fn).__name__}."
+                "EarlyStopper expects a function that takes the list of all evaluation metrics and returns a bool. "
+                f"Received: {stop_fn!r} of type {type(stop_fn).__name__}."
             )
         self._stop_fn = stop_fn
         self._rounds: list[dict[str, Any]] = []
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        # Copied: a stop_fn that edits its argument must not change what the next callback sees.
+        # Copied, so that a stop_fn that modifies its argument does not affect other callbacks.
         self._rounds.append(copy.deepcopy((logs or {}).get("metrics", {})))
         answer = self._stop_fn(self._rounds)
         is_truth = isinstance(answer, (bool, np.bool_)) or (
@@ -52,8 +51,8 @@ class EarlyStopper(keras.callbacks.Callback):
         )
         if not is_truth:
             raise CallbackError(
-                f"The output of stop_fn should be a bool. Got: {answer!r} of type {type(answer).__name__} "
-                f"after {len(self._rounds)} evaluation round(s). Return True to stop, False to go on."
+                f"The output of stop_fn should be a bool. Got: {answer!r} of type {type(answer).__name__} after "
+                f"{len(self._rounds)} evaluation passes. Return True to stop, False to continue."
             )
         if answer:
             self.model.stop_training = True

@@ -1,4 +1,5 @@
-"""A SavedModel of a model of PyTorch: another process makes the same model with Keras on TensorFlow, and exports it."""
+"""Exports a PyTorch model as a SavedModel: another process rebuilds the model with Keras on TensorFlow, and exports
+it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from elasticcb.process.import_path import python_code
 from elasticcb.serialization import pickling
 from elasticcb.serialization.model_archive import restore_model, save_model
 
-# Attributes of a model that `compile` and a job set.
+# Attributes that `compile` and a job set on a model.
 _OF_TRAINING = (
     "compiled", "loss", "optimizer", "compute_loss", "compute_metrics", "train_step", "test_step",
     "_compile_config", "_compile_metrics", "_compile_loss", "_loss_tracker",
@@ -32,13 +33,13 @@ def needs_another_process(model: keras.Model) -> bool:
 
 
 def export_elsewhere(model: keras.Model, features_spec: Any, folder: Path) -> None:
-    """Writes a SavedModel to `folder`, which does not exist.
+    """Writes a SavedModel to `folder`, which must not exist.
 
     Args:
-        features_spec: as of `add_serving_endpoint`.
+        features_spec: see `add_serving_endpoint`.
 
     Raises:
-        CallbackError: it can't be done.
+        CallbackError: the model can't be exported.
     """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as given:
         with _only_layers(model):
@@ -54,16 +55,16 @@ def export_elsewhere(model: keras.Model, features_spec: Any, folder: Path) -> No
         if done.returncode or error.exists():
             text = error.read_text(encoding="utf-8") if error.exists() else done.stderr[-2000:]
             raise CallbackError(
-                f"The model {type(model).__name__} can't be exported as a SavedModel. On PyTorch another process does "
-                f"that, with the same model on TensorFlow, and there: {text}\nEverything that call() uses must be "
-                "Keras operations. Else leave out --output, and save the model as a .keras file, in on_train_end of a "
-                "callback."
+                f"The model {type(model).__name__} can't be exported as a SavedModel. With PyTorch, another process "
+                f"rebuilds the model on TensorFlow, which failed: {text}\n"
+                "Use only Keras operations in call(). Or remove --output, and save the model as a .keras file in "
+                "on_train_end of a callback."
             )
 
 
 @contextlib.contextmanager
 def _only_layers(model: keras.Model) -> Iterator[None]:
-    """The model is as before it was compiled: a job's optimizers and metrics refer to what is of this process."""
+    """Uncompiles the model meanwhile: a job's optimizers and metrics refer to objects of this process."""
     attributes = vars(model)
     before = {name: attributes.pop(name) for name in _OF_TRAINING if name in attributes}
     attributes["compiled"] = False
@@ -74,7 +75,7 @@ def _only_layers(model: keras.Model) -> Iterator[None]:
 
 
 def main() -> int:
-    """What the other process runs."""
+    """The entry point of the other process."""
     from elasticcb.callbacks.serving_signature import add_serving_endpoint
 
     given = Path(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Finds batch hooks that take longer than the batch itself; pure."""
+"""Finds batch hooks that take longer than the batch itself. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ENOUGH = 10  # to tell
 
 
 class HookTimes:
-    """Compares the median time of each batch hook with the median time of a batch, as Keras does."""
+    """Compares the median time of each batch hook with the median time of a batch, like Keras."""
 
     def __init__(self) -> None:
         self._batches: deque[float] = deque(maxlen=_KEPT)
@@ -18,11 +18,11 @@ class HookTimes:
         self._told: set[str] = set()
 
     def note_batch(self, seconds: float) -> None:
-        """A batch took so long, without its hooks."""
+        """Records the time of a batch without its hooks."""
         self._batches.append(seconds)
 
     def note_hook(self, name: str, seconds: float, every: int = 1) -> str:
-        """A hook took so long, which is called for each `every`-th batch; answers a warning, once a hook."""
+        """Records the time of a hook that is called every `every` batches; returns a warning once per hook."""
         times = self._hooks.setdefault(name, deque(maxlen=_KEPT))
         times.append(seconds)
         if name in self._told or len(times) < _ENOUGH or len(self._batches) < _ENOUGH:
@@ -32,7 +32,7 @@ class HookTimes:
             return ""
         self._told.add(name)
         return (
-            f"{name} is slow: it takes {hook:.4f} s{f' every {every} batches' if every > 1 else ''}, a batch "
-            f"{batch:.4f} s (medians). Make it faster, limit it by elasticcb.callbacks.every(n), or let it follow "
-            'the batches on the master: @runs_on("master").'
+            f"{name} is slow: it takes {hook:.4f} s{f' every {every} batches' if every > 1 else ''}, a batch takes "
+            f"{batch:.4f} s (medians). Make it faster, call it less often with elasticcb.callbacks.every(n), or run "
+            'it on the master in the background with @runs_on("master").'
         )

@@ -17,13 +17,12 @@ from elasticcb.errors import CallbackError, ModelFileError
 class LearningRateScheduler(keras.callbacks.Callback):
     """Sets the learning rate before each training batch, on the worker that runs the batch.
 
-    The rate travels with the gradients of the batch, and the parameter servers use it for them. Versions
-    count over all workers, so the schedule does not depend on how many there are. (Keras' callback of this
-    name goes by epoch.)
+    The rate is sent with the gradients of the batch, and parameter servers apply them with it. Versions count over all
+    workers, so the schedule does not depend on the number of workers. (Keras' callback of this name works by epoch.)
 
     Args:
-        schedule_fn: takes the model version that was pulled for the batch (int, from 0), returns the
-            learning rate (a finite number).
+        schedule_fn: takes the model version that was pulled for the batch (int, from 0), and returns the learning rate
+            (a finite number).
 
     Raises:
         ModelFileError: `schedule_fn` can't be called.
@@ -44,7 +43,7 @@ class LearningRateScheduler(keras.callbacks.Callback):
         self._schedule_fn = schedule_fn
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        # Setting the present rate again finds an optimizer that can't be scheduled, before any training.
+        # Setting the current rate again detects an optimizer that can't be scheduled before training starts.
         optimizer = self._optimizer()
         self._set(optimizer, float(keras.ops.convert_to_numpy(optimizer.learning_rate)))
 
@@ -58,8 +57,7 @@ class LearningRateScheduler(keras.callbacks.Callback):
             given = "no optimizer" if optimizer is None else f"an optimizer of type {type(optimizer).__name__}"
             raise CallbackError(
                 f'The optimizer must have a "learning_rate" attribute. Received: {given}. Return a '
-                "keras.optimizers.Optimizer from optimizer(), or take LearningRateScheduler out of "
-                "callbacks()."
+                "keras.optimizers.Optimizer from optimizer(), or remove LearningRateScheduler from callbacks()."
             )
         return optimizer
 
@@ -68,14 +66,14 @@ class LearningRateScheduler(keras.callbacks.Callback):
             optimizer.learning_rate = rate
         except (AttributeError, TypeError) as error:
             raise CallbackError(
-                "The learning rate of the optimizer can't be set, as when it was created with a "
-                "LearningRateSchedule. Create the optimizer with a number as its learning_rate, or take "
-                f"LearningRateScheduler out of callbacks(). ({type(optimizer).__name__} says: {error})"
+                "The learning rate of the optimizer can't be set, for example because it was created with a "
+                "LearningRateSchedule. Create the optimizer with a number as its learning_rate, or remove "
+                f"LearningRateScheduler from callbacks(). ({type(optimizer).__name__} reports: {error})"
             ) from error
 
 
 def _as_rate(value: Any, version: int) -> float:
-    """`value` as a float; numbers of Python and NumPy and scalar tensors will do."""
+    """Converts `value` to a float; accepts Python and NumPy numbers and scalar tensors."""
     is_text_or_truth = isinstance(value, (bool, str, bytes, np.bool_))
     try:
         rate = None if is_text_or_truth or np.ndim(value) else float(value)

@@ -1,4 +1,4 @@
-"""Ends training at a model version."""
+"""Stops training at a model version."""
 
 # mypy: allow-subclassing-any
 
@@ -13,16 +13,15 @@ from elasticcb.errors import ModelFileError
 
 
 class MaxStepsStopper(keras.callbacks.Callback):
-    """Stops training once the model has taken `max_steps` pushes, counted over all workers.
+    """Stops training once the model has received `max_steps` pushes, counted over all workers.
 
-    Batches of tasks that other workers hold then are still trained, so the final version may be higher;
-    `--max_step` ends training exactly.
+    Running tasks of other workers are still completed, so the final version may be higher; `--max_step` stops exactly.
 
     Args:
         max_steps: model version at which to stop, at least 1.
 
     Raises:
-        ModelFileError: `max_steps` is no whole number of at least 1.
+        ModelFileError: `max_steps` is not a whole number of at least 1.
 
     Example:
 

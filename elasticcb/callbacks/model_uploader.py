@@ -1,4 +1,4 @@
-"""Copies the exported model to a remote store, file by file, with a completion marker last."""
+"""Uploads the exported model to a remote store, file by file, with a completion marker last."""
 
 # mypy: allow-subclassing-any
 
@@ -22,7 +22,7 @@ from elasticcb.storage.remote_folder import MARKER, RemoteFolder, local_files
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_SECONDS = 60.0
-# Asking again gives the same answer: credentials, a bucket that does not exist, a bug.
+# Errors for which retries are useless: credentials, a missing bucket, a bug.
 _PERMANENT = (PermissionError, FileNotFoundError, NotADirectoryError, TypeError, ImportError)
 _PERMANENT_NAMES = ("AuthenticationException", "BadHostKeyException", "NoCredentialsError")
 
@@ -30,27 +30,26 @@ _PERMANENT_NAMES = ("AuthenticationException", "BadHostKeyException", "NoCredent
 class ModelUploader(keras.callbacks.Callback):
     """Uploads the exported SavedModel when training ends, on the worker with the TRAIN_END task.
 
-    Goes after `SavedModelExporter`, wherever in the list it stands. A reader takes the remote model as whole
-    when the file `_SUCCESS` is there: it is removed first, the files follow one by one, each checked by size
-    (and by checksum where the store tells one, or the file is small), and it is written last, as JSON that
-    lists the files with size and MD5. A model that is there already is not sent again. Files of the model
-    before that are not part of this one are removed; others are left alone.
+    Runs after `SavedModelExporter`, wherever it is in the list. The remote model is complete if the file `_SUCCESS`
+    exists: this file is removed first, then the files are uploaded and verified one by one, by size (and by checksum if
+    the store provides one or the file is small), and it is written last, as JSON that lists the files with size and
+    MD5. A model that exists already is not sent again. Files of the previous model that are not part of the new one are
+    removed; other files are kept.
 
-    When it fails, the TRAIN_END task fails and is tried again; the exported model stays as it is.
+    If the upload fails, the TRAIN_END task fails and is retried; the exported model is not changed.
 
     Args:
-        remote_url: folder as any fsspec URL: `s3://bucket/models/digits`, `sftp://user@host/models/digits`,
-            `gs://…`, `file:///…`. The package for the protocol must be installed (`elasticcb[s3]`,
-            `elasticcb[sftp]`).
-        saved_model_path: local folder to upload; that of `--output` when not given.
-        storage_options: arguments of the fsspec file system: `endpoint_url`, `key`, `secret` for S3,
-            `port`, `key_filename`, `host_key_policy="reject"` for SFTP.
-        retries: how often a failed upload is tried again. Files that arrived are not sent again.
-        backoff_seconds: pause before the first retry; doubles with each, up to a minute.
-        timeout_seconds: of one silent SFTP operation. Other protocols take theirs by `storage_options`.
+        remote_url: folder, as any fsspec URL: `s3://bucket/models/digits`, `sftp://user@host/models/digits`, `gs://…`,
+            `file:///…`. The package for the protocol must be installed (`elasticcb[s3]`, `elasticcb[sftp]`).
+        saved_model_path: local folder to upload; default: `--output`.
+        storage_options: arguments for the fsspec file system: `endpoint_url`, `key`, `secret` for S3, `port`,
+            `key_filename`, `host_key_policy="reject"` for SFTP.
+        retries: how often a failed upload is retried. Uploaded files are not sent again.
+        backoff_seconds: pause before the first retry; doubles with each retry, up to a minute.
+        timeout_seconds: timeout of an SFTP operation. For other protocols, use `storage_options`.
 
     Raises:
-        ModelFileError: an argument is unusable, or the package for the protocol is missing.
+        ModelFileError: an argument is invalid, or the package for the protocol is missing.
 
     Example:
 
@@ -59,7 +58,7 @@ class ModelUploader(keras.callbacks.Callback):
     """
 
     after_export = True  # read by the dispatcher
-    essential = True  # likewise: an upload that fails fails the job
+    essential = True  # likewise: a failed upload fails the job
 
     def __init__(
         self,
@@ -97,14 +96,14 @@ class ModelUploader(keras.callbacks.Callback):
         self._timeout_seconds = timeout_seconds
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._local_folder()  # a missing --output is told before training, not after
+        self._local_folder()  # reports a missing --output before training, not after
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         folder = self._local_folder()
         if not (folder / "saved_model.pb").is_file():
             raise CallbackError(
-                f"ModelUploader found no SavedModel in {folder}. Add SavedModelExporter() to callbacks(), or "
-                "pass the folder it exports to as ModelUploader(..., saved_model_path=...)."
+                f"ModelUploader found no SavedModel in {folder}. Add SavedModelExporter() to callbacks(), or pass the "
+                "folder that it exports to: ModelUploader(..., saved_model_path=...)."
             )
         files = local_files(folder)
         remote = RemoteFolder(self._remote_url, self._storage_options, self._timeout_seconds)
@@ -119,14 +118,14 @@ class ModelUploader(keras.callbacks.Callback):
                     raise CallbackError(
                         f"The model in {folder} could not be uploaded to {shown}: {type(error).__name__}: "
                         f"{without_password(str(error))}. Tried {attempt + 1} time(s) in "
-                        f"{time.monotonic() - began:.0f} s; {MARKER} is not there, so no reader takes the "
-                        "upload for whole. The local model is complete. Check that the remote is up and the "
-                        "credentials are right, or copy the folder by hand."
+                        f"{time.monotonic() - began:.0f} s. {MARKER} was not written, so the upload is marked as "
+                        "incomplete. The local model is complete. Check that the remote is up and the credentials "
+                        "are right, or copy the folder manually."
                     ) from error
                 pause = min(self._backoff_seconds * 2**attempt, _LONGEST_PAUSE_SECONDS)
-                pause *= random.uniform(0.5, 1.0)  # several jobs must not come back in step
+                pause *= random.uniform(0.5, 1.0)  # jitter, so that several jobs do not retry in step
                 logger.warning(
-                    "Upload to %s failed (%s: %s); next try in %.1f s",
+                    "Upload to %s failed (%s: %s); retrying in %.1f s",
                     shown,
                     type(error).__name__,
                     without_password(str(error)),
@@ -148,5 +147,5 @@ class ModelUploader(keras.callbacks.Callback):
 
 
 def without_password(text: str) -> str:
-    """`text` with the passwords of URLs in it made unreadable."""
+    """`text` with passwords in URLs masked."""
     return re.sub(r"(://[^/\s:@]+):[^/\s@]+@", r"\1:***@", text)

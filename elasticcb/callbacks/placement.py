@@ -1,4 +1,4 @@
-"""The one table of where the hooks of a callback run. The dispatch and the documentation follow it.
+"""The table that defines where the hooks of a callback run. Dispatch and documentation use it.
 
 This module imports neither Keras nor TensorFlow.
 """
@@ -14,7 +14,7 @@ from elasticcb.errors import ModelFileError
 
 
 class Place(str, Enum):
-    """Where a hook runs. A process is a `MASTER` or a `WORKER`; the other two appear in the table only."""
+    """Where a hook runs. A process is a `MASTER` or a `WORKER`; the other two occur only in the table."""
 
     MASTER = "master"
     WORKER = "worker"  # for hooks of a batch: the worker that runs the batch
@@ -26,7 +26,7 @@ class Place(str, Enum):
 class Hook:
     """A row of the table.
 
-    `arguments` and `logs` say what the hook is given, `when` says when it is called.
+    `arguments` and `logs` describe what the hook receives, `when` describes when it is called.
     """
 
     name: str
@@ -34,11 +34,12 @@ class Hook:
     when: str
     arguments: str
     logs: str
-    alias: str = ""  # an older name of the same hook, called when the hook itself is not overridden
+    alias: str = ""  # an older name of the hook, called if the hook itself is not overridden
 
     @property
     def of_batch(self) -> bool:
-        """Whether it is called for each batch: by the worker that runs it, or on the master from its report."""
+        """Whether it is called for each batch: by the worker that runs the batch, or on the master from the worker's
+        report."""
         return "_batch_" in self.name
 
     @property
@@ -55,9 +56,9 @@ _ROWS = (
     Hook(
         "on_train_end",
         (Place.TRAIN_END_WORKER,),
-        "after the last training task and the last evaluation round; again when TRAIN_END is retried",
+        "after the last training task and the last evaluation pass; again if TRAIN_END is retried",
         "",
-        "`{}`; on the master those of the last epoch",
+        "`{}`; on the master the logs of the last epoch",
     ),
     Hook("on_epoch_begin", (Place.MASTER,), "an epoch starts", "`epoch`: index, from 0", "`{}`"),
     Hook(
@@ -65,7 +66,7 @@ _ROWS = (
         (Place.MASTER,),
         "every training record of the epoch is done",
         "`epoch`: index, from 0",
-        "training `loss` and metrics; `val_*` when the epoch was evaluated",
+        "training `loss` and metrics; `val_*` if the epoch was evaluated",
     ),
     Hook(
         "on_train_batch_begin",
@@ -83,14 +84,14 @@ _ROWS = (
         "`loss` and metrics of the batch",
         alias="on_batch_end",
     ),
-    Hook("on_test_begin", (Place.MASTER,), "an evaluation round starts", "", "`{}`"),
+    Hook("on_test_begin", (Place.MASTER,), "an evaluation pass starts", "", "`{}`"),
     Hook(
         "on_test_end",
         (Place.MASTER,),
-        "all tasks of the round are in",
+        "all tasks of the pass are done",
         "",
-        "`metrics`: all of the round, nested by output where the model has several; "
-        "each metric under its own name; `version`: model version of the round",
+        "`metrics`: all metrics of the pass, nested by output if the model has several; each metric under its own "
+        "name; `version`: model version of the pass",
     ),
     Hook("on_test_batch_begin", _BATCH, "before the batch", _INDEX, "`size`: records"),
     Hook("on_test_batch_end", _BATCH, "after the batch", _INDEX, "`size`; metrics over the task so far"),
@@ -104,7 +105,7 @@ _ROWS = (
     Hook(
         "on_predict_end",
         (Place.MASTER, Place.WORKER),
-        "master: every record is predicted; worker: after its last prediction task, or before it leaves",
+        "master: every record is predicted; worker: after its last prediction task, or before it exits",
         "",
         "`{}`",
     ),
@@ -118,15 +119,15 @@ BATCH_HOOKS = tuple(row.name for row in _ROWS if row.of_batch)
 
 @dataclass(frozen=True)
 class Stock:
-    """A row of the table of callbacks of libraries: one object keeps state from hook to hook.
+    """A row of the table of library callbacks, which keep state between hooks.
 
     Classes derived from a stock callback share its row.
 
     Attributes:
         place: where all of its hooks run.
-        idle: hooks that do nothing with the settings of this object.
+        idle: hooks that do nothing with this object's settings.
         saves: hooks that save or swap the optimizer's state.
-        reads: whether the other hooks look at weights; for hooks of batches only those in `saves` do.
+        reads: whether the other hooks read weights; of batch hooks, only those in `saves` do.
     """
 
     place: Place = Place.MASTER
@@ -179,7 +180,7 @@ STOCK: dict[str, Stock] = {
     "WandbMetricsLogger": Stock(idle=_logs_epochs),
 }
 _LIBRARIES = frozenset({"keras", "mlflow", "wandb"})  # whose classes these are
-_BY_HOOK = frozenset({"Callback", "CallbackList", "LambdaCallback"})  # run as a user's class does
+_BY_HOOK = frozenset({"Callback", "CallbackList", "LambdaCallback"})  # treated like a user's class
 _FUTURE = Stock()  # of a later release of Keras
 
 _PLACE_ATTRIBUTE = "_elasticcb_runs_on"
@@ -188,18 +189,18 @@ CallbackClass = TypeVar("CallbackClass", bound=type)
 
 
 def runs_on(place: str) -> Callable[[CallbackClass], CallbackClass]:
-    """Class decorator: run every hook of a callback on the master, or every hook on the workers.
+    """Class decorator: run all hooks of a callback on the master, or all hooks on the workers.
 
-    On `"master"` the hooks of batches are called for the batches of all workers, in order of model version,
-    some time after the batch was trained; no worker waits for them. On `"worker"` the hooks of epochs,
-    evaluation rounds and predictions are called as each worker sees them, and `on_train_end` by the worker
-    that holds the TRAIN_END task. Subclasses inherit the place.
+    With `"master"`, batch hooks are called for the batches of all workers, in order of model version, some time after
+    the batch was trained; no worker waits for them. With `"worker"`, hooks of epochs, evaluation passes and predictions
+    are called as each worker sees these events, and `on_train_end` by the worker that holds the TRAIN_END task.
+    Subclasses inherit the place.
 
     Args:
         place: `"master"` or `"worker"`.
 
     Raises:
-        ModelFileError: another place, or something that is no class.
+        ModelFileError: `place` is invalid, or the decorated object is not a class.
 
     Example:
 
@@ -233,7 +234,7 @@ def library_of(made: Any) -> str:
 
 
 def stock(callback: Any) -> Stock | None:
-    """The row of a library's callback, or of a class derived from one; None for all others."""
+    """The row of a library's callback, or of a class derived from it; None for all others."""
     for kind in type(callback).__mro__:
         library = library_of(kind)
         if library == "keras":
@@ -244,7 +245,7 @@ def stock(callback: Any) -> Stock | None:
 
 
 def place_of(callback: Any) -> Place | None:
-    """Where all hooks of `callback` run; None when each hook runs where the table says."""
+    """Where all hooks of `callback` run; None if the table decides for each hook."""
     moved_to = getattr(callback, _PLACE_ATTRIBUTE, None)
     if moved_to is not None:
         return Place(moved_to)
@@ -255,9 +256,9 @@ def place_of(callback: Any) -> Place | None:
 def overridden_hooks(callback: Any) -> dict[str, Callable[..., Any]]:
     """Bound methods of the hooks that a callback implements, by name in the table.
 
-    Methods set on the instance count (`keras.callbacks.LambdaCallback` sets them so). For a hook that is
-    implemented under its alias alone, the alias' method is given. Those of a stock callback that do nothing
-    are left out; a class derived from it has them when it defines them itself.
+    Methods set on the instance count (as `keras.callbacks.LambdaCallback` does). If only the alias of a hook is
+    implemented, the alias' method is returned. Idle hooks of a stock callback are excluded; a derived class has them if
+    it defines them itself.
     """
     found: dict[str, Callable[..., Any]] = {}
     row_of_stock = stock(callback)
@@ -272,22 +273,22 @@ def overridden_hooks(callback: Any) -> dict[str, Callable[..., Any]]:
 
 
 def hooks_at(callback: Any, process: Place, overridden: Collection[str], in_program: bool = False) -> frozenset[str]:
-    """Which of the `overridden` hooks of `callback` run in a process of that kind, MASTER or WORKER.
+    """Which of the `overridden` hooks of `callback` run in a process of this kind, MASTER or WORKER.
 
     Args:
-        in_program: the master is the caller of `Cluster.fit`, who expects that `on_train_begin` and `on_train_end` are
-            called on the object that was given.
+        in_program: the master is the process that called `Cluster.fit`, which expects `on_train_begin` and
+            `on_train_end` to be called on the object that it passed.
     """
     return frozenset(name for name in overridden if process in _processes(callback, name, overridden, in_program))
 
 
 def takes_predictions(callbacks: Iterable[Any]) -> bool:
-    """Whether any of `callbacks` is given what a worker predicts."""
+    """Whether any of `callbacks` receives a worker's predictions."""
     return any("on_predict_batch_end" in _on_worker(callback) for callback in callbacks)
 
 
 def holds_predictions(callbacks: Iterable[Any]) -> bool:
-    """Whether any of `callbacks` may keep what a worker predicts until `on_predict_end`."""
+    """Whether any of `callbacks` may keep a worker's predictions until `on_predict_end`."""
     return any({"on_predict_batch_end", "on_predict_end"} <= _on_worker(callback) for callback in callbacks)
 
 
@@ -298,7 +299,7 @@ def _on_worker(callback: Any) -> frozenset[str]:
 def needs_optimizer_state(callback: Any, hook: str) -> bool:
     """Whether `hook` of `callback` reads or writes the state of `model.optimizer`.
 
-    A user's class says so for all its hooks by `needs_optimizer_state = True`.
+    A user's class declares it for all its hooks with `needs_optimizer_state = True`.
     """
     if getattr(callback, "needs_optimizer_state", False):
         return True
@@ -309,7 +310,7 @@ def needs_optimizer_state(callback: Any, hook: str) -> bool:
 
 
 def reads_model(callback: Any, hook: str, batches: int) -> bool:
-    """Whether `hook` may look at the model's weights; a batch hook, within the next so many batches."""
+    """Whether `hook` may read the model's weights; for a batch hook, within the next batches."""
     row = stock(callback)
     if row is None:
         return True
@@ -322,7 +323,7 @@ def reads_model(callback: Any, hook: str, batches: int) -> bool:
 
 
 def _implemented(callback: Any, name: str) -> Callable[..., Any] | None:
-    # Keras marks the empty hooks of its base class; nothing else tells an empty hook from a real one.
+    # Keras marks the empty hooks of its base class; nothing else distinguishes them from real ones.
     method = getattr(callback, name, None)
     return None if method is None or getattr(method, "_is_default", False) else method
 
@@ -349,5 +350,5 @@ def _processes(callback: Any, name: str, overridden: Collection[str], in_program
 
 
 def _is_of_user(callback: Any, name: str) -> bool:
-    """What ElasticCB brings, as the exporter, needs what is on the worker."""
+    """Built-in callbacks, such as the exporter, need objects on the worker."""
     return not getattr(callback, name).__module__.startswith("elasticcb.")

@@ -1,4 +1,4 @@
-"""Hands the outputs of every predicted batch to a function."""
+"""Passes the outputs of every predicted batch to a function."""
 
 # mypy: allow-subclassing-any
 
@@ -16,17 +16,17 @@ from elasticcb.errors import CallbackError, ModelFileError
 class PredictionOutputsProcessor(keras.callbacks.Callback):
     """Calls a function with the outputs of each prediction batch, on the worker that ran the batch.
 
-    Give a function, or derive a class and override `process`. Workers run at the same time: whatever the
-    function writes to must be the worker's own, which `worker_id` is for. What a task that is handed out again,
-    because its worker died, had predicted is predicted again. A function that keeps results in memory loses them with
-    its worker: derive a class that has an `on_predict_end` as well (docs/callbacks.md).
+    Pass a function, or derive a class and override `process`. Workers run concurrently, so each must write to its own
+    destination, which `worker_id` identifies. If a worker dies, its unfinished task is predicted again from the start.
+    Results that a function keeps in memory are lost with its worker: derive a class with an `on_predict_end` as well
+    (docs/callbacks.md).
 
     Args:
         process_fn: `process_fn(predictions, worker_id)` or `process_fn(predictions)`. `predictions` has the
             structure of the model's outputs, with the batch on axis 0; `worker_id` is an int.
 
     Raises:
-        ModelFileError: `process_fn` can't be called, or is missing and `process` is not overridden.
+        ModelFileError: `process_fn` is not callable, or it is missing and `process` is not overridden.
 
     Example:
 
@@ -34,7 +34,7 @@ class PredictionOutputsProcessor(keras.callbacks.Callback):
             return [PredictionOutputsProcessor(lambda predictions: print(predictions.shape))]
     """
 
-    _call: Callable[[Any, int], Any] | None = None  # on the class: a subclass may leave out our __init__
+    _call: Callable[[Any, int], Any] | None = None  # on the class: a subclass may not call our __init__
 
     def __init__(self, process_fn: Callable[..., Any] | None = None) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class PredictionOutputsProcessor(keras.callbacks.Callback):
             )
 
     def process(self, predictions: Any, worker_id: int) -> None:
-        """Takes the outputs of one batch; override it, or give `process_fn`."""
+        """Processes the outputs of one batch; override it, or pass `process_fn`."""
         if self._call is not None:
             self._call(predictions, worker_id)
 
@@ -58,11 +58,11 @@ class PredictionOutputsProcessor(keras.callbacks.Callback):
         self.process(logs["predictions"], int((self.params or {}).get("worker_id", 0)))
 
 
-BasePredictionOutputsProcessor = PredictionOutputsProcessor  # ElasticDL's name for what users derive from
+BasePredictionOutputsProcessor = PredictionOutputsProcessor  # ElasticDL's name of the base class for users
 
 
 def _with_worker_id(process_fn: Callable[..., Any]) -> Callable[[Any, int], Any]:
-    """`process_fn` as a function of predictions and worker_id."""
+    """Adapts `process_fn` to a function of predictions and worker_id."""
     if not callable(process_fn):
         raise ModelFileError(
             "PredictionOutputsProcessor expects a function of (predictions, worker_id) or of (predictions). "
@@ -88,6 +88,6 @@ def _with_worker_id(process_fn: Callable[..., Any]) -> Callable[[Any, int], Any]
     except TypeError as error:
         raise ModelFileError(
             "PredictionOutputsProcessor calls process_fn(predictions, worker_id) or process_fn(predictions). "
-            f"Received a function that takes {signature}, which fits neither."
+            f"Received a function that takes {signature}, which matches neither."
         ) from error
     return lambda predictions, worker_id: process_fn(predictions)

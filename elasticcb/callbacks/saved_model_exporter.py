@@ -1,4 +1,4 @@
-"""Exports the trained model as a SavedModel that serves without ElasticCB and Keras."""
+"""Exports the trained model as a SavedModel for serving without ElasticCB and Keras."""
 
 # mypy: allow-subclassing-any
 
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 class SavedModelExporter(keras.callbacks.Callback):
     """Exports the model when training ends, on the worker with the TRAIN_END task.
 
-    The signature `serving_default` takes each feature by its name: the keys of a dict of features; for a
-    single tensor the name of the model's input when the user gave it one, else `features`. Characters that
-    can't stand in a Python name become `_`. It returns each output by its name: the keys of a dict of
-    outputs; names of output layers that the user named; else `predictions`, or `output_0`, `output_1`, …
-    `tf.saved_model.load(path).serve(features)` takes features in the structure that the model takes.
+    The signature `serving_default` takes each feature by name: the keys of a dict of features; for a single tensor, the
+    name of the model's input if the user named it, else `features`. Characters that are invalid in a Python name become
+    `_`. It returns each output by name: the keys of a dict of outputs; names of output layers that the user named; else
+    `predictions`, or `output_0`, `output_1`, … `tf.saved_model.load(path).serve(features)` takes features in the
+    structure of the model's inputs.
 
-    The model is written beside its target and renamed into place, so the target is always a whole model.
+    The model is written next to its target and then renamed, so the target is always a complete model.
 
     Args:
-        saved_model_path: local folder; `--output` (`params["saved_model_path"]`) when not given. A folder
-            that holds anything but a SavedModel is refused, not replaced.
+        saved_model_path: local folder; default: `--output` (`params["saved_model_path"]`). A folder that contains
+            anything but a SavedModel is refused, not replaced.
 
     Example:
 
@@ -48,19 +48,19 @@ class SavedModelExporter(keras.callbacks.Callback):
         model.signatures["serving_default"](features=images)["predictions"]
     """
 
-    essential = True  # read by the dispatcher: without the model the job has failed
+    essential = True  # read by the dispatcher: without the model, the job has failed
 
     def __init__(self, saved_model_path: str | os.PathLike[str] | None = None) -> None:
         super().__init__()
         self._saved_model_path = saved_model_path
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        target = self._target()  # a path that can't be written to is told before hours of training, not after
+        target = self._target()  # reports an unwritable path before hours of training, not after
         problem = problem_of_folder(target.parent)
         if problem:
             raise CallbackError(
-                f"The model can't be exported to {target}: its folder {problem}. Name another folder, by --output or "
-                "SavedModelExporter(saved_model_path=...)."
+                f"The model can't be exported to {target}: its folder {problem}. Choose another folder with --output "
+                "or SavedModelExporter(saved_model_path=...)."
             )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -79,7 +79,7 @@ class SavedModelExporter(keras.callbacks.Callback):
             raise
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
-        logger.info("The SavedModel is in %s", target)
+        logger.info("Wrote the SavedModel to %s", target)
 
     def _write(self, folder: Path) -> None:
         if not getattr(self.model, "built", False):
@@ -99,8 +99,8 @@ class SavedModelExporter(keras.callbacks.Callback):
                 raise
             raise CallbackError(
                 f"The model {type(self.model).__name__} can't be written as a SavedModel to {folder.parent}: "
-                f"{type(error).__name__}: {error}. Everything that call() uses must be TensorFlow or Keras "
-                "operations, and tables must be attributes of the model or of its layers.",
+                f"{type(error).__name__}: {error}. Use only TensorFlow or Keras operations in call(), and make lookup "
+                "tables attributes of the model or of its layers.",
                 user_traceback(error),
             ) from error
 
@@ -117,19 +117,19 @@ class SavedModelExporter(keras.callbacks.Callback):
                 f"SavedModelExporter writes to a local folder. Received: {text!r}. Export to a local folder, "
                 f"and add ModelUploader({text!r}) to callbacks()."
             )
-        # Of a link, the folder that it points to is replaced: the link is the user's.
+        # The link itself is the user's, so the folder that it points to is replaced.
         target = Path(os.path.realpath(os.path.expanduser(text)))
         is_model = (target / "saved_model.pb").is_file()
         if target.exists() and not is_model and (not target.is_dir() or any(target.iterdir())):
             raise CallbackError(
-                f"{target} exists and is no SavedModel; it is left alone. Choose a folder that does not "
-                "exist, is empty, or holds an exported model, or move what is there."
+                f"{target} exists and is not a SavedModel, so it is not replaced. Choose a folder that does not "
+                "exist, is empty, or contains an exported model; or move its files."
             )
         return target
 
 
 def _replace(target: Path, fresh: Path) -> None:
-    """Puts the folder `fresh` in the place of `target`; on an error `target` is as it was."""
+    """Replaces `target` by the folder `fresh`; if that fails, `target` is unchanged."""
     durable.sync_all(fresh)
     old = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex}")
     had_one = target.exists()
@@ -142,7 +142,7 @@ def _replace(target: Path, fresh: Path) -> None:
             old.rename(target)
         raise
     durable.sync(target.parent)
-    # Also what exporters left behind that were killed in the middle.
+    # Also removes leftovers of killed exporters.
     for pattern in ("replaced", "exporting"):
         for leftover in target.parent.glob(f".{target.name}.{pattern}-*"):
             shutil.rmtree(leftover, ignore_errors=True)

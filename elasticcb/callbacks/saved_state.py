@@ -1,4 +1,4 @@
-"""What callbacks remember: their attributes, as far as they can be written as JSON (serialization/plain_values.py)."""
+"""The state of callbacks: their attributes, as far as they can be written as JSON (serialization/plain_values.py)."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import keras
 from elasticcb.rpc.tensors import Array
 from elasticcb.serialization.plain_values import MissingArray, NameNotFound, NotPlain, Writer, read
 
-# Given by whoever calls the hooks, or by `keep_files`.
+# Set by the caller of the hooks, or by `keep_files`.
 _UNSET = object()
 _GIVEN = frozenset({"params", "model", "_model", "validation_data", "append", "append_header"})
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `values` that are plain, and no arrays, as JSON values."""
+    """The plain values except arrays, as JSON values."""
     return _written(Writer(), "", values)[0]
 
 
 def keep_files(callbacks: Sequence[Any]) -> None:
-    """Before `on_train_begin`: a `CSVLogger`, which begins a file there, is to go on with the one that it has."""
+    """Call before `on_train_begin`: a `CSVLogger`, which starts a new file there, must append to its existing file."""
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True
 
 
 class CallbackStates:
-    """Saves what the callbacks of a process remember, and gives it back to those of another.
+    """Saves the state of callbacks of a process, and restores it in another process.
 
-    Make it before `on_train_begin`, and call `begin` after it: what callbacks were made with and have not changed,
-    another process gives them, too, and it is not saved; it may hold what nobody else should read. So it is with
-    functions that they hold after `on_train_begin`.
+    Create it before `on_train_begin`, and call `begin` afterwards. Attributes that have not changed since the callback
+    was constructed are not saved: another process constructs them in the same way, and they may contain secrets. The
+    same is true of functions that a callback holds after `on_train_begin`.
 
-    A function that a callback has come to hold later is saved by its name: `EarlyStopping` derives one together with a
-    number, and the number without the function would be derived a second time. Where such a function can't be
-    imported by a name, nothing of its callback is saved.
+    A function that is assigned later is saved by name: `EarlyStopping` derives a function and a number together, and
+    would derive the number a second time if the function were missing. If such a function can't be imported by name,
+    nothing of its callback is saved.
 
     Args:
-        callbacks: of this process, in their order.
+        callbacks: callbacks of this process, in order.
         say: shows a line to the user.
     """
 
@@ -52,21 +52,21 @@ class CallbackStates:
         self._told: set[int] = set()
 
     def begin(self) -> None:
-        """`on_train_begin` has run."""
+        """Call after `on_train_begin`."""
         for place, callback in enumerate(self._callbacks):
             self._given[place] = {name: value for name, value in vars(callback).items() if _is_function(value)}
             now, _ = _written(Writer(callback), "", vars(callback))
             made_with = self._made_with[place]
-            # An attribute that has changed once is always saved, even if it returns to its first value.
+            # An attribute that has changed once is always saved, even if it returns to its initial value.
             self._made_with[place] = {
                 name: value for name, value in now.items() if made_with.get(name, _UNSET) == value
             }
 
     def save(self, arrays: dict[str, Array] | None = None) -> list[Any]:
-        """Of each callback its class and its attributes, as JSON values; None for all that can't be saved.
+        """For each callback, its class and attributes as JSON values; None for callbacks that can't be saved.
 
         Args:
-            arrays: takes up the arrays, by names that stand in their places; None: they are left out.
+            arrays: receives the arrays, by names that replace them; None: arrays are not saved.
         """
         return [
             [type(callback).__name__, self._state_of(place, callback, arrays)]
@@ -89,10 +89,10 @@ class CallbackStates:
             if place not in self._told:
                 self._told.add(place)
                 self._say(
-                    f"What {type(callback).__name__} remembers can't be saved: its attribute {nameless[0]} became a "
-                    f"function without a name to import it by ({_shown(values[nameless[0]])}) after training had "
-                    "begun. If the job is resumed, this callback starts as at the beginning of training. Use a "
-                    "function at the top level of a module, or a method of the callback, instead."
+                    f"The state of {type(callback).__name__} can't be saved: after training started, its attribute "
+                    f"{nameless[0]} was set to a function that can't be imported by name "
+                    f"({_shown(values[nameless[0]])}). If the job is resumed, this callback starts with its initial "
+                    "state. Use a top-level function of a module or a method of the callback instead."
                 )
             return None
         if arrays is not None and taken is not None:
@@ -100,8 +100,8 @@ class CallbackStates:
         return state
 
     def restore(self, saved: Sequence[Any], arrays: Mapping[str, Array]) -> None:
-        """Sets what `save` gave, each state to the next callback of its class; attributes with arrays that are missing
-        stay as they are."""
+        """Restores the result of `save`, each state to the next callback of its class; attributes with missing arrays
+        are not changed."""
         left = list(saved)
         for callback in self._callbacks:
             found = next((entry for entry in left if entry[0] == type(callback).__name__), None)
@@ -112,8 +112,8 @@ class CallbackStates:
                 values = _values(callback, found[1] or {}, arrays)
             except NameNotFound as error:
                 self._say(
-                    f"What {type(callback).__name__} remembered can't be restored: {error}. It starts as at the "
-                    "beginning of training."
+                    f"The state of {type(callback).__name__} can't be restored: {error}. It starts with its initial "
+                    "state."
                 )
                 continue
             for name, value in values.items():
@@ -121,7 +121,7 @@ class CallbackStates:
 
 
 def _written(writer: Writer, path: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Those of `values` that can be written, and the names of the others."""
+    """The values that can be written, and the names of the others."""
     written, left = {}, []
     for name, value in values.items():
         try:

@@ -21,37 +21,37 @@ def add_serving_endpoint(archive: Any, model: keras.Model, features_spec: Any) -
     Args:
         archive: `keras.export.ExportArchive`.
         model: a built model.
-        features_spec: structure of `tf.TensorSpec` of a batch of features, batch on axis 0; read off the
-            model's inputs when None.
+        features_spec: structure of `tf.TensorSpec` of a batch of features, batch on axis 0; None: derived from the
+            model's inputs.
 
     Raises:
-        CallbackError: nothing tells the shapes of the features, or they are not dense tensors.
+        CallbackError: the shapes of the features are unknown, or they are not dense tensors.
     """
     spec = _signature(model, features_spec)
 
     def serve(features: Any) -> dict[str, Any]:
         return _named_outputs(model, model(features, training=False))
 
-    if not isinstance(model, tf.__internal__.tracking.Trackable):  # of another framework than TensorFlow
+    if not isinstance(model, tf.__internal__.tracking.Trackable):  # a framework other than TensorFlow
         archive.track(model)
-    # Variables of TensorFlow that the endpoint uses are found by the archive; tables are not, in every release.
+    # The archive finds TensorFlow variables that the endpoint uses, but in some releases not its tables.
     for table in _tables(model):
         archive.track(table)
     archive.add_endpoint("serve", serve, input_signature=[spec])
 
 
 def serving_inputs(model: keras.Model, features_spec: Any) -> list[tf.TensorSpec]:
-    """The inputs of the signature that `add_serving_endpoint` adds, each with its name. Raises as it does."""
+    """The named inputs of the signature that `add_serving_endpoint` adds. Raises the same errors."""
     return [spec for _, spec in _leaves(_signature(model, features_spec))]
 
 
 def _signature(model: keras.Model, features_spec: Any) -> Any:
-    """The structure of the model's features, each leaf a `tf.TensorSpec` with the name it is fed by."""
+    """The structure of the model's features; each leaf is a `tf.TensorSpec` with its name in the signature."""
     inputs = list(getattr(model, "inputs", None) or [])
     if features_spec is None:
         features_spec = _spec_of_inputs(model, inputs)
     elif isinstance(features_spec, Mapping) and inputs:
-        # A feed may give more features than the model takes; who serves the model need not.
+        # A feed may return more features than the model takes; the signature omits the others.
         taken = {tensor.name: tensor for tensor in inputs}
         if taken.keys() <= features_spec.keys():
             features_spec = {
@@ -62,7 +62,7 @@ def _signature(model: keras.Model, features_spec: Any) -> Any:
     leaves = list(_leaves(features_spec))
     paths = [path for path, _ in leaves]
     if not any(paths) or not isinstance(features_spec, Mapping):
-        # Tensors without keys take the names of the inputs, where the user gave those names.
+        # Tensors without keys get the names of the inputs if the user named these.
         for index, (path, _) in enumerate(leaves):
             name = inputs[index].name if len(inputs) == len(leaves) else ""
             automatic = not name or _AUTOMATIC_INPUT.fullmatch(name)
@@ -72,7 +72,7 @@ def _signature(model: keras.Model, features_spec: Any) -> Any:
 
 
 def _narrowed(spec: Any, tensor: Any) -> Any:
-    """`spec`, with the sizes that the model's input knows and the feed leaves open."""
+    """`spec` with unknown sizes completed from the model's input."""
     shape = tf.TensorShape([None, *tensor.shape[1:]])
     if not isinstance(spec, tf.TensorSpec) or spec.shape.rank != shape.rank or not shape.is_compatible_with(spec.shape):
         return spec
@@ -106,15 +106,15 @@ def _specs_of_shapes(shapes: Any, dtype: str) -> Any:
 def _named(spec: Any, name: str) -> tf.TensorSpec:
     if not isinstance(spec, tf.TensorSpec):
         raise CallbackError(
-            f"The inference signature takes dense tensors. Received for {name!r}: {spec!r}. Let feed give "
-            "dense tensors, for example by padding."
+            f"The inference signature takes dense tensors. Received for {name!r}: {spec!r}. Return dense tensors from "
+            "feed, for example by padding."
         )
     shape = spec.shape if spec.shape.rank in (None, 0) else [None, *spec.shape[1:]]
     return tf.TensorSpec(shape, spec.dtype, name=name)
 
 
 def _leaves(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves with their paths, keys with blanks between; in the order in which `_map_leaves` goes."""
+    """Leaves with their paths (keys joined by blanks), in the order of `_map_leaves`."""
     if isinstance(structure, Mapping):
         items: Any = structure.items()
     elif isinstance(structure, (list, tuple)):
@@ -136,7 +136,7 @@ def _map_leaves(structure: Any, function: Any) -> Any:
 
 
 def _as_argument(name: str) -> str:
-    """`name` as TensorFlow writes it as the argument of a loaded signature: a Python name."""
+    """`name` as TensorFlow converts it to an argument of a loaded signature: a Python name."""
     swapped = re.sub(r"[^0-9a-zA-Z]", "_", name)
     if not swapped[:1].isalpha():
         swapped = f"arg_{swapped}"
@@ -169,14 +169,14 @@ def _named_outputs(model: keras.Model, outputs: Any) -> dict[str, Any]:
 
 
 def _name_by_user(output: Any) -> str:
-    """Name of the layer that gives `output`; "" when Keras made it up: such names change from run to run."""
+    """Name of the layer that produces `output`; "" if Keras generated it, because such names change between runs."""
     operation = output._keras_history.operation
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(operation).__name__).lower()
     return "" if re.fullmatch(rf"{re.escape(snake)}(_\d+)?", operation.name) else operation.name
 
 
 def _tables(model: keras.Model) -> list[Any]:
-    """Lookup tables and other TensorFlow resources that hang on the model, its layers and modules."""
+    """Lookup tables and other TensorFlow resources that are attributes of the model, its layers and modules."""
     found: list[Any] = []
     seen: set[int] = set()
     pending: list[Any] = list(model._flatten_layers(include_self=True, recursive=True))

@@ -1,4 +1,4 @@
-"""Writes the metrics of every evaluation round to TensorBoard event files."""
+"""Writes the metrics of every evaluation pass to TensorBoard event files."""
 
 # mypy: allow-subclassing-any
 
@@ -16,14 +16,14 @@ from elasticcb.errors import CallbackError
 
 
 class SummaryWriter(keras.callbacks.Callback):
-    """Writes TensorBoard scalars after each evaluation round, on the master.
+    """Writes TensorBoard scalars after each evaluation pass, on the master.
 
-    The step of a scalar is the model version of the round. The tag is the metric's name; `output/name` for
-    a model with several outputs; `name/0`, `name/1`, … for a metric with several values.
+    The step of a scalar is the model version of the pass. The tag is the metric's name; `output/name` for a model with
+    several outputs; `name/0`, `name/1`, … for a metric with several values.
 
     Args:
-        log_dir: folder of the event files, any path that TensorFlow can write;
-            `<job directory>/tensorboard` when not given.
+        log_dir: folder for the event files, any path that TensorFlow can write to; default: `<job
+            directory>/tensorboard`.
 
     Example:
 
@@ -46,7 +46,7 @@ class SummaryWriter(keras.callbacks.Callback):
         with self._writer.as_default():
             for tag, value in _scalars(logs.get("metrics", {})):
                 tf.summary.scalar(tag, value, step=step)
-        self._writer.flush()  # a round may be the last before the process ends
+        self._writer.flush()  # a pass may be the last one before the process ends
 
     def _folder(self) -> str:
         if self._log_dir is not None:

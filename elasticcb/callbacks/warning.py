@@ -1,4 +1,4 @@
-"""What a user should hear about a callback while the job goes on."""
+"""Warnings about callbacks that the user should see while the job continues."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CallbackWarning:
-    """Something about a callback, to be shown once, from whichever process it comes."""
+    """A warning about a callback, shown once, even if several processes send it."""
 
-    subject: str  # the same for what need not be shown twice: "Watch.on_test_end failed"
+    subject: str  # identifies duplicates: "Watch.on_test_end failed"
     text: str
-    errors: int = 0  # errors of a hook that the job goes on after
+    errors: int = 0  # errors of a hook after which the job continues

@@ -1,1 +1,1 @@
-"""What of a job lasts: the files of a checkpoint, and of a server's recovery."""
+"""Persistent state of a job: the files of checkpoints, and recovery files of servers."""

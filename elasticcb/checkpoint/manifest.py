@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which variables it holds, and which files, with their sizes and SHA-256."""
+"""The manifest of a checkpoint: its variables, and its files with sizes and SHA-256."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_manifest(
     buckets: BucketMap | None,
     extra: Mapping[str, Any] | None,
 ) -> None:
-    """Writes the manifest of the files in `folder`; arguments as of `versions.finish_version`. Raises `OSError`."""
+    """Writes the manifest of the files in `folder`; arguments as for `versions.finish_version`. Raises `OSError`."""
     manifest = {
         "format": FORMAT,
         "version": version,
@@ -41,7 +41,7 @@ def write_manifest(
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """The manifest of one version. Raises `CheckpointError` when there is none that can be read."""
+    """The manifest of a version. Raises `CheckpointError` if there is no readable manifest."""
     path = Path(folder) / MANIFEST
     try:
         return durable.read_document(path, FORMAT)
@@ -49,17 +49,17 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(str(error)) from error
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} is no whole checkpoint: it has no {MANIFEST}. It was not finished, or it is another "
-            "folder; name the folder of a version, or the one that holds the versions."
+            f"{folder} is not a complete checkpoint: it has no {MANIFEST}. Either it was not finished, or it is "
+            "another folder. Pass the folder of a version, or the folder that contains the versions."
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"The manifest {path} can't be read: {error}.") from error
 
 
 def verify(version_directory: str | Path) -> dict[str, Any]:
-    """Reads all files of a version through and gives back the manifest.
+    """Verifies all files of a version and returns the manifest.
 
-    Raises `CheckpointError` that names the first missing or damaged file.
+    Raises a `CheckpointError` that names the first missing or damaged file.
     """
     folder = Path(version_directory)
     manifest = read_manifest(folder)
@@ -73,26 +73,27 @@ def verify(version_directory: str | Path) -> dict[str, Any]:
 
 
 def check_variables(manifest: Mapping[str, Any], specs: Sequence[VariableSpec], folder: str | Path) -> None:
-    """Raises `CheckpointError` when the checkpoint's variables are not `specs`: names the differences."""
+    """Raises a `CheckpointError` with the differences if the checkpoint's variables are not `specs`."""
     saved = manifest["variables"]
     given = [_described(spec) for spec in specs]
     differences = []
     for place in range(max(len(saved), len(given))):
         old = saved[place] if place < len(saved) else None
         new = given[place] if place < len(given) else None
-        # Keras numbers layers per process, so a path may differ where shape and dtype do not.
+        # Keras numbers layers per process, so a path may differ even if shape and dtype agree.
         if old is None or new is None or _comparable(old) != _comparable(new):
             differences.append(f"variable {place}: {_shown(old)} in the checkpoint, {_shown(new)} in the model")
     if differences:
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise CheckpointError(
-            f"The checkpoint {folder} is of another model: {'; '.join(differences[:5])}{more}. Use the model "
-            "that wrote it (same --model_def and --model_params). To train another one with what fits: --init_from."
+            f"The checkpoint {folder} belongs to another model: {'; '.join(differences[:5])}{more}. Use the model "
+            "that wrote it (same --model_def and --model_params). To initialize another model from matching "
+            "variables, use --init_from."
         )
 
 
 def _comparable(variable: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the path, and how a table's first rows are made; but a table is no dense variable."""
+    """Without the path and a table's initializer; but a table differs from a dense variable."""
     return {**variable, "path": "", "table": bool(variable.get("table"))}
 
 

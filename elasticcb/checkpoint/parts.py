@@ -1,4 +1,4 @@
-"""A server's part of a checkpoint: one safetensors file, which other numbers of servers can read, too."""
+"""A server's part of a checkpoint: a safetensors file that any number of servers can read."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def save_part(directory: str | Path, part: Part, slices: Sequence[Slice], index:
 
     Args:
         part: what to write.
-        slices: of which parts of the variables, of this server.
-        index, num_ps: the server's place, and how many there are.
+        slices: this server's parts of the variables.
+        index, num_ps: the server's index, and the number of servers.
 
-    Raises `CheckpointError` when it can't be written.
+    Raises `CheckpointError` if it can't be written.
     """
     slices_held = json.dumps([list(part) for part in slices])
     return write_part(Path(directory) / f"server-{index:05d}-of-{num_ps:05d}.safetensors", part, slices=slices_held)
@@ -43,18 +43,18 @@ def load_slices(
     index: int = 0,
     buckets: BucketMap | None = None,
 ) -> Part:
-    """What a server that holds `slices` needs of a checkpoint, whichever servers wrote it.
+    """Loads the part of a checkpoint for a server with `slices`, whichever servers wrote it.
 
-    Tables stay in the files, whose SHA-256 is checked, until they are read; some rows may be other servers'.
+    Tables stay in the files, whose SHA-256 is checked, until they are read; some rows may belong to other servers.
 
     Args:
         version_directory: the folder of one version.
-        specs: the model's variables now; they must be those of the checkpoint.
-        slices: what to load.
-        index: of this server; scalars come from the same place when there were as many servers.
-        buckets: which rows of embedding tables each server holds; None: there is one server.
+        specs: the model's variables, which must be those of the checkpoint.
+        slices: parts to load.
+        index: index of this server; scalars come from the same index if the number of servers is unchanged.
+        buckets: which server holds which rows of embedding tables; None: there is one server.
 
-    Raises `CheckpointError` when files are missing or damaged, or belong to another model.
+    Raises `CheckpointError` if files are missing or damaged, or belong to another model.
     """
     folder = Path(version_directory)
     manifest = read_manifest(folder)
@@ -100,7 +100,7 @@ def load_slices(
 
 
 def _buckets_in(manifest: Mapping[str, Any], folder: Path) -> BucketMap | None:
-    """By which the servers held the rows that are in the files; None: nobody knows."""
+    """The shard map with which the rows in the files were written; None: unknown."""
     if "buckets" not in manifest:
         return None
     try:
@@ -110,12 +110,12 @@ def _buckets_in(manifest: Mapping[str, Any], folder: Path) -> BucketMap | None:
 
 
 class _OfServer:
-    """A `TableSource` of one server's file, in which each row must be one of that server's: an id in the files of two
-    would have two rows.
+    """A `TableSource` of one server's file. Every row must belong to that server: an id in two files would have two
+    rows.
 
     Args:
         table: in the file.
-        server, buckets: that wrote it.
+        server, buckets: the server that wrote it, and its shard map.
     """
 
     def __init__(self, table: SavedTable, server: int, buckets: BucketMap) -> None:
@@ -139,15 +139,15 @@ class _OfServer:
         if len(foreign):
             owner = self._buckets.server_of(ids[foreign[:1]])[0]
             raise CheckpointError(
-                f"The checkpoint file {self._table.files[0]} holds a row of the id {ids[foreign[0]]}, which belongs in "
-                f"the file of server {owner}, so that it may have two rows. The files are not of one checkpoint: start "
-                "from another version."
+                f"The checkpoint file {self._table.files[0]} contains a row of the id {ids[foreign[0]]}, which "
+                f"belongs in the file of server {owner}, so the id may have two rows. The files are not from one "
+                "checkpoint. Start from another version."
             )
 
 
 @contextlib.contextmanager
 def _opened(folder: Path, saved: Mapping[str, Any]) -> Iterator[Any]:
-    """A file that the manifest lists, once its SHA-256 is checked. Raises `CheckpointError` when it can't be read."""
+    """A file that the manifest lists, after checking its SHA-256. Raises `CheckpointError` if it can't be read."""
     path = folder / saved["name"]
     try:
         check_file(path, SavedFile.of(saved))
@@ -158,12 +158,12 @@ def _opened(folder: Path, saved: Mapping[str, Any]) -> Iterator[Any]:
 
 
 class _Assembly:
-    """One variable's wanted slice, put together from the slices of the files."""
+    """Assembles the wanted slice of a variable from the slices in the files."""
 
     def __init__(self, part: Slice, spec: VariableSpec) -> None:
         self.slice, self._spec = part, spec
         self.arrays: dict[str, Array] = {}  # by slot; "" is the weight itself
-        self.filled: dict[str, int] = {}  # how many rows
+        self.filled: dict[str, int] = {}  # number of rows
 
     def overlaps(self, held: Slice) -> bool:
         if not self.slice.elements:
@@ -188,7 +188,7 @@ class _Assembly:
             self.filled[slot] += stop - start
 
     def put_into(self, part: Part, folder: Path) -> None:
-        """Raises `CheckpointError` when the files did not hold all of it."""
+        """Raises `CheckpointError` if the files did not contain all of it."""
         variable = self.slice.variable
         first, last = self.slice.row_range(self._spec)
         for slot, array in self.arrays.items():
@@ -206,7 +206,7 @@ class _Assembly:
 
 
 def dtype_in(file: Any, name: str) -> np.dtype[Any]:
-    """That of an array in an open file of safetensors."""
+    """The shape of an array in an open safetensors file."""
     names = {"F": "float", "I": "int", "U": "uint", "B": "bfloat", "C": "complex"}
     short = file.get_slice(name).get_dtype()
     if short == "BOOL":

@@ -1,7 +1,8 @@
-"""Checkpoints in a folder on a remote file system, where no rename is to be relied on.
+"""Checkpoints on a remote file system, where renames are not reliable.
 
-A version is the same files as on a disk (versions.py). Its manifest is written last and deleted first: a folder
-without one is no checkpoint. Whoever reads a version copies it to a disk, and checks each file's SHA-256 there.
+A version consists of the same files as on disk (versions.py). Its manifest is written last and deleted first: a folder
+without a manifest is not a checkpoint. To read a version, it is copied to disk, and each file's SHA-256 is checked
+there.
 """
 
 from __future__ import annotations
@@ -28,15 +29,14 @@ _VERSION_FOLDER = re.compile(r"version-\d{8,}")
 
 
 def put(url: str, folder: Path, keep_max: int) -> str:
-    """Copies the folder of a whole version below `url`, and deletes old versions there and what is not whole.
+    """Copies the folder of a complete version below `url`, and deletes old and incomplete versions there.
 
     Args:
-        url: of the folder of versions.
-        folder: of one version, on a disk.
-        keep_max: versions that are kept; 0: all.
+        url: URL of the folder of versions.
+        folder: local folder of one version.
+        keep_max: number of versions to keep; 0: all.
 
-    Returns its URL. Raises `CheckpointError` when that is not possible; versions that were there still are, except
-    this one.
+    Returns its URL. Raises `CheckpointError` if that fails; existing versions are kept, except this one.
     """
     manifest = folder / MANIFEST
     with _connected(url, "can't be written") as (files, root):
@@ -61,14 +61,14 @@ def put(url: str, folder: Path, keep_max: int) -> str:
 
 
 def fetch(url: str, to: Path, warn: Callable[[str], None]) -> Path:
-    """Copies the newest undamaged version below `url` to a disk.
+    """Copies the newest undamaged version below `url` to disk.
 
     Args:
-        url: of the folder of versions, or of one version, which nothing takes the place of.
-        to: is made; a copy of an earlier call is taken if it is whole.
-        warn: is told of each version passed over, and what is wrong with it.
+        url: URL of the folder of versions, or of one version, which has no fallback.
+        to: created if needed; a complete copy of an earlier call is reused.
+        warn: called for each skipped version, with the reason.
 
-    Returns its folder. Raises `CheckpointError` when there is none, or the file system can't be read.
+    Returns its folder. Raises `CheckpointError` if there is none, or the file system can't be read.
     """
     with _connected(url, "can't be read") as (files, root):
         if files.exists(posixpath.join(root, MANIFEST)):
@@ -76,16 +76,16 @@ def fetch(url: str, to: Path, warn: Callable[[str], None]) -> Path:
         versions = _versions(files, root)
         if not versions:
             raise CheckpointError(
-                f"There is no whole checkpoint in {url}: a folder version-… with a {MANIFEST} was expected."
+                f"There is no complete checkpoint in {url}. Expected a folder version-… with a {MANIFEST}."
             )
         return newest_usable(versions, lambda name: _fetched(files, posixpath.join(root, name), to / name), url, warn)
 
 
 @contextlib.contextmanager
 def local_copy(folder: str) -> Iterator[str]:
-    """A folder of checkpoints, or of one, as it is; of a URL, a copy of its newest undamaged version on a disk.
+    """Returns a local folder unchanged; for a URL, a local copy of its newest undamaged version.
 
-    Raises `CheckpointError` as `fetch`.
+    Raises `CheckpointError` like `fetch`.
     """
     if not is_url(folder):
         yield folder
@@ -95,7 +95,7 @@ def local_copy(folder: str) -> Iterator[str]:
 
 
 def _fetched(files: Any, root: str, to: Path) -> Path:
-    """One version on a disk, whose files are as they were written. Raises `CheckpointError` when one is not."""
+    """Copies one version to disk and verifies it. Raises `CheckpointError` if a file is damaged."""
     with contextlib.suppress(CheckpointError):
         verify(to)
         return to
@@ -108,7 +108,7 @@ def _fetched(files: Any, root: str, to: Path) -> Path:
         raise CheckpointError(f"The manifest {posixpath.join(root, MANIFEST)} can't be read: {error!r}.") from error
     for name in names:
         if Path(name).name != name:
-            raise CheckpointError(f"The manifest of {root} names the file {name!r}, which lies elsewhere.")
+            raise CheckpointError(f"The manifest of {root} lists the file {name!r}, which is outside of its folder.")
         with contextlib.suppress(FileNotFoundError):  # `verify` names it
             files.get_file(posixpath.join(root, name), str(to / name))
     verify(to)
@@ -116,7 +116,7 @@ def _fetched(files: Any, root: str, to: Path) -> Path:
 
 
 def _versions(files: Any, root: str) -> list[str]:
-    """The names of all whole versions, oldest first."""
+    """The names of all complete versions, oldest first."""
     names = [name for name in _folders(files, root) if files.exists(posixpath.join(root, name, MANIFEST))]
     return sorted(names, key=lambda name: int(name.partition("-")[2]))
 
@@ -137,11 +137,11 @@ def _delete(files: Any, path: str) -> None:
 
 @contextlib.contextmanager
 def _connected(url: str, problem: str) -> Iterator[tuple[Any, str]]:
-    """A connection; what it raises becomes a `CheckpointError`."""
+    """A connection whose errors become `CheckpointError`s."""
     try:
         with opened(url) as (files, root):
             yield files, root
     except CheckpointError:
         raise
-    except Exception as error:  # each file system has errors of its own
+    except Exception as error:  # each file system has its own error types
         raise CheckpointError(f"The checkpoint folder {url} {problem}: {describe(error)}.") from error

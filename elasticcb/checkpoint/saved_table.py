@@ -1,4 +1,4 @@
-"""Reads an embedding table from files in pieces, so that it may be larger than the memory."""
+"""Reads an embedding table from files in pieces, so that it may be larger than memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class SavedTable:
     """A `TableSource` of files.
 
     Args:
-        number: of the variable.
-        files: of `write_part`, written one after another: of rows in several, the last counts. Beside a piece, the ids
-            in all but the first are held in memory. They are not checked.
+        number: index of the variable.
+        files: files of `write_part`, in the order in which they were written; later rows override earlier ones. Memory
+            holds one piece, and the ids of all files but the first. Checksums are not verified.
     """
 
     def __init__(self, number: int, files: Sequence[Path]) -> None:
@@ -48,8 +48,8 @@ class SavedTable:
             yield table_state.from_tensors(tensors)[self._number]
 
     def _read(self, wanted: Sequence[str] = ()) -> Iterator[dict[str, Array]]:
-        """Pieces of the arrays by name, of those that are `wanted`, or of all; the newest file first."""
-        seen = np.empty(0, np.int64)  # ids in newer files, in order
+        """Yields pieces of the arrays by name, of the `wanted` ones or all; the newest file first."""
+        seen = np.empty(0, np.int64)  # ids in newer files, sorted
         for older in reversed(range(len(self.files))):
             found = [seen]
             for tensors in self._pieces_of(self.files[older], wanted):
@@ -63,22 +63,22 @@ class SavedTable:
             seen = np.sort(np.concatenate(found))
 
     def _pieces_of(self, path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Array]]:
-        """Of one file, at least one piece."""
+        """Yields at least one piece of a file."""
         with opened(path) as file:
-            names = [name for name in file.keys() if name.startswith(self._prefix)]  # noqa: SIM118 -- it is no mapping
+            names = [name for name in file.keys() if name.startswith(self._prefix)]  # noqa: SIM118 -- not a mapping
             names = [name for name in names if not wanted or name in wanted]
             total = file.get_slice(self._prefix + "ids").get_shape()[0]
             row_bytes = sum(_slice(file, name, 0, min(1, total)).nbytes for name in names)
         rows = max(1, PIECE_BYTES // max(1, row_bytes))
         for start in range(0, max(1, total), rows):
-            # Opened anew for each piece: what is read of a mapped file counts as memory of the process.
+            # Reopened for each piece, because the pages read from a mapped file count as memory of the process.
             with opened(path) as file:
                 piece = {name: _slice(file, name, start, min(start + rows, total)) for name in names}
             yield piece
 
 
 def _slice(file: Any, name: str, start: int, stop: int) -> Array:
-    # The library has no empty slices.
+    # The library does not support empty slices.
     array: Array = file.get_slice(name)[start:stop] if start < stop else file.get_tensor(name)[start:stop]
     return array
 
@@ -91,7 +91,7 @@ def tables_in(path: Path, names: Sequence[str]) -> dict[int, SavedTable]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A file of safetensors. Raises `CheckpointError` when it can't be read."""
+    """Opens a safetensors file. Raises `CheckpointError` if it can't be read."""
     try:
         with safe_open(path, framework="np") as file:
             yield file

@@ -1,4 +1,4 @@
-"""The file of a parameter server's part of a model, in a checkpoint or among recovery files."""
+"""The file with a parameter server's shard of the model, in a checkpoint or as a recovery file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORMAT = 1
 
 
 class ReadableTable(Protocol):
-    """An embedding table that is read in pieces while it is trained (elasticcb/ps/table_snapshot.py)."""
+    """An embedding table that is read in pieces while it is being trained (elasticcb/ps/table_snapshot.py)."""
 
     def __len__(self) -> int: ...
 
@@ -50,33 +50,33 @@ class ReadableTable(Protocol):
 
 @dataclass
 class Part:
-    """What one server holds. Arrays have the shapes of its slices."""
+    """The state of one server. Arrays have the shapes of its slices."""
 
     version: int
     weights: dict[int, Array] = field(default_factory=dict)
     slots: dict[Key, Array] = field(default_factory=dict)  # with the rows of their variable
-    extras: dict[Key, Array] = field(default_factory=dict)  # of other shapes, whole variables only
+    extras: dict[Key, Array] = field(default_factory=dict)  # of other shapes; only for complete variables
     shared: dict[str, Array] = field(default_factory=dict)  # iterations, learning rate, …
-    optimizer: str = ""  # class names, with commas; "": none
+    optimizer: str = ""  # class names, separated by commas; "": none
     tables: Mapping[int, TableSource] = field(default_factory=dict)  # by variable; slots are within
     held: Mapping[int, ReadableTable] = field(default_factory=dict)  # tables that are trained meanwhile
     ages: Mapping[int, Array] = field(default_factory=dict)  # by table whose rows age by time, of ps/row_ages.py
 
     @property
     def optimizers(self) -> OptimizerState:
-        """What is held of the optimizers."""
+        """The state of the optimizers."""
         names = tuple(name for name in self.optimizer.split(", ") if name)
         return OptimizerState(self.slots, self.extras, self.shared, names)
 
     def release(self) -> None:
-        """What is held is not needed any more."""
+        """Releases the state."""
         for table in self.held.values():
             table.release()
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """One server's file, as the manifest names it."""
+    """The entry of one server's file in the manifest."""
 
     name: str
     bytes: int
@@ -88,13 +88,13 @@ class SavedFile:
 
 
 def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
-    """Writes what a server holds into one file. Raises `CheckpointError` when that is not possible."""
+    """Writes a server's state to one file. Raises `CheckpointError` if that fails."""
     tensors = named(WEIGHT, part.weights) | named(SLOT, part.slots) | named(EXTRA, part.extras)
     tensors |= named(SHARED, part.shared) | named(AGES, part.ages)
     metadata |= {"format": str(FORMAT), "version": str(part.version), "optimizer": part.optimizer}
     try:
         with durable.replacing(path) as unfinished, TensorFile(unfinished) as file:
-            # What a table has is known from its first piece.
+            # The arrays of a table are known from its first piece.
             held: dict[int, TableSource | ReadableTable] = {**part.tables, **part.held}
             tables = {number: table.pieces() for number, table in held.items()}
             first = {number: next(pieces) for number, pieces in tables.items()}
@@ -120,7 +120,7 @@ def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
 def read_part(path: Path, saved: SavedFile) -> Part:
     """The inverse of `write_part`; tables stay in the file until they are read.
 
-    Raises `CheckpointError` when it is missing or damaged.
+    Raises `CheckpointError` if it is missing or damaged.
     """
     check_file(path, saved)
     with opened(path) as file:
@@ -139,7 +139,7 @@ def read_part(path: Path, saved: SavedFile) -> Part:
 
 
 def check_file(path: Path, saved: SavedFile) -> None:
-    """Raises `CheckpointError` unless the file is the one that was saved."""
+    """Raises `CheckpointError` if the file is not the saved one."""
     try:
         size = path.stat().st_size
         if size == saved.bytes and durable.digest_of(path).sha256 == saved.sha256:
@@ -147,5 +147,6 @@ def check_file(path: Path, saved: SavedFile) -> None:
     except OSError as error:
         raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
     raise CheckpointError(
-        f"The checkpoint file {path} is damaged: its {size} bytes are not the {saved.bytes} that its manifest tells of."
+        f"The checkpoint file {path} is damaged: its {size} bytes are not the {saved.bytes} bytes listed in its "
+        "manifest."
     )

@@ -1,4 +1,4 @@
-"""What the embedding tables of a checkpoint hold, without reading all of their rows."""
+"""Reports on the embedding tables of a checkpoint, without reading all of their rows."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class SavedTables(NamedTuple):
     """The tables of one version of a checkpoint.
 
     Attributes:
-        folder: of the version.
-        version: of the model.
-        specs: of the tables, by the index of the variable.
-        files: of the servers, by their places.
-        buckets: which of them has which rows; None: not known.
+        folder: folder of the version.
+        version: model version.
+        specs: specs of the tables, by the index of the variable.
+        files: files of the servers, by index.
+        buckets: which server has which rows; None: unknown.
     """
 
     folder: Path
@@ -41,9 +41,9 @@ class SavedTables(NamedTuple):
 
     @classmethod
     def of(cls, checkpoint: str | Path) -> SavedTables:
-        """Those of a checkpoint: the folder of a version, or of several, of which the newest is taken.
+        """Opens the tables of a checkpoint: the folder of a version, or of several, of which the newest is used.
 
-        Raises `CheckpointError` when there is none.
+        Raises `CheckpointError` if there is none.
         """
         folder = find_latest(checkpoint)
         manifest = read_manifest(folder)
@@ -60,12 +60,12 @@ class SavedTables(NamedTuple):
         return cls(folder, int(manifest["version"]), specs, files, buckets)
 
     def report(self, top: int) -> TablesReport:
-        """What they hold.
+        """Reports on all tables.
 
         Args:
-            top: of so many ids `TableReport.top` tells.
+            top: number of ids in `TableReport.top`.
 
-        Raises `CheckpointError` when a file can't be read.
+        Raises `CheckpointError` if a file can't be read.
         """
         parts: dict[int, list[TableCounts]] = {index: [] for index in self.specs}
         for file in self._opened():
@@ -75,7 +75,7 @@ class SavedTables(NamedTuple):
         return TablesReport(str(self.folder), self.version, tables)
 
     def find(self, id: int) -> IdReport:
-        """The rows of an id. Raises `CheckpointError` when a file can't be read."""
+        """The rows of an id. Raises `CheckpointError` if a file can't be read."""
         found: dict[int, tuple[int, TableState]] = {}
         for server, file in enumerate(self._opened()):
             for index, names in _by_table(file, self.specs).items():
@@ -88,7 +88,7 @@ class SavedTables(NamedTuple):
         return IdReport(str(self.folder), self.version, id, tables)
 
     def _opened(self) -> Iterator[Any]:
-        """The files one after another, each closed before the next."""
+        """Opens the files one after another, closing each before the next."""
         for path in self.files:
             with opened(path) as file:
                 yield file
@@ -105,9 +105,9 @@ class SavedTables(NamedTuple):
 
 
 def _by_table(file: Any, specs: Mapping[int, VariableSpec]) -> dict[int, dict[str, str]]:
-    """By table, the names of its arrays in a file, by their part of it: "ids", "slot/NAME"."""
+    """For each table, the names of its arrays in a file, by part: "ids", "slot/NAME"."""
     found: dict[int, dict[str, str]] = {}
-    for name in file.keys():  # noqa: SIM118 -- it is no mapping
+    for name in file.keys():  # noqa: SIM118 -- not a mapping
         kind, _, rest = name.partition("/")
         index, _, part = rest.partition("/")
         if kind == TABLE and int(index) in specs:
@@ -120,7 +120,7 @@ def _bytes_of(file: Any, name: str) -> int:
 
 
 def _row_at(file: Any, names: Mapping[str, str], place: int) -> TableState:
-    """The row at a place, without reading the others."""
+    """The row at a position, without reading the others."""
 
     def read(part: str) -> Array:
         array: Array = file.get_slice(names[part])[place : place + 1]

@@ -1,4 +1,4 @@
-"""What the embedding tables of a running job or of a checkpoint hold, put together from the parts of each table."""
+"""Reports on the embedding tables of a running job or of a checkpoint, assembled from the parts of each table."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from elasticcb.sharding.table_state import TableState
 
 @dataclass(frozen=True)
 class LiveTable:
-    """What only a running job knows of a table.
+    """Properties of a table that only a running job knows.
 
     Attributes:
-        bytes: that it takes in memory, with slots, counts and index.
-        max_rows: that it may have; 0: no limit.
-        min_count: lookups by which an id gets a row.
-        waiting: ids that have had fewer.
-        removed: rows, since the servers that hold it now have taken it over.
-        seconds: that the next two tell of.
-        made_per_minute, removed_per_minute: rows for new ids, and rows that went.
+        bytes: memory usage, with slots, counts and index.
+        max_rows: maximum number of rows; 0: no limit.
+        min_count: number of lookups after which an id gets a row.
+        waiting: number of ids with fewer lookups.
+        removed: number of rows removed since its current servers took it over.
+        seconds: period of the next two values.
+        made_per_minute, removed_per_minute: created and removed rows.
     """
 
     bytes: int
@@ -44,18 +44,18 @@ class TableReport:
     """One table.
 
     Attributes:
-        path: of the variable.
-        dtype, dim: of a row, as it is held; `dim` elements.
-        input_dim: how many ids there may be; None: no limit.
-        rows: how many ids have one.
-        row_bytes, slot_bytes: of all rows, and of what the optimizer keeps for them.
-        slots: the names of the latter.
-        lookups: of all these rows in training.
-        hits: how often rows were looked up in training, by `QUANTILES`; empty when nobody counted.
-        top: the ids that were looked up most, with how often.
-        ages: how many versions ago rows were last trained, by `QUANTILES`; empty when nobody counted.
-        rows_of_servers: by the place of the server.
-        live: of a running job; None: it is of a checkpoint.
+        path: path of the variable.
+        dtype, dim: stored dtype and dimension of a row.
+        input_dim: maximum number of ids; None: no limit.
+        rows: number of rows.
+        row_bytes, slot_bytes: bytes of all rows, and of their optimizer slots.
+        slots: names of the optimizer slots.
+        lookups: number of lookups of all these rows in training.
+        hits: quantiles (`QUANTILES`) of the number of lookups per row in training; empty if not counted.
+        top: the most frequently looked-up ids, with counts.
+        ages: quantiles (`QUANTILES`) of the age of rows, in versions since they were last trained; empty if unknown.
+        rows_of_servers: number of rows by server index.
+        live: properties of a running job; None: from a checkpoint.
     """
 
     path: str
@@ -79,10 +79,10 @@ class TablesReport:
     """All tables of a running job, or of a checkpoint.
 
     Attributes:
-        folder: of the job, or of the checkpoint's version.
+        folder: folder of the job, or of the checkpoint's version.
         version: of the model.
-        held_bytes: what the tables take in memory, by server; empty: it is of a checkpoint.
-        memory_bytes: that they may take on each; 0: no limit.
+        held_bytes: memory usage of the tables, by server; empty: from a checkpoint.
+        memory_bytes: memory limit per server; 0: no limit.
     """
 
     folder: str
@@ -93,11 +93,11 @@ class TablesReport:
 
 
 def table_report(spec: VariableSpec, parts: Sequence[TableCounts], top: int, live: bool) -> TableReport:
-    """One table, of its parts by server.
+    """Assembles a table from its parts by server.
 
     Args:
-        top: of so many ids `TableReport.top` tells.
-        live: whether servers hold the parts now.
+        top: number of ids in `TableReport.top`.
+        live: whether the parts come from running servers.
     """
     table, hits, ages = TableSpec.from_json(spec.table), Spread(), Spread()
     for part in parts:
@@ -147,15 +147,15 @@ class IdInTable:
     """One id in one table.
 
     Attributes:
-        path: of the table's variable.
+        path: path of the table's variable.
         input_dim: ids are below it; None: no limit.
-        server: the place of the one that has its row, or would; None: not known.
+        server: index of the server responsible for its row; None: unknown.
         row: its values; None: it has no row.
-        hits: how often it was looked up in training; before it has a row, towards `min_count`. None: nobody counted.
-        used: the version at which it was last trained; None: nobody knows, or it has no row.
-        norm: of the row.
-        slot_norms: of what the optimizer keeps for it, by name.
-        min_count: lookups by which it gets a row.
+        hits: number of lookups in training; before it has a row, it counts towards `min_count`. None: not counted.
+        used: the version at which it was last trained; None: unknown, or it has no row.
+        norm: norm of the row.
+        slot_norms: norms of its optimizer slots, by name.
+        min_count: number of lookups after which it gets a row.
     """
 
     path: str
@@ -180,10 +180,10 @@ class IdReport:
 
 
 def id_in_table(spec: VariableSpec, server: int | None, state: TableState, lookups: int | None = None) -> IdInTable:
-    """What is told of an id by its row, if `state` has one.
+    """Reports on an id, with its row if `state` has one.
 
     Args:
-        lookups: of an id without a row, as far as somebody counts them.
+        lookups: number of lookups of an id without a row, if counted.
     """
     table, has_row = TableSpec.from_json(spec.table), len(state.ids) > 0
     return IdInTable(

@@ -1,7 +1,7 @@
 """The folders of checkpoints: one for each version (`version-00000100`).
 
-The master makes a folder with a temporary name, each server writes its file into it (parts.py), the master writes the
-manifest (manifest.py) and renames the folder. A folder without a manifest is no checkpoint.
+The master creates a folder with a temporary name, each server writes its file into it (parts.py), and the master writes
+the manifest (manifest.py) and renames the folder. A folder without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elasticcb.storage import durable
 from elasticcb.storage.durable import TEMPORARY
 
 _VERSION_FOLDER = re.compile(r"version-(\d{8,})")
-_OLD = "-old"  # behind the name of an unfinished folder: what it is about to replace
+_OLD = "-old"  # suffix of a version that is about to be replaced
 
 
 def version_folder(version: int) -> str:
@@ -31,16 +31,16 @@ def version_folder(version: int) -> str:
 
 
 def begin_version(directory: str | Path, version: int) -> Path:
-    """Makes the empty temporary folder that the servers write version `version` into.
+    """Creates the empty temporary folder for version `version`, to which the servers write.
 
-    Each has a name of its own, since a server may still write what an earlier one was made for.
+    Each has a unique name, because a server may still be writing to an earlier one.
     """
     folder = Path(directory) / f"{TEMPORARY}{version_folder(version)}-{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(
-            f"The checkpoint folder {folder} can't be made: {error}. Check --checkpoint_dir."
+            f"The checkpoint folder {folder} can't be created: {error}. Check --checkpoint_dir."
         ) from error
     return folder
 
@@ -55,31 +55,31 @@ def finish_version(
     buckets: BucketMap | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Makes a temporary folder of `begin_version` valid: checks its files, writes the manifest, renames it.
+    """Finishes a temporary folder of `begin_version`: checks its files, writes the manifest, renames it.
 
     Args:
         version: of the model.
         specs: the model's variables.
-        parts: what each server holds, as `partition` gives it.
-        files: what each server's `Save` answered, in the order of the servers.
-        buckets: by which the servers hold rows of embedding tables; None: as nobody knows.
-        extra: what else the master wants to keep, as JSON: the task queue, the epoch.
+        parts: parts of the servers, from `partition`.
+        files: results of each server's `Save`, in the order of the servers.
+        buckets: shard map of the rows of embedding tables; None: unknown.
+        extra: additional state of the master, as JSON: the task queue, the epoch.
 
-    Returns the folder's final path. Raises `CheckpointError` when a file is not as the server said.
+    Returns the folder's final path. Raises `CheckpointError` if a file does not match the server's report.
     """
     folder = Path(folder)
     for saved in files:
         path = folder / saved.name
         if not path.is_file() or path.stat().st_size != saved.bytes:
             raise CheckpointError(
-                f"A parameter server wrote {saved.bytes} bytes to {path}, but the master does not see them. "
-                "The checkpoint folder must be one that all processes of the job share."
+                f"A parameter server wrote {saved.bytes} bytes to {path}, but the master does not see them. All "
+                "processes of the job must share the checkpoint folder."
             )
     final = folder.parent / version_folder(version)
     try:
         write_manifest(folder, version=version, specs=specs, parts=parts, files=files, buckets=buckets, extra=extra)
         durable.sync(folder)
-        old = folder.with_name(f"{folder.name}{_OLD}")  # as unfinished: `prune` removes it
+        old = folder.with_name(f"{folder.name}{_OLD}")  # named as unfinished, so that `prune` removes it
         if final.exists():  # the same version, written again after a restart
             final.rename(old)
         try:
@@ -96,7 +96,8 @@ def finish_version(
 
 
 def put_back(directory: str | Path) -> None:
-    """Gives a version its name again that was about to be replaced when its job was killed. For who owns the folder."""
+    """Restores the name of a version that was about to be replaced when its job was killed. Only for the folder's
+    owner."""
     for old in Path(directory).glob(f"{TEMPORARY}version-*{_OLD}"):
         match = _VERSION_FOLDER.match(old.name.removeprefix(TEMPORARY))
         if match is not None and not (old.parent / match[0]).exists():
@@ -105,7 +106,7 @@ def put_back(directory: str | Path) -> None:
 
 
 def find_versions(directory: str | Path) -> list[Path]:
-    """The folders of all whole versions in `directory`, oldest first."""
+    """The folders of all complete versions in `directory`, oldest first."""
     found = []
     if Path(directory).is_dir():
         for folder in Path(directory).iterdir():
@@ -116,8 +117,8 @@ def find_versions(directory: str | Path) -> list[Path]:
 
 
 def find_latest(directory: str | Path) -> Path:
-    """The newest finished version in `directory`, which may also be the folder of a version itself. Its files are
-    not looked at.
+    """The newest complete version in `directory`, which may itself be the folder of a version. Its files are not
+    checked.
 
     Raises `CheckpointError` when there is none.
     """
@@ -127,16 +128,16 @@ def find_latest(directory: str | Path) -> Path:
 
 
 def find_undamaged(directory: str | Path, warn: Callable[[str], None]) -> Path:
-    """The newest version in `directory` whose files are all as they were written.
+    """The newest version in `directory` with undamaged files.
 
-    It reads all files of the version through, for their SHA-256; servers do that again when they load it.
+    It reads all files of the version to check their SHA-256; servers repeat that when they load it.
 
     Args:
-        directory: a folder of versions; or that of one version, which is taken as it is, unread: nothing could take
-            its place, and loading it tells what is damaged.
-        warn: is told of each version passed over, and what is wrong with it.
+        directory: a folder of versions; or the folder of one version, which is returned unchecked, because it has no
+            alternative, and loading it reports damage.
+        warn: called for each skipped version, with the reason.
 
-    Raises `CheckpointError` when there is none: it names each version with its fault.
+    Raises `CheckpointError` if there is none; the message lists each version with its fault.
     """
     if (Path(directory) / MANIFEST).is_file():
         return Path(directory)
@@ -150,7 +151,7 @@ def find_undamaged(directory: str | Path, warn: Callable[[str], None]) -> Path:
 
 
 def newest_of_run(directory: str | Path, run: str) -> str:
-    """The newest undamaged version in `directory` that a certain training has written; "": there is none."""
+    """The newest undamaged version in `directory` that a given training wrote; "": there is none."""
     for folder in reversed(find_versions(directory)):
         with contextlib.suppress(CheckpointError):
             if read_manifest(folder).get("extra", {}).get("run") == run:
@@ -162,15 +163,15 @@ def newest_of_run(directory: str | Path, run: str) -> str:
 def newest_usable(
     versions: Sequence[str], checked: Callable[[str], Path], directory: str | Path, warn: Callable[[str], None]
 ) -> Path:
-    """The folder of the newest version that `checked` takes.
+    """The folder of the newest version that `checked` accepts.
 
     Args:
         versions: names, oldest first.
-        checked: the folder of a version on a disk; raises `CheckpointError` when it is damaged.
-        directory: that holds them, for the error.
-        warn: as of `find_undamaged`.
+        checked: returns the local folder of a version; raises `CheckpointError` if it is damaged.
+        directory: their parent folder, for the error.
+        warn: as for `find_undamaged`.
 
-    Raises `CheckpointError` when there is none: it names each version with its fault.
+    Raises `CheckpointError` if there is none; the message lists each version with its fault.
     """
     faults = []
     for name in reversed(versions):
@@ -180,35 +181,36 @@ def newest_usable(
             faults.append(f"{name}: {error}")
             continue
         for fault in faults:
-            warn(f"Passed over {fault}")
+            warn(f"Skipped {fault}")
         return folder
     raise CheckpointError(
-        f"No checkpoint in {directory} can be used. Name another folder, or begin without one.\n" + "\n".join(faults)
+        f"No checkpoint in {directory} can be used. Choose another folder, or start without a checkpoint.\n"
+        + "\n".join(faults)
     )
 
 
 def _finished_versions(directory: str | Path) -> list[Path]:
-    """As `find_versions`. Raises `CheckpointError` when there is none."""
+    """Like `find_versions`. Raises `CheckpointError` if there is none."""
     versions = find_versions(directory)
     if not versions:
         raise CheckpointError(
-            f"There is no whole checkpoint in {directory}: a folder version-… with a {MANIFEST} was expected."
+            f"There is no complete checkpoint in {directory}. Expected a folder version-… with a {MANIFEST}."
         )
     return versions
 
 
 def prune(directory: str | Path, keep_max: int) -> list[Path]:
-    """Deletes all but the newest `keep_max` versions (0: none) and unfinished leftovers; what was deleted.
+    """Deletes all but the newest `keep_max` versions (0: none) and unfinished leftovers; returns what was deleted.
 
-    The one that was written last stays, too: a job that began from an older version has damaged or unwanted ones
-    above it.
+    The last written version is kept as well: a job that started from an older version has damaged or unwanted newer
+    ones.
     """
     versions = find_versions(directory)
     last = max(versions, key=_finished_at, default=None)
     old = [folder for folder in versions[:-keep_max] if folder != last] if keep_max > 0 else []
     old += [path for path in Path(directory).glob(f"{TEMPORARY}version-*") if path.is_dir()]
     for folder in old:
-        # Without its manifest a folder that is half deleted is no checkpoint.
+        # Without its manifest, a partly deleted folder is not a checkpoint.
         with contextlib.suppress(OSError):
             (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)

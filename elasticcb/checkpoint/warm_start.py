@@ -1,4 +1,4 @@
-"""A new job's first weights from the checkpoint of another model: variables are matched by name."""
+"""Initializes a new job's weights from the checkpoint of another model: variables are matched by name."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from elasticcb.sharding.table_source import whole
 from elasticcb.sharding.table_state import TableState, overlaid
 
 _SHOWN = 6  # names in a message
-_OF_HALF_A_STEP = {"accumulated_gradients"}  # slots that mean nothing to the first step of a job
+_OF_HALF_A_STEP = {"accumulated_gradients"}  # slots that are meaningless at the first step of a job
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What a job takes from a checkpoint.
+    """What a job loads from a checkpoint.
 
     Attributes:
-        folder: of the checkpoint's version.
+        folder: folder of the checkpoint's version.
         specs: the job's variables.
-        saved: those of the checkpoint.
-        taken: by the job's variable, that of the checkpoint.
+        saved: the checkpoint's variables.
+        taken: the checkpoint's variable for each of the job's variables.
     """
 
     folder: Path
@@ -42,23 +42,23 @@ class WarmStart:
     taken: Mapping[int, int]
 
     def summary(self) -> str:
-        """What is taken, what starts fresh, and what is not used, for the user."""
+        """Describes which variables are loaded, initialized, and unused."""
         fresh = [spec.path for index, spec in enumerate(self.specs) if index not in self.taken]
         used = set(self.taken.values())
         unused = [spec.path for index, spec in enumerate(self.saved) if index not in used]
         return (
-            f"Taken from {self.folder}: {len(self.taken)} of {len(self.specs)} variables. Fresh: {_some(fresh)}. Not "
-            f"used of the checkpoint: {_some(unused)}."
+            f"Loaded {len(self.taken)} of {len(self.specs)} variables from {self.folder}. Newly initialized: "
+            f"{_some(fresh)}. Unused in the checkpoint: {_some(unused)}."
         )
 
     def apply(self, state: ModelState, slots: Collection[Key]) -> None:
-        """Sets what is taken in `state`, the job's fresh one.
+        """Sets the loaded variables in `state`, the job's initial state.
 
         Args:
-            slots: that the job's optimizers have, where they are of the classes in `state.optimizer.optimizers`. Those
-                of other classes, and numbers of steps, start fresh.
+            slots: slots of the job's optimizers whose classes are those in `state.optimizer.optimizers`. Slots of other
+                classes, and numbers of steps, are initialized.
 
-        Raises `CheckpointError` when a file is missing or damaged.
+        Raises `CheckpointError` if a file is missing or damaged.
         """
         part = load_slices(self.folder, self.saved, partition(self.saved, 1, split=False)[0])
         same_optimizers = without_outer(part.optimizers).optimizers == state.optimizer.optimizers
@@ -71,7 +71,7 @@ class WarmStart:
                 state.optimizer.slots |= {
                     (new, name): part.slots[old, name] for name in names if (old, name) in part.slots
                 }
-            elif not is_table:  # the slots of ids without a row are not known
+            elif not is_table:  # the slots of ids without a row are unknown
                 rows = np.array(state.weights[new])
                 table = whole(part.tables[old])
                 rows[table.ids] = table.rows
@@ -91,7 +91,7 @@ class WarmStart:
 
 
 def _table(part: Part, variable: int, names: Collection[str]) -> TableState:
-    """A variable of the checkpoint as rows by id, with these slots."""
+    """Reads a variable of the checkpoint as rows by id, with these slots."""
     if variable in part.tables:
         table = whole(part.tables[variable])
         return TableState(table.ids, table.rows, {name: table.slots[name] for name in names if name in table.slots})
@@ -101,14 +101,14 @@ def _table(part: Part, variable: int, names: Collection[str]) -> TableState:
 
 
 def warm_start(folder: Path, specs: Sequence[VariableSpec], init_map: str) -> WarmStart:
-    """Which of a job's variables begin with which of a checkpoint's.
+    """Matches a job's variables with a checkpoint's variables.
 
     Args:
-        folder: of one version.
+        folder: folder of one version.
         specs: the job's variables.
         init_map: the setting.
 
-    Raises `CheckpointError` when a name of the map is unknown, a shape is another, or nothing matches.
+    Raises `CheckpointError` if a name of the map is unknown, a shape differs, or nothing matches.
     """
     saved = [
         VariableSpec(each["path"], tuple(each["shape"]), each["dtype"], each["trainable"], table=each.get("table", ""))
@@ -127,15 +127,15 @@ def warm_start(folder: Path, specs: Sequence[VariableSpec], init_map: str) -> Wa
         )
         kept = [each for each in (init_map, *(f"{specs[new].path}=" for new in misfits)) if each]
         raise CheckpointError(
-            f"--init_from={folder}: a variable can't begin with one of another shape or type: {shown}. Let it start "
-            f'fresh: --init_map "{",".join(kept)}"; or give it the shape of the checkpoint.'
+            f"--init_from={folder}: variables differ in shape or type: {shown}. To initialize them from scratch, add "
+            f'--init_map "{",".join(kept)}"; or use the shapes of the checkpoint.'
         )
     return WarmStart(folder, specs, saved, taken)
 
 
 def _without_model_name(specs: Sequence[VariableSpec]) -> tuple[list[VariableSpec], str]:
-    """Variables by paths without what all of layers begin with, and that: Keras counts models in the name of a
-    Sequential or subclassed one ("sequential_2/hidden/kernel")."""
+    """Variables by path without the common prefix of all layers, and the prefix: Keras numbers Sequential and
+    subclassed models in names ("sequential_2/hidden/kernel")."""
     heads = {spec.path.partition("/")[0] for spec in specs}
     if len(heads) > 1 or any(spec.path.count("/") < 2 for spec in specs):
         return list(specs), ""
@@ -148,7 +148,7 @@ def _fits(new: VariableSpec, old: VariableSpec) -> bool:
         return False
     if not new.table and not old.table:
         return new.shape == old.shape
-    # Of a table, rows by id: there may be more ids than in the checkpoint. 0 is any number of ids.
+    # For a table, only rows by id matter: there may be more ids than in the checkpoint. 0 means any number of ids.
     more_ids = not new.rows or 0 < old.rows <= new.rows
     return bool(len(new.shape) == len(old.shape) == 2) and new.shape[1:] == old.shape[1:] and more_ids
 
@@ -160,14 +160,14 @@ def _shape(spec: VariableSpec) -> str:
 
 @dataclass(frozen=True)
 class _Names:
-    """Paths of variables: of the model, and of the checkpoint in a folder."""
+    """Paths of variables of the model, and of the checkpoint in a folder."""
 
     model: Sequence[str]
     checkpoint: Sequence[str]
     folder: Path
 
     def matched(self, renamed: Mapping[str, str]) -> dict[int, int]:
-        """By variable of the model, that of the checkpoint. Of equal paths, the n-th is the n-th."""
+        """The checkpoint's variable for each of the model's. Equal paths are matched in order."""
         problems = [
             *(self._unknown(new, self.model, "model") for new in renamed),
             *(self._unknown(old, self.checkpoint, f"checkpoint {self.folder}") for old in renamed.values() if old),
@@ -184,9 +184,9 @@ class _Names:
                 taken[index] = places[old].pop(0)
         if not taken:
             raise CheckpointError(
-                f"--init_from={self.folder}: no variable of the model is in the checkpoint. The model has "
-                f"{_some(self.model)}; the checkpoint has {_some(self.checkpoint)}. Name layers as they were, or say "
-                "what they were called: --init_map NEW=OLD."
+                f"--init_from={self.folder}: the checkpoint contains no variable of the model. The model has "
+                f"{_some(self.model)}; the checkpoint has {_some(self.checkpoint)}. Give layers the same names, or "
+                "map their names: --init_map NEW=OLD."
             )
         return taken
 
@@ -201,7 +201,7 @@ class _Names:
 
 
 def _renamed(path: str, renamed: Mapping[str, str]) -> str | None:
-    """The path in the checkpoint of a variable of the model; None: it starts fresh. The longest name counts."""
+    """The checkpoint's path for a variable of the model; None: it is initialized. The longest matching name wins."""
     name = path
     while name:
         if name in renamed:

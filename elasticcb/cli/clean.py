@@ -1,4 +1,4 @@
-"""`elasticcb clean`: removes what old jobs have left."""
+"""`elasticcb clean`: removes leftovers of old jobs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from elasticcb.storage.folder_lock import held_if_free
 
 @click.command(context_settings=CONTEXT)
 @click.argument("jobs", metavar="[JOB]...", nargs=-1)
-@click.option("--dry_run", is_flag=True, help="Show what would be removed, and remove nothing.")
+@click.option("--dry_run", is_flag=True, help="Show what would be removed, without removing anything.")
 def clean(jobs: tuple[str, ...], dry_run: bool) -> None:
-    """Remove what old jobs have left on this machine.
+    """Remove leftovers of old jobs from this machine.
 
-    These are temporary folders and sockets of jobs that were killed, and recovery files of jobs that are done. JOB is
-    the folder or the name of a job, as for `status`; without one, all below `jobs` are looked at. What belongs to a
-    job that runs, or can be resumed, stays, as do logs, checkpoints and what is not this user's.
+    Leftovers are temporary folders and sockets of killed jobs, and recovery files of finished jobs. JOB is the folder
+    or the name of a job, as for `status`; without it, all jobs below `jobs` are checked. Files of jobs that are running
+    or can be resumed are kept, as are logs, checkpoints and files of other users.
 
     \b
     Examples:
@@ -43,11 +43,11 @@ def clean(jobs: tuple[str, ...], dry_run: bool) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             print(f"{size / 1e6:10,.1f} MB  {folder}")
             total, count = total + size, count + 1
-    print(f"{count} folders, {total / 1e6:,.1f} MB: {'they would be' if dry_run else 'they are'} removed.")
+    print(f"{'Would remove' if dry_run else 'Removed'} {count} folders, {total / 1e6:,.1f} MB.")
 
 
 def _recovery_folders(jobs: list[Path]) -> Iterator[Path]:
-    """Of jobs that are done; each is locked until the next one is asked for."""
+    """Folders of finished jobs; each is locked until the next one is requested."""
     for job in jobs:
         folder = job / RECOVERY_FOLDER
         if folder.is_dir() and folder.stat().st_uid == os.getuid():

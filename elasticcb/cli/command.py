@@ -20,31 +20,31 @@ from elasticcb.settings.definition import JOB, Kind, Setting
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_CONFIG = "elasticcb.config"  # where a context keeps the config file
-_UNREADABLE = "elasticcb.unreadable"  # and what it could not read
-_ALL_FLAGS = "elasticcb.all_flags"  # and whether its help has all
+_CONFIG = "elasticcb.config"  # keys under which a context keeps the config file
+_UNREADABLE = "elasticcb.unreadable"  # values that it could not parse
+_ALL_FLAGS = "elasticcb.all_flags"  # and whether --help-all was given
 
-# `-` and `_` in flags are one; the help shows ElasticDL's spelling.
+# Flags accept both `-` and `_`; the help shows `_`, as ElasticDL does.
 CONTEXT: dict[str, Any] = {"token_normalize_func": normalize, "help_option_names": ["--help", "-h"]}
 
 
 @dataclass
 class CommandRun:
-    """One run of the command line; click hands it to all commands as `context.obj`."""
+    """One run of the command line; click passes it to all commands as `context.obj`."""
 
     debug: bool = False  # show the traceback of an error
-    own_process: bool = False  # that this is the command, in a process of its own, which may fork
+    own_process: bool = False  # whether this is the command in its own process, which may fork
 
 
 class JobCommand(click.RichCommand):
-    """One whose --help shows the flags that most jobs need."""
+    """A command whose --help shows only the flags that most jobs need."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         ctx.meta.setdefault(_ALL_FLAGS, False)
         super().format_help(ctx, formatter)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """All, but while --help is written."""
+        """All parameters, except while --help is rendered."""
         params = super().get_params(ctx)
         if ctx.meta.get(_ALL_FLAGS, True):
             return params
@@ -52,13 +52,13 @@ class JobCommand(click.RichCommand):
 
 
 def job_options(commands: Iterable[Command], leave_out: frozenset[str] = frozenset()) -> Callable[[F], F]:
-    """Gives a `JobCommand` the flags that mean something to `commands`, --config and --help-all."""
+    """Adds to a `JobCommand` the flags that apply to `commands`, --config and --help-all."""
 
     def decorate(function: F) -> F:
         options = [option for option in options_of(commands) if option.name not in leave_out]
         function = _help_all_option(len(options))(function)
         function = _config_option(frozenset(option.name for option in options))(function)
-        # click keeps decorators in the order they stand above a function, the last one being applied first.
+        # click keeps decorators in their order above the function; the last one is applied first.
         for option in reversed(options):
             function = _click_option(option)(function)
         return function
@@ -67,7 +67,7 @@ def job_options(commands: Iterable[Command], leave_out: frozenset[str] = frozens
 
 
 def role_options(role: str) -> Callable[[F], F]:
-    """Gives the click command of a process that is started by hand the settings that it takes itself."""
+    """Adds the settings that a manually started process takes to its click command."""
 
     def decorate(function: F) -> F:
         for option in reversed(options_of_role(role)):
@@ -89,7 +89,7 @@ def _role_type(option: Setting) -> click.ParamType:
 
 
 def given_values(context: click.Context) -> GivenFlags:
-    """What the user gave to the command of `context`."""
+    """The flags that the user gave to the command of `context`."""
     names = [name for name in context.params if name in BY_NAME]
     sources = {name: context.get_parameter_source(name) for name in names}
     return GivenFlags(
@@ -107,7 +107,7 @@ def config_file(context: click.Context | None) -> ConfigFile | None:
 
 
 class _JobOption(click.RichOption):
-    """One whose wrong value is told together with all else that is wrong."""
+    """An option whose invalid value is reported together with all other problems."""
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         try:
@@ -131,7 +131,7 @@ def _click_option(option: Setting) -> Callable[[F], F]:
         Kind.AGE: AgeText(),
         Kind.CHOICE: click.Choice(option.choices, case_sensitive=False),
     }
-    # `--flag` alone, where that can mean something.
+    # `--flag` without a value, where that is meaningful.
     alone: dict[str, Any] = {"flag_value": "true"} if option.kind is Kind.TRUTH else {}
     return click.option(
         *(f"--{name}" for name in (option.name, *option.aliases)),
@@ -162,7 +162,7 @@ def _help_all_option(count: int) -> Callable[[F], F]:
             click.echo(context.get_help(), color=context.color)
             context.exit()
 
-    text = f"Show all {count} flags; --help has those that most jobs need. docs/cli.md has them as tables."
+    text = f"Show all {count} flags; --help shows those that most jobs need. docs/cli.md lists them in tables."
     return click.option("--help-all", is_flag=True, is_eager=True, expose_value=False, callback=show, help=text)
 
 
@@ -172,7 +172,7 @@ def _config_option(names: frozenset[str]) -> Callable[[F], F]:
             return
         config = read_config(Path(path).expanduser())
         context.meta[_CONFIG] = config
-        # One file may serve all commands: what means nothing to this one is passed over.
+        # One file may serve all commands: flags of other commands are ignored.
         context.default_map = {name: value for name, value in config.values.items() if name in names}
 
     return click.option(
@@ -182,6 +182,6 @@ def _config_option(names: frozenset[str]) -> Callable[[F], F]:
         expose_value=False,
         callback=use_config,
         panel=JOB,
-        help="YAML file with flags under the same names; what the command line gives wins. Relative paths in "
-        "it are relative to the file.",
+        help="YAML file with flags under the same names. Command-line flags override the file. Paths in it are "
+        "relative to the file.",
     )

@@ -1,4 +1,4 @@
-"""`--config job.yaml`: the flags of a command under the same names, in a file."""
+"""`--config job.yaml`: a file with the flags of a command under the same names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NULL = "tag:yaml.org,2002:null"
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A config file: scalars as the text that stands in it, mappings as dicts."""
+    """A config file: scalars as written, mappings as dicts."""
 
     path: Path
     values: dict[str, Any]
@@ -33,8 +33,8 @@ def read_config(path: Path) -> ConfigFile:
     """Reads `path`.
 
     Raises:
-        UsageError: the file can't be read, is no YAML mapping, or holds an unknown or repeated name or a
-            value of the wrong form; names the line.
+        UsageError: the file can't be read, is not a YAML mapping, or contains an unknown or repeated name or a
+            malformed value. The message gives the line.
     """
     path = path.absolute()
     loader = CoreLoader(_read(path))
@@ -45,7 +45,9 @@ def read_config(path: Path) -> ConfigFile:
     if root is None:
         return ConfigFile(path, {})
     if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"{path} holds no flags. Expected lines of the form `name: value`, such as `num_workers: 2`.")
+        raise UsageError(
+            f"{path} contains no flags. Expected lines of the form `name: value`, such as `num_workers: 2`."
+        )
     values: dict[str, Any] = {}
     problems: list[str] = []
     for key, value in root.value:
@@ -53,7 +55,7 @@ def read_config(path: Path) -> ConfigFile:
         try:
             name = _canonical_name(key, place)
             if name in values:
-                raise UsageError(f"{place}: {key.value!r} is given a second time. Leave one of them out.")
+                raise UsageError(f"{place}: {key.value!r} is given twice. Remove one of the two.")
             values[name] = _value(loader, name, value, place)
         except UsageError as error:
             problems.append(str(error))
@@ -68,14 +70,14 @@ def _read(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"The config file {path} can't be read: {reason}. --config expects a YAML file with the names of the flags."
+            f"The config file {path} can't be read: {reason}. Expected a YAML file with names of flags."
         ) from error
 
 
 def _yaml_message(path: Path, error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-    return f"{place}: this is no YAML: {getattr(error, 'problem', None) or error}. Mend that line."
+    return f"{place}: invalid YAML: {getattr(error, 'problem', None) or error}. Fix that line."
 
 
 def _canonical_name(key: yaml.Node, place: str) -> str:
@@ -85,15 +87,15 @@ def _canonical_name(key: yaml.Node, place: str) -> str:
         return CANONICAL[name]
     close = difflib.get_close_matches(name, CANONICAL, n=2, cutoff=0.75)
     hint = f"Did you mean {' or '.join(close)}?" if close else "`elasticcb train --help` lists all names."
-    raise UsageError(f"{place}: there is no flag {given!r}. {hint}")
+    raise UsageError(f"{place}: unknown flag {given!r}. {hint}")
 
 
 def _value(loader: CoreLoader, name: str, node: yaml.Node, place: str) -> Any:
     kind = BY_NAME[name].kind
     if isinstance(node, yaml.ScalarNode):
         if node.tag == _NULL and not node.style:
-            raise UsageError(f"{place}: {name} has no value. Give one, or remove the line.")
-        # The text itself, not what YAML makes of it: it means what it means on the command line.
+            raise UsageError(f"{place}: {name} has no value. Add a value, or remove the line.")
+        # The text as written, not as YAML parses it: it has the same meaning as on the command line.
         return node.value
     if kind in (Kind.PARAMS, Kind.OPTIMIZER, Kind.MAPPING) and isinstance(node, yaml.MappingNode):
         try:
@@ -111,4 +113,4 @@ def _value(loader: CoreLoader, name: str, node: yaml.Node, place: str) -> Any:
         Kind.OPTIMIZER: "a name, or a mapping",
         Kind.MAPPING: "a mapping",
     }
-    raise UsageError(f"{place}: {name} is given {form}. Expected {expected.get(kind, 'one value')}.")
+    raise UsageError(f"{place}: {name} is {form}. Expected {expected.get(kind, 'one value')}.")

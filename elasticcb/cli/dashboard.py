@@ -1,4 +1,4 @@
-"""`elasticcb dashboard`: the live page of a job."""
+"""`elasticcb dashboard`: the live dashboard of a job."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ _LOOK_SECONDS = 0.2
     type=click.IntRange(0, 65535),
     metavar="PORT",
     default=0,
-    help="Port to listen on, at 127.0.0.1.",
-    show_default="any that is free",
+    help="Port to listen on at 127.0.0.1.",
+    show_default="any free port",
 )
-@click.option("--parent", type=int, hidden=True, help="End with this process, and wait for the job to begin.")
-@click.option("--publish", is_flag=True, hidden=True, help="Leave the address in the job's folder, and print nothing.")
+@click.option("--parent", type=int, hidden=True, help="Exit together with this process, and wait for the job to start.")
+@click.option(
+    "--publish", is_flag=True, hidden=True, help="Write the address to the job's folder instead of printing it."
+)
 def dashboard(job: str, port: int, parent: int | None, publish: bool) -> None:
-    """Serve the live page of a job to browsers of this machine, and print its address.
+    """Serve the live dashboard of a job to browsers on this machine, and print its address.
 
-    JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken. The
-    page shows loss, metrics and throughput, workers and their tasks, parameter servers, what happened, and logs, and
-    has buttons to scale and stop the job. Of a job that has ended, it shows the last state. Ctrl-C ends the page,
-    not the job. It needs the extra `elasticcb[dashboard]`.
+    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); or `latest`. The page
+    shows loss, metrics and throughput, workers and their tasks, parameter servers, events and logs, and has buttons to
+    scale and stop the job. For a job that has ended, it shows the final state. Ctrl-C stops the dashboard, not the job.
+    Needs elasticcb[dashboard].
 
     \b
     Examples:

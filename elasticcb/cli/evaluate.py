@@ -20,10 +20,10 @@ from elasticcb.settings import Command
 @job_options([Command.EVALUATE])
 @click.pass_context
 def evaluate(context: click.Context, /, **values: Any) -> None:
-    """Evaluate a trained model, from a checkpoint; or one that is being trained, checkpoint by checkpoint.
+    """Evaluate a model from a checkpoint, or evaluate each new checkpoint of a running training job.
 
     \b
-    Examples, after the first one of `elasticcb train --help`:
+    Examples, after the first example of `elasticcb train --help`:
       elasticcb evaluate --config model_zoo/digits/job.yaml --checkpoint_dir_for_init=checkpoints
       elasticcb evaluate --model_zoo=model_zoo --model_def=digits.digits.custom_model \\
           --validation_data=test --checkpoint_dir_for_init=checkpoints
@@ -38,5 +38,6 @@ def evaluate(context: click.Context, /, **values: Any) -> None:
     settings = build_settings(Command.EVALUATE, given)
     show_header(settings)
     directory = settings.directory
-    with page_beside(directory, settings.cluster.dashboard, True), command_runs(Path(directory)):  # as of other jobs
+    # same exit codes as other jobs
+    with page_beside(directory, settings.cluster.dashboard, True), command_runs(Path(directory)):
         follow(settings, limits)

@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and what it says of an error."""
+"""How a command ends: its exit code and its error message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elasticcb.process.logs import may_reach_nobody
 
 
 def exit_code(run: Callable[[], Any], session: CommandRun) -> int:
-    """Calls `run`, shows what it raises, and answers the exit code."""
+    """Calls `run`, shows what it raises, and returns the exit code."""
     try:
         run()
     except (KeyboardInterrupt, click.Abort):
@@ -31,7 +31,7 @@ def exit_code(run: Callable[[], Any], session: CommandRun) -> int:
             return _end(f"Error: {describe_scarcity(error)}", ExitCode.JOB_FAILED, session)
         session.debug = True
         text = f"Error: ElasticCB itself failed, not your code: {type(error).__name__}: {error}"
-        return _end(f"{text}\nPlease report it, with the traceback above.", ExitCode.JOB_FAILED, session)
+        return _end(f"{text}\nPlease report this with the traceback above.", ExitCode.JOB_FAILED, session)
     return ExitCode.DONE
 
 
@@ -39,13 +39,13 @@ def _end(message: str, code: ExitCode, session: CommandRun) -> int:
     with may_reach_nobody(sys.stderr):
         if session.debug:
             traceback.print_exc()
-        # Keras makes words in its messages bold, wherever they go.
+        # Keras makes words in its messages bold, even outside terminals.
         print(message if sys.stderr.isatty() else click.unstyle(message), file=sys.stderr, flush=True)
     return code
 
 
 def _describe(error: ElasticCBError) -> str:
-    # What the user asked for is no error.
+    # The user asked for it, so it is not an error.
     text = str(error) if isinstance(error, JobInterrupted) else f"Error: {error}"
     if error.user_traceback:
         text += "\n\n" + error.user_traceback.rstrip()
@@ -53,7 +53,7 @@ def _describe(error: ElasticCBError) -> str:
 
 
 def _describe_usage(error: click.ClickException) -> str:
-    """click's own complaint, with the config file it is about and where to look."""
+    """The message of an error of click, with the config file and the help to look at."""
     text = error.format_message()
     context = getattr(error, "ctx", None)
     parameter = getattr(error, "param", None)
@@ -62,4 +62,4 @@ def _describe_usage(error: click.ClickException) -> str:
         from_config = context.get_parameter_source(parameter.name) is ParameterSource.DEFAULT_MAP
         text += f" (in {config.path})" if from_config else ""
     command = context.command_path if context is not None else "elasticcb"
-    return f"Error: {text}\nRun `{command} --help` for what it understands."
+    return f"Error: {text}\nRun `{command} --help` for usage."

@@ -1,4 +1,4 @@
-"""The figures of a running job and of its epochs as text, and which of them a terminal has room for."""
+"""Formats the figures of a running job and of its epochs, and chooses those that fit the terminal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Figure(NamedTuple):
     """One figure.
 
     Attributes:
-        rank: of two, the one with the greater is left out where there is no room for both.
-        warns: something about it is not as it should be.
+        rank: figures with a greater rank are dropped first if space is short.
+        warns: the figure indicates a problem.
     """
 
     label: str
@@ -27,7 +27,7 @@ class Figure(NamedTuple):
 
     @property
     def text(self) -> str:
-        """In a line of several."""
+        """As a part of a line."""
         return f"{self.value} {self.label}" if self.label in _UNITS else f"{self.label} {self.value}"
 
     @property
@@ -36,12 +36,12 @@ class Figure(NamedTuple):
         return max(len(self.label), len(self.value))
 
 
-_UNITS = frozenset({"records/s"})  # stand behind their value
-_EPOCH_RANKS = {"loss": 1, "val_loss": 2}  # of what an epoch ends with; other metrics follow
+_UNITS = frozenset({"records/s"})  # written after the value
+_EPOCH_RANKS = {"loss": 1, "val_loss": 2}  # of the figures at the end of an epoch; other metrics follow
 
 
 def figures_of(status: JobSnapshot) -> list[Figure]:
-    """What is known of `status` beside how far it is."""
+    """The known figures of `status`, except progress."""
     found = []
     if status.records_per_second:
         found.append(Figure("records/s", format_count(round(status.records_per_second)), 2))
@@ -49,7 +49,7 @@ def figures_of(status: JobSnapshot) -> list[Figure]:
         found.append(Figure("version", format_count(status.version), 6))
     if status.loss is not None:
         found.append(Figure("loss", format_metric(status.loss), 0))
-    # Named as Keras names them, so that the two losses can be told apart.
+    # Keras's names, to distinguish the two losses.
     metrics = enumerate(status.metrics.items())
     found += [Figure(f"val_{name}", format_metric(value), 3 if at < 2 else 7 + at) for at, (name, value) in metrics]
     workers, servers = status.workers, status.servers
@@ -66,7 +66,7 @@ def figures_of(status: JobSnapshot) -> list[Figure]:
 
 
 def share_done(status: JobSnapshot) -> float | None:
-    """How much of the job is done, from 0 to 1; None where that is not known."""
+    """Share of the job that is done, from 0 to 1; None if unknown."""
     if status.records_total:
         return min(1.0, status.records_trained / status.records_total)
     if status.command in (Command.EVALUATE, Command.PREDICT):
@@ -76,7 +76,7 @@ def share_done(status: JobSnapshot) -> float | None:
 
 
 def status_parts(status: JobSnapshot) -> list[str]:
-    """The figures of `status` as parts of a line, the ones that are not known left out."""
+    """The known figures of `status` as parts of a line."""
     parts = []
     if status.epochs:
         parts.append(f"epoch {status.epoch}/{status.epochs}")
@@ -90,9 +90,9 @@ def status_parts(status: JobSnapshot) -> list[str]:
 
 
 def epoch_line(end: EpochEnd, width: int | None = None) -> str:
-    """ "Epoch 2/4  12.3s  31ms/step  loss 0.6550", as much of it as has room in `width` characters.
+    """ "Epoch 2/4  12.3s  31ms/step  loss 0.6550", cut to what fits in `width` characters.
 
-    Times are columns, so that the lines of epochs stand below each other; empty where there is no time.
+    Times are columns, so that the lines of epochs align; empty if there is no time.
     """
     epochs = str(end.epochs)
     seconds = format_seconds(end.seconds).replace(" ", "") if end.steps else ""
@@ -108,7 +108,7 @@ def epoch_line(end: EpochEnd, width: int | None = None) -> str:
 
 
 def fitting(widths: Sequence[int], ranks: Sequence[int], room: int) -> list[int]:
-    """Which columns have room next to each other, by position: they are chosen by their rank, the smallest first."""
+    """Positions of the columns that fit next to each other, chosen by rank, smallest first."""
     kept: list[int] = []
     for at in sorted(range(len(widths)), key=lambda at: ranks[at]):
         if sum(widths[other] + GAP for other in kept) + widths[at] <= room:

@@ -24,43 +24,43 @@ RESULTS = "evaluations.jsonl"  # in the job's folder
 
 @dataclass(frozen=True, kw_only=True)
 class FollowSettings(Section):
-    """Whether `evaluate` follows a folder of checkpoints, and how long."""
+    """Whether and how long `evaluate` follows a folder of checkpoints."""
 
     PANEL = CHECKPOINTS
     COMMANDS = EVALUATE
 
     enabled: bool = setting(
         False,
-        "Evaluate each checkpoint in --checkpoint_dir_for_init, then each new one as it comes. `--follow` alone is "
-        "true.",
+        "Evaluate each checkpoint in --checkpoint_dir_for_init, then each new one when it appears. `--follow` "
+        "without a value means true.",
         name="follow",
     )
     timeout: float = setting(
         0.0,
-        "With --follow: end after so long without a new checkpoint; 0: no limit.",
+        "With --follow: exit if no new checkpoint appears for this long; 0: no limit.",
         name="follow_timeout",
         unit="SECONDS",
         minimum=0,
     )
     max_evaluations: int = setting(
-        0, "With --follow: end after so many checkpoints; 0: no limit.", unit="CHECKPOINTS", minimum=0
+        0, "With --follow: exit after N checkpoints; 0: no limit.", unit="CHECKPOINTS", minimum=0
     )
 
 
 def follow(settings: JobSettings, limits: FollowSettings) -> None:
-    """Evaluates each checkpoint of a folder, and new ones as they come, until a limit is reached.
+    """Evaluates each checkpoint of a folder, and new ones when they appear, until a limit is reached.
 
-    Each result is a line of `evaluations.jsonl` in the job's folder.
+    Each result is appended as a line to `evaluations.jsonl` in the job's folder.
 
     Args:
         settings: of an evaluation job whose `checkpoint.directory_for_init` is a folder of versions.
-        limits: when to end.
+        limits: when to stop.
 
     Raises:
         JobInterrupted: SIGINT or SIGTERM came.
         ElasticCBError: an evaluation failed.
     """
-    # Only now: what these import takes seconds, and a mistake in the flags should be told at once.
+    # Imported here because it takes seconds; mistakes in flags are reported before.
     from elasticcb.cli.progress import make_display
     from elasticcb.roles.master import running_cluster
     from elasticcb.sidecar.follower import CheckpointFollower
@@ -83,9 +83,9 @@ def follow(settings: JobSettings, limits: FollowSettings) -> None:
                     if not _enough(done, limits):
                         checkpoint = follower.next(limits.timeout or None)
                     if summary is None:
-                        break  # the cluster is of no more use
+                        break  # the cluster is no longer usable
         if checkpoint is None:
-            reason = f"No new checkpoint came for {limits.timeout:g} s. "
+            reason = f"No new checkpoint appeared for {limits.timeout:g} s. "
     except (KeyboardInterrupt, JobInterrupted) as error:
         raise JobInterrupted(f"Interrupted. {_ending(done, results)}") from error
     finally:
@@ -101,7 +101,7 @@ def _enough(done: int, limits: FollowSettings) -> bool:
 def _evaluate(
     settings: JobSettings, checkpoint: Checkpoint, display: Display, run: Callable[[JobSettings], JobSnapshot]
 ) -> JobSnapshot | None:
-    """Runs the job of one checkpoint; None when the checkpoint was deleted before its weights were read."""
+    """Runs the job of one checkpoint; None if the checkpoint was deleted before its weights were read."""
     initial = replace(settings.checkpoint, directory_for_init=str(checkpoint.path))
     try:
         return run(replace(settings, checkpoint=initial))
@@ -111,7 +111,8 @@ def _evaluate(
         if checkpoint.is_there:
             raise
         display.message(
-            f"Version {checkpoint.version} was deleted before it was evaluated; raise --keep_checkpoint_max."
+            f"Version {checkpoint.version} was deleted before it was evaluated. Raise --keep_checkpoint_max of the "
+            "training job."
         )
         return None
 
@@ -132,11 +133,11 @@ def _note(results: Path, checkpoint: Checkpoint, summary: JobSnapshot) -> None:
 def _ending(done: int, results: Path) -> str:
     if not done:
         return "No checkpoint was evaluated."
-    return f"{done} checkpoint{'s were' if done > 1 else ' was'} evaluated; results: {results}"
+    return f"Evaluated {done} checkpoint{'s' if done > 1 else ''}. Results: {results}"
 
 
 class _OneOfMany:
-    """A display for several jobs one after another: none of them ends it."""
+    """A display for several consecutive jobs: it outlives each of them."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
@@ -154,7 +155,7 @@ class _OneOfMany:
         self._display.epoch_ended(end)
 
     def finish(self, summary: JobSnapshot) -> None:
-        pass  # its metrics were told as a message
+        pass  # its metrics were shown as a message
 
     def close(self) -> None:
         self._display.close()

@@ -1,4 +1,4 @@
-"""How numbers are written for people."""
+"""Formats numbers for display."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_step(seconds: float) -> str:
-    """Of one step, as Keras's progress bar: 1.5 -> "1.5s/step", 0.0123 -> "12ms/step", 0.00035 -> "350us/step"."""
+    """The time of one step, as in Keras's progress bar: 1.5 -> "1.5s/step", 0.0123 -> "12ms/step", 0.00035 ->
+    "350us/step"."""
     if seconds >= 1:
         return f"{seconds:.1f}s/step"
     return f"{seconds * 1e3:.0f}ms/step" if seconds >= 1e-3 else f"{seconds * 1e6:.0f}us/step"

@@ -1,4 +1,4 @@
-"""From flags to settings."""
+"""Converts flags to settings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from elasticcb.errors import UsageError
 from elasticcb.settings import Command, JobSettings, WorkerRange
 from elasticcb.settings.definition import AUTO, Kind, build, nested
 
-READ_LATER = frozenset({"cluster_spec"})  # a file whose content is the setting
+READ_LATER = frozenset({"cluster_spec"})  # the file's content is the setting
 
 
 def values_of(command: Command, given: GivenFlags, section: str = "") -> dict[str, Any]:
-    """What was given of the settings of a command, by path below `section`; paths of files and folders are absolute."""
+    """The settings that were given, by path below `section`; paths of files and folders are absolute."""
     values: dict[str, Any] = {}
     prefix = f"{section}." if section else ""
     for option in options_of([command]):
@@ -27,7 +27,7 @@ def values_of(command: Command, given: GivenFlags, section: str = "") -> dict[st
         if option.kind in (Kind.FOLDER, Kind.FILE):
             value = given.folder(option.name)
         elif option.hint is WorkerRange:
-            with contextlib.suppress(UsageError):  # `validate` tells
+            with contextlib.suppress(UsageError):  # `validate` reports it
                 values[option.path.removeprefix(prefix)] = WorkerRange.of(value)
             continue
         values[option.path.removeprefix(prefix)] = value
@@ -35,17 +35,17 @@ def values_of(command: Command, given: GivenFlags, section: str = "") -> dict[st
 
 
 def settings_from(command: Command, given: GivenFlags) -> JobSettings:
-    """The settings that flags stand for, before they are checked: without what follows from others."""
+    """The settings from flags, unchecked and without derived values."""
     values = {path: value for path, value in values_of(command, given).items() if not path.startswith(_BESIDE)}
     settings: JobSettings = build(JobSettings, {"command": command, **nested(values)})
     return settings
 
 
-_BESIDE = ("follow.", "submission.")  # sections that are no matter of a job
+_BESIDE = ("follow.", "submission.")  # sections that are not part of a job's settings
 
 
 class SaidByFlags:
-    """How checks speak of settings that are given as flags."""
+    """Names settings by their flags in messages of checks."""
 
     def __init__(self, command: Command, given: GivenFlags) -> None:
         self._command, self._given = command, given

@@ -1,4 +1,4 @@
-"""What the user gave: values, and where each one came from."""
+"""The flags that the user gave, and where each came from."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class GivenFlags:
     """The flags of one run.
 
     Args:
-        values: of every flag of the command, the default where it was not given.
-        explicit: names given on the command line or in the config file.
-        from_config: those of them that come from the config file.
+        values: values of all flags of the command, defaults included.
+        explicit: names of flags given on the command line or in the config file.
+        from_config: names of flags that come from the config file.
         config: the file, if any.
-        unreadable: what is wrong with values that are not of their flag's type; `values` has the defaults for them.
-        working_directory: what relative paths on the command line are relative to.
+        unreadable: messages about values of the wrong type; `values` has the defaults for them.
+        working_directory: base of relative paths on the command line.
     """
 
     values: dict[str, Any]
@@ -37,7 +37,7 @@ class GivenFlags:
         return name in self.explicit
 
     def flag(self, name: str, with_value: bool = False) -> str:
-        """How to speak of a flag in a message: "--num_ps=0 (in /home/me/job.yaml)"."""
+        """A flag as messages name it: "--num_ps=0 (in /home/me/job.yaml)"."""
         value = self.values.get(name)
         shown = str(value).lower() if isinstance(value, bool) else str(value)
         text = f"--{name}={shown}" if with_value else f"--{name}"
@@ -46,24 +46,24 @@ class GivenFlags:
         return text
 
     def base(self, name: str) -> Path:
-        """What a relative path given for `name` is relative to."""
+        """The base of a relative path given for `name`."""
         if name in self.from_config and self.config is not None:
             return self.config.folder
         return self.working_directory
 
     def path(self, name: str) -> Path | None:
-        """The absolute path given for `name`; None when none was given. Links are not followed."""
+        """The absolute path given for `name`; None if none was given. Links are not followed."""
         value = self.values.get(name)
         return absolute(self.base(name), value) if value else None
 
     def folder(self, name: str) -> str:
-        """The folder given for `name`: its absolute path, or its URL; "" when none was given."""
+        """The folder given for `name`: its absolute path or its URL; "" if none was given."""
         value = self.values.get(name) or ""
         return value if is_url(value) else str(self.path(name) or "")
 
 
 def absolute(base: Path, text: str) -> Path:
-    """`text` as an absolute path, `~` expanded and `..` taken out."""
+    """`text` as an absolute path, with `~` expanded and `..` resolved."""
     from os.path import abspath
 
     return Path(abspath(base / Path(text).expanduser()))

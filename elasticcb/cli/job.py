@@ -1,4 +1,4 @@
-"""From checked flags to a running job."""
+"""Runs a job from checked flags."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 def run_job(command: Command, given: GivenFlags, session: CommandRun) -> None:
-    """Checks the flags, then runs the job to its end.
+    """Checks the flags, then runs the job until it ends.
 
     Raises:
-        UsageError: before anything has started.
+        UsageError: the flags are wrong; nothing was started.
         ElasticCBError: the job failed or was interrupted.
     """
     if backend_of(given["cluster"]).submits(given):
@@ -47,20 +47,20 @@ def run_job(command: Command, given: GivenFlags, session: CommandRun) -> None:
 
 
 def end_with(code: int) -> None:
-    """Ends this process with a code other than 0."""
+    """Ends this process with an exit code other than 0."""
     if code:
         sys.exit(code)
 
 
 def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = False) -> None:
-    """Runs a job to its end.
+    """Runs a job until it ends.
 
     Args:
-        resumed: go on with what an earlier master has begun.
+        resumed: continue a job that an earlier master started.
 
-    Raises `ElasticCBError` when the job failed or was interrupted.
+    Raises `ElasticCBError` if the job fails or is interrupted.
     """
-    from elasticcb.cli.progress import start_spinner  # not for a command that has mistakes
+    from elasticcb.cli.progress import start_spinner  # not for a command with invalid flags
 
     show_header(settings)
     spinner = start_spinner(settings)
@@ -72,7 +72,7 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
     run = MasterRun(settings, resumed, session.own_process, session.debug, here, _say, spinner.stop)
     folder = settings.directory
     try:
-        # The page ends last: who stops the job there is answered when no command runs it any more.
+        # The dashboard ends last, so that a stop request from the page is answered after the job has ended.
         with page_beside(folder, settings.cluster.dashboard, True), command_runs(Path(folder)):
             backend_of(settings.cluster.kind).run_master(run)
     finally:
@@ -80,23 +80,23 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
 
 
 def show_header(settings: JobSettings) -> None:
-    """The first lines of what a job prints: where its folder is, and how to ask about it."""
+    """The first lines that a job prints: its folder, and the command for its status."""
     from elasticcb.cli.progress import redraws
 
-    name = "" if redraws(settings) else f"[{settings.name}] "  # as the lines below it
+    name = "" if redraws(settings) else f"[{settings.name}] "  # like the lines below it
     print_line(f"{name}The job's folder is {settings.directory}")
-    if POD_NAME not in os.environ:  # where another command asks
+    if POD_NAME not in os.environ:  # of the job, for other commands
         print_line(f"{name}Status: elasticcb status {_job_argument(settings)}")
 
 
 def _job_argument(settings: JobSettings) -> str:
-    """How commands about jobs name this one, from the working directory."""
+    """The JOB argument of this job, relative to the working directory."""
     folder = Path(settings.directory)
     return shlex.quote(folder.name if folder.parent == Path.cwd() / JOBS else str(folder))
 
 
 def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:
-    """What a process does that the launcher has started; its exit code.
+    """Runs a master that the launcher has started; returns its exit code.
 
     Args:
         request: of `supervisor.keep_master`.
@@ -116,7 +116,7 @@ def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:
         except JobDoneError:
             if not request["since"]:
                 raise
-            _say("It was done when its master was killed.")
+            _say("The job was done when its master was killed.")
 
     return exit_code(run, CommandRun(own_process=True, debug=request["debug"]))
 
@@ -142,7 +142,7 @@ def build_settings(command: Command, given: GivenFlags) -> JobSettings:
     """Checks the flags and makes the job's folder; all paths in the settings are absolute.
 
     Raises:
-        UsageError: with all that is wrong.
+        UsageError: the message lists all problems.
     """
     origins = validate(command, given)
     settings = completed(settings_from(command, given), SaidByFlags(command, given))
@@ -167,5 +167,5 @@ def build_settings(command: Command, given: GivenFlags) -> JobSettings:
 
 
 def _default_name(definition: str) -> str:
-    """ "mnist.mnist_functional.custom_model" -> "mnist-mnist_functional"; a repeated part stands once."""
+    """ "mnist.mnist_functional.custom_model" -> "mnist-mnist_functional"; a repeated part occurs once."""
     return "-".join(dict.fromkeys(definition.split(".")[:-1]))

@@ -1,4 +1,4 @@
-"""The folders of jobs: how new ones are called, and how commands about jobs find them."""
+"""Folders of jobs: the names of new ones, and how commands find them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MOST_LISTED = 3
 
 
 def new_folder(parent: Path, command: Command, name: str) -> Path:
-    """Makes a folder that no other job has, even one started in the same second.
+    """Creates a folder that no other job has, even one started in the same second.
 
-    Raises `UsageError` when it can't be made.
+    Raises `UsageError` if it can't be created.
     """
     stamp = f"{command.value}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 1000):
@@ -31,16 +31,16 @@ def new_folder(parent: Path, command: Command, name: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise UsageError(f"The job's folder {path} can't be made: {error}. Name another: --job_dir.") from error
+            raise UsageError(f"The job's folder {path} can't be created: {error}. Choose another --job_dir.") from error
         return path
-    raise UsageError(f"No free folder like {parent / stamp}. Name one: --job_dir.")
+    raise UsageError(f"No unused folder name like {parent / stamp} was found. Choose a --job_dir.")
 
 
 def find_job(job: str) -> Path:
-    """The folder of a job, which may be over.
+    """The folder of a job, running or ended.
 
     Args:
-        job: the folder, its name below `jobs`, a `--job_name` (of such jobs the newest), or "latest".
+        job: the folder, its name below `jobs`, a `--job_name` (the newest such job), or "latest".
 
     Raises:
         UsageError: there is none.
@@ -57,7 +57,7 @@ def find_job(job: str) -> Path:
             return parent / match[0]
     if folders[0].is_dir():
         raise UsageError(f"{folders[0]} is not the folder of a job. {_expected(job, names)}")
-    tried = f"neither {folders[0]} nor {folders[1]} exists" if job != LATEST else f"{parent} holds none"
+    tried = f"neither {folders[0]} nor {folders[1]} exists" if job != LATEST else f"{parent} contains no jobs"
     raise UsageError(f"There is no job {job}: {tried}. {_expected(job, names)}")
 
 
@@ -76,7 +76,7 @@ def _newest_first(parent: Path) -> Sequence[re.Match[str]]:
 
 
 def _expected(job: str, names: list[str]) -> str:
-    text = "Expected the folder that the first line of the job names, or a job's name"
+    text = "Expected the folder that the job printed in its first line, or the name of a job"
     close = difflib.get_close_matches(Path(job).name, names, n=_MOST_LISTED, cutoff=0.5) or names[:_MOST_LISTED]
-    text += f"; there are: {', '.join(close)}" if close else ""
+    text += f". Jobs here: {', '.join(close)}" if close else ""
     return f"{text}. A job on Kubernetes needs --namespace."

@@ -16,7 +16,7 @@ from elasticcb.cluster.kubernetes.pods import JOB_LABEL, ROLE_LABEL
 @click.command(context_settings=CONTEXT)
 @namespace_option
 def jobs(namespace: str) -> None:
-    """List the jobs of a namespace on Kubernetes: their state, and how many of their processes run.
+    """List the jobs in a Kubernetes namespace, with their state and number of running processes.
 
     \b
     Example:
@@ -36,7 +36,7 @@ def jobs(namespace: str) -> None:
 
 
 def table_lines(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns as wide as their widest cell; the last one as it is."""
+    """Pads all columns but the last to the width of their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=False)] for row in rows)
     return ["  ".join([*cells, row[-1]]).rstrip() for cells, row in zip(padded, rows, strict=True)]

@@ -1,4 +1,4 @@
-"""How a running job is shown on a terminal: lines that stay, and a grid below them that is always up to date."""
+"""Shows a running job on a terminal: permanent lines, and a live grid below them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from elasticcb.master.snapshot import EpochEnd, JobSnapshot
 from elasticcb.process.logs import may_reach_nobody
 
 _REFRESHES_PER_SECOND = 4
-_BAR_WIDTHS = 8, 40  # of the bar, at least and at most
-_MARGIN = 2  # of the spinner, in front
+_BAR_WIDTHS = 8, 40  # width of the bar, at least and at most
+_MARGIN = 2  # width of the spinner, in front
 ACCENT, _LABEL, _WARNING = "cyan", "dim", "yellow"  # styles
 
 
 class _Reflow(RenderHook):
-    """Erases all rows of the grid's lines, where the terminal has become narrower and broken them into several.
+    """Erases all rows of the grid, also if the terminal became narrower and wrapped its lines.
 
     Attributes:
-        widths: of the lines that are drawn next.
+        widths: widths of the lines that are drawn next.
     """
 
     def __init__(self, console: Console) -> None:
@@ -39,7 +39,7 @@ class _Reflow(RenderHook):
         self._drawn: list[int] = []
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Goes on behind the hook of `Live`, whose first control erases one row for each line."""
+        """Runs after the hook of `Live`, whose first control erases one row per line."""
         more = sum((width - 1) // self._console.width for width in self._drawn if width)
         self._drawn = self.widths
         if not more:
@@ -49,10 +49,10 @@ class _Reflow(RenderHook):
 
 
 class LiveDisplay:
-    """A grid of a few lines at the bottom of a terminal that is always up to date; what stays scrolls by above.
+    """A live grid of a few lines at the bottom of a terminal; permanent lines scroll above it.
 
     Args:
-        console: None takes standard output.
+        console: None: standard output.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -67,7 +67,7 @@ class LiveDisplay:
             console=self._console,
             refresh_per_second=_REFRESHES_PER_SECOND,
             get_renderable=self._render,
-            redirect_stderr=False,  # stderr is where errors go, after `close`
+            redirect_stderr=False,  # errors go to stderr, after `close`
             transient=True,
         )
 
@@ -104,7 +104,7 @@ class LiveDisplay:
                 self._live.stop()
 
     def _render(self) -> RenderableType:
-        # A terminal that is as wide as a line may go on in the next one.
+        # A terminal may wrap a line that is exactly as wide as it is.
         room = self._console.width - 1
         shown = Group(self._progress(self._status, room), _grid(figures_of(self._status), room - _MARGIN))
         lines = self._console.render_lines(shown, pad=False)
@@ -112,7 +112,7 @@ class LiveDisplay:
         return Segments([segment for line in lines for segment in (*line, Segment.line())])
 
     def _progress(self, status: JobSnapshot, room: int) -> RenderableType:
-        """What it does, and how far it is."""
+        """The phase and the progress."""
         share = share_done(status)
         left = "" if status.seconds_left is None else f"{format_seconds(status.seconds_left)} left"
         parts = [
@@ -127,7 +127,7 @@ class LiveDisplay:
         least, most = _BAR_WIDTHS
         bar = room - _MARGIN - sum(parts[at][0].cell_len + GAP for at in kept)
         if bar >= least and status.ready:
-            # Without a total the bar only shows that something moves.
+            # Without a total, the bar only pulses.
             row.insert(
                 2 if status.epoch else 1,
                 ProgressBar(
@@ -151,7 +151,7 @@ class LiveDisplay:
 
 
 def _grid(figures: list[Figure], room: int) -> RenderableType:
-    """Labels above values, as many columns as have room."""
+    """Labels above values, in as many columns as fit."""
     kept = fitting([figure.width for figure in figures], [figure.rank for figure in figures], room)
     shown = [figures[at] for at in kept]
     if not shown:

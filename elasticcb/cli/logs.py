@@ -1,4 +1,4 @@
-"""`elasticcb logs`: what the processes of a job write."""
+"""`elasticcb logs`: shows the logs of a job's processes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from elasticcb.errors import UsageError
 
 @click.command(context_settings=CONTEXT)
 @click.argument("job", metavar="JOB")
-@click.option("--namespace", metavar="NAME", help="JOB is the name of one on Kubernetes, in this namespace.")
-@click.option("--follow", "-f", is_flag=True, help="Go on until the job is over; Ctrl-C ends this alone.")
-@click.option("--master", is_flag=True, help="What the master writes, which is the default.")
-@click.option("--worker", type=click.IntRange(0), metavar="N", help="What worker N writes.")
-@click.option("--ps", type=click.IntRange(0), metavar="N", help="What parameter server N writes.")
-@click.option("--lines", type=click.IntRange(1), metavar="N", default=1000, show_default=True, help="The last ones.")
+@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
+@click.option("--follow", "-f", is_flag=True, help="Follow the log until the job ends. Ctrl-C stops only this command.")
+@click.option("--master", is_flag=True, help="Show the log of the master (the default).")
+@click.option("--worker", type=click.IntRange(0), metavar="N", help="Show the log of worker N.")
+@click.option("--ps", type=click.IntRange(0), metavar="N", help="Show the log of parameter server N.")
+@click.option(
+    "--lines", type=click.IntRange(1), metavar="N", default=1000, show_default=True, help="Show only the last N lines."
+)
 def logs(
     job: str, namespace: str | None, follow: bool, master: bool, worker: int | None, ps: int | None, lines: int
 ) -> None:
-    """Show what the master of a job writes, or one of its other processes.
+    """Show the log of a job's master or of one of its other processes.
 
-    JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken; with
+    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); `latest`; or, with
     --namespace, the name of a job on Kubernetes.
 
     \b
@@ -39,7 +41,7 @@ def logs(
       elasticcb logs census --namespace=training --follow
     """
     if master + (worker is not None) + (ps is not None) > 1:
-        raise UsageError("Expected one of --master, --worker and --ps, or none for the master.")
+        raise UsageError("--master, --worker and --ps exclude each other. Give one of them, or none for the master.")
     role, index = ("worker", worker) if worker is not None else ("ps", ps) if ps is not None else ("master", 0)
     if namespace:
         _show_pod(KubernetesJob(KubernetesAPI(namespace), job), role, index or 0, follow, lines)

@@ -37,8 +37,8 @@ from elasticcb.process.signals import heed_sigterm
     "Jobs", commands=["train", "resume", "status", "dashboard", "logs", "scale", "stop", "evaluate", "predict", "clean"]
 )
 @click.command_panel("Jobs on Kubernetes", commands=["zoo", "jobs"])
-@click.command_panel("Looking into embedding tables", commands=["table"])
-@click.command_panel("Single processes, to start on several machines by hand", commands=["master", "ps", "worker"])
+@click.command_panel("Inspecting embedding tables", commands=["table"])
+@click.command_panel("Single processes, to start manually on several machines", commands=["master", "ps", "worker"])
 def elasticcb() -> None:
     """Elastic parameter-server training for Keras 3, driven by callbacks.
 
@@ -56,10 +56,10 @@ for _command in (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code (`elasticcb.errors.ExitCode`).
+    """Runs the command line; returns its exit code (`elasticcb.errors.ExitCode`).
 
     Args:
-        arguments: without the program's name; None takes those of this process.
+        arguments: without the program's name; None: those of this process.
     """
     own_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -76,12 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_text(arguments: Sequence[str]) -> None:
-    """Raises `UsageError` for an argument that is not UTF-8: what the flags say travels between processes as text."""
+    """Raises `UsageError` for an argument that is not UTF-8: flags are sent to other processes as text."""
     for argument in arguments:
         try:
             argument.encode()
         except UnicodeEncodeError:
             raise UsageError(
-                f"The argument {os.fsencode(argument)!r} is not valid UTF-8. Rename the file or folder; if it is "
-                "UTF-8, run the command in a locale that has it, such as LC_ALL=C.UTF-8."
+                f"The argument {os.fsencode(argument)!r} is not valid UTF-8. Rename the file or folder; if the name "
+                "is UTF-8, run the command in a UTF-8 locale, such as LC_ALL=C.UTF-8."
             ) from None

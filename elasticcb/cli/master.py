@@ -1,4 +1,4 @@
-"""`elasticcb master`: the master alone, for people who start the other processes by hand."""
+"""`elasticcb master`: runs only the master; the user starts the other processes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from elasticcb.settings.definition import ALL, JOB
     default=Command.TRAIN.value,
     show_default=True,
     panel=JOB,
-    help="What the job does; the flags are those of that command.",
+    help="The command that the job runs; it takes the flags of that command.",
 )
 @click.pass_context
 def master(context: click.Context, /, job_command: str, **values: Any) -> None:
-    """Run the master alone, and wait for workers and servers started by hand.
+    """Run only the master, and wait for manually started workers and parameter servers.
 
-    The same as `train`, `evaluate` or `predict` with --cluster=external: it prints what to copy to the
-    other machines, and what to run there. Model file and data must be found there under the same paths.
+    The same as `train`, `evaluate` or `predict` with --cluster=external. It prints the files to copy to the other
+    machines, and the commands to run there. The model file and the data must have the same paths there.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""What can be known of a model file without running it: where it is, and the names it defines."""
+"""Finds and parses a model file without running it: its path, and the names that it defines."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 
 from elasticcb.errors import UsageError
 
-_MAX_LISTED = 12  # of what is there, in a message
-# By names and modules in a file, what can be said of it without running it.
-_WELL_KNOWN = sys.stdlib_module_names | {"elasticcb", "keras", "numpy", "tensorflow"}  # they compile no model unasked
+_MAX_LISTED = 12  # names listed in a message
+# Names and modules that indicate what a file does, without running it.
+# they compile a model only on request
+_WELL_KNOWN = sys.stdlib_module_names | {"elasticcb", "keras", "numpy", "tensorflow"}
 _COMPILES = frozenset({"compile", "compile_from_config", "load_model"})
 _HAS_LOSS = frozenset({"ActivityRegularization", "add_loss", "compute_loss", "losses", "train_step"})
 _UNKNOWN = frozenset({"__import__", "eval", "exec", "getattr", "globals", "import_module", "setattr", "vars"})
@@ -25,11 +26,11 @@ class ModelFile:
     """A model file, parsed.
 
     Args:
-        path: of the file, absolute.
-        names: bound at its top level, in order.
-        complete: False where names can appear that only running the file shows (`from x import *`).
-        mentioned: all names in it: of variables, attributes, functions and arguments.
-        modules: those that it imports, without what stands behind a dot.
+        path: absolute path of the file.
+        names: names bound at its top level, in order.
+        complete: False if running the file may define more names (`from x import *`).
+        mentioned: all names in it: variables, attributes, functions and arguments.
+        modules: top-level modules that it imports.
     """
 
     path: Path
@@ -42,23 +43,23 @@ class ModelFile:
         return name in self.names or not self.complete
 
     def complaint(self, name: str, flag: str) -> str:
-        """That the file does not define `name`, which was given with `flag`."""
+        """The message that the file does not define `name`, which was given with `flag`."""
         public = {found: found for found in self.names if not found.startswith("_")}
         return f"{self.path} does not define {name!r}, which {flag} names. {_suggest(name, public)}"
 
     def can_compile(self) -> bool:
-        """Whether something in the file may return a compiled model."""
+        """Whether the file may return a compiled model."""
         unknown = not self.complete or self.mentioned & _UNKNOWN or not self.modules <= _WELL_KNOWN
         return bool(unknown or self.mentioned & _COMPILES)
 
     def can_lose(self) -> bool:
-        """Whether its models may have a loss without the file's function, compiled or not."""
+        """Whether its models may have a loss without the file's `loss` function, compiled or not."""
         adds = self.mentioned & _HAS_LOSS or any("regularizer" in name for name in self.mentioned)
         return bool(adds) or self.can_compile()
 
 
 def check_zoo(zoo: Path, flag: str) -> None:
-    """Raises `UsageError` unless `zoo` is a folder."""
+    """Raises `UsageError` if `zoo` is not a folder."""
     if not zoo.is_dir():
         problem = "is a file" if zoo.exists() else "does not exist"
         raise UsageError(
@@ -71,14 +72,14 @@ def find_model_file(zoo: Path, definition: str, definition_flag: str) -> ModelFi
     """Finds and parses the file that `definition` ("folder.file.function") names in `zoo`.
 
     Raises:
-        UsageError: no such file, or the file holds a syntax error.
+        UsageError: the file does not exist or contains a syntax error.
     """
     module, _, name = definition.rpartition(".")
     parts = module.split(".")
     if not module or not all(part.isidentifier() for part in [*parts, name]):
         raise UsageError(
-            f"{definition_flag} is not of the form FOLDER.FILE.NAME. Expected the path of a file in the model zoo with "
-            f"dots, then a function in it, e.g. mnist.custom_model. {_there([*_models(zoo, name).values()])}"
+            f"{definition_flag} is not of the form FOLDER.FILE.NAME. Expected the dotted path of a file in the model "
+            f"zoo, then a function in it, e.g. mnist.custom_model. {_there([*_models(zoo, name).values()])}"
         )
     path = zoo.joinpath(*parts).with_suffix(".py")
     if not path.is_file():
@@ -90,12 +91,14 @@ def find_model_file(zoo: Path, definition: str, definition_flag: str) -> ModelFi
 
 
 def parse_model_file(path: Path) -> ModelFile:
-    """Raises `UsageError` with file and line where it isn't Python."""
+    """Raises `UsageError` with file and line of a syntax error."""
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
         line = f"\n    {error.text.strip()}" if error.text else ""
-        raise UsageError(f"{path}:{error.lineno}: the model file holds a syntax error: {error.msg}.{line}") from error
+        raise UsageError(
+            f"{path}:{error.lineno}: the model file contains a syntax error: {error.msg}.{line}"
+        ) from error
     except (OSError, ValueError) as error:
         raise UsageError(f"The model file {path} can't be read: {error}.") from error
     names = dict.fromkeys(_bound_names(tree.body))
@@ -138,7 +141,7 @@ def _bound_names(body: Iterable[ast.stmt]) -> Iterator[str]:
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 yield node.id
-        # `if`, `try`, `with`, `for`, `match`: what stands inside is top level too.
+        # Names inside `if`, `try`, `with`, `for` and `match` are also at the top level.
         for part in ("body", "orelse", "finalbody"):
             yield from _bound_names(getattr(statement, part, []))
         for branch in [*getattr(statement, "handlers", []), *getattr(statement, "cases", [])]:
@@ -146,11 +149,11 @@ def _bound_names(body: Iterable[ast.stmt]) -> Iterator[str]:
 
 
 def _models(zoo: Path, name: str) -> dict[str, str]:
-    """What --model_def may be, by the part of it that names a file: "mnist.mnist_functional.custom_model".
+    """Possible values of --model_def, by their part that names a file: "mnist.mnist_functional.custom_model".
 
     Args:
-        name: in the file, that was asked for; files with that, a `custom_model` or a `...Model` are model files, others
-            their helpers.
+        name: the requested name in the file; files that define it, a `custom_model` or a `...Model` are model files,
+            others are helpers.
     """
     found: dict[str, str] = {}
     for pattern in ("*.py", "*/*.py", "*/*/*.py"):
@@ -166,13 +169,13 @@ def _models(zoo: Path, name: str) -> dict[str, str]:
 
 
 def _suggest(name: str, available: Mapping[str, str]) -> str:
-    """That something like `name` may be meant.
+    """Suggests names similar to `name`.
 
     Args:
-        available: by what is compared with `name`, what is shown.
+        available: texts to show, by the text that is compared with `name`.
     """
     close = difflib.get_close_matches(name, available, n=3)
-    # The right file in the wrong folder, or with the folder left out.
+    # The right file in the wrong folder, or without the folder.
     close += [other for other in available if other.split(".")[-1] == name.split(".")[-1] and other not in close]
     shown = " or ".join(available[each] for each in close[:3])
     return (f"Did you mean {shown}? " if close else "") + _there([*available.values()])
@@ -180,9 +183,9 @@ def _suggest(name: str, available: Mapping[str, str]) -> str:
 
 def _there(available: list[str]) -> str:
     if not available:
-        return "There is nothing to choose from."
+        return "Found none."
     listed = ", ".join(available[:_MAX_LISTED])
-    return f"There is: {listed}{', …' if len(available) > _MAX_LISTED else ''}."
+    return f"Found: {listed}{', …' if len(available) > _MAX_LISTED else ''}."
 
 
 def _nearest_folder(path: Path) -> str:

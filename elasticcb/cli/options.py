@@ -1,6 +1,6 @@
-"""The flags of the job commands: the settings of a job, and of what the command line does beside it.
+"""The flags of the job commands: the settings of a job, and options of the command line itself.
 
-The commands, the config file, the checks and docs/cli.md read this one table, which follows from the settings.
+Commands, config file, checks and docs/cli.md share this table, which is generated from the settings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elasticcb.settings.definition import PANELS, Kind, Setting, settings_of
 
 
 def _with_clusters(option: Setting) -> Setting:
-    """The choice of a cluster is one of those that are installed."""
+    """The choices of --cluster are the installed backends."""
     if option.path != "cluster.kind":
         return option
     rows = " ".join(f"{name}: {backend.summary}." for name, backend in backends().items())
@@ -29,7 +29,7 @@ OPTIONS: tuple[Setting, ...] = (
     *settings_of(SubmissionSettings, "submission."),
 )
 
-# What most jobs need; --help shows these, --help-all the others, too.
+# Flags that most jobs need; --help shows these, --help-all shows all.
 BASIC = frozenset({
     "model_zoo", "model_def", "model_params",
     "training_data", "validation_data", "prediction_data", "data_reader_params",
@@ -45,17 +45,17 @@ CANONICAL: dict[str, str] = {spelling: option.name for option in OPTIONS for spe
 
 
 def normalize(text: str) -> str:
-    """`num-ps` and `num_ps` are one name."""
+    """`num-ps` and `num_ps` are the same name."""
     return text.replace("-", "_")
 
 
 def options_of(commands: Iterable[Command]) -> list[Setting]:
-    """The flags that mean something to any of `commands`, in the order of the panels."""
+    """The flags that apply to any of `commands`, in the order of the panels."""
     wanted = frozenset(commands)
     found = [option for option in OPTIONS if option.commands & wanted]
     return sorted(found, key=lambda option: PANELS.index(option.panel))
 
 
 def options_of_role(role: str) -> list[Setting]:
-    """The flags of a process that is started by hand."""
+    """The flags of a manually started process."""
     return [option for option in OPTIONS if role in option.roles]

@@ -1,4 +1,4 @@
-"""Where records come from: paths, globs, lists of them, URLs, or whatever a user's reader understands."""
+"""Origins of records: paths, globs, lists of them, URLs, or any text that a custom reader understands."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _GLOB = frozenset("*?[")
 
 
 def resolve_origin(origin: str, base: Path, flag: str, custom_reader: bool) -> tuple[str, list[str]]:
-    """`origin` with its local paths made absolute, relative ones being relative to `base`; and what is wrong with it.
+    """Returns `origin` with local paths made absolute, relative to `base`; and messages about problems.
 
-    With a reader of the user's own, a part that isn't a file here is handed over as it stands: it may be
-    the name of a table, say. A bare word is taken for a folder only when there is no such reader. A part is wrong
-    when it is empty, or, without a reader of the user's own, no file, folder or match.
+    With a custom reader, a part that is not a file is passed on unchanged: it may be the name of a table, for example.
+    A bare word counts as a folder only without a custom reader. A part is invalid if it is empty or, without a custom
+    reader, if it matches no file or folder.
     """
     parts = [part.strip() for part in origin.split(",")]
     if not all(parts):
-        problem = f"{flag}={origin!r} is empty, or holds an empty part."
-        return origin, [f"{problem} Expected a path, folder, glob or URL, or several of these with commas between."]
-    # A file may have a comma in its name.
-    if os.path.isfile(absolute(base, origin)):  # not Path's: to that a long list of files is an error
+        problem = f"{flag}={origin!r} is empty or has an empty part."
+        return origin, [f"{problem} Expected a path, folder, glob or URL, or several of these separated by commas."]
+    # A file name may contain a comma.
+    if os.path.isfile(absolute(base, origin)):  # not Path.exists, which fails for a long list of files
         return str(absolute(base, origin)), []
     resolved, problems = [], []
     for part in parts:
@@ -62,8 +62,8 @@ def _resolve_part(part: str, base: Path, flag: str, custom_reader: bool) -> str:
     if custom_reader:
         return part
     raise UsageError(
-        f"{problem} Expected a file, folder, glob or URL, or several of these with commas "
-        "between. (Other names need a `custom_data_reader` in the model file.)"
+        f"{problem} Expected a file, folder, glob or URL, or several of these separated by commas. (Other names need "
+        "a `custom_data_reader` in the model file.)"
     )
 
 

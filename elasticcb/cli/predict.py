@@ -15,14 +15,13 @@ from elasticcb.settings import Command
 @job_options([Command.PREDICT])
 @click.pass_context
 def predict(context: click.Context, /, **values: Any) -> None:
-    """Predict with a trained model, from a checkpoint.
+    """Predict with a trained model from a checkpoint.
 
-    The predictions go to the file of --output, with the record's number in
-    each row, and to the callbacks of the model file, such as
-    elasticcb.callbacks.PredictionOutputsProcessor.
+    Predictions are written to the file --output, one row per record with the record's number, and passed to the
+    callbacks of the model file, such as elasticcb.callbacks.PredictionOutputsProcessor.
 
     \b
-    Examples, after the first one of `elasticcb train --help`:
+    Examples, after the first example of `elasticcb train --help`:
       elasticcb predict --config model_zoo/digits/job.yaml --prediction_data=test \\
           --checkpoint_dir_for_init=checkpoints --output=predictions.csv
       elasticcb predict --model_zoo=model_zoo --model_def=digits.digits.custom_model \\

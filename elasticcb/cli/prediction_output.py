@@ -1,4 +1,4 @@
-"""`--output` of `elasticcb predict`: which file it is, and whether it can be written."""
+"""Checks `--output` of `elasticcb predict`: the file, its format, and whether it can be written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elasticcb.storage.writable import problem_of_folder
 def names_predictions(given: GivenFlags) -> bool:
     """Whether `--output` is a file of predictions.
 
-    A config file that `train` shares has the folder of the SavedModel there, which `predict` leaves alone.
+    In a config file shared with `train`, it is the folder of the SavedModel, which `predict` ignores.
     """
     if not given["output"]:
         return False
@@ -25,34 +25,37 @@ def names_predictions(given: GivenFlags) -> bool:
 
 
 def prediction_format(given: GivenFlags) -> str:
-    """The format of the file; "" when nothing names one."""
+    """The format of the file; "" if unknown."""
     return given["output_format"] or format_of(given["output"] or "")
 
 
 def check_prediction_output(command: Command, given: GivenFlags) -> Iterator[str]:
-    """What is wrong with the flags, in words."""
+    """Messages about problems with the flags."""
     if command is not Command.PREDICT:
         return
     if not names_predictions(given):
         if "output_format" in given:
             flag = given.flag("output_format", with_value=True)
-            yield f"{flag} is the format of --output, which is missing. Add --output=FILE, or leave it out."
+            yield (
+                f"{flag} sets the format of --output, but --output is missing. Add --output=FILE, or remove "
+                "--output_format."
+            )
         return
     flag = given.flag("output", with_value=True)
     format = prediction_format(given)
     if not format:
         yield (
-            f"{flag} does not say in which format to write. Expected a file that ends with {', '.join(ENDINGS)}; or "
-            f"add --output_format, one of {', '.join(PREDICTION_FORMATS)}."
+            f"{flag} has no known file extension. Expected {', '.join(ENDINGS)}; or add --output_format, one of "
+            f"{', '.join(PREDICTION_FORMATS)}."
         )
     elif format == "parquet" and importlib.util.find_spec("pyarrow") is None:
         yield f"{flag} needs the Python module pyarrow. Install it with: pip install 'elasticcb[parquet]'"
     if is_url(given["output"]):
-        yield f"{flag} is a URL. Expected a file of this machine; copy it when the job is done."
+        yield f"{flag} is a URL. Expected a local file. Copy it when the job is done."
 
 
 def check_prediction_file(command: Command, given: GivenFlags) -> Iterator[str]:
-    """What stands in the way of writing the file, in words."""
+    """Messages about why the file can't be written."""
     if command is not Command.PREDICT or not names_predictions(given) or is_url(given["output"]):
         return
     path, flag = given.path("output"), given.flag("output")
@@ -62,9 +65,10 @@ def check_prediction_file(command: Command, given: GivenFlags) -> Iterator[str]:
         return
     if os.path.lexists(path):
         yield (
-            f"{flag} names {path}, which exists; `predict` writes over no file. Remove the file, or name another one."
+            f"{flag} names {path}, which exists; `predict` does not overwrite files. Remove the file, or choose "
+            "another file."
         )
         return
     problem = problem_of_folder(path.parent)
     if problem:
-        yield f"{flag} names {path}, but {path.parent} {problem}. Name a file in another folder."
+        yield f"{flag} names {path}, but {path.parent} {problem}. Choose a file in another folder."

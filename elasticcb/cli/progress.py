@@ -1,4 +1,4 @@
-"""How a running job is shown: live on a terminal, as plain lines elsewhere."""
+"""Shows a running job: live on a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from elasticcb.settings import JobSettings
 
 
 class Display(Protocol):
-    """What the master tells a person. Any thread may call it, as often as it likes."""
+    """Receives what the master shows to users. Any thread may call it at any time."""
 
     def update(self, status: JobSnapshot) -> None:
-        """The job looks like this now."""
+        """The current status of the job."""
 
     def message(self, text: str) -> None:
-        """Something happened that a person should know: a worker was lost, a checkpoint was written."""
+        """An event for the user: a worker was lost, a checkpoint was written."""
 
     def evaluated(self, text: str, of_epoch: bool) -> None:
-        """A round of evaluation came to this; `of_epoch`: the end of an epoch has the same figures."""
+        """The result of an evaluation pass; `of_epoch`: the end of its epoch will show the same figures."""
 
     def epoch_ended(self, end: EpochEnd) -> None:
-        """An epoch is trained, and evaluated if it is to be."""
+        """An epoch was trained, and evaluated if requested."""
 
     def finish(self, summary: JobSnapshot) -> None:
-        """The job is over and did what it should. A job that failed ends without this."""
+        """The job succeeded. A failed job ends without this call."""
 
     def close(self) -> None:
-        """Gives the terminal back; may be called more than once, and without `finish`."""
+        """Releases the terminal; may be called more than once, and without `finish`."""
 
 
 def make_display(settings: JobSettings) -> Display:
-    """The live display on a terminal, plain lines elsewhere; with the address of the job's page, if it has one."""
+    """The live display on a terminal, plain lines elsewhere; shows the address of the dashboard, if there is one."""
     display: Display
     if redraws(settings):
         display = LiveDisplay()
@@ -55,7 +55,7 @@ def make_display(settings: JobSettings) -> Display:
 
 
 def start_spinner(settings: JobSettings) -> Status:
-    """Shows on a terminal that a job starts, until it is stopped: what its master needs takes seconds to import."""
+    """Shows on a terminal that a job is starting, until stopped: importing the master takes seconds."""
     spinner = Status("[bold]starting", console=Console(highlight=False), spinner_style=ACCENT)
     if redraws(settings):
         spinner.start()
@@ -63,21 +63,21 @@ def start_spinner(settings: JobSettings) -> Status:
 
 
 def redraws(settings: JobSettings) -> bool:
-    """Whether lines are shown that are written over.
+    """Whether to use a live display, which overwrites lines.
 
-    Not where the terminal can't, and not those of a job in one process, which would write over a debugger.
+    Not if the terminal can't, and not for a job in one process, where it would overwrite a debugger's prompt.
     """
     return sys.stdout.isatty() and not Console().is_dumb_terminal and backend_of(settings.cluster.kind).separate
 
 
 class PlainDisplay:
-    """Plain lines, or JSON as those of logs: one when something changed, and no more than one in `interval` seconds.
+    """Plain lines, or JSON lines as in logs: one when the status changed, at most one per `interval` seconds.
 
     Args:
-        name: of the job.
-        stream: None takes standard output.
-        interval: seconds between two lines; a new phase is told at once.
-        clock: gives seconds.
+        name: name of the job.
+        stream: None: standard output.
+        interval: seconds between two lines; a new phase is shown at once.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class PlainDisplay:
 
 
 class DisplayWithPage:
-    """A display that shows the address of the job's page, too, once that is served.
+    """A display that also shows the address of the dashboard once it is served.
 
     Args:
-        folder: of the job.
+        folder: folder of the job.
     """
 
     def __init__(self, display: Display, folder: str) -> None:

@@ -1,6 +1,6 @@
-"""The tables of the docs that are made from the settings and the tables of the code.
+"""Generates tables of the docs from the settings and from tables in the code.
 
-`python -m elasticcb.cli.reference docs/*.md` brings the pages up to date; a test fails while they are not.
+`python -m elasticcb.cli.reference docs/*.md` updates the pages; a test fails if they are outdated.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from elasticcb.settings.definition import ALL, CLUSTER, PANELS, Setting, setting
 from elasticcb.settings.table import TableOptions
 
 _MEANINGS = {
-    ExitCode.DONE: "The job did what it should.",
-    ExitCode.JOB_FAILED: "The job failed: the model file, the data, a callback, or processes that were lost; or the "
-    "job is done but for its last checkpoint; or an image could not be built or pushed.",
-    ExitCode.WRONG_USAGE: "Flags or the config file are wrong or contradict each other; nothing was started.",
+    ExitCode.DONE: "The job succeeded.",
+    ExitCode.JOB_FAILED: (
+        "The job failed: because of the model file, the data, a callback, or lost processes; or it is done, but its "
+        "last checkpoint could not be written; or an image could not be built or pushed."
+    ),
+    ExitCode.WRONG_USAGE: "Flags or the config file are invalid or contradictory; nothing was started.",
     ExitCode.INTERRUPTED: "Interrupted with Ctrl-C.",
 }
 _UNITS = ("seconds", "bytes", "versions")  # that end the name of a metric
@@ -64,7 +66,7 @@ def _commands(commands: frozenset[Command]) -> str:
 
 
 def arguments_tables() -> str:
-    """The arguments of `Cluster`: those of every day, then each group, as Markdown."""
+    """The arguments of `Cluster` as Markdown: the common ones, then each group."""
     everyday = sorted((BY_PATH[each.path] for each in EVERYDAY.values()), key=lambda setting: setting.panel != CLUSTER)
     parts = [_arguments_table("argument", everyday)]
     for group, owner in GROUPS.items():
@@ -89,7 +91,7 @@ def _is_for_programs(setting: Setting, choice: str) -> bool:
 
 
 def table_settings() -> str:
-    """What may be set for one embedding table."""
+    """The settings of one embedding table."""
     rows = [f"| `{option.field}` | {option.help} |" for option in settings_of(TableOptions)]
     return "\n".join(["| setting | what it does |", "|---|---|", *rows])
 
@@ -133,7 +135,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def update(page: str) -> str:
-    """`page` with what stands between its `<!-- NAME -->` and `<!-- end of NAME -->` marks made anew."""
+    """`page` with the text between its `<!-- NAME -->` and `<!-- end of NAME -->` marks regenerated."""
     for name, table in TABLES.items():
         start, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
         pattern = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)

@@ -1,4 +1,4 @@
-"""`elasticcb resume`: goes on with a training job."""
+"""`elasticcb resume`: continues a training job."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from elasticcb.storage import durable
 
 @click.command(context_settings=CONTEXT)
 @click.argument("job", metavar="JOB")
-@click.option("--namespace", metavar="NAME", help="JOB is the name of one on Kubernetes, in this namespace.")
+@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
 @click.pass_obj
 def resume(session: CommandRun, job: str, namespace: str | None) -> None:
-    """Go on with a training job that was interrupted, failed, or was killed with its machine.
+    """Continue a training job that was interrupted, failed, or was lost with its machine.
 
-    JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken; with
-    --namespace, the name of a job on Kubernetes that was stopped or has failed. Tasks that were reported as done are
-    not done again; parameter servers go on from what they wrote down last. The job runs with the settings that it began
-    with.
+    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); `latest`; or, with
+    --namespace, the name of a stopped or failed job on Kubernetes. Tasks that were reported as done are not repeated;
+    parameter servers restart from their last recovery files. The job keeps its original settings.
 
     \b
     Examples:
@@ -54,31 +53,32 @@ def _resume_on_kubernetes(job: KubernetesJob) -> int:
         make_again(job)
     else:
         raise UsageError(
-            f"The job {job.name} is {job.state}, not stopped. `elasticcb logs {job.name} "
-            f"--namespace={job.api.namespace}` shows what it says."
+            f"The job {job.name} is {job.state}, not stopped. See its log: elasticcb logs {job.name} "
+            f"--namespace={job.api.namespace}"
         )
     return follow_job(job.api, job.name, from_now=True)
 
 
 def resumed_settings(folder: Path) -> JobSettings:
-    """The settings of the job in a folder. Raises `UsageError` when it can't be resumed."""
+    """The settings of the job in a folder. Raises `UsageError` if it can't be resumed."""
     try:
         document = durable.read_document(folder / JOB_FILE)
     except ValueError as error:
         raise UsageError(
-            f"{error}. Nothing was changed. Put back a copy of it, or begin a new job from the newest checkpoint: "
-            "--checkpoint_dir_for_init."
+            f"{error}. Nothing was changed. Restore a copy of the file, or start a new job from the newest checkpoint "
+            "with --checkpoint_dir_for_init."
         ) from None
     except OSError as error:
         raise UsageError(
-            f"{folder} holds no settings of a job that can be resumed ({error.strerror}). Expected the folder of a "
-            "job of `elasticcb train`: those of `evaluate` and `predict` can only be started again."
+            f"{folder} contains no job that can be resumed ({error.strerror}). Expected the folder of an `elasticcb "
+            "train` job. Start `evaluate` and `predict` jobs again instead."
         ) from None
     if not (folder / JOURNAL_FILE).is_file():
         raise UsageError(
-            f"{folder} holds no {JOURNAL_FILE}: the job keeps none (--checkpoint_interval=0). Begin a new one."
+            f"{folder} contains no {JOURNAL_FILE}: the job ran with --checkpoint_interval=0 and can't be resumed. "
+            "Start a new job."
         )
     settings = JobSettings.from_json(json.dumps(document))
     if settings.directory != str(folder):
-        raise UsageError(f"{folder} was the folder {settings.directory} when the job began. Move it back there.")
+        raise UsageError(f"{folder} was at {settings.directory} when the job started. Move it back there.")
     return settings

@@ -12,10 +12,10 @@ from elasticcb.cluster.role import RoleProcess
 from elasticcb.security.socket_folder import is_folder
 from elasticcb.security.tls import FILES
 
-_MASTER_HELP = "Where the master listens; `elasticcb master` prints it. Needed."
-_INDEX_HELP = "The place to take, counted from 0; -1: the master chooses."
+_MASTER_HELP = "Address of the master; `elasticcb master` prints it. Required."
+_INDEX_HELP = "Replica index of this process, counted from 0; -1: the master chooses."
 _HELP = {
-    "worker": """Run one worker, which takes tasks from a master until there are no more.
+    "worker": """Run one worker, which processes tasks from a master until none are left.
 
     The job's settings come from the master.
 
@@ -23,7 +23,7 @@ _HELP = {
     Example:
       elasticcb worker --master 10.0.0.1:50001 --tls_ca=ca.pem
     """,
-    "ps": """Run one parameter server, which holds its part of the model until the job is over.
+    "ps": """Run one parameter server, which holds its shard of the model until the job ends.
 
     The job's settings come from the master.
 
@@ -35,7 +35,7 @@ _HELP = {
 
 
 class Address(click.ParamType):
-    """`HOST:PORT`, checked for its form; an IPv6 host stands in brackets. `unix:FOLDER/NUMBER` as it is."""
+    """Checks the form of `HOST:PORT`, with an IPv6 host in brackets; `unix:FOLDER/NUMBER` passes unchecked."""
 
     name = "address"
 
@@ -55,7 +55,7 @@ def _command(role: str) -> click.Command:
     @click.option("--master", type=Address(), metavar="HOST:PORT", required=True, help=_MASTER_HELP)
     @click.option("--index", type=click.IntRange(-1), metavar="PLACE", default=-1, show_default=True, help=_INDEX_HELP)
     @role_options(role)
-    @click.option("--parent_pid", type=click.INT, default=None, hidden=True)  # end when this process ends
+    @click.option("--parent_pid", type=click.INT, default=None, hidden=True)  # exit when this process ends
     def run(**values: Any) -> None:
         tls = {name: values.pop(name) for name in (*FILES, "tls_name")}
         granted = access(values["master"], tls, values.pop("insecure"))

@@ -1,4 +1,4 @@
-"""`elasticcb scale`: more or fewer workers or parameter servers for a job that runs."""
+"""`elasticcb scale`: changes the number of workers or parameter servers of a running job."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from elasticcb.process.logs import say
 
 @click.command(context_settings=CONTEXT)
 @click.argument("job", metavar="JOB")
-@click.option("--workers", type=click.IntRange(1), metavar="N", help="How many workers there are to be.")
-@click.option("--ps", type=click.IntRange(1), metavar="M", help="How many parameter servers.")
-@click.option("--namespace", metavar="NAME", help="JOB is the name of one on Kubernetes, in this namespace.")
+@click.option("--workers", type=click.IntRange(1), metavar="N", help="New number of workers.")
+@click.option("--ps", type=click.IntRange(1), metavar="M", help="New number of parameter servers.")
+@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
 def scale(job: str, workers: int | None, ps: int | None, namespace: str | None) -> None:
-    """Give a job that runs more or fewer workers or parameter servers.
+    """Change the number of workers or parameter servers of a running job.
 
-    JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken; with
-    --namespace, the name of a job on Kubernetes. New workers take tasks as soon as they are up. Those that are too many
-    finish their batch, hand the rest of their task back, and leave: nothing is lost or trained twice. Parameter servers
-    hand over what they hold while training goes on; the command returns when that is done.
+    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); `latest`; or, with
+    --namespace, the name of a job on Kubernetes. New workers take tasks as soon as they run. Surplus workers finish
+    their batch, return the rest of their task, and exit: no record is lost or trained twice. Parameter servers move
+    their shards while training continues; the command returns when they have moved.
 
     \b
     Examples:
@@ -36,7 +36,7 @@ def scale(job: str, workers: int | None, ps: int | None, namespace: str | None) 
       elasticcb scale mnist --namespace=training --workers 4
     """
     if not workers and not ps:
-        raise UsageError("Nothing is to be scaled. Expected --workers=N, --ps=M, or both.")
+        raise UsageError("Nothing to scale. Expected --workers=N, --ps=M, or both.")
     if namespace:
         end_with(_scale_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), job), workers, ps))
         return
@@ -45,7 +45,7 @@ def scale(job: str, workers: int | None, ps: int | None, namespace: str | None) 
 
 
 def _scale_on_kubernetes(job: KubernetesJob, workers: int | None, ps: int | None) -> int:
-    """By the same command in the master's pod, which alone others reach."""
+    """Runs the same command in the master's pod: only from there the job can be reached."""
     counts = [f"--{name}={count}" for name, count in (("workers", workers), ("ps", ps)) if count]
     directory = job.directory
     code, said = job.run_beside_master(["scale", directory, *counts])

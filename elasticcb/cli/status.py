@@ -1,4 +1,4 @@
-"""`elasticcb status`: how a job stands."""
+"""`elasticcb status`: shows the status of a job."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from elasticcb.master.snapshot import JobSnapshot, ProcessCounts
 
 @click.command(context_settings=CONTEXT)
 @click.argument("job", metavar="JOB")
-@click.option("--json", "as_json", is_flag=True, help="As a JSON document, for machines.")
-@click.option("--namespace", metavar="NAME", help="JOB is the name of one on Kubernetes, in this namespace.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON document.")
+@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
 def status(job: str, as_json: bool, namespace: str | None) -> None:
-    """Show how a job stands, or how it ended.
+    """Show the status of a job, running or ended.
 
-    JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken; with
-    --namespace, the name of a job on Kubernetes, where all its pods are shown, too. The keys of the JSON document are
-    in docs/operations.md.
+    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); `latest`; or, with
+    --namespace, the name of a job on Kubernetes, whose pods are shown as well. docs/operations.md lists the keys of the
+    JSON document.
 
     \b
     Examples:
@@ -44,7 +44,7 @@ def status(job: str, as_json: bool, namespace: str | None) -> None:
 
 
 def job_state(folder: Path) -> dict[str, Any]:
-    """The state of the job in a folder. Raises `UsageError` when none runs there, or has ended there."""
+    """The state of the job in a folder. Raises `UsageError` if no job runs or has ended there."""
     wait_for_start(folder)
     ended = how_it_ended(folder)
     if ended is not None:
@@ -54,7 +54,7 @@ def job_state(folder: Path) -> dict[str, Any]:
 
 
 def state_lines(document: dict[str, Any]) -> list[str]:
-    """The document for people."""
+    """Formats the document as text."""
     from elasticcb.cli.figures import status_parts
 
     records, tasks = document["records"], document["tasks"]

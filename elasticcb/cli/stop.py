@@ -1,4 +1,4 @@
-"""`elasticcb stop`: ends a job."""
+"""`elasticcb stop`: stops a job."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from elasticcb.errors import UsageError
     metavar="SECONDS",
     default=120.0,
     show_default=True,
-    help="How long to wait until a job of this machine has ended.",
+    help="How long to wait for a job on this machine to end.",
 )
-@click.option("--namespace", metavar="NAME", help="JOB is the name of one on Kubernetes, in this namespace.")
-@click.option("--delete", is_flag=True, help="On Kubernetes: remove it with all that belongs to it; its folder stays.")
+@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
+@click.option("--delete", is_flag=True, help="On Kubernetes: delete the job with all its objects; its folder is kept.")
 def stop(job: str, timeout: float, namespace: str | None, delete: bool) -> None:
-    """Stop a job, so that `elasticcb resume` can go on with it if it trains.
+    """Stop a job. `elasticcb resume` can continue a training job later.
 
-    JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken; with
-    --namespace, the name of a job on Kubernetes. Running tasks finish, parameter servers write down what they hold, and
-    all processes end, as after Ctrl-C. The command returns when they have; on Kubernetes at once.
+    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); `latest`; or, with
+    --namespace, the name of a job on Kubernetes. As after Ctrl-C, running tasks finish, parameter servers save their
+    state, and all processes exit. The command returns when they have exited; on Kubernetes, at once.
 
     \b
     Examples:
@@ -42,7 +42,10 @@ def stop(job: str, timeout: float, namespace: str | None, delete: bool) -> None:
         _stop_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), job), delete)
         return
     if delete:
-        raise UsageError("--delete is for jobs on Kubernetes. Add --namespace, or leave it out, and remove the folder.")
+        raise UsageError(
+            "--delete applies only to jobs on Kubernetes. Add --namespace; or, for a job on this machine, remove its "
+            "folder."
+        )
     print(stop_job(find_job(job), timeout))
 
 
@@ -50,11 +53,11 @@ def _stop_on_kubernetes(job: KubernetesJob, delete: bool) -> None:
     name, namespace = job.name, job.api.namespace
     if delete:
         job.api.delete("Job", name)
-        # A master that has its minute would ask for processes again that are removed before it.
+        # During its grace period, a master would recreate pods that are deleted before it.
         job.api.delete_pods(f"{JOB_LABEL}={name}")
-        print(f"The job {name} is removed.")
+        print(f"The job {name} was deleted.")
         return
     if job.state != "running":
-        raise UsageError(f"The job {name} is {job.state}; there is nothing to stop. --delete removes it.")
+        raise UsageError(f"The job {name} is {job.state}; there is nothing to stop. Use --delete to delete it.")
     job.api.patch("Job", name, {"spec": {"parallelism": 0}})
-    print(f"The job {name} is stopping. To go on: elasticcb resume {name} --namespace={namespace}")
+    print(f"The job {name} is stopping. To continue it: elasticcb resume {name} --namespace={namespace}")

@@ -1,4 +1,4 @@
-"""What `--cluster=kubernetes` does beside submitting the job."""
+"""Options of submitting a job with `--cluster=kubernetes`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from elasticcb.settings.definition import KUBERNETES, Kind, Section, setting
 
 @dataclass(frozen=True, kw_only=True)
 class SubmissionSettings(Section):
-    """What becomes of the manifests of a job."""
+    """What to do with the manifests of a job."""
 
     PANEL = KUBERNETES
 
     yaml: str = setting(
         "",
-        "Write the manifests of the job into a file, for kubectl, and submit nothing.",
+        "Write the manifests of the job to a file for kubectl, instead of submitting it.",
         kind=Kind.FILE,
     )
-    dry_run: bool = setting(False, "Have the API server check all, and start nothing. `--dry_run` alone is true.")
+    dry_run: bool = setting(
+        False,
+        "Validate the job against the API server without starting anything. `--dry_run` without a value means true.",
+    )

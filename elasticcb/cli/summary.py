@@ -1,4 +1,4 @@
-"""What is printed when a job is over: its exact accounting, and how to use what it made."""
+"""The summary at the end of a job: its exact accounting, and how to use its results."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from elasticcb.cli.formats import format_count, format_places, format_seconds
 from elasticcb.master.snapshot import JobSnapshot, ProcessCounts, SavedModelInput, format_metric
 from elasticcb.settings import Command
 
-_LABEL_WIDTH = 34  # the accounting's first column, in characters
-_MOST_RUNS = 6  # of epochs with equally many records, that are listed
+_LABEL_WIDTH = 34  # width of the accounting's first column, in characters
+_MOST_RUNS = 6  # groups of epochs with equally many records to list
 
 
 def summary_lines(summary: JobSnapshot) -> list[str]:
-    """The summary as lines of plain text: results, then the accounting, then faults if there were any."""
+    """The summary as lines of text: results, accounting, then faults if there were any."""
     verb = {Command.TRAIN: "Training", Command.EVALUATE: "Evaluation", Command.PREDICT: "Prediction"}
     assert summary.command is not None
     lines = [f"{verb[summary.command]} is done, in {format_seconds(summary.seconds)}."]
@@ -55,7 +55,7 @@ def _accounting(summary: JobSnapshot) -> Iterator[tuple[str, str]]:
 
 
 def _by_epoch(records: Sequence[int]) -> str:
-    """How many records each epoch had, equal ones together: " (3 epochs of 120, 1 of 96)"."""
+    """The number of records of each epoch, equal ones together: " (3 epochs of 120, 1 of 96)"."""
     runs = [(len(list(run)), count) for count, run in groupby(records)]
     if len(runs) > _MOST_RUNS:
         return f" ({len(records)} epochs of {format_count(min(records))} to {format_count(max(records))})"
@@ -65,7 +65,7 @@ def _by_epoch(records: Sequence[int]) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-# What may go wrong in a job that is done, by what it is called. A count of 0 is not shown.
+# Faults that a successful job may have had, by label. A count of 0 is not shown.
 FAULTS: Mapping[str, Callable[[JobSnapshot], int]] = {
     "workers lost": lambda job: job.workers.lost,
     "parameter servers lost": lambda job: job.servers.lost,
@@ -105,7 +105,7 @@ def _lost(counts: ProcessCounts, details: str = "") -> str:
 def _saved_model(summary: JobSnapshot) -> Iterator[str]:
     path = summary.saved_model_path
     yield f"SavedModel: {path}"
-    yield "Use it from Python, with TensorFlow alone:"
+    yield "Use it from Python, with only TensorFlow:"
     yield "  import tensorflow as tf"
     yield f"  model = tf.saved_model.load({path!r})"
     if summary.saved_model_inputs:

@@ -1,4 +1,4 @@
-"""`elasticcb table`: what the embedding tables of a running job or of a checkpoint hold."""
+"""`elasticcb table`: shows the embedding tables of a running job or of a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _STDERR = 2  # its file descriptor
     metavar="IDS",
     default=5,
     show_default=True,
-    help="How many of the ids that were looked up most are shown.",
+    help="Number of most frequently looked-up ids to show.",
 )
-@click.option("--table", "name", metavar="NAME", help="Only the table of this layer.")
-@click.option("--id", type=click.IntRange(0, _LARGEST_ID), metavar="ID", help="Show the rows of this id instead.")
-@click.option("--text", metavar="TEXT", help="Show those of this string, in layers that take strings.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with bytes and counts as plain numbers.")
-@click.option("--namespace", metavar="NAME", help="JOB is the name of one on Kubernetes, in this namespace.")
+@click.option("--table", "name", metavar="NAME", help="Show only the table of this layer.")
+@click.option("--id", type=click.IntRange(0, _LARGEST_ID), metavar="ID", help="Show the rows of this id.")
+@click.option("--text", metavar="TEXT", help="Show the rows of this string, in layers that take strings.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON document, with bytes and counts as numbers.")
+@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
 def table(
     source: str,
     top: int,
@@ -56,12 +56,12 @@ def table(
     as_json: bool,
     namespace: str | None,
 ) -> None:
-    """Show what the embedding tables of a running job or of a checkpoint hold: rows, bytes, hit counts, age.
+    """Show the embedding tables of a running job or of a checkpoint: rows, bytes, hit counts, age.
 
-    JOB is the job's folder, or its name below `jobs`; or a --job_name or `latest`, of which the newest is taken; with
-    --namespace, the name of a job on Kubernetes. Its parameter servers count while they train. Of a job that has ended,
-    the newest checkpoint is shown. CHECKPOINT is the folder of a version, or the folder of all versions, of which the
-    newest is shown, or the URL of one of them.
+    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); `latest`; or, with
+    --namespace, the name of a job on Kubernetes. Parameter servers count while they train. For a job that has ended,
+    the newest checkpoint is shown. CHECKPOINT is the folder or URL of one version, or of all versions, of which the
+    newest is shown.
 
     \b
     Examples:
@@ -71,7 +71,7 @@ def table(
       elasticcb table jobs/ctr/checkpoints/version-00001000
     """
     if id is not None and text is not None:
-        raise UsageError("--id and --text name an id each. Give one of them.")
+        raise UsageError("--id and --text exclude each other. Give one of them.")
     if namespace:
         flags = {"top": top, "table": name, "id": id, "text": text}
         given = [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
@@ -87,7 +87,7 @@ def table(
 
 
 def _read(source: str, top: int, id: int | None) -> TablesReport | IdReport:
-    """What all tables hold; or, with `id`, its rows."""
+    """Reports on all tables; or, with `id`, on its rows."""
     from elasticcb.checkpoint.manifest import MANIFEST
 
     if _is_checkpoint(source):
@@ -96,7 +96,7 @@ def _read(source: str, top: int, id: int | None) -> TablesReport | IdReport:
         folder = find_job(source)
     except UsageError as error:
         raise UsageError(
-            f"{error} For a checkpoint, pass its URL, the folder of a version, which has a file {MANIFEST}, or the "
+            f"{error} For a checkpoint, pass its URL, the folder of a version (which contains {MANIFEST}), or the "
             "folder of all versions."
         ) from None
     wait_for_start(folder)
@@ -105,10 +105,10 @@ def _read(source: str, top: int, id: int | None) -> TablesReport | IdReport:
     checkpoints = _checkpoints_of(folder)
     if not checkpoints:
         raise UsageError(
-            f"The job in {folder} has ended, and its settings name no --checkpoint_dir. Pass a checkpoint, or a job "
-            "that runs."
+            f"The job in {folder} has ended, and it wrote no checkpoints (no --checkpoint_dir). Pass a checkpoint or "
+            "a running job."
         )
-    say(f"The job in {folder} has ended. This is the newest of its checkpoints.")
+    say(f"The job in {folder} has ended. This is its newest checkpoint.")
     return _of_checkpoint(checkpoints, top, id)
 
 
@@ -141,20 +141,20 @@ def _of_running_job(folder: Path, top: int, id: int | None) -> TablesReport | Id
     except UsageError as error:
         checkpoints = _checkpoints_of(folder)
         there = checkpoints and _is_checkpoint(checkpoints)
-        instead = f" `elasticcb table {shlex.quote(checkpoints)}` shows its newest checkpoint." if there else ""
+        instead = f" To see its newest checkpoint: elasticcb table {shlex.quote(checkpoints)}" if there else ""
         raise UsageError(f"{error}{instead}") from None
     return tables_of(str(folder), answer, top) if id is None else id_of(str(folder), answer, id)
 
 
 def _checkpoints_of(folder: Path) -> str:
-    """The folder or URL that a job writes its checkpoints to; "": to none, or its settings can't be read."""
+    """The folder or URL of a job's checkpoints; "": it writes none, or its settings can't be read."""
     with contextlib.suppress(OSError, ValueError, ElasticCBError):
         return JobSettings.from_json(json.dumps(durable.read_document(folder / JOB_FILE))).checkpoint.directory
     return ""
 
 
 def _named(tables: tuple[Any, ...], name: str | None) -> tuple[Any, ...]:
-    """Those of this name; None: all."""
+    """Tables of this name; None: all."""
     from elasticcb.sharding.table_spec import layer_of, tables_named
 
     if name is None:
@@ -167,11 +167,11 @@ def _named(tables: tuple[Any, ...], name: str | None) -> tuple[Any, ...]:
 
 
 def _id_of(text: str) -> int:
-    """The id of a string, as embedding layers have it."""
+    """The id that embedding layers compute for a string."""
     os.environ.update(quiet_environment("INFO"))
     kept = os.dup(_STDERR)
     try:
-        with open(os.devnull, "wb") as nowhere:  # TensorFlow's first lines heed no setting
+        with open(os.devnull, "wb") as nowhere:  # no setting silences TensorFlow's first lines
             os.dup2(nowhere.fileno(), _STDERR)
         from elasticcb.layers.ids import id_of_text
 
@@ -182,7 +182,7 @@ def _id_of(text: str) -> int:
 
 
 def _on_kubernetes(job: KubernetesJob, flags: list[str]) -> int:
-    """By the same command in the master's pod, which alone others reach."""
+    """Runs the same command in the master's pod: only from there the job can be reached."""
     if job.state != "running":
         raise UsageError(
             f"The job {job.name} is {job.state}. Pass the folder or the URL of its checkpoints (--checkpoint_dir)."
@@ -190,6 +190,6 @@ def _on_kubernetes(job: KubernetesJob, flags: list[str]) -> int:
     directory = job.directory
     code, said = job.run_beside_master(["table", directory, *flags])
     if "--json" in flags and not code:
-        said = said[said.index("{") :]  # what else the pod writes stands before it
+        said = said[said.index("{") :]  # other output of the pod comes before it
     print(said.replace(directory, job.name), end="", file=sys.stderr if code else sys.stdout)
     return code

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elasticcb.checkpoint.table_report import IdInTable, IdReport, LiveTable, TableReport, TablesReport
 
-_LABEL_WIDTH = 16  # of the first column, in characters
+_LABEL_WIDTH = 16  # width of the first column, in characters
 _QUANTILES = ("least", "25 %", "median", "75 %", "99 %", "most")
 _VALUES_SHOWN = 8  # of a row
 
 
 def lines_of(found: TablesReport | IdReport) -> Iterator[str]:
-    """What all tables hold, or one id in all tables."""
+    """All tables, or one id in all tables."""
     from elasticcb.checkpoint.table_report import TablesReport
 
     return _report_lines(found) if isinstance(found, TablesReport) else _id_lines(found)
@@ -41,7 +41,7 @@ def _id_lines(found: IdReport) -> Iterator[str]:
 
 def _by_table(tables: Sequence[Any], labelled: Callable[[Any], Iterator[tuple[str, str]]]) -> Iterator[str]:
     if not tables:
-        yield "It holds no embedding tables: every variable is dense."
+        yield "There are no embedding tables: all variables are dense."
     for each in tables:
         yield ""
         yield each.path
@@ -73,13 +73,13 @@ def _table(table: TableReport) -> Iterator[tuple[str, str]]:
 def _live(live: LiveTable, rows: int) -> Iterator[tuple[str, str]]:
     yield "in memory", f"{format_bytes(live.bytes)} with counts and index"
     if live.max_rows:
-        taken = f"of which {100 * rows / live.max_rows:.3g} % are taken"
+        taken = f"of which {100 * rows / live.max_rows:.3g} % are used"
         yield "max_rows", f"{live.max_rows:,}, {taken if rows <= live.max_rows else 'the other rows are on disk'}"
     if live.min_count > 1:
-        yield "waiting", f"{live.waiting:,} ids without a row: fewer than {live.min_count:,} lookups"
+        yield "waiting", f"{live.waiting:,} ids without a row: fewer than {live.min_count:,} lookups so far"
     if live.seconds:
         made, removed = live.made_per_minute, live.removed_per_minute
-        flow = f"{made:,.0f} made, {removed:,.0f} removed, over the last {live.seconds:.0f} s"
+        flow = f"{made:,.0f} created, {removed:,.0f} removed, in the last {live.seconds:.0f} s"
         yield "growth", f"{made - removed:+,.0f} rows a minute: {flow}"
     if live.removed:
         yield "removed", f"{live.removed:,} rows so far"
@@ -105,7 +105,7 @@ def _why_no_row(table: IdInTable, id: int) -> str:
     if table.input_dim is not None and id >= table.input_dim:
         return f"its ids are below {table.input_dim:,}"
     if table.hits:
-        return f"looked up {table.hits:,} times so far, of the {table.min_count:,} that it needs"
+        return f"looked up {table.hits:,} times so far; a row needs {table.min_count:,}"
     return "it has its initial value"
 
 

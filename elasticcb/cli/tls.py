@@ -1,4 +1,4 @@
-"""What a process holds that is started by hand."""
+"""TLS credentials of a manually started process."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from elasticcb.security.tls import TLS, tls_files
 
 
 def access(master: str, flags: dict[str, str | None], insecure: bool) -> Access:
-    """Of the flags of TLS.
+    """Credentials from the TLS flags.
 
     Args:
-        master: its address.
+        master: address of the master.
 
-    Raises `UsageError` for files that can't be used, without a token, and where a stranger might be sent it.
+    Raises `UsageError` if files can't be used, the token is missing, or the token could reach a stranger.
     """
     files = tls_files({name: value or "" for name, value in flags.items()})
     if files is not None and insecure:
-        raise UsageError(f"--insecure turns TLS off, and {files.flags[0]} asks for it. Leave one of them out.")
+        raise UsageError(f"--insecure turns TLS off, but {files.flags[0]} asks for it. Remove one of the two.")
     if files is None and not insecure and not is_folder(master):
         raise UsageError(
-            f"Nothing was given by which the master at {master} can be known, and the job's token is not sent to a "
-            "stranger. Give --tls_ca, as in the command that the master prints after `Waiting for:`; or --insecure, if "
-            "the master has that."
+            f"The master at {master} can't be authenticated without a CA, and the job's token is not sent to a "
+            "stranger. Add --tls_ca, as in the command that the master prints after `Waiting for:`; or --insecure, "
+            "if the master runs with it."
         )
     tls = None if files is None else TLS.load(files)
     token = token_of_environment()

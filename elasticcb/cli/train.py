@@ -15,7 +15,7 @@ from elasticcb.settings import Command
 @job_options([Command.TRAIN])
 @click.pass_context
 def train(context: click.Context, /, **values: Any) -> None:
-    """Train a model, evaluate it on the way, and export it.
+    """Train a model, evaluate it during training, and export it.
 
     \b
     Examples, in a checkout of the repository:

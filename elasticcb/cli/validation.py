@@ -1,4 +1,4 @@
-"""All checks of a job's flags, done before anything starts; what passes becomes `JobSettings`.
+"""Checks all flags of a job before anything starts, and builds its `JobSettings`.
 
 No check imports TensorFlow or runs the user's code.
 """
@@ -24,10 +24,10 @@ from elasticcb.storage.writable import problem_of_folder
 
 
 def validate(command: Command, given: GivenFlags) -> dict[str, str]:
-    """Checks everything; gives back the data origins, resolved, by flag.
+    """Checks everything; returns the resolved data origins, by flag.
 
     Raises:
-        UsageError: with all that is wrong, not only the first of it.
+        UsageError: the message lists all problems, not only the first.
     """
     problems: list[str] = []
     for check in (*_FLAG_CHECKS, *_FILE_CHECKS):
@@ -40,10 +40,10 @@ def validate(command: Command, given: GivenFlags) -> dict[str, str]:
 
 
 def validate_flags(command: Command, given: GivenFlags, check_paths: Callable[[GivenFlags], Iterator[str]]) -> None:
-    """As `validate`, for a job that runs where the paths in its flags are others: those are not looked into.
+    """Like `validate`, for a job whose paths are those of another machine: they are not opened.
 
     Args:
-        check_paths: of them, gives what is wrong.
+        check_paths: returns messages about these paths.
     """
     problems = [problem for check in _FLAG_CHECKS for problem in check(command, given)]
     problems.extend(check_paths(given))
@@ -68,14 +68,14 @@ def _check_meaning(command: Command, given: GivenFlags) -> Iterator[str]:
     for name in sorted(given.explicit - given.from_config):
         if command not in BY_NAME[name].commands:
             places = ", ".join(sorted(place.value for place in BY_NAME[name].commands))
-            yield f"--{name} means nothing to `{command.value}`, only to: {places}. Leave it out."
+            yield f"--{name} applies only to {places}, not to `{command.value}`. Remove it."
 
 
 def _check_empty(command: Command, given: GivenFlags) -> Iterator[str]:
     for name in sorted(given.explicit):
         value = given[name]
         if isinstance(value, str) and not value.strip():
-            yield f'{given.flag(name)} is empty (""). Expected {_expected(name)}; or leave the flag out.'
+            yield f'{given.flag(name)} is empty (""). Expected {_expected(name)}; or remove the flag.'
 
 
 def _expected(name: str) -> str:
@@ -94,7 +94,7 @@ def _check_limits(command: Command, given: GivenFlags) -> Iterator[str]:
         value = given[option.name]
         expected = "" if value is None else option.beyond_limits(value)
         if expected:
-            yield f"{given.flag(option.name, with_value=True)} can't be. {expected}"
+            yield f"{given.flag(option.name, with_value=True)} is invalid. {expected}"
 
 
 # ---------------------------------------------------------------- flags that contradict each other
@@ -120,7 +120,7 @@ def _check_cluster(command: Command, given: GivenFlags) -> Iterator[str]:
     for name in sorted(given.explicit - given.from_config):
         needed = by_panel.get(BY_NAME[name].panel, given["cluster"])
         if needed != given["cluster"]:
-            yield f"{given.flag(name, with_value=True)} means nothing without --cluster={needed}."
+            yield f"{given.flag(name, with_value=True)} applies only to --cluster={needed}."
     yield from backend_of(given["cluster"]).mistakes(given)
 
 
@@ -129,15 +129,14 @@ def _check_follow(command: Command, given: GivenFlags) -> Iterator[str]:
         for name in ("follow_timeout", "max_evaluations"):
             if name in given:
                 yield (
-                    f"{given.flag(name, with_value=True)} is about following a folder of checkpoints. Add --follow, "
-                    f"or leave out --{name}."
+                    f"{given.flag(name, with_value=True)} applies only to --follow. Add --follow, or remove --{name}."
                 )
 
 
 # ---------------------------------------------------------------- files and folders
 
 
-_INITIAL = ("checkpoint_dir_for_init", "init_from")  # checkpoints to begin with
+_INITIAL = ("checkpoint_dir_for_init", "init_from")  # initial checkpoints
 _MAY_BE_REMOTE = frozenset({"checkpoint_dir", *_INITIAL})
 
 
@@ -155,16 +154,16 @@ def _check_folders(command: Command, given: GivenFlags) -> Iterator[str]:
             if problem:
                 yield f"{given.flag(name)} names a URL that {problem}"
             elif given["follow"]:
-                yield f"{given.flag(name, with_value=True)} is a URL. --follow needs a folder of this machine."
+                yield f"{given.flag(name, with_value=True)} is a URL. --follow needs a local folder."
         elif is_url(given[name] or ""):
-            yield f"{given.flag(name, with_value=True)} is a URL. Expected a folder of this machine.{hint}"
+            yield f"{given.flag(name, with_value=True)} is a URL. Expected a local folder.{hint}"
         elif name not in _INITIAL and command in BY_NAME[name].commands:
             path = given.path(name) or (given.working_directory / "jobs" if name == "job_dir" else None)
             problem = "" if path is None else problem_of_folder(path)
             if problem:
-                yield f"{given.flag(name)} names {path}, which {problem}. Name another folder."
+                yield f"{given.flag(name)} names {path}, which {problem}. Choose another folder."
             elif path is not None and name == "output" and problem_of_folder(path.parent):
-                # The export is written beside its folder, and then takes its place.
+                # The export is written next to its folder, and then replaces it.
                 yield f"{given.flag(name)} names {path}, but {path.parent} {problem_of_folder(path.parent)}."
     output = given.path("output") if command is Command.TRAIN else None
     if output is not None and output.is_dir() and "://" not in given["output"]:
@@ -174,14 +173,14 @@ def _check_folders(command: Command, given: GivenFlags) -> Iterator[str]:
 def _check_replaceable(given: GivenFlags, output: Path) -> Iterator[str]:
     if any(output.iterdir()) and not (output / "saved_model.pb").exists():
         yield (
-            f"{given.flag('output')} names {output}, which holds files but no SavedModel. The export replaces its "
-            f"folder, so they would be lost. Name a new folder, such as {output / 'saved_model'}."
+            f"{given.flag('output')} names {output}, which contains files but no SavedModel. The export replaces its "
+            f"folder, so they would be lost. Choose a new folder, such as {output / 'saved_model'}."
         )
     checkpoints = given.path("checkpoint_dir")
     if checkpoints is not None and checkpoints.is_relative_to(output):
         yield (
-            f"--checkpoint_dir {checkpoints} lies in --output {output}, which the export replaces. Name two "
-            "folders, neither inside the other."
+            f"--checkpoint_dir {checkpoints} is inside --output {output}, which the export replaces. Choose two "
+            "separate folders."
         )
 
 
@@ -200,26 +199,26 @@ def _check_initial_folder(name: str, command: Command, given: GivenFlags) -> Ite
     if path is None or "://" in given[name]:
         return
     flag = given.flag(name)
-    expected = "Expected a folder that `train --checkpoint_dir` has written."
+    expected = "Expected a folder written by `train --checkpoint_dir`."
     if command is Command.EVALUATE and given["follow"]:
-        # The training job may not have begun to write.
+        # The training job may not have written anything yet.
         if path.exists() and not path.is_dir():
-            yield f"{flag} names {path}, which is no folder. {expected}"
+            yield f"{flag} names {path}, which is not a folder. {expected}"
         elif (path / MANIFEST).is_file():
-            yield f"{flag} names {path}, a single checkpoint. --follow needs the folder around it: {path.parent}"
+            yield f"{flag} names {path}, a single checkpoint. --follow needs the folder that contains it: {path.parent}"
     elif not path.is_dir():
-        problem = "is no folder" if path.exists() else "does not exist"
+        problem = "is not a folder" if path.exists() else "does not exist"
         yield f"{flag} names {path}, which {problem}. {expected}"
     # A checkpoint is valid only with its manifest, which is written last.
     elif not (path / MANIFEST).is_file() and not any(path.glob(f"*/{MANIFEST}")):
-        yield f"{flag} names {path}, which holds no finished checkpoint (no {MANIFEST}). {expected}"
+        yield f"{flag} names {path}, which contains no complete checkpoint (no {MANIFEST}). {expected}"
 
 
 MANIFEST = "manifest.json"
 
 
 def _check_files(command: Command, given: GivenFlags) -> tuple[dict[str, str], list[str]]:
-    """The model file and the data; the second list is what is wrong."""
+    """The model file and the data; the second list has messages about problems."""
     problems: list[str] = []
     model: ModelFile | None = None
     zoo = given.path("model_zoo")
@@ -232,7 +231,7 @@ def _check_files(command: Command, given: GivenFlags) -> tuple[dict[str, str], l
             problems.append(str(error))
     if model is not None:
         problems.extend(_check_model_names(command, given, model))
-    # Of a file that can't be read, nobody knows whether it has a reader, which may understand other names than paths.
+    # If the file can't be read, it is unknown whether it has a reader, which may accept other names than paths.
     custom_reader = "custom_data_reader" in given if model is None else model.may_define(given["custom_data_reader"])
     origins: dict[str, str] = {}
     for option in OPTIONS:
@@ -254,10 +253,10 @@ def _check_model_names(command: Command, given: GivenFlags, model: ModelFile) ->
     takers = (given["callbacks"], "PredictionOutputsProcessor")
     if command is Command.PREDICT and not names_predictions(given) and not any(map(model.may_define, takers)):
         yield (
-            f"Nothing would take the predictions: {model.path} has no `{given['callbacks']}`, and --output is missing. "
-            "Add --output=FILE, such as --output=predictions.csv, or define callbacks in the model file."
+            f"The predictions would be lost: {model.path} has no `{given['callbacks']}`, and --output is missing. Add "
+            "--output=FILE, such as --output=predictions.csv, or define callbacks in the model file."
         )
-    # A default name may be missing (a compiled model needs no `loss`); one that was asked for may not.
+    # A default name may be missing (a compiled model needs no `loss`); an explicitly given one may not.
     for option in OPTIONS:
         if option.kind is Kind.NAME and option.name in given and given[option.name]:
             if given[option.name] == option.default or command not in option.commands:

@@ -1,4 +1,4 @@
-"""Scalars and `k=v;k2=v2` lists, read alike on the command line and in a config file.
+"""Parses scalars and `k=v;k2=v2` lists, in the same way on the command line and in a config file.
 
 YAML 1.2's core rules, which is what people expect: `1e-3` is a number, `no` and `12:30` are text.
 """
@@ -61,7 +61,7 @@ def parse_params(text: str) -> dict[str, Any]:
     """`"k=v;k2=v2"` -> {"k": v, "k2": v2}; a quoted value may hold `;`.
 
     Raises:
-        UsageError: a part has no `=`, or a name that Python would not take as an argument.
+        UsageError: a part has no `=`, or its name is not a valid Python argument.
     """
     found: dict[str, Any] = {}
     for part in _split(text):
@@ -69,29 +69,29 @@ def parse_params(text: str) -> dict[str, Any]:
         name = name.strip()
         if not equals or not name.isidentifier():
             raise UsageError(
-                f'{part.strip()!r} is not of the form NAME=VALUE. Expected parts like "units=64;rate=1e-3", '
-                "with a semicolon between them."
+                f"{part.strip()!r} is not of the form NAME=VALUE. Expected parts separated by semicolons, such as "
+                '"units=64;rate=1e-3".'
             )
         if name in found:
-            raise UsageError(f"{name!r} is given twice. Leave one of them out.")
+            raise UsageError(f"{name!r} is given twice. Remove one of the two.")
         found[name] = parse_scalar(value)
     return found
 
 
 def check_params(params: dict[Any, Any]) -> dict[str, Any]:
-    """The mapping of a config file, when it can be used as arguments and sent to other processes.
+    """Checks that a mapping of a config file can be used as arguments and sent to other processes.
 
     Raises:
-        UsageError: a key is no name, or a value is more than text, numbers, lists and mappings.
+        UsageError: a key is not a name, or a value has another type than text, number, list and mapping.
     """
     for name, value in params.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise UsageError(f'{name!r} can\'t be the name of an argument. Expected names like "units".')
+            raise UsageError(f'{name!r} is not a valid argument name. Expected names such as "units".')
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"{name!r} holds {value!r}. Expected text, numbers, true, false, null, lists or mappings."
+                f"{name!r} contains {value!r}. Expected text, numbers, true, false, null, lists or mappings."
             ) from error
     return params
 
@@ -108,7 +108,7 @@ class OptimizerText(click.ParamType):
             if value.lstrip().startswith("{"):
                 json.loads(value)
         except (TypeError, ValueError) as error:
-            self.fail(f"{value!r} is not what keras.optimizers.serialize gives, as JSON: {error}.", param, ctx)
+            self.fail(f"{value!r} is not the JSON of keras.optimizers.serialize: {error}.", param, ctx)
         return str(value)
 
 
@@ -121,9 +121,9 @@ class MappingText(click.ParamType):
         try:
             found = value if isinstance(value, dict) else CoreLoader(value).get_single_data()
         except yaml.YAMLError as error:
-            self.fail(f"{value!r} is no YAML: {getattr(error, 'problem', None) or error}.", param, ctx)
+            self.fail(f"{value!r} is not valid YAML: {getattr(error, 'problem', None) or error}.", param, ctx)
         if not isinstance(found, dict):
-            self.fail(f"{value!r} is no mapping. Expected YAML such as '{{users: {{min_count: 3}}}}'.", param, ctx)
+            self.fail(f"{value!r} is not a mapping. Expected YAML such as '{{users: {{min_count: 3}}}}'.", param, ctx)
         return found
 
 
@@ -135,7 +135,7 @@ class AgeText(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         age = read_age(value)
         if age is None:
-            self.fail(f"{value!r} can't be. {EXPECTED}", param, ctx)
+            self.fail(f"{value!r} is invalid. {EXPECTED}", param, ctx)
         return age
 
 

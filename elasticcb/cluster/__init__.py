@@ -1,1 +1,1 @@
-"""Who starts and stops the processes of a job. The master plans; a backend carries out and observes."""
+"""Cluster backends start and stop the processes of a job. The master plans; a backend executes and observes."""

@@ -1,4 +1,4 @@
-"""The interface that the master sees of whatever runs the processes."""
+"""The interface of cluster backends, which run the processes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exit:
-    """A process that ended by itself.
+    """A process that ended without being asked to.
 
     Attributes:
         role: "worker" or "ps".
-        index: its place.
-        pid: 0 when the backend has none.
-        reason: in words: "exit code 1", "killed by SIGKILL".
-        failed: by an error of its own; false after a normal end, and when a signal killed it.
-        log: where its last words are, for messages; "" if nowhere.
-        taken_away: others wanted its machine, or that is lost; no restart is used up.
+        index: its replica index.
+        pid: process id; 0 if the backend has none.
+        reason: as text: "exit code 1", "killed by SIGKILL".
+        failed: it failed with an error of its own; False after a normal end, and if a signal killed it.
+        log: where its log is, for messages; "": nowhere.
+        taken_away: its machine was reclaimed or lost; the restart does not count against the limit.
     """
 
     role: str
@@ -40,13 +40,13 @@ class Exit:
 
 @dataclass(frozen=True)
 class BackendContext:
-    """What a backend is made from.
+    """The constructor arguments of a backend.
 
     Attributes:
-        directory: the job's; logs go to `logs` below it.
+        directory: the job's folder; logs go to `logs` below it.
         say: shows a line to the user.
-        run_role: does what a process does, for those that run in this one.
-        fork_server: has forked this process, and forks those of a local cluster.
+        run_role: runs the role of a process, for backends that use threads of this process.
+        fork_server: the process that forked this one, and forks those of a local cluster.
     """
 
     settings: ClusterSettings
@@ -59,16 +59,16 @@ class BackendContext:
 
 @dataclass(frozen=True)
 class MasterRun:
-    """A job whose master is to run.
+    """A job whose master is to be run.
 
     Attributes:
-        resumed: it continues what an earlier master has begun.
-        own_process: this process does nothing else.
-        debug: errors are shown with their traceback.
-        here: runs the master in this process; it takes whether the job is resumed, and when an earlier master was
-            lost, if its processes may live: seconds of `time.monotonic`, else 0.
+        resumed: it continues a job that an earlier master started.
+        own_process: this process has no other purpose.
+        debug: show errors with their traceback.
+        here: runs the master in this process. Its arguments are whether the job is resumed, and the time
+            (`time.monotonic`) when an earlier master was lost, if processes of that master may be alive; else 0.
         say: shows a line to the user.
-        begun: hears that the master runs, in another process.
+        begun: called when the master runs in another process.
     """
 
     settings: JobSettings
@@ -81,104 +81,105 @@ class MasterRun:
 
 
 class Given(Protocol):
-    """Flags of a command, or arguments of a function, with the words by which a message names them."""
+    """Flags of a command or arguments of a function, with their names for messages."""
 
     def __getitem__(self, name: str) -> Any:
-        """The value; None when there is none."""
+        """The value; None if there is none."""
 
     def flag(self, name: str, with_value: bool = False) -> str:
-        """How to speak of one in a message: "--num_ps=0"."""
+        """Its name for messages: "--num_ps=0"."""
 
     def folder(self, name: str) -> str:
-        """The absolute path of a file or folder; "" when none was given."""
+        """The absolute path of a file or folder; "" if none was given."""
 
 
 class ClusterBackend(ABC):
-    """Starts and stops processes, and tells what it sees. The class attributes say what holds for all jobs on it."""
+    """Starts, stops and observes processes. The class attributes describe the backend."""
 
-    name = ""  # by which --cluster and `Cluster(kind=...)` choose it
-    summary = ""  # after the name, in help texts
-    settings: frozenset[str] = frozenset()  # paths of those that apply only to it
-    panel = ""  # of the help, whose flags are all of them its own
-    in_programs = True  # whether `Cluster` can use it, too, besides commands
-    watches = True  # whether `poll` will tell of every process that ends
-    separate = True  # whether these are processes of their own, which can be killed, or threads of this one
+    name = ""  # name for --cluster and `Cluster(kind=...)`
+    summary = ""  # description after the name, in help texts
+    settings: frozenset[str] = frozenset()  # paths of settings that apply only to it
+    panel = ""  # help panels that contain only its flags
+    in_programs = True  # whether `Cluster` can use it, besides commands
+    watches = True  # whether `poll` reports every process that ends
+    separate = True  # whether these are separate processes, which can be killed, or threads of this one
     scales = False  # whether the number of workers may follow the throughput
-    takes_gpus = False  # whether the GPUs that the master sees are those of its processes, so that it must take none
-    one_machine = False  # whether its jobs have Unix sockets unless told otherwise; those with ports use TLS
-    where_logs_are: str | None = None  # after "The logs are in the job's folder"; None: they are not there
-    access = OPEN  # to the job; processes get the token by ELASTICCB_JOB_TOKEN. Set it before the first `start`.
+    takes_gpus = False  # whether its processes use the GPUs that the master sees; then the master must not
+    one_machine = False  # whether its jobs use Unix sockets by default; jobs with ports use TLS
+    where_logs_are: str | None = None  # text after "The logs are in the job's folder"; None: they are not there
+    # credentials of the job; processes get the token in ELASTICCB_JOB_TOKEN. Set before the first `start`.
+    access = OPEN
 
     @classmethod
     def make(cls, context: BackendContext) -> ClusterBackend:
-        """Raises `UsageError` when it can't be had."""
+        """Raises `UsageError` if the backend is not available."""
         raise NotImplementedError(f"{cls.__name__} is not made from settings")
 
     @classmethod
     def missing(cls, cluster: ClusterSettings) -> Iterator[str]:
-        """What this machine lacks for it, in words."""
+        """Messages about what this machine lacks for it."""
         return iter(())
 
     @classmethod
     def mistakes(cls, given: Given) -> Iterator[str]:
-        """What is wrong with the flags of a job on it, in words."""
+        """Messages about invalid flags of a job on it."""
         return iter(())
 
     @classmethod
     def submits(cls, given: Given) -> bool:
-        """Whether a command hands its job in, and the master runs elsewhere."""
+        """Whether a command submits its job, and the master runs elsewhere."""
         return False
 
     @classmethod
     def run_master(cls, run: MasterRun) -> None:
-        """Runs a command's job to its end. Raises `ElasticCBError` when it failed, `SystemExit` with its exit code."""
+        """Runs a command's job until it ends. Raises `ElasticCBError` if it fails, `SystemExit` with its exit code."""
         run.here(run.resumed, 0.0)
 
     def resume_command(self, name: str) -> str:
-        """How the user resumes the job of this name; "": by its folder."""
+        """The command that resumes the job of this name; "": by its folder."""
         return ""
 
     def prepare(self) -> None:  # noqa: B027 -- there may be nothing to prepare
-        """May be called some time before the first `start`, which is quicker then; `stop` must follow."""
+        """May be called some time before the first `start` to make it faster; `stop` must follow."""
 
     @property
     def host(self) -> str:
-        """The address, or the folder of sockets, that the master is to listen on, for the processes to reach it; known
-        after `prepare`."""
+        """The address or socket folder where the master must listen so that processes reach it; known after
+        `prepare`."""
         return "127.0.0.1"
 
     @property
     def taken_over(self) -> Mapping[Place, int | str]:
-        """Processes that a master before this one has started, and that live, by role and place: the id of a process of
-        this machine, or its `host_name` where no other has it."""
+        """Running processes of an earlier master, by role and index: the id of a process on this machine, or its
+        `host_name` where that is unique."""
         return {}
 
     def end_taken_over(self) -> None:  # noqa: B027 -- most have none
-        """Ends those."""
+        """Ends these processes."""
 
     @abstractmethod
     def start(self, role: str, index: int, master_address: str) -> None:
-        """Has a process of `role` ("worker" or "ps") started that takes the place `index`."""
+        """Starts a process of `role` ("worker" or "ps") with the replica index `index`."""
 
     @abstractmethod
     def poll(self) -> list[Exit]:
         """The processes that ended since the last call."""
 
     def pending(self) -> Mapping[Place, str]:
-        """Why processes that were asked for do not run yet, in words, by role and place."""
+        """Why requested processes do not run yet, as text, by role and index."""
         return {}
 
     @abstractmethod
     def kill(self, role: str, index: int) -> None:
-        """Ends a process at once, as one that hangs."""
+        """Kills a process at once, for example one that hangs."""
 
     @abstractmethod
     def stop(self, grace_seconds: float) -> None:
-        """Ends all processes, whose work nobody goes on with, within `grace_seconds`."""
+        """Ends all processes within `grace_seconds`; nobody continues their work."""
 
     def note(self, text: str) -> None:  # noqa: B027 -- most have no such place
-        """Keeps a line that the user was shown where others look for what befell a job."""
+        """Records a line that the user was shown where people look for a job's events."""
 
     def log_tail(self, role: str, index: int, lines: int = 30) -> str:
-        """The last lines that a process wrote; "" if they can't be had."""
+        """The last lines that a process wrote; "" if unavailable."""
         return ""

@@ -1,4 +1,4 @@
-"""Workers and parameter servers that a person, or another system, starts."""
+"""Workers and parameter servers that the user or another system starts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _TOKEN_FILE = "token"
 
 
 class ExternalCluster(ClusterBackend):
-    """Says what to run where, and waits for it.
+    """Prints the commands to run, and waits for the processes.
 
     Args:
         say: shows a line to the user.
-        directory: the job's. It gets a file with the token, which its owner alone can read, unless the user has chosen
-            the token.
-        made_ca: the file of the CA was made for this job, and is not the user's own.
+        directory: the job's folder. A file with the token, readable only by its owner, is written there unless the user
+            chose the token.
+        made_ca: the CA file was created for this job, and is not the user's own.
     """
 
     name = "external"
@@ -56,17 +56,17 @@ class ExternalCluster(ClusterBackend):
             return
         folder, names = shlex.quote(str(self._folder)), shlex.join(map(str, files))
         self._say(
-            "To run the commands below on another machine, copy what they read, under the same path: "
-            f"ssh MACHINE mkdir -pm 700 {folder} && scp -pr {names} MACHINE:{folder}/"
+            "To run the commands below on another machine, first copy the files that they read to the same path: ssh "
+            f"MACHINE mkdir -pm 700 {folder} && scp -pr {names} MACHINE:{folder}/"
         )
-        self._say("Give `elasticcb ps` there --host=ADDRESS, too: that of the machine, which the others reach.")
+        self._say("Add --host=ADDRESS to `elasticcb ps` there: the address at which other machines reach it.")
 
     def _ca_of_job(self) -> list[Path]:
         tls = self.access.tls
         return [Path(tls.files.tls_ca)] if tls is not None and self._made_ca else []
 
     def _where_token_is(self) -> str:
-        """For a shell. The token itself is shown to nobody."""
+        """For a shell. The token itself is never shown."""
         if self.access.token == token_of_environment():
             return f"${TOKEN_VARIABLE}"
         if not self._written:
@@ -78,17 +78,17 @@ class ExternalCluster(ClusterBackend):
         return []
 
     def kill(self, role: str, index: int) -> None:
-        self._say(f"{role} {index} does not answer; end it where it runs.")
+        self._say(f"{role} {index} does not answer; stop it on its machine.")
 
     def stop(self, grace_seconds: float) -> None:
-        """The processes leave by themselves when the master says that the job is over, or is gone."""
+        """The processes exit by themselves when the master reports the end of the job, or is gone."""
         secrets = [self._file] if self._written else []
-        for file in (*secrets, *self._ca_of_job()):  # another run has others
+        for file in (*secrets, *self._ca_of_job()):  # another run uses other paths
             file.unlink(missing_ok=True)
 
 
 def command_line(process: RoleProcess, token: str) -> str:
-    """How to start a process in a shell, where `token` is written so."""
+    """The shell command that starts a process; `token` is the shell text for the token."""
     chosen = backend_of_role(process.role, process.keras_backend)
     keras = "" if chosen == OF_SERVERS else f"{VARIABLE}={chosen} "
     return f"{keras}{TOKEN_VARIABLE}={token} elasticcb {shlex.join(process.arguments)}"

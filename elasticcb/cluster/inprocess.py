@@ -1,6 +1,6 @@
 """Workers and parameter servers as threads of the master's process, for debugging.
 
-They talk gRPC as processes do; a breakpoint in the model file or in a callback just works.
+They use gRPC, like processes; breakpoints in the model file or in callbacks work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class InProcessCluster(ClusterBackend):
     """Threads.
 
     Args:
-        run: does what a process does.
+        run: runs the role of a process.
         settings: where the master listens.
     """
 
@@ -69,7 +69,7 @@ class InProcessCluster(ClusterBackend):
         return exits
 
     def kill(self, role: str, index: int) -> None:
-        """Forgets a thread, which can't be ended: it goes on in the background."""
+        """Abandons a thread, because threads can't be killed: it keeps running in the background."""
         self._threads.pop((role, index), None)
 
     def stop(self, grace_seconds: float) -> None:
@@ -83,7 +83,7 @@ class InProcessCluster(ClusterBackend):
 
 
 class _RoleThread(threading.Thread):
-    """Runs one role, and keeps how that ended."""
+    """Runs one role, and stores how it ended."""
 
     def __init__(self, name: str, run_role: Callable[[], None]) -> None:
         super().__init__(name=name, daemon=True)

@@ -1,4 +1,5 @@
-"""The cluster backends by name. Installed packages add theirs as entry points of the group `elasticcb.clusters`."""
+"""The cluster backends by name. Installed packages can add backends as entry points of the group
+`elasticcb.clusters`."""
 
 from __future__ import annotations
 
@@ -38,18 +39,18 @@ _BUILT_IN: tuple[type[ClusterBackend], ...] = (
 
 @functools.cache
 def backends() -> Mapping[str, type[ClusterBackend]]:
-    """All of them by name. An installed one that can't be imported is left out, with a warning."""
+    """All backends by name. An installed backend that can't be imported is skipped with a warning."""
     found = {backend.name: backend for backend in _BUILT_IN}
     for point in entry_points(group=GROUP):
         try:
             found.setdefault(point.name, point.load())
-        except Exception as error:  # of somebody else's code
+        except Exception as error:  # of third-party code
             warnings.warn(f"The cluster {point.name!r} ({point.value}) can't be used: {describe(error)}", stacklevel=2)
     return found
 
 
 def backend_of(name: str) -> type[ClusterBackend]:
-    """The backend of a name. Raises `UsageError` when there is none."""
+    """The backend with a name. Raises `UsageError` if there is none."""
     try:
         return backends()[name]
     except KeyError:
@@ -58,26 +59,26 @@ def backend_of(name: str) -> type[ClusterBackend]:
 
 
 def contradictions(settings: JobSettings, said: Said) -> Iterator[str]:
-    """What of the settings of a job its cluster can't do, in words."""
+    """Messages about settings that the job's cluster does not support."""
     kind = settings.cluster.kind
     backend = backends().get(kind)
     if backend is None:
-        yield f"{said.with_value('cluster.kind')} can't be. Expected one of {', '.join(map(repr, backends()))}."
+        yield f"{said.with_value('cluster.kind')} is invalid. Expected one of {', '.join(map(repr, backends()))}."
         return
     if settings.cluster.autoscale.most and not backend.scales:
         yield (
-            f"{said.with_value('cluster.autoscale')} starts and ends processes of this machine, which "
-            f"{said.as_given('cluster.kind', kind)} leaves to others. Leave one of them out."
+            f"{said.with_value('cluster.autoscale')} is not supported with {said.as_given('cluster.kind', kind)}. "
+            "Remove one of the two."
         )
     for name, other in backends().items():
         for path in sorted(other.settings) if name != kind else ():
             if path in said:
                 only = said.as_given("cluster.kind", name)
-                yield f"{said.with_value(path)} has a meaning with {only} only. Add that, or leave this out."
+                yield f"{said.with_value(path)} applies only to {only}. Add that, or remove this."
 
 
 def missing_for(cluster: ClusterSettings) -> Iterator[str]:
-    """What this machine lacks for the settings of a cluster, in words."""
+    """Messages about what this machine lacks for the settings of a cluster."""
     try:
         files = tls_files(dataclasses.asdict(cluster))
         if files is not None:
@@ -95,9 +96,9 @@ def missing_for(cluster: ClusterSettings) -> Iterator[str]:
 
 
 def make_backend(context: BackendContext) -> ClusterBackend:
-    """Where the processes of a cluster run; its token is that of the environment, or a new one, and so is its CA.
+    """Creates the backend of a cluster; its token comes from the environment or is new, and so does its CA.
 
-    Raises `UsageError` when the backend, or TLS, is asked for and can't be had.
+    Raises `UsageError` if the requested backend or TLS is not available.
     """
     check_chosen_backend()
     backend = backend_of(context.settings.kind).make(context)
@@ -117,7 +118,7 @@ def _tls(context: BackendContext) -> TLS | None:
         if not has_ports:
             return None
         if cluster.insecure:
-            context.say(f"The processes of this job do without TLS (--insecure): {INSECURE_RISK}.")
+            context.say(f"The processes of this job run without TLS (--insecure): {INSECURE_RISK}.")
             return None
         return make_ca(context.directory)
     return TLS.load(files)

@@ -1,5 +1,5 @@
-"""A worker or a parameter server, described once: its command line and its environment, from which every backend starts
-it, and which the commands `elasticcb worker` and `elasticcb ps` read again."""
+"""Describes a worker or a parameter server: its command line and environment, which every backend uses to start it, and
+which `elasticcb worker` and `elasticcb ps` parse."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from elasticcb.settings.definition import settings_of
 Place = tuple[str, int]  # role and index
 _LISTENS = ("host", "port", "health_port")
 
-# TensorFlow's own allocator never gives memory back, so that a large model takes what was in use at its worst moment,
-# and holes besides. glibc's gives blocks of 32 MiB and more back to the kernel. Smaller ones stay in the process: each
-# tensor would otherwise pay for page faults, which doubles the time of small steps.
+# TensorFlow's allocator never returns memory, so a large model keeps its peak usage plus fragmentation. glibc returns
+# blocks of 32 MiB and more to the kernel. Smaller blocks stay in the process; otherwise each tensor would cost page
+# faults, which doubles the time of small steps.
 _ALLOCATOR = {
     "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
@@ -28,10 +28,10 @@ _ALLOCATOR = {
 
 
 def common_environment(log_level: str) -> dict[str, str]:
-    """What must be set when the program of a process is loaded, or TensorFlow imported.
+    """Environment variables that must be set before the process starts or TensorFlow is imported.
 
     Args:
-        log_level: of the process.
+        log_level: log level of the process.
     """
     logs = {FORMAT_VARIABLE: os.environ[FORMAT_VARIABLE]} if FORMAT_VARIABLE in os.environ else {}
     return _ALLOCATOR | {"PYTHONUNBUFFERED": "1", VARIABLE: chosen_backend()} | quiet_environment(log_level) | logs
@@ -39,15 +39,15 @@ def common_environment(log_level: str) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleProcess:
-    """One process. Where it listens are the settings of these names that concern its role.
+    """One process. Its listening address is given by the settings of the same names that apply to its role.
 
     Attributes:
         role: "worker" or "ps".
-        master: where the master listens, "host:port".
-        index: the place to take, counted from 0; -1: the master chooses.
-        access: to the job; the token goes by the environment, the files of TLS by flags.
-        parent_pid: with whose end this process ends.
-        keras_backend: of the job.
+        master: address of the master, "host:port".
+        index: replica index, counted from 0; -1: the master chooses.
+        access: credentials of the job; the token is passed in the environment, TLS files by flags.
+        parent_pid: process with which this process ends.
+        keras_backend: Keras backend of the job.
     """
 
     role: str
@@ -66,7 +66,7 @@ class RoleProcess:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Of the `elasticcb` command."""
+        """Arguments of the `elasticcb` command."""
         listens = [each.field for each in settings_of(ClusterSettings) if self.role in each.roles]
         names = ["master", "index", *(name for name in listens if name in _LISTENS), "parent_pid"]
         given = [(name, getattr(self, name)) for name in names if getattr(self, name) != getattr(RoleProcess, name, "")]
@@ -77,6 +77,6 @@ class RoleProcess:
         return self.role, *(text for name, value in given for text in (f"--{name}", str(value))), *tls
 
     def environment(self, log_level: str) -> dict[str, str]:
-        """What it must have in its environment, the token of the job included."""
+        """Its environment variables, including the token of the job."""
         chosen = {VARIABLE: backend_of_role(self.role, self.keras_backend)}
         return common_environment(log_level) | chosen | {TOKEN_VARIABLE: self.access.token}

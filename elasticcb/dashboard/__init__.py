@@ -1,1 +1,2 @@
-"""The live page of a job: a process of its own asks the master, keeps the job's past, and serves it to browsers."""
+"""The live dashboard of a job: a separate process that queries the master, keeps the job's history, and serves
+browsers."""

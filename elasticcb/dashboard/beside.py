@@ -1,4 +1,4 @@
-"""Starts the page of a job beside the job, and ends it with it."""
+"""Starts the dashboard of a job together with the job, and ends it with the job."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from elasticcb.storage import durable
 
 PAGE_FILE = "dashboard.json"
 _LIBRARIES = ("starlette", "uvicorn")
-_END_SECONDS = 10.0  # for a last message to browsers
+_END_SECONDS = 10.0  # seconds for a last message to browsers
 
 
 def missing_libraries() -> str:
-    """What has to be installed, in words; "": nothing."""
+    """Message about what must be installed; "": nothing."""
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if not missing:
         return ""
@@ -27,12 +27,12 @@ def missing_libraries() -> str:
 
 
 def line_about(address: str) -> str:
-    """What people are shown of a page."""
+    """The message with the address of a dashboard."""
     return f"The dashboard of the job: {address}"
 
 
 def published_address(folder: str | Path) -> str:
-    """Of the page beside the job in a folder; "": none is served yet."""
+    """Address of the dashboard of the job in a folder; "": it is not served yet."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         return str(durable.read_document(Path(folder, PAGE_FILE))["address"])
     return ""
@@ -40,19 +40,19 @@ def published_address(folder: str | Path) -> str:
 
 @contextlib.contextmanager
 def page_beside(folder: str | Path, wanted: bool, displayed: bool = False) -> Iterator[None]:
-    """Within it, a process serves the page of the job in a folder, from when the job has begun.
+    """While it is active, a process serves the dashboard of the job in a folder, once the job has started.
 
     Args:
-        wanted: else there is none.
-        displayed: the job's display shows the page's address, as `published_address` has it: what another process
-            prints would be written over on a terminal. Else that process prints the address.
+        wanted: whether to serve it.
+        displayed: the job's display shows the address from `published_address`, because it would overwrite the output
+            of another process on a terminal. Otherwise the dashboard process prints the address.
     """
     if not wanted:
         yield
         return
     arguments = ["dashboard", str(folder), f"--parent={os.getpid()}", *(["--publish"] if displayed else [])]
-    Path(folder, PAGE_FILE).unlink(missing_ok=True)  # of a command that was killed
-    # In a session of its own: Ctrl-C goes to the job, whose end the page is to show.
+    Path(folder, PAGE_FILE).unlink(missing_ok=True)  # of a killed command
+    # In its own session: Ctrl-C goes to the job, and the page must show how the job ends.
     process = subprocess.Popen(
         [sys.executable, "-c", python_code("elasticcb.cli.main"), *arguments],
         stdin=subprocess.DEVNULL,

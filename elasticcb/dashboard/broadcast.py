@@ -1,4 +1,4 @@
-"""Looks at a job at intervals, for all browsers that have its page open."""
+"""Polls a job at intervals, for all browsers that have its dashboard open."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator
 
 from elasticcb.dashboard.view import JobView
 
-_LOOK_SECONDS = 1.0  # while somebody looks on
-_IDLE_SECONDS = 10.0  # while nobody does: the master keeps the past meanwhile
-_MOST_WAITING = 30  # messages for a browser, which reads none: it is to ask again for all
+_LOOK_SECONDS = 1.0  # while a browser is connected
+_IDLE_SECONDS = 10.0  # while no browser is connected: the master keeps the history meanwhile
+_MOST_WAITING = 30  # queued messages for a browser that does not read; beyond that, it must reload everything
 
 
 class Broadcast:
-    """One look for all browsers.
+    """Polls once for all browsers.
 
     Args:
-        view: of the job.
+        view: view of the job.
     """
 
     def __init__(self, view: JobView) -> None:
@@ -29,10 +29,10 @@ class Broadcast:
         self._ending = False
 
     async def run(self) -> None:
-        """Looks until `end` is called, and once more then."""
+        """Polls until `end` is called, and then once more."""
         while not self._ending:
             await self._look()
-            idle = None if self._view.over else _IDLE_SECONDS  # of a job that is over, nothing changes any more
+            idle = None if self._view.over else _IDLE_SECONDS  # an ended job does not change any more
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _LOOK_SECONDS if self._browsers else idle)
             self._wake.clear()
@@ -41,12 +41,12 @@ class Broadcast:
         self._view.close()
 
     def end(self) -> None:
-        """Ends all streams, each with how the job is then."""
+        """Ends all streams, each with the final state."""
         self._ending = True
         self._wake.set()
 
     async def stream(self) -> AsyncIterator[str]:
-        """What a browser is sent, as server-sent events: first everything, then what is new."""
+        """Server-sent events for a browser: first everything, then changes."""
         messages: asyncio.Queue[str] = asyncio.Queue(_MOST_WAITING)
         async with self._lock:
             self._browsers.add(messages)
@@ -68,7 +68,7 @@ class Broadcast:
 
     def _send(self, message: str) -> None:
         for browser in [*self._browsers]:
-            if browser.full():  # it is ended, and comes again
+            if browser.full():  # it is closed, and the browser reconnects
                 self._browsers.discard(browser)
                 browser.get_nowait()
                 browser.put_nowait("")

@@ -1,4 +1,4 @@
-"""Serves the page of a job by HTTP, to browsers of this machine."""
+"""Serves the dashboard of a job over HTTP to browsers on this machine."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 _STATIC = Path(__file__).parent / "static"
 _HOST = "127.0.0.1"
 _MOST_LINES = 2_000  # of a log
-_TOP = 5  # ids of a table that were looked up most
-_STOP_SECONDS = 120.0  # for a job to end
-_GRACE_SECONDS = 3  # for streams to end
+_TOP = 5  # number of most frequently looked-up ids per table
+_STOP_SECONDS = 120.0  # seconds for a job to end
+_GRACE_SECONDS = 3  # seconds for streams to end
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -41,14 +41,14 @@ _HEADERS = {
 
 
 def serve(folder: Path, port: int, say: Callable[[str], None]) -> None:
-    """Serves the page of a job until SIGINT or SIGTERM comes.
+    """Serves the dashboard of a job until SIGINT or SIGTERM.
 
     Args:
-        folder: of the job.
-        port: on loopback; 0: any that is free.
-        say: is told the address.
+        folder: folder of the job.
+        port: port on the loopback interface; 0: any free port.
+        say: called with the address.
 
-    Raises `UsageError` when the job neither runs nor has ended, the port is taken, or a library is missing.
+    Raises `UsageError` if there is no such job, the port is taken, or a library is missing.
     """
     if missing := missing_libraries():
         raise UsageError(missing)
@@ -76,7 +76,7 @@ async def _serve(config: uvicorn.Config, listener: socket.socket, broadcast: Bro
 
     class PageServer(uvicorn.Server):
         def handle_exit(self, sig: int, frame: object) -> None:
-            # Not at once: streams are to end with a last message, else the server would wait for them.
+            # Not at once: streams must end with a last message, otherwise the server would wait for them.
             loop.call_soon_threadsafe(broadcast.end)
 
     server = PageServer(config)
@@ -96,13 +96,13 @@ def _listener(port: int) -> socket.socket:
         listener.close()
         raise UsageError(
             f"The dashboard can't be served at {_HOST}:{port}: {error.strerror}. Choose another --port, or 0 for any "
-            "that is free."
+            "free port."
         ) from None
     return listener
 
 
 def make_app(folder: Path, key: str, broadcast: Broadcast) -> Starlette:
-    """What answers requests. Files of the page need no key; what is said of the job does."""
+    """Creates the application. Static files need no key; data of the job does."""
     from starlette.applications import Starlette
     from starlette.responses import FileResponse, StreamingResponse
     from starlette.routing import Mount, Route
@@ -146,11 +146,11 @@ def make_app(folder: Path, key: str, broadcast: Broadcast) -> Starlette:
 
 
 class _Guard:
-    """Refuses requests without the key, and from elsewhere; an ASGI middleware.
+    """ASGI middleware that refuses requests without the key and from other sites.
 
     Args:
-        app: answers the others.
-        key: to all below /api.
+        app: handles all other requests.
+        key: key for everything below /api.
     """
 
     def __init__(self, app: Any, key: str) -> None:
@@ -176,7 +176,7 @@ class _Guard:
 
 
 def _answering(function: Callable[..., dict[str, Any]]) -> Callable[[Request], Awaitable[JSONResponse]]:
-    """An endpoint by a function that waits: its keyword arguments are the body's, a JSON object."""
+    """An endpoint for a blocking function; its keyword arguments are the fields of the body, a JSON object."""
 
     async def endpoint(request: Request) -> JSONResponse:
         from starlette.responses import JSONResponse
@@ -200,5 +200,5 @@ def _count(value: Any) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"There can't be {value!r} of them. Expected a whole number from 1.")
+        raise UsageError(f"{value!r} is invalid. Expected a whole number of at least 1.")
     return value

@@ -1,4 +1,4 @@
-"""A job as its page shows it: what the master tells now, or its folder when it is over, and its past."""
+"""The view of a job for its dashboard: the master's current report, or the files of an ended job, and its history."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from elasticcb.errors import ConnectionLostError, ElasticCBError
 from elasticcb.settings import HISTORY_FILE
 from elasticcb.storage import durable
 
-_PATIENCE_SECONDS = 3.0  # for an answer of the master
-_RATES = 60  # of each worker, one a look
+_PATIENCE_SECONDS = 3.0  # seconds for an answer of the master
+_RATES = 60  # per worker, one per poll
 
 
 class JobView:
-    """Looks at a job again and again. One thread at a time may call it.
+    """Polls a job. Only one thread at a time may call it.
 
     Args:
-        folder: of the job, which runs or has ended.
+        folder: folder of the job, running or ended.
 
     Attributes:
-        status: as `elasticcb status --json` shows it; None: nothing is known yet.
-        over: the job has ended.
-        trouble: why `status` is not of now; "": it is.
+        status: as in `elasticcb status --json`; None: unknown yet.
+        over: whether the job has ended.
+        trouble: why `status` is outdated; "": it is current.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,13 +38,13 @@ class JobView:
         self.trouble = ""
         self._history = History()
         self._running: list[Any] = []  # tasks
-        self._rates: dict[int, deque[float]] = {}  # records per second of workers, by place
-        self._known = (0.0, 0)  # which past of the master is taken in, up to which entry
-        self._shown = 0  # entries that `news` has given
+        self._rates: dict[int, deque[float]] = {}  # records per second of workers, by index
+        self._known = (0.0, 0)  # id of the master's history, and the last entry read
+        self._shown = 0  # entries that `news` has returned
         self._master: tuple[RunningMaster, MasterClient] | None = None
 
     def look(self) -> None:
-        """Takes in how the job is now."""
+        """Updates the view."""
         try:
             ended = how_it_ended(self.folder)
             if ended is None:
@@ -59,18 +59,18 @@ class JobView:
             self.trouble = str(error)
 
     def news(self) -> dict[str, Any]:
-        """What has changed since the last call, as JSON values."""
+        """The changes since the last call, as JSON values."""
         found = self._told(self._history.after(self._shown))
         self._shown = self._history.number
         return found
 
     def everything(self) -> dict[str, Any]:
-        """All up to the last `news`, likewise."""
+        """Everything up to the last `news`, as JSON values."""
         rates = {place: list(rates) for place, rates in self._rates.items()}
         return {**self._told(self._history.after(0)), "rates": rates, "whole": True}
 
     def close(self) -> None:
-        """Ends the connection to the master."""
+        """Closes the connection to the master."""
         if self._master is not None:
             self._master[1].close()
             self._master = None
@@ -84,7 +84,7 @@ class JobView:
         client = self._connected()
         try:
             status, past = client.status_and_past(self._known[1])
-            if past["run"] != self._known[0] and self._known[1]:  # another master has taken its place, or another job
+            if past["run"] != self._known[0] and self._known[1]:  # another master replaced it, or it is another job
                 status, past = client.status_and_past(0)
             return status, past
         except ConnectionLostError as error:
@@ -99,7 +99,7 @@ class JobView:
         return self._master[1]
 
     def _kept(self) -> dict[str, Any]:
-        """The past that the master has left in the folder."""
+        """The history that the master left in the folder."""
         with contextlib.suppress(OSError, ValueError):
             return durable.read_document(self.folder / HISTORY_FILE)
         return {}
@@ -110,7 +110,7 @@ class JobView:
         with contextlib.suppress(TypeError, ValueError):  # of another release
             if run == before:
                 self._history.extend(past, after=known)
-            else:  # a job that was resumed has its whole past, of which what came before is known here
+            else:  # a resumed job has its complete history, of which the earlier part is known here
                 self._history.extend(past, since=run if known else 0.0)
         self._known = run, past.get("number", known)
         self._running = [] if self.over else past.get("running", [])
@@ -123,5 +123,5 @@ class JobView:
 
 
 def token_of(folder: Path) -> str:
-    """The token of the job in a folder; "": it has ended. Raises `UsageError` when it neither runs nor has ended."""
+    """The token of the job in a folder; "": it has ended. Raises `UsageError` if there is no such job."""
     return "" if how_it_ended(folder) is not None else running_master(folder).token

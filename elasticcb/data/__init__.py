@@ -1,6 +1,6 @@
-"""Data readers: records of files, arrays and anything else, by ranges `[start, end)`.
+"""Data readers: records of files, arrays and other sources, by ranges `[start, end)`.
 
-Importing this package imports neither TensorFlow nor any format.
+Importing this package imports neither TensorFlow nor any format library.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from elasticcb.data.file_reader import FileReader
 from elasticcb.data.stacking import object_array
 from elasticcb.errors import DataError
 
-# Read-ahead is for whole files; ranges are faster without.
+# Read-ahead helps only for whole files; ranges are faster without.
 _RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"
 
 
@@ -26,7 +26,7 @@ class _OpenedArrayRecord:
         self.file = file
         self.count = 0
         self.memory_bytes, self.disk_bytes = 1 << 16, 0  # some
-        # The reader moves a position when it reads, so one thread at a time.
+        # Reading moves the reader's position, so only one thread may read at a time.
         self._lock = threading.Lock()
         if not file.identity.size:
             return
@@ -34,7 +34,7 @@ class _OpenedArrayRecord:
         with library_errors(file.name):
             self._reader = module.ArrayRecordReader(path, _RANDOM_ACCESS)
             if not self._reader.ok():
-                self._reader.close()  # raises what is wrong
+                self._reader.close()  # raises the error
                 raise ValueError("no ArrayRecord")
             self.count = self._reader.num_records()
 
@@ -51,8 +51,8 @@ class _OpenedArrayRecord:
             records: list[bytes] = self._reader.read(start, end)
         if len(records) != end - start:
             raise DataError(
-                f"{name} is truncated or damaged at record {start + len(records)}: {end - start} records "
-                f"from {start} on were asked for. Write the file again."
+                f"{name} is truncated or damaged at record {start + len(records)}: expected {end - start} records "
+                f"from {start} on. Write the file again."
             )
         return records
 

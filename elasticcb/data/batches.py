@@ -1,4 +1,4 @@
-"""What `fit` trains on: batches by number, in epochs."""
+"""The data of `fit`: batches by number, in epochs."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ from typing import Any
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Frame
 
-# Asks the process that called `fit` for a batch.
+# Requests a batch from the process that called `fit`.
 NextBatch = Callable[[pb.NextBatchRequest], Frame[pb.NextBatchResponse]]
 
 
 class BatchSource(ABC):
     """Batches by number, in epochs.
 
-    The process that calls `fit` makes a source and pickles it (with cloudpickle); each worker unpickles its own.
-    Files are opened when they are first read, after that. What batch `number` of an epoch holds depends on the
-    seed, the epoch and the number, never on the process; sources that can't promise that say so.
+    The process that calls `fit` creates a source and pickles it (with cloudpickle); each worker unpickles its own copy.
+    Files are opened on the first read, after that. The content of batch `number` depends on the seed, the epoch and the
+    number, never on the process; sources that can't guarantee this document it.
 
-    A process reads one range at a time. Epochs come in order, except that a task of an earlier one may be handed
-    out again.
+    A process reads one range at a time. Epochs are in order, except that a task of an earlier epoch may be repeated.
 
     Attributes:
-      num_batches: in an epoch; None where that is only known at its end.
-      ends_early: whether an epoch may end before `num_batches`; if not, a number may have no batch, and the next
-        ones still have theirs.
-      repeatable: whether a number names the same batch in the next run of the same program.
-      num_records: in a pass over the data, where that is known.
-      keeps_order: whether the n-th batch of a range is that of its n-th number: no number is left out.
+      num_batches: number of batches in an epoch; None if it is only known at its end. ends_early: whether an epoch may
+      end before `num_batches`. If not, a number may have no batch although later numbers have one. repeatable: whether
+      a number means the same batch in the next run of the same program. num_records: number of records in a pass over
+      the data, if known. keeps_order: whether the n-th batch of a range has its n-th number, that is, no number is
+      skipped.
     """
 
     num_batches: int | None
@@ -40,30 +38,29 @@ class BatchSource(ABC):
 
     @abstractmethod
     def batches(self, epoch: int, start: int, end: int) -> Iterator[Any]:
-        """The batches `[start, end)` of an epoch, in order; fewer when the source ends before.
+        """Yields the batches `[start, end)` of an epoch, in order; fewer if the source ends earlier.
 
         Each is features, `(features,)`, `(features, labels)` or `(features, labels, sample_weight)`, as Keras
         packs them; leaves are NumPy arrays or tensors (dense, ragged, sparse), or None.
         """
 
     def first_batch(self) -> Any:
-        """A batch to build a model with; None when there is none. Takes nothing from later reads."""
+        """A batch for building a model; None if there is none. Does not affect later reads."""
         return next(self.batches(0, 0, 1), None)
 
     def connect(self, next_batch: NextBatch) -> None:  # noqa: B027 - most sources hold their data
-        """To be called on a worker before batches are read."""
+        """Call it on a worker before reading batches."""
 
     def close(self) -> None:  # noqa: B027 - most sources hold nothing
-        """Frees what this process holds open. Files in the source's folder stay: the folder's owner removes it."""
+        """Closes this process's resources. Files in the source's folder are kept: the folder's owner removes them."""
 
 
 class PassSource(BatchSource):
-    """Batches that can be read again: a pass holds all of them once.
+    """Batches that can be read repeatedly: a pass contains each of them once.
 
     Args:
-      size: batches in a pass.
-      steps: batches in an epoch, for epochs that are cut from the endless repetition of passes: an epoch goes
-        on where the one before ended. None: an epoch is a pass.
+      size: number of batches in a pass. steps: number of batches in an epoch; epochs are then cut from the endlessly
+      repeated passes, each continuing where the previous one ended. None: an epoch is a pass.
     """
 
     num_batches: int
@@ -83,7 +80,7 @@ class PassSource(BatchSource):
 
     @abstractmethod
     def pass_batches(self, epoch: int, number: int, start: int, end: int) -> Iterator[Any]:
-        """The batches `[start, end)` of pass `number`, which belong to `epoch`."""
+        """Yields the batches `[start, end)` of pass `number`, which belong to `epoch`."""
 
 
 def source_seed(seed: int, *numbers: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which bytes of a block are of a kind: counted and followed 16 or 64 at once, as bits of a word."""
+"""Counts and combines flags of the bytes of a block, 16 or 64 at once, as bits of a word."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ _BITS_SET = np.array([number.bit_count() for number in range(1 << 16)], np.uint8
 
 
 def odd_so_far(flags: Any) -> Any:
-    """Whether an odd number of `flags` are set up to each, it included: bool of shape (n,), as `flags`.
+    """Whether the number of set `flags` up to and including each position is odd: bool of shape (n,), like `flags`.
 
-    As `np.logical_xor.accumulate`, which takes one flag after the other.
+    Same as `np.logical_xor.accumulate`, which is slower because it handles one flag at a time.
     """
     words = _words(flags)
     for shift in (1, 2, 4, 8, 16, 32):
         words ^= words << np.uint64(shift)
     odd = words >> np.uint64(63)  # in each word
-    words ^= np.uint64(0) - (np.bitwise_xor.accumulate(odd) ^ odd)  # all bits, where those of the words before are odd
+    # all bits, if the number of set bits in earlier words is odd
+    words ^= np.uint64(0) - (np.bitwise_xor.accumulate(odd) ^ odd)
     return np.unpackbits(words.view(np.uint8), count=len(flags), bitorder="little").view(bool)
 
 
 def count_before(flags: Any, places: Any) -> Any:
-    """How many of `flags`, bool of shape (n,), are set before each of `places`: int64, as `places`."""
+    """How many of `flags`, bool of shape (n,), are set before each of `places`: int64, shape as `places`."""
     cells = _words(flags).view("<u2")
     before = np.zeros(len(cells) + 1, np.int64)
     np.cumsum(_BITS_SET.take(cells), out=before[1:])

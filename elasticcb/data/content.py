@@ -1,4 +1,4 @@
-"""The bytes of files, local or remote, by ranges; a file that changes meanwhile is an error."""
+"""Reads bytes of local or remote files by ranges; a file that changes meanwhile causes an error."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, NamedTuple, Protocol
 
 from elasticcb.errors import DataChangedError, DataError
 
-LOCAL_BLOCK_BYTES = 512 << 10  # stays in a core's cache while it is scanned several times
-_REMOTE_BLOCK_BYTES = 16 << 20  # makes the latency of a request small against its transfer
+LOCAL_BLOCK_BYTES = 512 << 10  # fits in a core's cache while it is scanned several times
+_REMOTE_BLOCK_BYTES = 16 << 20  # makes a request's latency small compared to its transfer time
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "modified", "created")
 
 
 class Identity(NamedTuple):
-    """What a file was when it was indexed."""
+    """The identity of a file when it was indexed."""
 
     size: int  # bytes
-    version: str  # time of the last change, or what a remote store gives instead; "": not known
-    machine: str  # where that time holds: copies on other machines have their own; "": everywhere
+    version: str  # modification time, or a remote store's version; "": unknown
+    machine: str  # where that time is valid: copies on other machines have another; "": everywhere
 
     def matches(self, other: Identity) -> bool:
         same_clock = self.machine == other.machine and self.version and other.version
@@ -31,23 +31,23 @@ class Content(Protocol):
     """The bytes of a file, readable from several threads at once."""
 
     name: str
-    block_bytes: int  # how much to read at once while scanning
-    memory_bytes: int  # what it holds in memory
+    block_bytes: int  # bytes to read at once while scanning
+    memory_bytes: int  # bytes held in memory
 
     @property
-    def disk_bytes(self) -> int: ...  # and in temporary files
+    def disk_bytes(self) -> int: ...  # bytes in temporary files
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes `[start, stop)`; fewer at the end of the file. Raises `DataError` when the file has changed."""
+        """The bytes `[start, stop)`; fewer at the end of the file. Raises `DataError` if the file has changed."""
 
 
 class File(Content, Protocol):
-    """A file as it is stored."""
+    """A file as stored, not decompressed."""
 
     identity: Identity
 
     def check(self) -> None:
-        """Raises `DataError` when the file has changed since it was opened, or since it was indexed."""
+        """Raises `DataError` if the file has changed since it was opened or indexed."""
 
 
 def is_remote(name: str) -> bool:
@@ -55,14 +55,14 @@ def is_remote(name: str) -> bool:
 
 
 class LocalFile:
-    """A file of this machine."""
+    """A local file."""
 
     block_bytes = LOCAL_BLOCK_BYTES
     memory_bytes = disk_bytes = 0
 
     def __init__(self, name: str) -> None:
         self.name = name
-        with open(name, "rb", buffering=0) as file:  # a missing permission shows here
+        with open(name, "rb", buffering=0) as file:  # fails here if a permission is missing
             self.identity = self._identity_of(os.fstat(file.fileno()))
 
     def check(self) -> None:
@@ -71,14 +71,14 @@ class LocalFile:
         except OSError as error:
             raise _gone(self.name, error) from error
 
-    # Opened for each read, since a data set may have more files than a process may keep open. Not a memory
-    # map: a file that shrinks would kill the process with SIGBUS instead of an error.
+    # Opened for each read, because a data set may have more files than a process may keep open. Not memory-mapped: if
+    # the file shrank, SIGBUS would kill the process.
     def read(self, start: int, stop: int) -> bytes:
         try:
             with open(self.name, "rb") as file:
                 file.seek(start)
                 data = file.read(stop - start)
-                status = os.fstat(file.fileno())  # after the read, so that `data` is of the file that was opened
+                status = os.fstat(file.fileno())  # after the read, so that `data` is from the opened file
         except OSError as error:
             raise _gone(self.name, error) from error
         self._compare(status)
@@ -95,7 +95,7 @@ class LocalFile:
 
 
 class RemoteFile:
-    """A file that fsspec reads."""
+    """A file read with fsspec."""
 
     block_bytes = _REMOTE_BLOCK_BYTES
     memory_bytes = disk_bytes = 0
@@ -131,7 +131,7 @@ class RemoteFile:
 
     def _present(self) -> Identity:
         parent = self._path.rsplit("/", 1)[0]
-        self._file_system.invalidate_cache(parent)  # listings that fsspec remembers
+        self._file_system.invalidate_cache(parent)  # listings that fsspec caches
         info = self._file_system.info(self._path)
         version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
         return Identity(int(info["size"]), version, "")
@@ -140,14 +140,14 @@ class RemoteFile:
 def _changed(name: str, before: Identity, now: Identity) -> DataChangedError:
     return DataChangedError(
         f"{name} was changed while the job used it: it had {_described(before)} when it was indexed, and has "
-        f"{_described(now)} now. The data of a job must stay as they are until it ends. Start the job again when the "
-        "file is whole; add records in new files."
+        f"{_described(now)} now. Data must not change while a job uses it. Start the job again when the file is "
+        "complete; add records in new files."
     )
 
 
 def _gone(name: str, error: Exception) -> DataError:
     return DataError(
-        f"{name} can't be read any more ({type(error).__name__}: {error}). Put it back, and start the job again."
+        f"{name} can't be read any more ({type(error).__name__}: {error}). Restore the file, and start the job again."
     )
 
 
@@ -160,7 +160,7 @@ def _described(identity: Identity) -> str:
 
 
 def open_file(name: str, expected: Identity | None = None) -> File:
-    """The file as it is stored. Raises `DataError` when it is missing or unreadable, or is not the one `expected`."""
+    """Opens the stored file. Raises `DataError` if it is missing or unreadable, or differs from `expected`."""
     try:
         file: File = RemoteFile(name) if is_remote(name) else LocalFile(name)
     except Exception as error:
@@ -188,12 +188,12 @@ class MemoryContent:
 
 
 def raw_file(content: Content) -> Any:
-    """`content` as Python's libraries want a file; to be read by one thread."""
+    """`content` as a Python file object; for one thread."""
     return io.BufferedReader(_Raw(content), LOCAL_BLOCK_BYTES)
 
 
 class _Raw(io.RawIOBase):
-    """Reads a content from where it stands."""
+    """Reads a content sequentially."""
 
     def __init__(self, content: Content) -> None:
         self._content = content

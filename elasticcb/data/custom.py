@@ -1,4 +1,4 @@
-"""Readers that a model file brings: this package's `Reader`, or one written for ElasticDL."""
+"""Custom readers of model files: subclasses of `Reader`, or readers written for ElasticDL."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _ELASTICDL_METHODS = ("create_shards", "read_records")
 def open_custom_reader(
     custom: Callable[..., Any], origin: str, params: Mapping[str, Any], records_per_task: int
 ) -> Reader:
-    """What `custom(data_origin=origin, **params)` returns, adapted when it is written for ElasticDL.
+    """The reader that `custom(data_origin=origin, **params)` returns, adapted if it was written for ElasticDL.
 
-    Raises `ModelFileError` when the call fails or what it returns is no reader.
+    Raises `ModelFileError` if the call fails or does not return a reader.
     """
     name = getattr(custom, "__name__", repr(custom))
     arguments: dict[str, Any] = {"data_origin": origin, **params}
     try:
         signature = inspect.signature(custom)
     except (TypeError, ValueError) as error:
-        raise ModelFileError(f"{name} is no function: {error}. Expected {name}(data_origin, **params).") from error
+        raise ModelFileError(f"{name} is not a function: {error}. Expected {name}(data_origin, **params).") from error
     if "records_per_task" in signature.parameters:
         arguments.setdefault("records_per_task", records_per_task)
     try:
         signature.bind(**arguments)
     except TypeError as error:
         raise ModelFileError(
-            f"{name}{signature} can't be called with {', '.join(arguments)}: {error}. It gets data_origin and the "
+            f"{name}{signature} can't be called with {', '.join(arguments)}: {error}. It receives data_origin and the "
             "reader parameters as keyword arguments."
         ) from error
     try:
@@ -66,7 +66,7 @@ class _Shard:
 
 @dataclass(frozen=True)
 class _Task:
-    """What ElasticDL's `read_records(task)` looks at."""
+    """The task that ElasticDL's `read_records(task)` expects."""
 
     shard: _Shard
     type: str = ""
@@ -87,8 +87,8 @@ class _Task:
 class ElasticDLReader(Reader):
     """An ElasticDL data reader as a `Reader`.
 
-    Ranges that `create_shards` returns, as `{name: (start, count)}` or a list of `(name, start, count)`,
-    become one source each; those of one name that follow each other are joined first.
+    Each range that `create_shards` returns, as `{name: (start, count)}` or a list of `(name, start, count)`, becomes a
+    source; consecutive ranges of the same name are joined first.
     """
 
     def __init__(self, reader: Any) -> None:
@@ -102,15 +102,15 @@ class ElasticDLReader(Reader):
         shard = self._by_source().get(name)
         if shard is None:
             raise DataError(
-                f"{type(self._reader).__name__}.create_shards() names no {name!r} in this process: it must return the "
-                f"same in all. It names {', '.join(self._by_source())}."
+                f"{type(self._reader).__name__}.create_shards() did not return {name!r} in this process; it must "
+                f"return the same shards in every process. It returned {', '.join(self._by_source())}."
             )
         check_range(name, start, end, shard.end - shard.start)
         yield from self._reader.read_records(_Task(_Shard(shard.name, shard.start + start, shard.start + end)))
 
     @property
     def element_spec(self) -> Any:
-        """ElasticDL gives dtypes alone, so shapes are open; TensorSpecs are taken as they are."""
+        """ElasticDL specifies only dtypes, so shapes are unknown; TensorSpecs are used unchanged."""
         import tensorflow as tf
 
         types = getattr(self._reader, "records_output_types", tf.string)
@@ -123,7 +123,7 @@ class ElasticDLReader(Reader):
 
     @property
     def metadata(self) -> Any:
-        """The reader's own, whatever it is: its model file's `feed` knows it."""
+        """The reader's own metadata, which the model file's `feed` understands."""
         given = getattr(self._reader, "metadata", None)
         given = given() if inspect.ismethod(given) else given
         return Metadata() if given is None else given

@@ -1,4 +1,4 @@
-"""What is in compressed or encoded files, by ranges."""
+"""Reads compressed or encoded files by ranges."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ import indexed_gzip
 from elasticcb.data.content import LOCAL_BLOCK_BYTES, Content, File, raw_file
 from elasticcb.errors import DataError
 
-_SEEK_SPACING_BYTES = 8 << 20  # of uncompressed data between places at which decompression can begin
-_MOST_SEEK_POINTS = 4096  # of a file; each has 32 KiB
+_SEEK_SPACING_BYTES = 8 << 20  # bytes of uncompressed data between points at which decompression can start
+_MOST_SEEK_POINTS = 4096  # maximum number per file; each has 32 KiB
 _GZIP_MAGIC = b"\x1f\x8b\x08"
-_OPEN_FILE_BYTES = 64 << 20  # what a temporary file counts beside its size, as a process may not open many
+# bytes that a temporary file counts in addition to its size, because open files are limited
+_OPEN_FILE_BYTES = 64 << 20
 
 COMPRESSIONS = (".gz", ".bz2", ".xz")
 
 
 def compression_of(file: File, is_plain: Callable[[bytes], bool] = lambda head: False) -> str:
-    """One of `COMPRESSIONS`, or "": from the name's ending, and gzip also from the first bytes.
+    """One of `COMPRESSIONS`, or "": from the file extension; gzip also from the first bytes.
 
     Args:
-        is_plain: whether the first 12 bytes are those of a file that is not compressed, whatever they look like.
+        is_plain: whether the first 12 bytes are known to be uncompressed, even if they look like gzip.
     """
     ending = PurePosixPath(file.name.lower()).suffix
     if ending in COMPRESSIONS:
@@ -44,10 +45,10 @@ def compression_of(file: File, is_plain: Callable[[bytes], bool] = lambda head: 
 
 
 def opened_content(file: File, compression: str, seek_points: bytes = b"") -> Content:
-    """What is in `file`, decompressed.
+    """The decompressed content of `file`.
 
     Args:
-        seek_points: of a gzip file, from `seek_points_of`; without them it is read from its beginning.
+        seek_points: seek points of a gzip file from `seek_points_of`; without them, it is read sequentially.
     """
     if not compression:
         return file
@@ -58,8 +59,8 @@ def opened_content(file: File, compression: str, seek_points: bytes = b"") -> Co
 
 
 class GzipStream:
-    """A gzip file that is read from its beginning on, with its checksums; to read what comes before the last bytes that
-    were read begins again."""
+    """A gzip file that is read sequentially with its checksums; reading earlier bytes starts again from the
+    beginning."""
 
     block_bytes = LOCAL_BLOCK_BYTES
     memory_bytes = disk_bytes = 0
@@ -69,7 +70,7 @@ class GzipStream:
         self._file = file
         self._lock = threading.Lock()
         self._stream: Any = None
-        self._last = (0, b"")  # where the last bytes began, and they
+        self._last = (0, b"")  # offset of the last bytes, and these bytes
 
     def read(self, start: int, stop: int) -> bytes:
         with self._lock, _damage_named(self.name):
@@ -85,7 +86,7 @@ class GzipStream:
 
 
 class SeekableGzip:
-    """A gzip file that is read from anywhere, by places at which decompression can begin."""
+    """A gzip file with random access, by points at which decompression can start."""
 
     block_bytes = LOCAL_BLOCK_BYTES
     disk_bytes = 0
@@ -104,13 +105,13 @@ class SeekableGzip:
                 self._stream.seek(start)
                 data: bytes = self._stream.read(stop - start)
             except indexed_gzip.ZranError:
-                self._file.check()  # it may be damaged because it is another file by now
+                self._file.check()  # it may look damaged because the file was replaced
                 raise
             return data
 
 
 def seek_points_of(file: File) -> bytes:
-    """Places in a gzip file at which decompression can begin, as `SeekableGzip` takes them; reads the whole file."""
+    """Points in a gzip file at which decompression can start, for `SeekableGzip`; reads the whole file."""
     spacing = max(_SEEK_SPACING_BYTES, file.identity.size * 4 // _MOST_SEEK_POINTS)
     with _damage_named(file.name):
         stream = indexed_gzip.IndexedGzipFile(fileobj=raw_file(file), spacing=spacing)
@@ -121,12 +122,12 @@ def seek_points_of(file: File) -> bytes:
 
 
 class SpooledContent:
-    """What a function reads from beginning to end, kept in a file without a name, which the system removes with the
-    process. It is read as far as somebody asks.
+    """Stores sequentially read data in an unnamed temporary file, which the system removes with the process. It is
+    filled only as far as needed.
 
     Args:
-        source: what the function reads.
-        begin: gives a function that returns the next bytes, of a number at most, and b"" at the end.
+        source: the content that the function reads.
+        begin: returns a function that returns at most the given number of next bytes, b"" at the end.
     """
 
     block_bytes = LOCAL_BLOCK_BYTES
@@ -164,8 +165,8 @@ class SpooledContent:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise DataError(
-                f"{self.name} has to be decompressed or decoded into a temporary file, and {tempfile.gettempdir()} is "
-                f"full after {self._size:,} bytes of it. Set TMPDIR to a folder with room, or convert the file to "
+                f"{self.name} must be decompressed or decoded to a temporary file, but {tempfile.gettempdir()} is "
+                f"full after {self._size:,} bytes. Set TMPDIR to a folder with enough space, or convert the file to "
                 "gzip or plain UTF-8."
             ) from error
 
@@ -187,8 +188,8 @@ def decoded(content: Content, encoding: str) -> Content:
                     at = place + len(data) - len(error.object) + error.start
                     line = lines + error.object.count(b"\n", 0, error.start) + 1
                     raise DataError(
-                        f"{content.name}, line {line}, is not in the encoding {encoding}: {error.reason} at byte {at}. "
-                        "Give the file's encoding with the reader parameter `encoding`."
+                        f"{content.name}, line {line}, is not valid {encoding}: {error.reason} at byte {at}. Set the "
+                        "reader parameter `encoding` to the file's encoding."
                     ) from error
                 place += len(data)
                 lines += text.count("\n")
@@ -211,5 +212,5 @@ def _damage_named(name: str) -> Iterator[None]:
         if isinstance(error, indexed_gzip.ZranError) and isinstance(error.__cause__, DataError):
             raise error.__cause__ from None
         raise DataError(
-            f"{name} can't be decompressed: {error}. It is damaged or was not copied to its end; write it again."
+            f"{name} can't be decompressed: {error}. The file is damaged or incomplete. Write it again."
         ) from error

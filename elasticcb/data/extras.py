@@ -1,4 +1,4 @@
-"""Libraries that only some formats need, imported when a file of theirs is read."""
+"""Imports libraries that only some formats need, when a file of such a format is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elasticcb.errors import DataError
 
 
 def import_extra(module: str, extra: str, format_name: str) -> Any:
-    """The module, or a `DataError` that says which extra of this package brings it."""
+    """Imports a module; raises a `DataError` that names the extra of this package that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -23,13 +23,13 @@ def import_extra(module: str, extra: str, format_name: str) -> Any:
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turns whatever a format's library raises into a `DataError` about `what`."""
+    """Converts errors of a format's library to a `DataError` about `what`."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
         raise DataError(
-            f"{what} can't be read: {type(error).__name__}: {error}. The file is damaged, was not copied to "
-            "its end, or has another format than its name says."
+            f"{what} can't be read: {type(error).__name__}: {error}. The file is damaged or incomplete, or its "
+            "extension does not match its format."
         ) from error

@@ -12,18 +12,17 @@ from elasticcb.settings import Mode
 if TYPE_CHECKING:
     from elasticcb.data.reader import Feed
 
-# Names that say by themselves what is what.
+# Names that identify features and labels.
 _KNOWN_PAIRS = (("x", "y"), ("features", "labels"))
 _WEIGHT = "sample_weight"
 
 
 def named_feed(names: Sequence[str], label: str) -> Feed:
-    """A feed from records `{name: value}` to `(features, label[, sample_weight])`, or to `features` alone
-    when predicting.
+    """A feed from records `{name: value}` to `(features, label[, sample_weight])`, or only to `features` in prediction.
 
-    The label is the value named by `label`; without that, `y` next to `x`, or `labels` next to
-    `features`. Features are a dict of the rest, or the bare value when the rest is `x` or `features`
-    alone. The feed raises `DataError` when it needs a label and can't tell which it is.
+    The label is the value named by `label`; by default, `y` if there is `x`, or `labels` if there is `features`.
+    Features are a dict of the other values, or the value itself if the only other one is `x` or `features`. The feed
+    raises `DataError` if it needs a label and can't determine it.
     """
     known_label = label or next((y for x, y in _KNOWN_PAIRS if x in names and y in names), "")
     features = [name for name in names if name not in (known_label, _WEIGHT)]
@@ -42,10 +41,10 @@ def named_feed(names: Sequence[str], label: str) -> Feed:
         if mode == Mode.PREDICTION:
             return dataset.map(features_of)
         if known_label not in names or not features:
-            given = f"The label is to be {label!r}, but the" if label else "No label is named, and the"
+            given = f"The label should be {label!r}, but the" if label else "No label is specified, and the"
             raise DataError(
-                f"{given} data holds {', '.join(names)}. Name the label with the reader parameter `label`, "
-                "or write a `feed` in the model file."
+                f"{given} data contains {', '.join(names)}. Set the reader parameter `label`, or write a `feed` in "
+                "the model file."
             )
         return dataset.map(example_of)
 

@@ -1,4 +1,4 @@
-"""What is known of a file before its records are read: how many there are, and where some of them begin."""
+"""The index of a file: its number of records, and the offsets of some of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 from elasticcb.data.content import Identity
 from elasticcb.data.stacking import CHUNK_BYTES
 
-_SPACING_BYTES = 256 << 10  # between places: little to read in vain before a record, and little to keep per gigabyte
+_SPACING_BYTES = 256 << 10  # bytes between indexed offsets: few to skip before a record, and a small index per gigabyte
 
 
 class RecordRange(NamedTuple):
-    """Consecutive records, and the bytes that they lie in."""
+    """Consecutive records, and the bytes that contain them."""
 
     first: int  # record
     records: int
@@ -26,10 +26,10 @@ class RecordRange(NamedTuple):
 
 
 class RecordOffsets:
-    """Where some records of a file begin; the last place is its end.
+    """Offsets of some records of a file; the last offset is the end of the file.
 
     Args:
-        records: int64 of shape (n,), ascending; the number of each, and at the end that of all records.
+        records: int64 of shape (n,), ascending; the numbers of these records, then the number of all records.
         offsets: int64 of shape (n,), in bytes.
     """
 
@@ -47,8 +47,8 @@ class RecordOffsets:
         return int(self.records.nbytes + self.offsets.nbytes)
 
     def pieces(self, start: int, end: int) -> Iterator[RecordRange]:
-        """What to read for the records `[start, end)`: pieces of some `CHUNK_BYTES`, whose first and last may hold
-        records more."""
+        """The pieces to read for the records `[start, end)`, each about `CHUNK_BYTES`; the first and last may contain
+        more records."""
         if start >= end:
             return
         place = int(self.records.searchsorted(start, side="right")) - 1
@@ -62,7 +62,7 @@ class RecordOffsets:
 
 
 class RecordOffsetsBuilder:
-    """Collects places while a file is scanned."""
+    """Collects offsets while a file is scanned."""
 
     def __init__(self) -> None:
         self._records: list[Any] = []
@@ -70,7 +70,7 @@ class RecordOffsetsBuilder:
         self._last_cell = -1
 
     def add(self, first: int, starts: Any) -> None:
-        """The records from number `first` on begin at the bytes `starts`, int64 of shape (n,)."""
+        """Adds the records from number `first` on, which start at the bytes `starts`, int64 of shape (n,)."""
         cells = starts // _SPACING_BYTES
         chosen = np.flatnonzero(np.diff(cells, prepend=self._last_cell))
         if len(chosen):
@@ -79,7 +79,7 @@ class RecordOffsetsBuilder:
             self._last_cell = int(cells[-1])
 
     def places(self, count: int, end: int) -> RecordOffsets:
-        """Of `count` records that end at byte `end`; places of records behind them are left out."""
+        """The offsets of `count` records that end at byte `end`, without later records."""
         records = np.concatenate([*self._records, np.empty(0, np.int64)]).astype(np.int64)
         offsets = np.concatenate([*self._offsets, np.empty(0, np.int64)]).astype(np.int64)
         kept = records < count
@@ -88,16 +88,16 @@ class RecordOffsetsBuilder:
 
 @dataclass(frozen=True)
 class FileIndex:
-    """What one process finds out about a file, and others need not.
+    """The results of scanning a file, which spare other processes the scan.
 
     Attributes:
-        identity: of the file that was indexed.
-        count: of records.
-        layout: what all files of an origin must have in common, in words; "": nothing is known.
-        places: None for formats that have an index of their own.
+        identity: identity of the indexed file.
+        count: number of records.
+        layout: description of what all files of an origin must have in common; "": unknown.
+        places: offsets; None for formats with their own index.
         compression: see `decompression.compression_of`.
-        seek_points: of a gzip file.
-        details: of the format; values of JSON.
+        seek_points: seek points of a gzip file.
+        details: details of the format; JSON values.
     """
 
     identity: Identity

@@ -1,4 +1,4 @@
-"""What the readers of all file formats have in common."""
+"""The base class of readers of all file formats."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from elasticcb.data.reader import Reader, Source, check_range
 from elasticcb.data.stacking import CHUNK_RECORDS
 from elasticcb.errors import DataChangedError, DataError
 
-_CACHE_BYTES = 1 << 30  # of what a reader keeps in memory of files that it has opened
+_CACHE_BYTES = 1 << 30  # bytes that a reader keeps in memory for open files
 _CACHE_DISK_BYTES = 16 << 30  # and in temporary files
-_SCANNING_THREADS = 8  # remote stores answer slowly, but many at once
+_SCANNING_THREADS = 8  # remote stores are slow, but handle many requests at once
 
 
 class Opened(Protocol):
-    """A file whose records are known, or the first of them."""
+    """An opened file of which all records, or the first ones, are known."""
 
     file: File
-    complete: bool  # whether all are
+    complete: bool  # whether all records are known
 
     @property
-    def count(self) -> int: ...  # records, as far as they are known
+    def count(self) -> int: ...  # number of known records
 
     @property
-    def layout(self) -> str: ...  # in words: what all files of one origin must have in common; "": unknown
+    def layout(self) -> str: ...  # description of what all files of one origin must have in common; "": unknown
 
     @property
-    def memory_bytes(self) -> int: ...  # what keeping it costs
+    def memory_bytes(self) -> int: ...  # memory for keeping it open
 
     @property
     def disk_bytes(self) -> int: ...  # in temporary files
 
-    def index(self) -> FileIndex: ...  # for others who open the file
+    def index(self) -> FileIndex: ...  # for other processes that open the file
 
     def read(self, start: int, end: int, size: int) -> Iterator[Any]:
-        """As `Reader.read_chunks`."""
+        """Like `Reader.read_chunks`."""
 
 
 class FileReader(Reader):
     """A reader of files of one format.
 
     Attributes:
-        find_index: asks another process, the master, for the index of a file: as `FileIndex.to_bytes`, or b"".
-        known: indexes that an earlier process of the job has made, by file; they hold while the file is the same.
+        find_index: requests the index of a file from another process, the master: as `FileIndex.to_bytes`, or b"".
+        known: indexes from an earlier process of the job, by file; valid while the file is unchanged.
     """
 
     find_index: Callable[[str], bytes] | None = None
@@ -64,32 +64,32 @@ class FileReader(Reader):
         self._sources: list[Source] | None = None
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Any] = OrderedDict()
-        self._indexes: dict[str, bytes] = {}  # those made here, of all files with records
+        self._indexes: dict[str, bytes] = {}  # indexes created here, of all files with records
         self.identities: dict[str, Identity] = {}  # of the same files
         self._stopped = threading.Event()
 
     @abstractmethod
     def _open(self, file: File, index: FileIndex | None, enough: int | None) -> Any:
-        """An `Opened` of the format.
+        """Opens a file of the format.
 
         Args:
-            index: by another process; None: the file is to be scanned.
-            enough: so many records from the first one on will do, if they are cheaper to find than all.
+            index: index from another process; None: scan the file.
+            enough: it suffices to find this many records from the first one on, if that is cheaper.
         """
 
     @property
     def names(self) -> list[str]:
-        """All files, also those without records."""
+        """All files, including empty ones."""
         return list(self._files)
 
     def head(self, name: str, records: int) -> int:
-        """How many records the file `name` has, at most `records`; reads no more of it than that takes."""
+        """The number of records of the file `name`, at most `records`; reads only as much as needed."""
         return min(int(self.opened(name, records).count), records)
 
     def sources(self) -> list[Source]:
         """The files that have records.
 
-        Raises `DataError` when a file can't be read, none has records, or their columns differ.
+        Raises `DataError` if a file can't be read, no file has records, or columns differ.
         """
         if self._sources is None:
             with ThreadPoolExecutor(min(_SCANNING_THREADS, len(self._files))) as pool:
@@ -102,22 +102,23 @@ class FileReader(Reader):
                     first = name, layout
                 elif layout != first[1]:
                     raise DataError(
-                        f"{name} holds {layout}, but {first[0]} holds {first[1]}. All files of one data "
-                        "origin must agree."
+                        f"{name} has {layout}, but {first[0]} has {first[1]}. All files of a data origin must have "
+                        "the same layout."
                     )
             self._sources = [
                 Source(name, count) for name, (count, _) in zip(self._files, surveys, strict=True) if count
             ]
             if not self._sources:
-                raise DataError(f"There is no record in {listed(self._files)}. Give data with at least one record.")
+                raise DataError(f"There are no records in {listed(self._files)}. Provide at least one record.")
         return list(self._sources)
 
     def stop(self) -> None:
-        """Ends `sources`, in whichever thread, with a `DataError`."""
+        """Aborts `sources`, in any thread, with a `DataError`."""
         self._stopped.set()
 
     def indexes(self) -> Mapping[str, bytes]:
-        """By file, what `sources` has found, as `FileIndex.to_bytes`: for `find_index` and `known` of others."""
+        """The indexes found by `sources`, by file, as `FileIndex.to_bytes`, for `find_index` and `known` of other
+        readers."""
         return self._indexes
 
     def read(self, name: str, start: int, end: int) -> Iterator[Any]:
@@ -135,17 +136,17 @@ class FileReader(Reader):
         check_range(name, start, end, opened.count)
         try:
             for chunk in opened.read(start, end, size):
-                if not is_remote(name):  # there it would take a request for each chunk
-                    opened.file.check()  # after the read: what was read is of the file that was indexed
+                if not is_remote(name):  # remotely, it would take a request for each chunk
+                    opened.file.check()  # after the read: the data is from the indexed file
                 yield chunk
         except DataError:
-            opened.file.check()  # looks damaged when it is another file by now
+            opened.file.check()  # looks damaged if the file was replaced
             raise
 
     def opened(self, name: str, records: int) -> Any:
-        """The file `name`, of which the first `records` records at least are known, if it has as many.
+        """The opened file `name`, with at least the first `records` records known, if it has as many.
 
-        From the cache, by an index that was made before, or by scanning the file from its beginning.
+        From the cache, from an existing index, or by scanning the file.
         """
         with self._lock:
             cached = self._cache.get(name)
@@ -166,7 +167,7 @@ class FileReader(Reader):
         return opened
 
     def first_opened(self) -> Any:
-        """The first file that has records, or its beginning. Raises `DataError` when none has."""
+        """The first file with records, or its beginning. Raises `DataError` if no file has records."""
         for name in self._files:
             opened = self.opened(name, 1)
             if opened.count:
@@ -182,7 +183,7 @@ class FileReader(Reader):
     def _survey(self, name: str) -> tuple[int, str]:
         file = _StoppableFile(open_file(name), self._stopped)
         index = None
-        with contextlib.suppress(Exception):  # there is none, or its file was damaged: the data is scanned
+        with contextlib.suppress(Exception):  # there is none, or its file is damaged: the data is scanned
             index = FileIndex.from_bytes(self.known[name])
         if index is None or not index.identity.matches(file.identity):
             index = self._scanned(file)
@@ -203,7 +204,7 @@ class FileReader(Reader):
 
 
 class _StoppableFile:
-    """A file that can't be read any more when `stopped` is set."""
+    """A file that can't be read any more once `stopped` is set."""
 
     def __init__(self, file: File, stopped: threading.Event) -> None:
         self.name, self.identity, self.block_bytes = file.name, file.identity, file.block_bytes
@@ -212,7 +213,7 @@ class _StoppableFile:
 
     def read(self, start: int, stop: int) -> bytes:
         if self._stopped.is_set():
-            raise DataError(f"{self.name} is not scanned any more, as the job ends.")
+            raise DataError(f"Scanning {self.name} was aborted because the job ends.")
         return self._file.read(start, stop)
 
     def check(self) -> None:
@@ -220,9 +221,9 @@ class _StoppableFile:
 
 
 def torn(name: str, piece: RecordRange) -> DataChangedError:
-    """The bytes of `piece` are not what was indexed, although the file looks the same."""
+    """The bytes of `piece` differ from the index, although the file seems unchanged."""
     return DataChangedError(
         f"Records [{piece.first}, {piece.first + piece.records}) of {name} are not where they were when the file was "
-        "indexed: it was changed while the job used it, or is another file on this machine. Start the job again with "
+        "indexed: the file was changed while the job used it, or differs on this machine. Start the job again with "
         "the same files on all machines."
     )

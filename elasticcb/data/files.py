@@ -1,4 +1,4 @@
-"""The files that a data origin stands for."""
+"""Finds the files of a data origin."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ _MAGIC = frozenset("*?[")
 
 
 def endings_of(name: str) -> tuple[str, str]:
-    """The ending that tells the format of a file, and that of its compression: (".csv", ".gz"), (".npy", "")."""
+    """The file extensions of format and compression: (".csv", ".gz"), (".npy", "")."""
     path = PurePosixPath(_PART_OF_MANY.sub("", name.lower()))
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     return PurePosixPath(path.name.removesuffix(compression)).suffix, compression
 
 
 def list_files(origin: str) -> list[str]:
-    """The files that `origin` stands for, sorted, each once: absolute paths or URLs.
+    """The files of `origin`, sorted and without duplicates: absolute paths or URLs.
 
-    `origin` is a path, a glob, a folder (searched to the bottom, through links), a URL of one of these, or several
-    joined by commas. Files and folders whose names begin with `.` or `_` are left out of folders and globs, and so are
-    folders that can't be listed out of globs. A local file that several names lead to, by links, has the first one.
+    `origin` is a path, a glob, a folder (searched recursively, following links), a URL of one of these, or several
+    joined by commas. Folders and globs skip files and folders whose names start with `.` or `_`; globs also skip
+    folders that can't be listed. If links give a local file several names, the first one is used.
 
-    Raises `DataError` when a part stands for nothing, a folder can't be listed, or a link in a folder leads nowhere.
+    Raises `DataError` if a part matches nothing, a folder can't be listed, or a link in a folder is broken.
     """
     if not is_remote(origin) and os.path.isfile(os.path.expanduser(origin)):
-        # a comma or a star may be part of its name
+        # its name may contain a comma or a star
         return _with_readable_names([os.path.abspath(os.path.expanduser(origin))])
     parts = [part.strip() for part in origin.split(",") if part.strip()]
     if not parts:
         raise DataError(
-            f"The data origin {origin!r} names no file. Give a path, a glob, a folder or a URL, or several "
-            "joined by commas."
+            f"The data origin {origin!r} is empty. Expected a path, a glob, a folder or a URL, or several joined by "
+            "commas."
         )
     return _with_readable_names(_without_doubles(sorted({name for part in parts for name in _files_of(part)})))
 
 
 def _with_readable_names(names: list[str]) -> list[str]:
-    """`names`, which travel between processes as text."""
+    """Checks that `names` are valid text, because they are sent between processes."""
     for name in names:
         try:
             name.encode()
@@ -58,11 +58,11 @@ def _with_readable_names(names: list[str]) -> list[str]:
 
 
 def _without_doubles(names: Sequence[str]) -> list[str]:
-    first: dict[str, str] = {}  # name of a file by where it really is
+    first: dict[str, str] = {}  # names by real path
     for name in names:
         kept = first.setdefault(name if is_remote(name) else os.path.realpath(name), name)
         if kept != name:
-            logger.info("%s is left out: links make it the same file as %s.", name, kept)
+            logger.info("Skipping %s: it is the same file as %s, by links.", name, kept)
     return list(first.values())
 
 
@@ -76,8 +76,8 @@ def _files_of(part: str) -> list[str]:
         raise DataError(f"The data at {part} can't be listed: {type(error).__name__}: {error}") from error
     if not found:
         raise DataError(
-            f"There is no data at {part}: it is no file, and no folder or glob with files in it "
-            "(files and folders whose names begin with '.' or '_' do not count). Check the path."
+            f"There is no data at {part}: it is neither a file nor a folder or glob with files (names that start with "
+            "'.' or '_' are ignored). Check the path."
         )
     return found
 
@@ -99,18 +99,17 @@ def _files_at(path: str, entries: Callable[[str], list[os.DirEntry[str]]]) -> It
 
 
 def _is_file(path: str) -> bool:
-    """Whether there is a file. Raises `DataError` for a link to nothing, whose records would be missing in silence."""
+    """Whether the file exists. Raises `DataError` for a broken link, whose records would otherwise be missing
+    silently."""
     if os.path.islink(path) and not os.path.exists(path):
-        raise DataError(
-            f"{path} is a link to {os.readlink(path)}, where there is nothing. Correct the link, or remove it."
-        )
+        raise DataError(f"{path} is a link to {os.readlink(path)}, which does not exist. Fix or remove the link.")
     return os.path.isfile(path)
 
 
 def expanded_glob(path: str) -> Iterator[str]:
-    """The files and folders that match a glob, an absolute path. Folders that can't be listed hold no match.
+    """The files and folders that match a glob, an absolute path. Folders that can't be listed are skipped.
 
-    Not Python's: that enters `_temporary`, and follows a link to a folder above it 40 times.
+    Not Python's glob, which enters `_temporary` and follows a link to a parent folder 40 times.
     """
     root, *pieces = path.split(os.sep)
     yield from _expanded(root + os.sep, [piece for piece in pieces if piece])
@@ -140,7 +139,7 @@ def _expanded(folder: str, pieces: Sequence[str]) -> Iterator[str]:
 def _folders_below(
     folder: str, entries: Callable[[str], list[os.DirEntry[str]]], above: frozenset[str] = frozenset()
 ) -> Iterator[str]:
-    """`folder` and the visible folders in it to the bottom, through links, but not from a folder into one above it."""
+    """`folder` and all visible folders below it, following links, except links to a parent folder."""
     real = os.path.realpath(folder)
     if real in above or not os.path.isdir(folder):
         return
@@ -153,7 +152,7 @@ def _folders_below(
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself, or to where nobody may look
+    except OSError:  # a link to itself, or to an inaccessible folder
         return False
 
 
@@ -166,7 +165,7 @@ def _entries_if_allowed(folder: str) -> list[os.DirEntry[str]]:
     try:
         return _entries(folder)
     except PermissionError as error:
-        logger.warning("What is in the folder %s is left out, as it can't be listed: %s", folder, error)
+        logger.warning("Skipping the folder %s because it can't be listed: %s", folder, error)
         return []
 
 
@@ -189,7 +188,7 @@ def _remote_files(part: str) -> list[str]:
         for name in found
         if not any(_is_hidden(piece, *patterns[fixed:]) for piece in PurePosixPath(name).parts[fixed:])
     ]
-    # Not `unstrip_protocol`: it loses the host of sftp:// and hdfs:// URLs.
+    # Not `unstrip_protocol`, which drops the host of sftp:// and hdfs:// URLs.
     whole = part.rstrip("/")
     prefix = whole.removesuffix(path)
     names = [name for name in visible if file_system.isfile(name)]
@@ -197,11 +196,11 @@ def _remote_files(part: str) -> list[str]:
 
 
 def _is_hidden(name: str, *patterns: str) -> bool:
-    """Whether a file or folder is for others than readers, as Hadoop and Spark have it; a pattern may ask for it."""
+    """Whether readers ignore a file or folder, as in Hadoop and Spark, unless a pattern includes it."""
     asked_for = any(pattern.startswith((".", "_")) and fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     return name.startswith((".", "_")) and not asked_for
 
 
 def listed(files: Sequence[str]) -> str:
-    """Some of the names, for messages."""
+    """The first names, for messages."""
     return ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")

@@ -1,4 +1,4 @@
-"""The table of formats, and `open_reader`, which picks from it."""
+"""The table of formats, and `open_reader`, which chooses a reader from it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from elasticcb.errors import DataError, UsageError
 
 
 class Format(NamedTuple):
-    """A format, and the reader of it."""
+    """A format and its reader."""
 
     name: str  # value of the reader parameter `format`
     extensions: tuple[str, ...]
     reader: str  # "module.class" in this package
-    defaults: Mapping[str, Any] = {}  # of the reader's parameters
+    defaults: Mapping[str, Any] = {}  # names of the reader's parameters
     compressible: bool = False
 
 
@@ -42,19 +42,17 @@ def open_reader(
     custom: Callable[..., Any] | None = None,
     records_per_task: int = 0,
 ) -> Reader:
-    """The reader for a data origin: `custom`'s, or that of the files' format.
+    """Creates the reader of a data origin: with `custom`, or for the format of the files.
 
     Args:
-      origin: a path, glob, folder or URL, or several joined by commas; whatever `custom` takes.
-      params: keyword arguments of the reader, or of `custom`. `format` names one of `FORMATS` for files
-        whose names don't tell.
-      custom: the model file's `custom_data_reader(data_origin, **params)`.
-      records_per_task: handed to a `custom` that has a parameter of that name.
+      origin: a path, glob, folder or URL, or several joined by commas; with `custom`, any text that it accepts. params:
+      keyword arguments of the reader or of `custom`. `format` names one of `FORMATS` for files without a known
+      extension. custom: the model file's `custom_data_reader(data_origin, **params)`. records_per_task: passed to
+      `custom` if it has a parameter of this name.
 
     Raises:
-      DataError: there are no files, or they are not all of one known format.
-      UsageError: the reader has no such parameter, or it can't have that value.
-      ModelFileError: `custom` raised, or returned no reader.
+      DataError: there are no files, or they don't all have the same known format. UsageError: a reader parameter is
+      unknown or has an invalid value. ModelFileError: `custom` raised, or did not return a reader.
     """
     arguments = dict(params or {})
     if custom is not None:
@@ -69,7 +67,7 @@ def open_reader(
 
 
 def format_of(file: str) -> Format | None:
-    """The format that the name of `file` says, if any."""
+    """The format by the extension of `file`, if known."""
     ending, compression = endings_of(file)
     for known in FORMATS:
         if ending in known.extensions and (known.compressible or not compression):
@@ -95,15 +93,15 @@ def _common_format(origin: str, files: list[str]) -> Format:
     if "" in first_of:
         endings = ", ".join(extension for known in FORMATS for extension in known.extensions)
         raise DataError(
-            f"The name of {first_of['']} does not tell its format. Known endings: {endings} (text and TFRecord also "
-            f"with {', '.join(COMPRESSIONS)}). Name the format with the reader parameter `format`, leave the file out "
-            "with a glob, or write a `custom_data_reader`."
+            f"{first_of['']} has no known file extension. Known extensions: {endings} (text and TFRecord also with "
+            f"{', '.join(COMPRESSIONS)}). Set the reader parameter `format`, exclude the file with a glob, or write a "
+            "`custom_data_reader`."
         )
     if len(first_of) > 1:
         listed = ", ".join(f"{file} ({name})" for name, file in first_of.items())
         raise DataError(
-            f"The data origin {origin!r} mixes formats: {listed}. Give files of one format; a glob such as "
-            "folder/*.csv picks them."
+            f"The data origin {origin!r} mixes formats: {listed}. Expected files of one format; select them with a "
+            "glob such as folder/*.csv."
         )
     return by_name[next(iter(first_of))]
 

@@ -1,4 +1,4 @@
-"""Indexes of many files in one: in a job's folder, for its next master; in the user's cache, for the next jobs."""
+"""Stores indexes of many files in one: in a job's folder, for its next master; in the user's cache, for later jobs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from elasticcb.storage import durable
 
 logger = logging.getLogger(__name__)
 
-_PARAMETERS = "parameters.json"  # a digest of the reader's, and the names of the files in the order of the members
-_FORMAT = 1  # of what the cache holds; an index of another release's is not found
-_NAME = re.compile(r"[0-9a-f]{64}\.zip")  # of files in the cache
-_LEAST_BYTES = 64 << 20  # of data: less is scanned as fast as its index is read
+_PARAMETERS = "parameters.json"  # digest of the reader's parameters, and names of the files in the order of the members
+_FORMAT = 1  # version of the cache's format; indexes of other releases are not found
+_NAME = re.compile(r"[0-9a-f]{64}\.zip")  # maximum size of the cache
+_LEAST_BYTES = 64 << 20  # bytes of data; scanning less is as fast as reading an index
 _CACHE_BYTES = 2 << 30
-_UNFINISHED_SECONDS = 3600.0  # longer than any index is written
+_UNFINISHED_SECONDS = 3600.0  # longer than writing an index takes
 
 
 def read_indexes(path: Path, parameters: str) -> dict[str, bytes]:
-    """What `write_indexes` wrote with the same `parameters`; {} when there is nothing, or nothing that can be used."""
+    """Indexes that `write_indexes` wrote with the same `parameters`; {} if there are none, or they can't be used."""
     try:
         with zipfile.ZipFile(path) as archive:
             kept_parameters, files = json.loads(archive.read(_PARAMETERS))
@@ -39,8 +39,8 @@ def read_indexes(path: Path, parameters: str) -> dict[str, bytes]:
             return {file: archive.read(str(number)) for number, file in enumerate(files)}
     except FileNotFoundError:
         return {}
-    except Exception as error:  # a damaged archive has zipfile raise a dozen kinds
-        logger.warning("%s can't be used; the data is scanned again: %s", path, error)
+    except Exception as error:  # for damaged archives, zipfile raises a dozen error types
+        logger.warning("%s can't be used; scanning the data again: %s", path, error)
         return {}
 
 
@@ -55,22 +55,22 @@ def write_indexes(path: Path, parameters: str, indexes: Mapping[str, bytes]) -> 
 
 
 def _digest(*parts: Any) -> str:
-    """Stands for what may hold passwords: it is only compared."""
+    """A digest of values that may contain passwords; only for comparison."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 class IndexCache:
-    """The user's cache, by which a job needs no scan of data that an earlier job has scanned.
+    """The user's cache of indexes, so that jobs don't rescan data that an earlier job has scanned.
 
-    It is not used where another user can write to its folder.
+    It is not used if another user can write to its folder.
 
-    An index in it holds while the file is the same on the same machine: inode, size, and both times of its last change,
-    since programs can set one of them. Remote files need a version (an ETag, for example).
+    An index is valid while the file is unchanged on the same machine: inode, size, and both change times, because
+    programs can set one of them. Remote files need a version, for example an ETag.
 
     Args:
-        files: of one data origin.
-        reader: the name of what reads them.
-        parameters: of the reader.
+        files: files of one data origin.
+        reader: name of their reader.
+        parameters: parameters of the reader.
     """
 
     def __init__(self, files: Sequence[str], reader: str, parameters: str) -> None:
@@ -82,17 +82,17 @@ class IndexCache:
         self._found: dict[str, bytes] = {}
 
     def read(self) -> dict[str, bytes]:
-        """Indexes that hold, by file."""
+        """Valid indexes, by file."""
         if self._path is None:
             return {}
         kept = read_indexes(self._path, self._parameters)
         with contextlib.suppress(OSError):
-            os.utime(self._path)  # used last
+            os.utime(self._path)  # marks it as used
         self._found = {file: kept[key] for file, key in self._keys.items() if key in kept}
         return dict(self._found)
 
     def write(self, indexes: Mapping[str, bytes], identities: Mapping[str, Identity]) -> None:
-        """Keeps what a scan has found after `read`, if the data are so large that it is worth it.
+        """Stores the results of a scan after `read`, if the data is large enough.
 
         Args:
             indexes, identities: by file.
@@ -115,7 +115,7 @@ class IndexCache:
 
 
 def _key(file: str) -> str:
-    """What a file and its state are found by in the cache; "": it is not there."""
+    """The key of a file and its state in the cache; "": the file does not exist."""
     if is_remote(file):
         return _digest(file)
     try:
@@ -127,17 +127,17 @@ def _key(file: str) -> str:
 
 
 def _folder() -> Path | None:
-    with contextlib.suppress(RuntimeError):  # there is no home
+    with contextlib.suppress(RuntimeError):  # there is no home folder
         base = os.environ.get("XDG_CACHE_HOME", "")
         folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "elasticcb" / "indexes"
         if all(_is_own(each) for each in (folder, folder.parent)):
             return folder
-        logger.info("Other users can write to %s; indexes of data are not kept there", folder)
+        logger.info("Other users can write to %s, so indexes of data are not cached there", folder)
     return None
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether only this user can write to a folder, or it is not there yet."""
+    """Whether only this user can write to a folder, or the folder does not exist yet."""
     try:
         found = folder.lstat()
     except FileNotFoundError:
@@ -148,7 +148,8 @@ def _is_own(folder: Path) -> bool:
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Those used longest ago, until the others fit; and what killed jobs have left. Several jobs may do so at once."""
+    """Removes the least recently used files until the others fit, and leftovers of killed jobs. Several jobs may do so
+    at once."""
     room, found = _CACHE_BYTES, []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""NumPy files: the records of an array are its rows, those of an .npz dicts of rows."""
+"""NumPy files: the records of an array are its rows; the records of an .npz are dicts of rows."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _ZIP_LOCAL_HEADER_BYTES = 30  # before the name; https://pkware.cachefly.net/web
 
 @dataclass(frozen=True)
 class _Array:
-    """An array in a file, whose rows are read when they are asked for."""
+    """An array in a file, whose rows are read on demand."""
 
     content: Content
-    offset: int  # of its first row, in bytes
+    offset: int  # byte offset of its first row
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
@@ -59,7 +59,7 @@ class _OpenedArrays:
         self._arrays = arrays
         self.memory_bytes = sum((array.content.memory_bytes for array in arrays.values()), 1 << 16)
         self.columns: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # dtype and shape of a record's part
-        for name, array in arrays.items():  # "" is the name of a single array
+        for name, array in arrays.items():  # "" is the key of a single array
             for field in array.dtype.names or ():
                 base, shape = array.dtype[field].base, array.dtype[field].shape
                 self.columns[field] = base, (*array.shape[1:], *shape)
@@ -90,13 +90,13 @@ class _OpenedArrays:
 
 
 class NumpyReader(FileReader):
-    """Rows of .npy and .npz files, read by ranges; compressed arrays are decompressed into a temporary file first.
+    """Rows of .npy and .npz files, read by ranges; compressed arrays are first decompressed to a temporary file.
 
-    A record is a row of the array in an .npy, and a dict of the rows of all arrays in an .npz, or of
-    the fields of a structured array.
+    A record is a row of the array in an .npy; for an .npz or a structured array, it is a dict of the rows of all arrays
+    or fields.
 
     Args:
-      label: the array that holds labels, for the default feed (`named_feed`).
+      label: name of the array with labels, for the default feed (`named_feed`).
     """
 
     def __init__(self, files: list[str], *, label: str = "") -> None:
@@ -128,8 +128,8 @@ class NumpyReader(FileReader):
             arrays = _npz_arrays(file) if file.name.lower().endswith(".npz") else {"": _npy_array(file)}
         except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
             raise DataError(
-                f"{file.name} can't be read as NumPy's format: {error}. It is damaged or was not copied to its end; "
-                "write it again."
+                f"{file.name} can't be read as a NumPy file: {error}. The file is damaged or incomplete. Write it "
+                "again."
             ) from error
         opened = _OpenedArrays(file, arrays)
         _check_arrays(file.name, arrays, opened)
@@ -166,15 +166,16 @@ def _spooled(file: File, member: zipfile.ZipInfo) -> SpooledContent:
 
 
 def _array_in(raw: Any, content: Content, what: str, end: int) -> _Array:
-    """The array whose header `raw`, the file of `content`, stands at, and which reaches to byte `end` at most."""
+    """The array whose header is at the position of `raw`, the file of `content`, and which ends at byte `end` at the
+    latest."""
     version = np.lib.format.read_magic(raw)
     if version not in _HEADER_READERS:
-        raise DataError(f"{what} is in version {version} of NumPy's format. Expected 1.0 or 2.0.")
+        raise DataError(f"{what} has version {version} of NumPy's format. Expected 1.0 or 2.0.")
     shape, fortran_order, dtype = _HEADER_READERS[version](raw)
     if dtype.hasobject:
         raise DataError(
-            f"{what} holds Python objects, which would have to be unpickled. Save numbers, or strings of "
-            "a fixed length (dtype 'S' or 'U')."
+            f"{what} contains Python objects, which can't be loaded without pickle. Save numbers, or strings of fixed "
+            "length (dtype 'S' or 'U')."
         )
     if not shape:
         raise DataError(f"{what} is a single value. Expected an array whose first axis counts records.")
@@ -185,10 +186,10 @@ def _array_in(raw: Any, content: Content, what: str, end: int) -> _Array:
         row_bytes = max(needed // max(shape[0], 1), 1)
         whole = "its records (stored by columns)" if by_columns else f"record {(end - offset) // row_bytes}"
         raise DataError(
-            f"{what} is truncated inside {whole}: its header promises {shape[0]} records in {needed} bytes, "
-            f"and {end - offset} are there. Copy or write the file again."
+            f"{what} is truncated inside {whole}: its header promises {shape[0]} records in {needed} bytes, but there "
+            f"are {end - offset}. Copy or write the file again."
         )
-    if by_columns:  # no row lies in one place
+    if by_columns:  # rows are not contiguous
         array = np.frombuffer(content.read(offset, offset + needed), dtype).reshape(shape, order="F")
         content, offset = MemoryContent(content.name, array.tobytes(order="C")), 0
     return _Array(content, offset, dtype, tuple(shape))
@@ -196,16 +197,16 @@ def _array_in(raw: Any, content: Content, what: str, end: int) -> _Array:
 
 def _check_arrays(name: str, arrays: Mapping[str, _Array], opened: _OpenedArrays) -> None:
     if not arrays:
-        raise DataError(f"{name} holds no array.")
+        raise DataError(f"{name} contains no arrays.")
     lengths = {key: array.shape[0] for key, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{key} has {length}" for key, length in lengths.items())
-        raise DataError(f"The arrays in {name} must have equally many records: {listed}.")
+        raise DataError(f"The arrays in {name} must have the same number of records: {listed}.")
     for key, (dtype, _) in opened.columns.items():
         if dtype.kind not in "biufcSU" or (dtype.kind == "f" and dtype.itemsize > 8):
             raise DataError(
-                f"Array {key!r} in {name} has the dtype {dtype}, which TensorFlow has not. Save it with a numeric, "
-                "boolean or string dtype."
+                f"Array {key!r} in {name} has the dtype {dtype}, which TensorFlow does not support. Save it with a "
+                "numeric, boolean or string dtype."
             )
 
 

@@ -49,8 +49,8 @@ class _OpenedParquet:
         missing = sorted(set(columns) - set(schema.names))
         if missing:
             raise DataError(
-                f"{name} has no column {', '.join(missing)}. The reader parameter `columns` asks for it; there are "
-                f"{', '.join(schema.names)}."
+                f"{name} has no column {', '.join(missing)}, which the reader parameter `columns` lists. Its columns "
+                f"are {', '.join(schema.names)}."
             )
         self.columns = {column: self._type_of(schema.field(column)) for column in columns or schema.names}
 
@@ -72,7 +72,7 @@ class _OpenedParquet:
                 yield {column: array[first : first + size] for column, array in rows.items()}
 
     def _rows(self, start: int, end: int) -> Iterator[dict[str, Any]]:
-        """The records `[start, end)`, one dict of arrays per row group that holds some of them."""
+        """The records `[start, end)`, as one dict of arrays per row group."""
         while start < end:
             group = int(self._bounds.searchsorted(start, side="right")) - 1
             first = int(self._bounds[group])
@@ -104,8 +104,9 @@ class _OpenedParquet:
         if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
             return np.dtype(kind.to_pandas_dtype()), tuple(shape)
         raise DataError(
-            f"Column {field.name!r} of {self.name} has the type {field.type}, which is no number, boolean, string or "
-            "fixed-size list of these. Leave it out with the reader parameter `columns`, or write it in another type."
+            f"Column {field.name!r} of {self.name} has the type {field.type}, which is not a number, boolean, string "
+            "or fixed-size list of these. Exclude it with the reader parameter `columns`, or write it with another "
+            "type."
         )
 
     def _array(self, name: str, column: Any, first: int) -> Any:
@@ -129,8 +130,8 @@ class _OpenedParquet:
             place = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
             raise DataError(
                 f"Record {first + place // per_record} of {self.name} is null in column {name!r}, and {values.type} "
-                "has no value that stands for it (floats become NaN, strings empty). Fill it in, or write the column "
-                "as floats."
+                "can't represent null (floats become NaN, strings become empty). Fill in a value, or write the "
+                "column as floats."
             )
 
 
@@ -147,11 +148,10 @@ def _open_remote(name: str) -> Any:
 class ParquetReader(FileReader):
     """Rows of Parquet files as dicts of columns.
 
-    Nulls become NaN in float columns and empty strings in text columns; elsewhere they raise.
+    Nulls become NaN in float columns and empty strings in text columns; in other columns they raise an error.
 
     Args:
-      columns: those to read; default: all.
-      label: the column that holds labels, for the default feed (`named_feed`).
+      columns: columns to read; default: all. label: the column with labels, for the default feed (`named_feed`).
     """
 
     def __init__(self, files: list[str], *, columns: Sequence[str] = (), label: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The interface of every data reader: named sources of records, read by ranges."""
+"""The interface of data readers: named sources of records, read by ranges."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a reader knows about its records; the third argument of `feed(dataset, mode, metadata)`."""
+    """A reader's information about its records; the third argument of `feed(dataset, mode, metadata)`."""
 
     column_names: tuple[str, ...] = ()
     column_dtypes: Mapping[str, str] = field(default_factory=dict)  # by column name, NumPy's names
@@ -30,7 +30,7 @@ class Metadata:
 
 @dataclass(frozen=True)
 class Source:
-    """One file or array: the records `[0, count)` of `name`."""
+    """One file or array, with the records `[0, count)` of `name`."""
 
     name: str
     count: int
@@ -39,42 +39,42 @@ class Source:
 class Reader(ABC):
     """Records in named sources, read by ranges.
 
-    The master calls `sources` and cuts them into tasks; workers call `read_chunks` with ranges of
-    tasks, several at once from different threads. Both build their own reader from the same arguments,
-    so names and counts must not depend on the process.
+    The master calls `sources` and splits them into tasks; workers call `read_chunks` with the ranges of tasks, from
+    several threads at once. Both create their own reader with the same arguments, so names and counts must not depend
+    on the process.
     """
 
     @abstractmethod
     def sources(self) -> list[Source]:
-        """All sources, in a fixed order. May scan data; formats here do it once and keep the answer."""
+        """All sources, in a fixed order. May scan the data; the readers here do this once and cache the result."""
 
     @abstractmethod
     def read(self, name: str, start: int, end: int) -> Iterator[Any]:
-        """The records `[start, end)` of source `name`, one by one, in the structure of `element_spec`."""
+        """Yields the records `[start, end)` of source `name`, in the structure of `element_spec`."""
 
     @property
     def element_spec(self) -> Any:
-        """The `tf.TensorSpec`s of ONE record: one, or dicts and tuples of them. Default: scalar string."""
+        """The `tf.TensorSpec` of one record, or dicts and tuples of them. Default: scalar string."""
         import tensorflow as tf
 
         return tf.TensorSpec((), tf.string)
 
     @property
     def metadata(self) -> Metadata:
-        """What reaches `feed` as its third argument."""
+        """The third argument of `feed`."""
         return Metadata()
 
     def read_chunks(self, name: str, start: int, end: int, size: int = CHUNK_RECORDS) -> Iterator[Any]:
-        """The same records as `read`, as structures of NumPy arrays of shape `(n, ...)`, 1 <= n <= `size`,
-        fewer when they are large.
+        """Yields the same records as `read`, as structures of NumPy arrays of shape `(n, ...)`, 1 <= n <= `size`, fewer
+        if records are large.
 
-        Strings are arrays of `bytes` objects. Raises `DataError` for a record that does not fit
-        `element_spec`, with its source and number.
+        Strings are arrays of `bytes` objects. Raises `DataError` for a record that does not match `element_spec`, with
+        its source and number.
         """
         return stack_records(self.read(name, start, end), self.element_spec, name, start, size)
 
     def default_feed(self) -> Feed | None:
-        """The feed for model files that have none; None when the reader can't tell features from labels."""
+        """The feed for model files without one; None if the reader can't distinguish features from labels."""
         return None
 
 
@@ -89,10 +89,10 @@ def specs_of_columns(columns: Columns) -> dict[str, tf.TensorSpec]:
 
 
 def checked_sources(reader: Reader) -> list[Source]:
-    """What `reader.sources()` returns, if a job can work with it.
+    """Calls `reader.sources()` and checks the result.
 
     Raises:
-      DataError: there are no records, a name is there twice, or it is no list of `Source`.
+      DataError: there are no records, a name occurs twice, or the result is not a list of `Source`.
     """
     sources = list(reader.sources())
     names: set[str] = set()
@@ -104,22 +104,21 @@ def checked_sources(reader: Reader) -> list[Source]:
             )
         if source.name in names:
             raise DataError(
-                f"{type(reader).__name__}.sources() names {source.name!r} twice. Give each source its own "
-                "name: tasks refer to it."
+                f"{type(reader).__name__}.sources() contains {source.name!r} twice. Give each source a unique name, "
+                "because tasks refer to it."
             )
         names.add(source.name)
     if not any(source.count for source in sources):
         raise DataError(
-            f"{type(reader).__name__} found no records in {len(sources)} sources. Give it data with at "
-            "least one record."
+            f"{type(reader).__name__} found no records in {len(sources)} sources. Provide at least one record."
         )
     return sources
 
 
 def check_range(name: str, start: int, end: int, count: int) -> None:
-    """Raises `DataError` unless `[start, end)` lies in the `count` records of source `name`."""
+    """Raises `DataError` unless `[start, end)` is within the `count` records of source `name`."""
     if not 0 <= start <= end <= count:
         raise DataError(
-            f"Records [{start}, {end}) of {name} were asked for, but it has {count}. If it was changed "
-            "while the job ran, start the job again."
+            f"Records [{start}, {end}) of {name} were requested, but it has {count}. If it was changed while the job "
+            "ran, start the job again."
         )

@@ -1,4 +1,4 @@
-"""From single records, as any Python code yields them, to stacked NumPy arrays of the promised dtypes."""
+"""Stacks single records from any Python code into NumPy arrays of the declared dtypes."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ import numpy as np
 
 from elasticcb.errors import DataError
 
-# What crosses from Python to TensorFlow at once: many records, because a call costs some 0.1 ms, but few
-# bytes where records are large.
+# Size of chunks passed from Python to TensorFlow: many records, because a call costs some 0.1 ms, but few bytes if
+# records are large.
 CHUNK_RECORDS = 1024
 CHUNK_BYTES = 4 << 20
 
-# Which kinds of NumPy dtype may become which; a float that becomes an integer is a mistake.
+# Allowed conversions between kinds of NumPy dtypes; converting a float to an integer is a mistake.
 _ACCEPTED_KINDS = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "c": "biufc", "V": "biuf"}
 
 
 def flatten(spec: Any, value: Any) -> list[Any]:
-    """The leaves of `value`, whose structure is that of `spec`: dicts and tuples, all else is a leaf.
+    """The leaves of `value`, which must have the structure of `spec`: dicts and tuples; everything else is a leaf.
 
-    Raises `ValueError` that says where the structures differ.
+    Raises `ValueError` with the place where the structures differ.
     """
     if isinstance(spec, dict):
         if not isinstance(value, dict) or set(value) != set(spec):
             given = f"the keys {sorted(value)}" if isinstance(value, dict) else repr(type(value).__name__)
-            raise ValueError(f"a dict with the keys {sorted(spec)} was expected, and {given} came")
+            raise ValueError(f"expected a dict with the keys {sorted(spec)}, got {given}")
         return [leaf for key in spec for leaf in flatten(spec[key], value[key])]
     if isinstance(spec, tuple):
         if not isinstance(value, tuple | list) or len(value) != len(spec):
             given = f"of {len(value)}" if isinstance(value, tuple | list) else repr(type(value).__name__)
-            raise ValueError(f"a tuple of {len(spec)} was expected, and {given} came")
+            raise ValueError(f"expected a tuple of {len(spec)}, got {given}")
         return [leaf for part, item in zip(spec, value, strict=True) for leaf in flatten(part, item)]
     return [value]
 
 
 def pack(spec: Any, leaves: Iterator[Any]) -> Any:
-    """`leaves`, in the order of `flatten`, in the structure of `spec`."""
+    """Packs `leaves`, in the order of `flatten`, into the structure of `spec`."""
     if isinstance(spec, dict):
         return {key: pack(part, leaves) for key, part in spec.items()}
     if isinstance(spec, tuple):
@@ -47,10 +47,10 @@ def pack(spec: Any, leaves: Iterator[Any]) -> Any:
 
 
 def stack_records(records: Iterable[Any], spec: Any, name: str, start: int, size: int) -> Iterator[Any]:
-    """Chunks of up to `size` records; shorter where shapes differ that `spec` leaves open.
+    """Yields chunks of up to `size` records; shorter ones where dimensions that are unknown in `spec` change.
 
-    Raises `DataError` with the source `name` and the number of the record, counted from `start`, when a
-    record does not fit `spec`.
+    Raises `DataError` with the source `name` and the number of the record, counted from `start`, if a record does not
+    match `spec`.
     """
     specs = flatten(spec, spec)
     rows: list[list[Any]] = []
@@ -61,8 +61,8 @@ def stack_records(records: Iterable[Any], spec: Any, name: str, start: int, size
             row = [to_leaf(value, leaf) for value, leaf in zip(flatten(spec, record), specs, strict=True)]
         except (ValueError, TypeError, OverflowError) as error:
             raise DataError(
-                f"Record {number} of {name} does not fit the reader's element_spec: {error}. "
-                f"The element_spec is {spec}."
+                f"Record {number} of {name} does not match the reader's element_spec: {error}. The element_spec is "
+                f"{spec}."
             ) from error
         row_shapes = [leaf.shape for leaf in row]
         if rows and (len(rows) == size or held_bytes > CHUNK_BYTES or row_shapes != shapes):
@@ -91,20 +91,21 @@ def _stack(rows: list[list[Any]], spec: Any) -> Any:
 
 
 def to_leaf(value: Any, spec: Any) -> Any:
-    """`value` as an array of the dtype and shape of the TensorSpec `spec`, or raises saying why not."""
+    """Converts `value` to an array with dtype and shape of the TensorSpec `spec`; raises an explanation if
+    impossible."""
     dtype = np.dtype(spec.dtype.as_numpy_dtype)
     if dtype.kind == "O":
         array = _strings(value)
     else:
         array = np.asarray(value)
-        # NumPy takes an empty list for floats.
+        # NumPy treats an empty list as floats.
         if array.size and array.dtype.kind not in _ACCEPTED_KINDS.get(dtype.kind, "") and array.dtype != dtype:
-            raise ValueError(f"{dtype.name} was expected, and {_shortened(value)} came")
+            raise ValueError(f"expected {dtype.name}, got {_shortened(value)}")
         given, array = array, np.asarray(value, dtype)
         if dtype.kind in "iu" and not np.can_cast(given.dtype, dtype) and (array != given).any():
-            raise ValueError(f"{dtype.name} was expected, which can't hold {_shortened(value)}")
+            raise ValueError(f"expected {dtype.name}, which can't represent {_shortened(value)}")
     if not spec.shape.is_compatible_with(array.shape):
-        raise ValueError(f"the shape {spec.shape} was expected, and {array.shape} came")
+        raise ValueError(f"expected the shape {spec.shape}, got {array.shape}")
     return array
 
 
@@ -117,7 +118,7 @@ def _strings(value: Any) -> Any:
     flat = [item.encode() if isinstance(item, str) else item for item in array.reshape(-1)]
     wrong = [item for item in flat if not isinstance(item, bytes)]
     if wrong:
-        raise ValueError(f"a string was expected, and {_shortened(wrong[0])} came")
+        raise ValueError(f"expected a string, got {_shortened(wrong[0])}")
     return object_array(flat).reshape(array.shape)
 
 

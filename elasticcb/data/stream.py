@@ -1,4 +1,4 @@
-"""From a reader to `tf.data`: one dataset, whose iterators each read one range."""
+"""Connects a reader to `tf.data`: one dataset, each of whose iterators reads one range."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 NextRange = Callable[[], tuple[str, int, int]]
 
-# Iterators that were left before their end are not heard of again; so many are kept open.
+# Maximum number of open iterators: abandoned iterators are not reported.
 _OPEN_ITERATORS = 64
 
 
 class RecordStream:
-    """A dataset of single raw records, and the error that ended an iterator of it.
+    """A dataset of single raw records, and the error that ended one of its iterators.
 
-    Every new iterator of `dataset` calls `next_range()` once, when its first record is asked for; it
-    returns `(source name, start, end)`, and the iterator yields those records. So the dataset is built,
-    and `feed` applied, once for all tasks.
+    Every new iterator of `dataset` calls `next_range()` once, when its first record is requested. It returns `(source
+    name, start, end)`, and the iterator yields these records. So the dataset is built, and `feed` applied, only once
+    for all tasks.
 
-    TensorFlow turns what a reader raises into an error of its own with a text; `error` keeps the original.
+    TensorFlow converts a reader's exception to its own error with a text; `error` keeps the original.
     """
 
     def __init__(self, reader: Reader, next_range: NextRange, chunk_records: int = CHUNK_RECORDS) -> None:
@@ -47,7 +47,7 @@ class RecordStream:
         self.dataset = self._dataset()
 
     def raise_error(self) -> None:
-        """Raises `error`, if there is one, and forgets it."""
+        """Raises and clears `error`, if there is one."""
         error, self.error = self.error, None
         if error is not None:
             raise error
@@ -69,9 +69,9 @@ class RecordStream:
         def is_not_the_end(*chunk: Any) -> Any:
             return tf.shape(tf.nest.flatten(chunk)[0])[0] > 0
 
-        # The state of `scan` belongs to one iterator: it holds the number of our generator. This does what
-        # `from_generator` does, without its `flat_map`, which takes 10 ms for each new iterator. Chunks, not
-        # records, cross from Python to TensorFlow; `unbatch` then runs in C++.
+        # The state of `scan` belongs to one iterator: the number of our generator. This does what `from_generator`
+        # does, without its `flat_map`, which takes 10 ms for each new iterator. Chunks, not records, cross from Python
+        # to TensorFlow; `unbatch` then runs in C++.
         forever = tf.data.Dataset.range(np.iinfo(np.int64).max)
         chunks = forever.scan(np.int64(-1), step).take_while(is_not_the_end)
         if all(leaf.shape.num_elements() for leaf in self._leaves):
@@ -80,7 +80,7 @@ class RecordStream:
         return chunks.flat_map(not_converted(lambda *chunk: tf.data.Dataset.from_tensor_slices(_as_one(chunk))))
 
     def _next_chunk(self, number: Any) -> list[Any]:
-        """The number of the generator, -1 asks for a new one, and the leaves of its next chunk."""
+        """Takes the number of the generator (-1: a new one); returns it with the leaves of its next chunk."""
         with self._lock:
             if number < 0:
                 number = np.int64(next(self._numbers))
@@ -91,15 +91,15 @@ class RecordStream:
         try:
             if chunks is None:
                 raise DataError(
-                    f"An iterator over records was left for {_OPEN_ITERATORS} newer ones and is closed. Make "
-                    "a new iterator."
+                    f"An iterator over records was closed because {_OPEN_ITERATORS} newer ones are open. Create a new "
+                    "iterator."
                 )
             return [number, *flatten(self._spec, next(chunks))]
         except StopIteration:
             self._open.pop(int(number), None)
             return [number, *(_empty(leaf) for leaf in self._leaves)]
         except ElasticCBError as error:
-            # Prefetching may ask again after an error, which must neither look like the end nor hide it.
+            # Prefetching may read again after an error; this must neither look like the end nor hide the error.
             if not isinstance(chunks, _Failed):
                 self.error = error
                 self._open[int(number)] = _Failed(error)
@@ -118,8 +118,8 @@ class RecordStream:
                 yield chunk
             if count != end - start:
                 raise DataError(
-                    f"{where} were asked for, and {type(self._reader).__name__} yielded "
-                    f"{'more' if count > end - start else count} records. Its sources() and its read() must agree."
+                    f"{where} were requested, but {type(self._reader).__name__} yielded "
+                    f"{'more' if count > end - start else count} records. Its sources() and read() must agree."
                 )
         except ElasticCBError:
             raise
@@ -131,7 +131,7 @@ class RecordStream:
 
 
 class _Failed:
-    """In the place of a generator that raised."""
+    """Replaces a generator that raised."""
 
     def __init__(self, error: ElasticCBError) -> None:
         self._error = error
@@ -144,13 +144,13 @@ class _Failed:
 
 
 def make_dataset(reader: Reader, next_range: NextRange) -> tf.data.Dataset:
-    """`RecordStream(reader, next_range).dataset`, for callers that can do without the original error."""
+    """`RecordStream(reader, next_range).dataset`, for callers that don't need the original error."""
     return RecordStream(reader, next_range).dataset
 
 
 def not_converted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function for datasets that does not branch on tensors. AutoGraph would take 0.1 s to find that out, in
-    each process."""
+    """Marks a dataset function that does not branch on tensors. AutoGraph would need 0.1 s per process to find that
+    out."""
     import tensorflow as tf
 
     marked: Callable[..., Any] = tf.autograph.experimental.do_not_convert(function)
@@ -167,5 +167,5 @@ def _empty(leaf: Any) -> Any:
 
 
 def _as_one(chunk: tuple[Any, ...]) -> Any:
-    """What `tf.data` hands to a function as its arguments, as the one element that it was."""
+    """Packs the arguments that `tf.data` passes to a function into the original element."""
     return chunk[0] if len(chunk) == 1 else chunk

@@ -1,4 +1,4 @@
-"""Text files by lines, and delimited ones (CSV, TSV) by records that may span lines."""
+"""Text files by lines, and delimited files (CSV, TSV) by records that may span lines."""
 
 from __future__ import annotations
 
@@ -23,19 +23,16 @@ _TEXT_DTYPES = ("str", "string", "bytes", "object")
 
 
 class TextReader(FileReader):
-    r"""Records of text files as scalar strings in UTF-8: the raw line, without its end.
+    r"""Records of text files as scalar UTF-8 strings: the raw line, without its line break.
 
     Args:
-      delimiter: one character. With it, records are split into fields to find those that span lines
-        because of a quoted line break, and to check that all have as many fields. "": each line is a
-        record.
-      header: the first record of each file holds the names of columns, and is no record.
-      encoding: of the files; others than UTF-8 are decoded into a temporary file.
-      columns: names of all columns, in order; instead of the header's.
-      skip_blank_lines: empty lines are no records. Those at the end of a file never are.
-      quote: the character around fields that hold delimiters or line breaks; "": there is none.
-      column_dtypes: NumPy dtype names by column name or number. Each record that is read is checked
-        against them; empty fields pass.
+      delimiter: one character. If given, records are split into fields, to find records that span lines because of
+      quoted line breaks, and to check that all have the same number of fields. "": each line is a record. header: the
+      first line of each file has the names of the columns, and is not a record. encoding: encoding of the files; other
+      encodings than UTF-8 are converted to a temporary file. columns: names of all columns, in order; override the
+      header's. skip_blank_lines: skip empty lines. Empty lines at the end of a file are always skipped. quote: the
+      character around fields that contain delimiters or line breaks; "": none. column_dtypes: NumPy dtype names by
+      column name or number. Each record is checked against them; empty fields are valid.
     """
 
     def __init__(
@@ -61,13 +58,13 @@ class TextReader(FileReader):
             raise UsageError(f"The reader parameter columns is {columns!r}. Expected a list of names.")
         if not delimiter and (header or columns or column_dtypes):
             raise UsageError(
-                "The reader parameters header, columns and column_dtypes need columns, and these lines are not split. "
-                "Give `delimiter` as well."
+                "The reader parameters header, columns and column_dtypes need columns, but lines are not split "
+                "without a delimiter. Set `delimiter` as well."
             )
         try:
             self._encoding = codecs.lookup(encoding).name
         except LookupError:
-            raise UsageError(f"The reader parameter encoding is {encoding!r}, which Python does not know.") from None
+            raise UsageError(f"The reader parameter encoding is {encoding!r}, which is unknown to Python.") from None
         self._dialect = Dialect(delimiter.encode(), quote.encode() if delimiter else b"", skip_blank_lines)
         self._has_header = header
         self._columns = tuple(columns)
@@ -115,7 +112,7 @@ class TextReader(FileReader):
     def _check_dtypes(
         self, opened: _OpenedText, piece: RecordRange, blob: bytes, first: int, records: list[bytes]
     ) -> None:
-        """Of `records`, which are those from number `first` on in the bytes `blob` of `piece`."""
+        """Checks `records`, which start with number `first` in the bytes `blob` of `piece`."""
         checks = self._resolved_checks(opened)
         present = [i for i, record in enumerate(records) if record]
         rows = list(self._split([records[i].decode("utf-8", "replace") for i in present]))
@@ -133,10 +130,10 @@ class TextReader(FileReader):
                 record = first + i
                 line = line_of(opened.content, piece.start, opened.dialect.line_end)
                 line += line_in(blob, opened.dialect, record - piece.first)
-                hint = " If the first line holds names, give `header=True`." if record == 0 else ""
+                hint = " If the first line is a header, set `header=True`." if record == 0 else ""
                 raise DataError(
-                    f"{opened.file.name}, record {record} (line {line}), column "
-                    f"{label}: {value!r} is no {dtype.name}. Correct the file or `column_dtypes`.{hint}"
+                    f"{opened.file.name}, record {record} (line {line}), column {label}: {value!r} is not a valid "
+                    f"{dtype.name}. Correct the file or `column_dtypes`.{hint}"
                 )
 
     def _resolved_checks(self, opened: _OpenedText) -> list[tuple[int, str, np.dtype[Any]]]:
@@ -150,7 +147,7 @@ class TextReader(FileReader):
                     column = names.index(str(key))
                 else:
                     raise UsageError(
-                        f"The reader parameter column_dtypes names the column {key!r}. The columns are "
+                        f"The reader parameter column_dtypes contains the unknown column {key!r}. The columns are "
                         f"{', '.join(names) if names else f'0 to {opened.fields - 1}'}."
                     )
                 if dtype not in _TEXT_DTYPES:
@@ -166,14 +163,14 @@ def _number_dtype(column: str | int, name: str) -> np.dtype[Any]:
         dtype = np.dtype(object)
     if dtype.kind not in "iuf":
         raise UsageError(
-            f"The reader parameter column_dtypes gives column {column!r} the dtype {name!r}. Expected NumPy's name of "
-            "an integer or float dtype, or 'str'."
+            f"The reader parameter column_dtypes sets column {column!r} to the dtype {name!r}. Expected NumPy's name "
+            "of an integer or float dtype, or 'str'."
         )
     return dtype
 
 
 class _OpenedText:
-    """A text file whose records are known, or the first of them."""
+    """An opened text file of which all records, or the first ones, are known."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Where the records of a text file begin, found with NumPy, block by block; and how bytes are cut into records."""
+"""Finds the offsets of the records of a text file with NumPy, block by block, and splits bytes into records."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from elasticcb.errors import DataError
 
 _NEWLINE, _RETURN = 10, 13
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_HEAD_BYTES = 1 << 20  # in which the kind of line ends shows
+_HEAD_BYTES = 1 << 20  # bytes from which the kind of line breaks is detected
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How lines make records; each of the characters is one byte, or b"" for none."""
+    """How lines form records; each character is one byte, or b"" for none."""
 
     delimiter: bytes
     quote: bytes
@@ -29,11 +29,11 @@ class Dialect:
 
 @dataclass(frozen=True)
 class TextScan:
-    """What a scan has found.
+    """The results of a scan.
 
     Attributes:
-        places: of records, without the header.
-        fields: in each record; 0: lines are not split.
+        places: offsets of records, without the header.
+        fields: number of fields in each record; 0: lines are not split.
         header: the header's bytes.
         line_end: as in `Dialect`.
         complete: whether the scan reached the end of the file.
@@ -49,25 +49,25 @@ class TextScan:
 def index_records(
     content: Content, dialect: Dialect, *, header: bool = False, expected_fields: int = 0, enough: int | None = None
 ) -> TextScan:
-    """Finds the records of `content`; of the first `enough` of them at least, if that is given.
+    """Finds the records of `content`, or at least the first `enough` of them if given.
 
-    A record reaches to the next one's offset; line breaks at its end are not part of it. A header is no record, and
-    does not count in the numbers that errors give. `dialect.line_end` is found out.
+    A record extends to the next one's offset; line breaks at its end are not part of it. A header is not a record, and
+    does not count in the numbers in errors. `dialect.line_end` is detected.
 
     Raises:
-      DataError: a record has not `expected_fields` fields (0: as many as the first), a quote stands where
-        none may, the file ends inside quotes, or its lines end in different ways.
+      DataError: a record does not have `expected_fields` fields (0: as many as the first), a quote is misplaced, the
+      file ends inside quotes, or it mixes line breaks.
     """
     return _Scan(content, dialect, header, expected_fields).run(enough)
 
 
 def split_records(blob: bytes, dialect: Dialect) -> list[bytes]:
-    """The records in bytes that begin and end where records do."""
+    """The records in bytes that start and end at record boundaries."""
     return [line.rstrip(b"\r\n") for line in _lines(blob, dialect) if not (dialect.skip_blank_lines and _blank(line))]
 
 
 def line_in(blob: bytes, dialect: Dialect, record: int) -> int:
-    """Before how many line ends of `blob` a record of it, counted from 0, begins."""
+    """How many line breaks of `blob` precede a record of it, counted from 0."""
     line = 0
     for each in _lines(blob, dialect):
         if not (dialect.skip_blank_lines and _blank(each)):
@@ -79,7 +79,7 @@ def line_in(blob: bytes, dialect: Dialect, record: int) -> int:
 
 
 def _lines(blob: bytes, dialect: Dialect) -> list[bytes]:
-    """Without the byte that ends each; those inside quotes end none."""
+    """Splits lines, without line breaks; line breaks inside quotes don't end a line."""
     if not dialect.quote or dialect.quote not in blob:
         lines = blob.split(dialect.line_end)
     else:
@@ -89,7 +89,7 @@ def _lines(blob: bytes, dialect: Dialect) -> list[bytes]:
         starts = [0, *(end + 1 for end in ends)]
         lines = [blob[start:end] for start, end in zip(starts, [*ends, len(blob)], strict=True)]
     if not lines[-1]:
-        lines.pop()  # what comes after the last line end
+        lines.pop()  # the rest after the last line break
     return lines
 
 
@@ -98,7 +98,7 @@ def _blank(line: bytes) -> bool:
 
 
 class _Scan:
-    """The state that is carried from block to block."""
+    """The state of a scan between blocks."""
 
     def __init__(self, content: Content, dialect: Dialect, header: bool, expected_fields: int) -> None:
         self.content = content
@@ -107,14 +107,14 @@ class _Scan:
         self.fields = expected_fields
         self.given_fields = expected_fields
         self.builder = RecordOffsetsBuilder()
-        self.header_bounds: list[int] = []  # where it begins, and where the first record does
-        self.count = 0  # of records, and the header
-        self.solid = 0  # the same, up to the last one that is not blank
+        self.header_bounds: list[int] = []  # offset of the block, and of the first record
+        self.count = 0  # number of records, including the header
+        self.solid = 0  # the same, up to the last record that is not blank
         self.record_start = 0
-        self.open_delimiters = 0  # in the record that the last block left open
+        self.open_delimiters = 0  # in the unfinished record of the last block
         self.inside_quotes = False
         self.line_end = _NEWLINE
-        self.last_byte = _NEWLINE  # a file begins as if after a line
+        self.last_byte = _NEWLINE  # a file starts as if after a line break
 
     def run(self, enough: int | None) -> TextScan:
         content = self.content
@@ -153,8 +153,9 @@ class _Scan:
     def _end(self, end: int) -> None:
         if self.inside_quotes:
             raise DataError(
-                f"{self._where(self.count, self.record_start)} is not closed: the file ends inside a quoted field. It "
-                "is truncated, or its quotes are ordinary characters: then give the reader parameter `quote=''`."
+                f"{self._where(self.count, self.record_start)} is not closed: the file ends inside a quoted field. "
+                "Either it is truncated, or quotes are ordinary characters; in that case, set the reader parameter "
+                "`quote=''`."
             )
         if self.record_start < end:  # the last line has no line break
             blank = end - self.record_start == 1 and self.last_byte == _RETURN
@@ -173,8 +174,8 @@ class _Scan:
                 delimiters &= outside
         if self.line_end == _RETURN and line_feeds.any():
             raise DataError(
-                f"{self.content.name} mixes two kinds of line ends: at its beginning lines end with a carriage return "
-                f"(CR), and byte {position + int(np.argmax(line_feeds))} is a line feed (LF). Write it with one kind."
+                f"{self.content.name} mixes two kinds of line breaks: its first lines end with a carriage return "
+                f"(CR), but byte {position + int(np.argmax(line_feeds))} is a line feed (LF). Write it with one kind."
             )
         ends = np.flatnonzero(newlines)
         fields = None
@@ -205,8 +206,8 @@ class _Scan:
         inside = odd_so_far(quotes)
         if self.inside_quotes:
             inside = ~inside
-        # A quote opens a field, or is the second of a doubled one. Any other is an ordinary character
-        # that would make all that follows look quoted.
+        # A valid quote opens a field or is the second of a doubled one. Any other quote would make everything after it
+        # look quoted.
         wrong = quotes & inside
         wrong[1:] &= ~(quotes | (data == self.dialect.delimiter[0]) | (data == self.line_end))[:-1]
         wrong[0] &= self.last_byte not in (self.dialect.quote[0], self.dialect.delimiter[0], self.line_end)
@@ -215,9 +216,9 @@ class _Scan:
             place = position + first
             line = line_of(self.content, place, bytes([self.line_end]))
             raise DataError(
-                f"{self.content.name}, line {line}, has a quote inside a field that does not begin "
-                "with one. Double it and put the field in quotes, or, when quotes are ordinary "
-                "characters in this file, give the reader parameter `quote=''`."
+                f"{self.content.name}, line {line}, has a quote inside a field that does not start with one. Double "
+                "it and enclose the field in quotes; or, if quotes are ordinary characters in this file, set the "
+                "reader parameter `quote=''`."
             )
         self.inside_quotes = bool(inside[-1])
         return ~inside
@@ -251,7 +252,7 @@ class _Scan:
         place = int(wrong[0])
         skipped = int(blank[:place].sum()) if self.dialect.skip_blank_lines else 0
         expected = (
-            f"{self.given_fields} columns are named"
+            f"{self.given_fields} columns are given"
             if self.given_fields
             else f"the {'header' if self.has_header else 'first record'} has {self.fields}"
         )
@@ -262,7 +263,7 @@ class _Scan:
         )
 
     def _where(self, number: int, offset: int) -> str:
-        """`number` counts a header, if there is one, as record 0."""
+        """Describes a record; `number` counts the header, if there is one, as record 0."""
         line = line_of(self.content, offset, bytes([self.line_end]))
         if self.has_header and number == 0:
             return f"{self.content.name}, the header (line {line})"
@@ -270,7 +271,7 @@ class _Scan:
 
 
 def line_of(content: Content, offset: int, line_end: bytes) -> int:
-    """The number of the line, from 1, that byte `offset` lies in."""
+    """The number of the line, from 1, that contains byte `offset`."""
     line = 1
     for start in range(0, offset, content.block_bytes):
         line += content.read(start, min(start + content.block_bytes, offset)).count(line_end)

@@ -34,14 +34,14 @@ def masked_crc32c(parts: Sequence[bytes]) -> Any:
 
 
 def index_records(content: Content, enough: int | None = None) -> tuple[RecordOffsets, bool]:
-    """Where the records are, or the first `enough` of them at least; and whether these are all.
+    """Finds the offsets of all records, or at least of the first `enough`; returns whether these are all.
 
-    Raises `DataError` when a length fails its checksum or the file ends inside a record.
+    Raises `DataError` if a length does not match its checksum or the file ends inside a record.
     """
     builder = RecordOffsetsBuilder()
     count = position = 0
     while enough is None or count < enough:
-        # A block begins with a header; those that lie in it as a whole are followed, then checked at once.
+        # A block starts with a header; all headers inside the block are followed, then checked together.
         origin = position
         block = content.read(origin, origin + content.block_bytes)
         if not block:
@@ -77,9 +77,9 @@ def _check_lengths(name: str, block: bytes, headers: list[int], first: int) -> N
     wrong = np.flatnonzero(masked_crc32c([block[place : place + 8] for place in headers]) != stored)
     if len(wrong):
         raise DataError(
-            f"Record {first + int(wrong[0])} of {name} has a length that does not match its checksum: the "
-            "file is damaged from there on, or is no TFRecord file. Write it again, or name its format "
-            "with the reader parameter `format`."
+            f"Record {first + int(wrong[0])} of {name} has a length that does not match its checksum: the file is "
+            "damaged from there on, or is not a TFRecord file. Write it again, or set the reader parameter `format` "
+            "to its format."
         )
 
 
@@ -88,16 +88,15 @@ def _truncated(content: Content, record: int, position: int) -> DataError:
     while data := content.read(end, end + content.block_bytes):
         end += len(data)
     return DataError(
-        f"{content.name} is truncated: it ends at byte {end}, inside record {record}, which begins at "
-        f"byte {position}. Copy or write the file again."
+        f"{content.name} is truncated: it ends at byte {end}, inside record {record}, which starts at byte "
+        f"{position}. Copy or write the file again."
     )
 
 
 class TFRecordReader(FileReader):
-    """Records of TFRecord files as scalar strings, also of files that are compressed by gzip.
+    """Records of TFRecord files, including gzip-compressed ones, as scalar strings.
 
-    Checksums are always verified: those of lengths for the whole file when it is indexed, those of the data when a
-    record is read.
+    Checksums are always verified: those of lengths when the file is indexed, those of the data when a record is read.
 
     Args:
       verify_data: accepted for earlier job files; it has no effect.
@@ -122,7 +121,7 @@ def _is_header(head: bytes) -> bool:
 
 
 class _OpenedRecords:
-    """A file whose records are known, or the first of them."""
+    """An opened file of which all records, or the first ones, are known."""
 
     layout = ""
 

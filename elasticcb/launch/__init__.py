@@ -1,1 +1,1 @@
-"""The process that starts the others, on top of all rooms."""
+"""The fork process, which starts the others; on top of all rooms."""

@@ -1,9 +1,9 @@
-"""A process that imports TensorFlow, and what Keras runs on, once, and then forks the processes of a job.
+"""The fork process: imports TensorFlow and the Keras backend once, and then forks the processes of a job.
 
-An import takes seconds, a fork some milliseconds, and what was imported is in memory once. TensorFlow and gRPC
-outlive a fork only as long as they have done nothing: this process runs no operation, opens no channel and has no
-Python thread. The threads that there are after the imports (OpenBLAS, pyarrow's jemalloc) belong to libraries that
-handle forks themselves.
+An import takes seconds, a fork takes milliseconds, and imported code is in memory only once. TensorFlow and gRPC
+survive a fork only if they are unused: this process runs no operations, opens no channels and has no Python threads.
+The threads that exist after the imports (OpenBLAS, pyarrow's jemalloc) belong to libraries that handle forks
+themselves.
 
 It is driven by messages over a socket (fork_server.py), one JSON object each:
 
@@ -12,8 +12,9 @@ It is driven by messages over a socket (fork_server.py), one JSON object each:
     {"number": 1, "code": -9}                                                           it has ended
     {"number": 1, "error": "…"}                                                         it could not be forked
 
-A request with "master" starts the master of a training job, which writes to the two files that come with it, and gets
-a socket of its own to ask for workers and servers. They live on when it is killed: the next master is handed them.
+A request with "master" starts the master of a training job, which writes to the two files that come with the request,
+and gets its own socket to request workers and servers. If it is killed, they keep running, and the next master takes
+them over.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ _READY = b"1"
 
 
 def main() -> int:
-    """The command line has the numbers of two files: the socket, and what becomes readable when this process and all
-    that it has forked are to end."""
+    """The command line has the numbers of two files: the socket, and a file that becomes readable when this process and
+    all its children must end."""
     control, watch = (int(number) for number in sys.argv[1:])
     with gpus_hidden():  # Keras on PyTorch looks for one at its import, and CUDA does not outlive a fork
         import_roles()
     follow_caller()
-    # Python tells of threads that are not its own (see above) at each fork.
+    # Python warns about foreign threads (see above) at each fork.
     warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
     gc.collect()
-    gc.freeze()  # collections in children leave these pages shared
+    gc.freeze()  # garbage collections in children leave these pages shared
     service = _ForkService(socket.socket(fileno=control), watch)
     request = service.serve()
     if request is None:
@@ -70,7 +71,7 @@ def main() -> int:
 
 
 def import_roles() -> None:
-    """All that masters, workers and servers need, so that no child imports it again."""
+    """Imports everything that masters, workers and servers need, so that children don't."""
     import elasticcb.cli.main
     import elasticcb.cli.progress
     import elasticcb.data
@@ -95,16 +96,16 @@ class _Child(NamedTuple):
 
 
 class _ForkService:
-    """Forks what is asked for, and tells what ended.
+    """Forks requested processes, and reports which have ended.
 
     Attributes:
-        handed_over: in a child that is a master, its way back to this process.
+        handed_over: in a child that is a master, its connection to this process.
     """
 
     def __init__(self, control: socket.socket, watch: int) -> None:
         self._control, self._watch = control, watch
-        self._for_launcher = False  # whether that is who has started this process; it asks for masters
-        self._master: socket.socket | None = None  # to the present one
+        self._for_launcher = False  # whether it is the launcher, which requests masters
+        self._master: socket.socket | None = None  # socket of the current master
         self._children: dict[int, _Child] = {}  # by pidfd
         self.handed_over: ForkServer | None = None
         self._poller = select.poll()
@@ -112,9 +113,9 @@ class _ForkService:
             self._poller.register(file, select.POLLIN)
 
     def serve(self) -> dict[str, Any] | None:
-        """Returns None when nobody asks any more; in a child, its request."""
+        """Returns None when nobody sends requests any more; in a child, its request."""
         while True:
-            file, _ = self._poller.poll()[0]  # one at a time: what is done about it may close others
+            file, _ = self._poller.poll()[0]  # one at a time, because handling it may close others
             if file == self._watch:
                 return None
             if file in self._children:
@@ -171,7 +172,7 @@ class _ForkService:
                 return True
             theirs.close()
             watch = os.pidfd_open(pid)
-            ours.recv(1)  # nothing, if it is dead already
+            ours.recv(1)  # does nothing if it is dead already
             self._tell(is_master, {"number": number, "pid": pid}, watch)
             with contextlib.suppress(BrokenPipeError):
                 ours.send(_READY)
@@ -204,20 +205,20 @@ class _ForkService:
             self.handed_over = ForkServer(to_here, forked=forked)
         _become(request["arguments"], files)
         told.send(_READY)
-        if not told.recv(1):  # nobody will ever know of this process
+        if not told.recv(1):  # nobody knows about this process
             os._exit(1)
 
     def _tell(self, of_master: bool, message: dict[str, Any], *files: int) -> None:
-        """Tells who has asked for a process what became of it: the launcher, if it is a master."""
+        """Reports to the requester what happened to a process; for a master, to the launcher."""
         to = self._control if of_master or not self._for_launcher else self._master
-        if to is not None:  # else the next master is told what it is handed
-            # When nobody reads any more, the loop will see it.
+        if to is not None:  # otherwise, the next master gets it when it takes over
+            # If nobody reads any more, the loop will notice.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(to, [json.dumps(message).encode()], files)
 
 
 def _become(arguments: list[str], files: list[int]) -> None:
-    """Makes this process what it would be had it been started with a command.
+    """Makes this process look as if it had been started with a command.
 
     Args:
         files: for standard output and standard error, or one for both.
@@ -233,9 +234,9 @@ def _become(arguments: list[str], files: list[int]) -> None:
 
 
 def draw_own_random_numbers() -> None:
-    """Makes NumPy's global generator another one than that of the process that forked this one.
+    """Reseeds NumPy's global generator, so that it differs from the parent's.
 
-    Python's own, and that of rpc/connection.py, see to it themselves; TensorFlow's are made when they are first used.
+    Python's own and that of rpc/connection.py do so themselves; TensorFlow's are created on first use.
     """
     import numpy as np
 

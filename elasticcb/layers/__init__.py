@@ -1,4 +1,4 @@
-"""Keras layers of ElasticCB's own."""
+"""ElasticCB's own Keras layers."""
 
 from elasticcb.layers.embedding import Embedding
 

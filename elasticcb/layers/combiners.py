@@ -1,4 +1,4 @@
-"""Vectors of dense, ragged and sparse ids, and how those of one example become one vector."""
+"""Looks up vectors of dense, ragged and sparse ids, and combines the vectors of an example."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def combine(ids: Any, lookup: Lookup, combiner: str | None, mask_zero: bool, wei
     Args:
         ids: integers, a tensor, RaggedTensor or SparseTensor.
         combiner: one of `COMBINERS`.
-        mask_zero: the id 0 does not count, where there is a combiner.
-        weights: how much each id counts, of the kind and shape of `ids`; None: all count 1.
+        mask_zero: ignore the id 0 if there is a combiner.
+        weights: weight of each id, with the type and shape of `ids`; None: 1.
     """
     if isinstance(ids, tf.RaggedTensor):
         return _of_ragged(ids, lookup, combiner, mask_zero, weights)
@@ -39,7 +39,7 @@ def _of_dense(ids: Any, rows: Any, combiner: str, mask_zero: bool, weights: Any)
 
 
 def _weighted(ids: Any, rows: Any, mask_zero: bool, weights: Any) -> tuple[Any, Any]:
-    """How much each id counts, of the shape of `ids`, and the rows as they count."""
+    """The weight of each id, with the shape of `ids`, and the weighted rows."""
     dtype = keras.backend.standardize_dtype(rows.dtype)
     counted = ops.ones_like(ids, dtype=dtype)
     if weights is None and not mask_zero:

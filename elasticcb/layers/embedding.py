@@ -1,4 +1,5 @@
-"""An embedding layer without a size: rows live on the parameter servers, and are made when an id is first used."""
+"""An embedding layer without a fixed size: parameter servers hold its rows, and create a row when an id is first
+used."""
 
 # mypy: allow-subclassing-any
 
@@ -25,44 +26,44 @@ from elasticcb.tf.row_variables import OF_TENSORFLOW, RowVariable, fill
 
 @keras.saving.register_keras_serializable(package="elasticcb")
 class Embedding(keras.layers.Layer):
-    """Turns ids into vectors, of which parameter servers hold those that have been used.
+    """Maps ids to vectors; parameter servers hold the vectors of ids that have been used.
 
-    In a job the rows are on the parameter servers, split by id; a step reads and updates the rows of its batch alone.
-    Outside a job it is an ordinary layer over the rows that it holds: an id without a row has its initial value, which
+    In a job, parameter servers hold the rows, sharded by id; a step reads and updates only the rows of its batch.
+    Outside a job, it is an ordinary layer over the rows that it holds. An id without a row has its initial value, which
     is a function of the table's seed and the id.
 
     Args:
-        output_dim: length of a vector.
-        input_dim: ids are below it; None: there is no limit.
-        embeddings_initializer: of rows. One of Keras's own that can make one row at a time: uniform, normal,
+        output_dim: dimension of the vectors.
+        input_dim: upper bound (exclusive) of ids; None: no limit.
+        embeddings_initializer: initializer of rows. One of Keras's own that can create a single row: uniform, normal,
             truncated normal, zeros, ones, constant; and, with an `input_dim`, the variance scaling family.
-        mask_zero: the id 0, or the empty string, is padding: later layers get a mask; with a `combiner` it is left out.
-        combiner: None, or how the vectors along the last axis of the ids become one: "sum", "mean", or "sqrtn" (the
-            sum, divided by the square root of how many there are). Nothing to combine gives zeros.
-        seed: of initial rows; made from the layer's name when None.
-        embeddings_regularizer: adds to the loss, of the rows that a batch uses, each once; None: nothing. Padding that
-            is left out is no use of its row.
-        learning_rate_multiplier: in a job, rows train with the optimizer's learning rate times this number, weight
-            decay included; None: 1.
-        max_rows: in a job, so many ids have a row, on all parameter servers together; what happens then is what the
-            job's `embedding_when_full` says. None: no limit.
-        min_count: in a job, an id gets a row of its own after this many lookups in training; None: as the job's
-            `embedding_min_count` says.
-        max_age: in a job, rows that were not trained for this many versions, or for a time such as "12h" or "7d", are
-            removed, 0: never; None: as the job's `embedding_max_age` says.
-        rows_dtype: in a job, parameter servers hold rows as "float32", or as "bfloat16", rounded stochastically; None:
-            as the job's `embedding_rows_dtype` says. It is not the `dtype` of the layer, which stays as it is.
+        mask_zero: treat the id 0, or the empty string, as padding: later layers get a mask; a `combiner` ignores it.
+        combiner: how the vectors along the last axis of the ids are combined: "sum", "mean", or "sqrtn" (the sum
+            divided by the square root of the count); None: not combined. Without ids, the result is zeros.
+        seed: seed of initial rows; None: derived from the layer's name.
+        embeddings_regularizer: regularizer of the rows that a batch uses, each counted once; added to the loss. Ignored
+            padding does not count as use.
+        learning_rate_multiplier: in a job, factor by which the optimizer's learning rate (and weight decay) is
+            multiplied for the rows; None: 1.
+        max_rows: in a job, maximum number of rows on all parameter servers together; the job's `embedding_when_full`
+            says what happens when it is reached. None: no limit.
+        min_count: in a job, number of lookups in training after which an id gets its own row; None: the job's
+            `embedding_min_count`.
+        max_age: in a job, remove rows that were not trained for this many versions, or for a time such as "12h" or
+            "7d"; 0: never; None: the job's `embedding_max_age`.
+        rows_dtype: in a job, dtype in which parameter servers store rows: "float32", or "bfloat16" with stochastic
+            rounding; None: the job's `embedding_rows_dtype`. Independent of the layer's `dtype`.
 
     Call:
-        inputs: ids, integers of any shape [...]: dense, ragged, or sparse; floats where they can hold all ids below
-            `input_dim`; or strings, whose ids are hashes, without an `input_dim`. Without a combiner, an id that is
-            absent from a sparse tensor counts as 0, as with `keras.layers.Embedding`.
-        weights: with a combiner, how much each id counts, of the kind and shape of the ids; None: 1. "mean" divides by
-            the sum of the weights, "sqrtn" by the square root of the sum of their squares.
-        Returns [..., output_dim], ragged for ragged ids; with a combiner without the ids' last axis.
+        inputs: ids, integers of any shape [...]: dense, ragged, or sparse; floats if they can represent all ids below
+        `input_dim`; or, without an `input_dim`, strings, which are hashed to ids. Without a combiner, an id that is
+        absent from a sparse tensor counts as 0, as with `keras.layers.Embedding`. weights: with a combiner, weight of
+        each id, with the type and shape of the ids; None: 1. "mean" divides by the sum of the weights, "sqrtn" by the
+        square root of the sum of their squares. Returns [..., output_dim], ragged for ragged ids; with a combiner,
+        without the ids' last axis.
 
     Raises:
-        ModelFileError: the initializer can't make one row at a time.
+        ModelFileError: the initializer can't create a single row.
 
     Example:
 
@@ -101,7 +102,7 @@ class Embedding(keras.layers.Layer):
         if problems:
             raise UsageError("\n".join(f"Embedding: {problem}" for problem in problems))
         if combiner not in COMBINERS:
-            raise UsageError(f"Embedding does not know the combiner {combiner!r}. Expected one of {COMBINERS}.")
+            raise UsageError(f"Embedding got an unknown combiner {combiner!r}. Expected one of {COMBINERS}.")
         super().__init__(**kwargs)
         self.output_dim = output_dim
         self.input_dim = input_dim
@@ -113,11 +114,11 @@ class Embedding(keras.layers.Layer):
         self.autocast = False
         self.supports_masking = mask_zero and combiner is None
         self.supports_jit = not OF_TENSORFLOW  # whose search XLA can't compile
-        # The version at which each of `rows` was last trained by a job, int64 [n]; None: nobody knows.
+        # The version at which a job last trained each of `rows`, int64 [n]; None: unknown.
         self.used: Array | None = None
-        self._embeddings: Any = None  # made by `build`, as `_ids`
+        self._embeddings: Any = None  # created by `build`, like `_ids`
         self._ids: Any = None
-        self._initial_values()  # to tell now what is wrong with the initializer
+        self._initial_values()  # reports an invalid initializer now
 
     built: bool
 
@@ -131,9 +132,9 @@ class Embedding(keras.layers.Layer):
             autocast=False,
             name="embeddings",
         )
-        # Tracked as one to be trained, so that the layer can be thawed; as `add_weight` does it.
+        # Tracked as trainable, like `add_weight` does, so that the layer can be unfrozen.
         self._embeddings.trainable = self.trainable
-        # Not among the layer's weights: nothing trains it.
+        # Not one of the layer's weights, because it is not trained.
         if OF_TENSORFLOW:
             with tf.init_scope(), tf.device("/CPU:0"):
                 self._ids = tf.Variable(tf.zeros([0], tf.int64), shape=[None], trainable=False, name="ids")
@@ -145,34 +146,35 @@ class Embedding(keras.layers.Layer):
         return {"rows": self.embeddings.shape[0]} if self.built else None
 
     def build_from_config(self, config: dict[str, Any]) -> None:
-        """Holds as many rows, with initial values: Keras makes an optimizer's slots before it loads what was saved."""
+        """Resizes to this many rows, with initial values: Keras creates an optimizer's slots before it loads saved
+        values."""
         self.set_rows(np.arange(config.get("rows", 0)))
 
     @property
     def embeddings(self) -> keras.Variable:
-        """The rows that the layer itself holds, [n, output_dim], in the order of their ids."""
+        """The rows that the layer itself holds, [n, output_dim], ordered by id."""
         self.build()
         return self._embeddings
 
     @property
     def ids(self) -> Any:
-        """The ids of these rows, int64 [n], in order; `ids.numpy()` is an array."""
+        """The ids of these rows, int64 [n], in ascending order; `ids.numpy()` is an array."""
         self.build()
         return self._ids
 
     def rows(self) -> tuple[Array, Array]:
-        """The ids in order, int64 [n], and their rows, [n, output_dim]."""
+        """The ids in ascending order, int64 [n], and their rows, [n, output_dim]."""
         return self.ids.numpy(), self.embeddings.numpy()
 
     def set_rows(self, ids: Any, rows: Any = None) -> None:
-        """Gives the layer the rows of these ids, and no others.
+        """Replaces the layer's rows by the rows of these ids.
 
         Args:
-            ids: int64 [n], each once, in any order.
+            ids: int64 [n], unique, in any order.
             rows: [n, output_dim]; None: the ids' initial values.
 
         Raises:
-            UsageError: the ids are not unique or out of range, or the shapes do not fit together.
+            UsageError: the ids are not unique or out of range, or the shapes do not match.
         """
         ids = np.array(ids, np.int64)
         if rows is None:
@@ -180,7 +182,7 @@ class Embedding(keras.layers.Layer):
         self.hold(ids, np.array(rows, self.variable_dtype))
 
     def hold(self, ids: Array, rows: Array) -> None:
-        """As `set_rows`, without copies where the ids are in order: neither array may be changed afterwards."""
+        """Like `set_rows`, without copies if the ids are in order: neither array may be changed afterwards."""
         self.used = None
         if ids.ndim != 1 or rows.shape != (len(ids), self.output_dim):
             raise UsageError(
@@ -191,7 +193,7 @@ class Embedding(keras.layers.Layer):
             order = np.argsort(ids, kind="stable")
             ids, rows = ids[order], rows[order]
             if not (ids[1:] > ids[:-1]).all():
-                raise UsageError(f"The layer {self.name!r} was given several rows of one id. Give each id once.")
+                raise UsageError(f"The layer {self.name!r} was given several rows of the same id. Give each id once.")
         if len(ids) and (ids[0] < 0 or (self.input_dim is not None and ids[-1] >= self.input_dim)):
             raise UsageError(
                 f"The layer {self.name!r} was given rows of ids from {ids[0]} to {ids[-1]}. Expected ids from 0 on"
@@ -202,7 +204,7 @@ class Embedding(keras.layers.Layer):
         self._ids.assign(ids)
 
     def table_spec(self) -> TableSpec:
-        """What the other processes of a job have to know of the table."""
+        """The description of the table for other processes of a job."""
         config = keras.saving.serialize_keras_object(self.embeddings_initializer)
         return TableSpec(self.input_dim, json.dumps(config), self._table_seed(), self.table_options)
 
@@ -215,11 +217,11 @@ class Embedding(keras.layers.Layer):
         return keras.ops.cast(outputs, self.compute_dtype)
 
     def _checked_weights(self, ids: Any, weights: Any) -> Any:
-        """As a tensor; of the same kind as the ids."""
+        """Converts weights to a tensor of the same type as the ids."""
         if self.combiner is None:
             raise ModelFileError(
-                f"The embedding layer {self.name!r} was given weights of ids, but has no combiner to use them. Give it "
-                'combiner="sum", "mean" or "sqrtn", or multiply its result by them.'
+                f"The embedding layer {self.name!r} was given weights of ids, but has no combiner. Set combiner to "
+                '"sum", "mean" or "sqrtn", or multiply the result by the weights.'
             )
         special = (tf.RaggedTensor, tf.SparseTensor)
         if not isinstance(weights, special):
@@ -227,7 +229,7 @@ class Embedding(keras.layers.Layer):
         if [isinstance(ids, kind) for kind in special] != [isinstance(weights, kind) for kind in special]:
             raise ModelFileError(
                 f"The embedding layer {self.name!r} was given a {type(ids).__name__} of ids and a "
-                f"{type(weights).__name__} of weights. Both must be of the same kind and shape."
+                f"{type(weights).__name__} of weights. Both must have the same type and shape."
             )
         if not tf.TensorShape(ids.shape).is_compatible_with(weights.shape):
             raise ModelFileError(
@@ -237,11 +239,11 @@ class Embedding(keras.layers.Layer):
         return weights
 
     def _regularized_lookup(self, ids: tf.Tensor) -> tf.Tensor:
-        """`_lookup`, which adds what the regularizer says of the rows to the loss."""
+        """Like `_lookup`, and adds the regularizer's value for the rows to the loss."""
         if not OF_TENSORFLOW:
             raise ModelFileError(
                 f"The embedding layer {self.name!r} has an embeddings_regularizer, which needs Keras on TensorFlow "
-                "(KERAS_BACKEND=tensorflow). Leave it out, or let the optimizer decay weights."
+                "(KERAS_BACKEND=tensorflow). Remove it, or use weight decay of the optimizer."
             )
         rows = self._lookup(ids)
         unique, places = tf.unique(tf.reshape(ids, [-1]))
@@ -252,7 +254,7 @@ class Embedding(keras.layers.Layer):
         return rows
 
     def _lookup(self, ids: tf.Tensor) -> tf.Tensor:
-        """Rows [..., output_dim] of integer `ids` [...]; those of a job's parameter servers, in a job."""
+        """Rows [..., output_dim] of integer `ids` [...]; in a job, from its parameter servers."""
         if not OF_TENSORFLOW:
             return self._held_rows(ids)
         flat = tf.cast(tf.reshape(ids, [-1]), tf.int64)
@@ -277,13 +279,14 @@ class Embedding(keras.layers.Layer):
         return rows
 
     def _held_rows(self, ids: Any) -> Any:
-        """The same, on other frameworks: initial values are drawn by TensorFlow, so an id without a row gets zeros."""
+        """The same on other frameworks, where an id without a row gets zeros, because TensorFlow computes initial
+        values."""
         held = self._ids.numpy()
         if len(held) and held[-1] > np.iinfo(keras.backend.standardize_dtype(ids.dtype)).max:
             raise ModelFileError(
-                f"The embedding layer {self.name!r} holds rows of ids up to {held[-1]}, and is asked for ids of dtype "
-                f"{keras.backend.standardize_dtype(ids.dtype)}: outside of a job it can't tell them apart. Hash ids "
-                "to a smaller range in `feed`, or use the model with KERAS_BACKEND=tensorflow."
+                f"The embedding layer {self.name!r} holds rows of ids up to {held[-1]}, but was called with ids of "
+                f"dtype {keras.backend.standardize_dtype(ids.dtype)}, which can't represent them outside of a job. "
+                "Hash ids to a smaller range in `feed`, or use the model with KERAS_BACKEND=tensorflow."
             )
         if not len(held):
             return keras.ops.zeros((*ids.shape, self.output_dim), dtype=self.variable_dtype)
@@ -296,11 +299,11 @@ class Embedding(keras.layers.Layer):
 
     def _in_range(self, ids: tf.Tensor) -> list[Any]:
         limit = "" if self.input_dim is None else f", below input_dim={self.input_dim}"
-        message = f"The layer {self.name!r} was asked for ids out of range. Expected ids from 0 on{limit}."
+        message = f"The layer {self.name!r} was called with ids out of range. Expected ids from 0 on{limit}."
         checks = [tf.debugging.assert_greater_equal(ids, tf.zeros([], tf.int64), message)]
         if self.input_dim is not None:
             checks.append(tf.debugging.assert_less(ids, tf.constant(self.input_dim, tf.int64), message))
-        return [check for check in checks if check is not None]  # None where it runs eagerly
+        return [check for check in checks if check is not None]  # None when run eagerly
 
     def _initial_values(self) -> InitialValues:
         return InitialValues(

@@ -1,4 +1,4 @@
-"""The ids of what an embedding layer is given: integers, floats that hold integers, or strings."""
+"""Converts inputs of an embedding layer to ids: integers, floats with integer values, or strings."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import tensorflow as tf
 from elasticcb.errors import ModelFileError
 from elasticcb.rpc.tensors import Array
 
-# FarmHash's Fingerprint64 modulo this, plus 1, fits int64, and 0 is the id of no string. Checkpoints hold such ids.
+# FarmHash's Fingerprint64 modulo this, plus 1, fits in int64, and no string has the id 0. Checkpoints contain such ids.
 _STRING_IDS = 2**63 - 2
 
 
 def integer_ids(inputs: Any, name: str, input_dim: int | None, mask_zero: bool) -> Any:
-    """int64, unless they are integers already: a tensor, RaggedTensor or SparseTensor, as the inputs.
+    """Returns ids of the same tensor type as the inputs (tensor, RaggedTensor or SparseTensor), int64 unless they are
+    integers already.
 
     Args:
-        name, input_dim, mask_zero: of the layer. With `mask_zero` the empty string is padding, too.
+        name, input_dim, mask_zero: arguments of the layer. With `mask_zero`, the empty string is padding as well.
 
-    Raises `ModelFileError` for what can't be ids.
+    Raises `ModelFileError` for invalid inputs.
     """
     if not isinstance(inputs, (tf.RaggedTensor, tf.SparseTensor)):
         inputs = keras.ops.convert_to_tensor(inputs)
@@ -32,25 +33,24 @@ def integer_ids(inputs: Any, name: str, input_dim: int | None, mask_zero: bool) 
         if input_dim is None:
             return _of_strings(inputs, mask_zero)
         raise ModelFileError(
-            f"The embedding layer {name!r} was given strings, whose ids are 63-bit hashes, but has "
-            f"input_dim={input_dim}. Leave out input_dim; or turn strings into ids below it with keras.layers.Hashing "
+            f"The embedding layer {name!r} was given strings, which it hashes to 63-bit ids, but has "
+            f"input_dim={input_dim}. Remove input_dim; or convert strings to ids below it with keras.layers.Hashing "
             "or keras.layers.StringLookup."
         )
-    # Keras makes floats of what a Sequential model is given that does not begin with an Input.
+    # Keras casts the inputs of a Sequential model without an Input to floats.
     exact = 2 ** {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}.get(dtype, 0)
     if exact > 1 and input_dim is not None and input_dim <= exact:
         return tf.cast(inputs, tf.int64) if tf.is_tensor(inputs) else keras.ops.cast(inputs, "int32")
-    limit = f"{dtype} tells only ids up to {exact} apart." if exact > 1 else "It takes integers or strings."
+    limit = f"{dtype} represents only ids up to {exact} exactly." if exact > 1 else "It takes integers or strings."
     raise ModelFileError(
-        f"The embedding layer {name!r} was given {dtype} of shape {inputs.shape}. {limit} Turn numbers "
-        "into ids with keras.layers.Discretization or keras.ops.cast; and let a Sequential model begin with "
-        'keras.Input(..., dtype="int64") or dtype="string", without which Keras makes floats of ids.'
+        f"The embedding layer {name!r} was given {dtype} of shape {inputs.shape}. {limit} Convert numbers to ids with "
+        "keras.layers.Discretization or keras.ops.cast. Start a Sequential model with keras.Input(..., "
+        'dtype="int64") or dtype="string"; otherwise, Keras casts ids to floats.'
     )
 
 
 class HeldIds:
-    """The ids of the rows that a layer holds, as a tf.Variable has them, for layers of other frameworks: these trace
-    what reads them, and ids are known when they do."""
+    """The ids of the rows that a layer holds, with the interface of a tf.Variable, for layers on other frameworks."""
 
     def __init__(self) -> None:
         self._ids: Array = np.zeros(0, np.int64)
@@ -68,7 +68,7 @@ def id_of_text(text: str) -> int:
 
 
 def padding_of(dtype: Any) -> int | str:
-    """What a layer with `mask_zero` leaves out of inputs of this dtype."""
+    """The padding value of a layer with `mask_zero` for inputs of this dtype."""
     return "" if keras.backend.standardize_dtype(dtype) == "string" else 0
 
 

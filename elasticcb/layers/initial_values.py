@@ -1,9 +1,9 @@
-"""Initial rows of embedding tables: functions of (seed, id) alone.
+"""Initial rows of embedding tables: pure functions of (seed, id).
 
-Which server makes a row, in which order and how often then makes no difference, and an exported model gives an id
-that it has never seen the row that training would have started from. The numbers come from a counter-based generator:
-the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014) over
-(seed, id, column), in TensorFlow operations, so that the same code runs in a job and in a SavedModel.
+So it does not matter which server creates a row, in which order, or how often, and an exported model returns for an
+unseen id the row that training would have started from. The numbers come from a counter-based generator: the finalizer
+of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014) over (seed, id,
+column), in TensorFlow operations, so that the same code runs in a job and in a SavedModel.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class InitialValues:
 
     Args:
         initializer: a Keras initializer, its name, or JSON of `keras.saving.serialize_keras_object`. Its own seed is
-            not used.
-        seed: of the table.
-        input_dim: ids are below it; None: any id.
-        dim: columns.
-        dtype: of the rows; a float.
+            ignored.
+        seed: seed of the table.
+        input_dim: upper bound (exclusive) of ids; None: no limit.
+        dim: number of columns.
+        dtype: float dtype of the rows.
 
     Attributes:
-        kind: equal for tables whose rows differ only by the seed.
-        start: what the seed adds to, for `initial_rows`.
+        kind: equal for tables whose rows differ only in the seed.
+        start: start value derived from the seed, for `initial_rows`.
 
     Raises:
-        ModelFileError: the initializer is none that can make one row at a time, or needs an `input_dim`.
+        ModelFileError: the initializer can't create a single row, or needs an `input_dim`.
     """
 
     def __init__(self, initializer: Any, seed: int, input_dim: int | None, dim: int, dtype: str = "float32") -> None:
@@ -57,14 +57,14 @@ class InitialValues:
 
 
 class Draw(NamedTuple):
-    """A method of `_Cells`, and what it is given."""
+    """A method of `_Cells`, and its arguments."""
 
     method: str
     arguments: tuple[float, ...]
 
 
 class RowKind(NamedTuple):
-    """All that initial rows depend on, but seed and id."""
+    """Everything that initial rows depend on, except seed and id."""
 
     draw: Draw
     dim: int
@@ -76,14 +76,14 @@ def initial_rows(kind: RowKind, ids: tf.Tensor, starts: tf.Tensor) -> tf.Tensor:
 
     Args:
         ids: int64 [n].
-        starts: `InitialValues.start` of the table that each belongs to, uint64 [n], or one for all.
+        starts: `InitialValues.start` of the table of each id, uint64 [n], or one for all.
     """
     cells = _Cells(ids, kind.dim, starts)
     return tf.cast(getattr(cells, kind.draw.method)(*kind.draw.arguments), kind.dtype)
 
 
 class _Cells:
-    """The numbers of some rows."""
+    """The random numbers of some rows."""
 
     def __init__(self, ids: tf.Tensor, dim: int, start: tf.Tensor) -> None:
         self._ids = ids
@@ -96,7 +96,7 @@ class _Cells:
     def uniform(self, low: float, high: float) -> tf.Tensor:
         """In [low, high), float64."""
         rows = _mix(tf.bitcast(self._ids, tf.uint64) * _constant(_GOLDEN) + self._start)
-        # An array: of a list, tf.constant would make float64 on the way.
+        # An array, because tf.constant would convert a list via float64.
         columns = tf.constant(np.array([_mix_number(column + 1) for column in range(self._dim)], np.uint64))
         bits = tf.bitwise.right_shift(_mix(rows[:, None] ^ columns[None, :]), _constant(11))
         unit = tf.cast(tf.bitcast(bits, tf.int64), tf.float64) * 2.0**-53  # the 53 bits of a float64
@@ -105,7 +105,7 @@ class _Cells:
     def normal(self, mean: float, deviation: float, bound: float = math.inf) -> tf.Tensor:
         """Within `bound` deviations of the mean."""
         outside = math.erfc(bound / math.sqrt(2)) / 2
-        # In the middle of 2**53 parts, so that it is neither 0 nor 1.
+        # The midpoint of one of 2**53 intervals, so neither 0 nor 1.
         share = outside + (self.uniform(0.0, 1.0) + 2.0**-54) * (1 - 2 * outside)
         return mean + tf.math.ndtri(tf.minimum(share, 1 - 2.0**-53)) * deviation
 
@@ -126,17 +126,17 @@ def _distribution(initializer: Any, input_dim: int | None, dim: int) -> Draw:
     if isinstance(initializer, kinds.VarianceScaling) and kind.__module__.startswith("keras."):
         return _variance_scaling(initializer, input_dim, dim)
     raise ModelFileError(
-        f"The embeddings_initializer {getattr(initializer, 'name', None) or kind.__name__!r} can't make one row of a "
-        f"table at a time, from its id. Received: {initializer!r}. Expected one of Keras's own: {_SUPPORTED}."
+        f"The embeddings_initializer {getattr(initializer, 'name', None) or kind.__name__!r} can't create a single "
+        f"row from its id. Received: {initializer!r}. Expected one of Keras's own: {_SUPPORTED}."
     )
 
 
 def _variance_scaling(initializer: Any, input_dim: int | None, dim: int) -> Draw:
     if input_dim is None and initializer.mode != "fan_out":
         raise ModelFileError(
-            f"The embeddings_initializer {type(initializer).__name__} scales values by the number of rows, and a table "
-            "without input_dim has no such number. Give the layer an input_dim, or an initializer that says the scale, "
-            'as "uniform" or keras.initializers.RandomNormal(stddev=0.05).'
+            f"The embeddings_initializer {type(initializer).__name__} scales values by the number of rows, which is "
+            "unknown without input_dim. Set the layer's input_dim, or use an initializer with a fixed scale, such as "
+            '"uniform" or keras.initializers.RandomNormal(stddev=0.05).'
         )
     fans = {"fan_in": input_dim or 0, "fan_out": dim, "fan_avg": ((input_dim or 0) + dim) / 2}
     variance = initializer.scale / max(1.0, fans[initializer.mode])
@@ -145,7 +145,7 @@ def _variance_scaling(initializer: Any, input_dim: int | None, dim: int) -> Draw
         return Draw("uniform", (-limit, limit))
     if initializer.distribution == "untruncated_normal":
         return Draw("normal", (0.0, math.sqrt(variance)))
-    # What is cut off takes this share of the deviation away.
+    # Truncation reduces the standard deviation to this share.
     return Draw("normal", (0.0, math.sqrt(variance) / 0.87962566103423978, 2.0))
 
 
@@ -156,7 +156,7 @@ def _mix(value: tf.Tensor) -> tf.Tensor:
 
 
 def _mix_number(value: int) -> int:
-    """As `_mix`, of a number that is known now."""
+    """Like `_mix`, for a Python number."""
     bits = (value * _GOLDEN + _GOLDEN) % 2**64
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64

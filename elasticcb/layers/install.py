@@ -1,4 +1,4 @@
-"""Gives a native layer the rows that servers held."""
+"""Installs rows from servers into a native layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elasticcb.tf.row_variables import make_free_rows, make_whole, untouched_zer
 
 
 def empty(layer: TableLayer) -> None:
-    """Lets a layer hold no rows, and any number of them from now on."""
+    """Empties a layer, and lets it hold any number of rows from now on."""
     if is_own(layer):
         layer.set_rows([])
     else:
@@ -20,10 +20,10 @@ def empty(layer: TableLayer) -> None:
 
 
 def make_native(layer: TableLayer, shape: tuple[int, ...]) -> None:
-    """Ends that: with no rows (elasticcb.layers), or with all rows zero (Keras's).
+    """Undoes this: the layer has no rows (elasticcb.layers), or all rows are zero (Keras's).
 
     Args:
-        shape: what its variable had before.
+        shape: original shape of its variable.
     """
     if is_own(layer):
         layer.set_rows([])
@@ -32,23 +32,23 @@ def make_native(layer: TableLayer, shape: tuple[int, ...]) -> None:
 
 
 def install(model: keras.Model, index: int, ids: Array, rows: Array, used: Array | None = None) -> None:
-    """Gives an embedding layer of `model`, served by nobody, its rows.
+    """Sets the rows of an embedding layer of `model` that is not served.
 
-    No memory of the table's size is needed where the ids are in order, and all there for a keras.layers.Embedding, and
-    `rows` is of a file (np.memmap): the variable shares it. Neither array may be changed afterwards.
+    It does not allocate memory for the table if the ids are in order (and complete, for a keras.layers.Embedding) and
+    `rows` is an np.memmap: the variable shares it. Neither array may be changed afterwards.
 
     Args:
-        index: of the layer's variable in `model.weights`.
+        index: index of the layer's variable in `model.weights`.
         ids: int64 [n], unique.
-        rows: [n, dim]. Rows of a keras.layers.Embedding that are not given become zero.
-        used: the version at which each was last trained, int64 [n], if that is known; the ids are in order then.
+        rows: [n, dim]. Missing rows of a keras.layers.Embedding become zero.
+        used: the version at which each row was last trained, int64 [n], if known; the ids must then be in order.
 
     Raises:
         ModelFileError: there is no such embedding layer.
     """
     layers = table_layers(model).get(index)
     if not layers:
-        raise ModelFileError(f"{model.weights[index].path!r} is no variable of an embedding layer.")
+        raise ModelFileError(f"{model.weights[index].path!r} is not the variable of an embedding layer.")
     layer = layers[0]
     if is_own(layer):
         layer.hold(ids, rows)
@@ -64,12 +64,12 @@ def install(model: keras.Model, index: int, ids: Array, rows: Array, used: Array
 
 
 def held_ids(model: keras.Model, index: int) -> Array | None:
-    """The ids that the rows of an embedding layer's variable are of, int64 [n]; None for 0, 1, …."""
+    """The ids of the rows of an embedding layer's variable, int64 [n]; None for 0, 1, …."""
     layer = table_layers(model)[index][0]
     return layer.rows()[0] if is_own(layer) else None
 
 
 def held_used(model: keras.Model, index: int) -> Array | None:
-    """When a job last trained the rows that an embedding layer holds: versions, int64 [n]; None: nobody knows."""
+    """The versions at which a job last trained the rows of an embedding layer, int64 [n]; None: unknown."""
     layer = table_layers(model)[index][0]
     return layer.used if is_own(layer) else None

@@ -1,4 +1,4 @@
-"""Embedding layers whose rows can live elsewhere, and how their lookups are answered by others."""
+"""Embedding layers whose rows may be stored elsewhere, and how to redirect their lookups."""
 
 # mypy: allow-subclassing-any
 
@@ -18,11 +18,11 @@ from elasticcb.tf.row_variables import OF_TENSORFLOW
 
 
 class NotServableError(ModelFileError):
-    """Parameter servers can't hold the rows of an embedding layer, because of the way in which the model uses it."""
+    """Parameter servers can't hold the rows of an embedding layer because of how the model uses it."""
 
 
 class TableLayer(Protocol):
-    """An embedding layer of either kind."""
+    """An embedding layer of Keras or ElasticCB."""
 
     name: str
     path: str
@@ -39,7 +39,7 @@ _NATIVE = keras.layers.Embedding
 def table_layers(model: keras.Model) -> dict[int, list[TableLayer]]:
     """The embedding layers of a built model, by the index of their variable in `model.weights`.
 
-    Layers of both kinds, however deep; of Keras's kind, those that look rows up as Keras does.
+    Layers of both kinds, at any depth; of Keras's, only those that look up rows as Keras does.
     """
     indices = {id(variable): index for index, variable in enumerate(model.weights)}
     found: dict[int, list[TableLayer]] = {}
@@ -62,7 +62,7 @@ def _looks_up_as_keras(layer: Any) -> bool:
 
 
 def answer(layer: Any, lookup: Lookup) -> None:
-    """Lets `lookup` answer what the layer is asked for, until `stop_answering`."""
+    """Redirects the layer's lookups to `lookup`, until `stop_answering`."""
     # Around Keras's __setattr__, which tracks what it is given.
     vars(layer).update({"_lookup": lookup} if is_own(layer) else {"call": _keras_call(layer, lookup)})
 
@@ -73,7 +73,7 @@ def stop_answering(layer: Any) -> None:
 
 @contextlib.contextmanager
 def answered(layers: Mapping[int, TableLayer], lookup: Callable[[int, Any], Any]) -> Iterator[None]:
-    """Within it, `lookup` answers what layers are asked for, by their index."""
+    """Context in which `lookup` answers the lookups of layers, by their index."""
     for index, layer in layers.items():
         answer(layer, functools.partial(lookup, index))
     try:

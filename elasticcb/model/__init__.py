@@ -1,1 +1,1 @@
-"""What a job runs: the user's model, its weights, losses and metrics, and its input pipeline."""
+"""The user's model, its weights, losses and metrics, and its input pipeline."""

@@ -1,4 +1,4 @@
-"""What a model file's `eval_metrics_fn` gives: metrics, or functions, for the whole model or for one of its outputs."""
+"""Metrics of a model file's `eval_metrics_fn`: metrics or functions, for the whole model or for one of its outputs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from elasticcb.errors import ModelFileError
 class MeanOfFunction(keras.metrics.Mean):
     """The mean over records of `function(labels, predictions)`.
 
-    The function may give one number per record, or one for the batch, which then counts with the
-    batch's size.
+    The function may return one number per record, or one for the batch, which is weighted by the batch size.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
@@ -32,13 +31,13 @@ class MeanOfFunction(keras.metrics.Mean):
 def metrics_by_output(
     eval_metrics: Mapping[str, Any], output: str | None = None
 ) -> Iterator[tuple[str, keras.metrics.Metric, str | None]]:
-    """Each metric with its name among the results, and the output that it is of; None: of all.
+    """Yields each metric with its name in the results and its output; None: all outputs.
 
     Args:
-        eval_metrics: as `ModelMetrics` has them.
-        output: the output that they are given for, within a mapping by outputs.
+        eval_metrics: as for `ModelMetrics`.
+        output: the output that they belong to, in a mapping by outputs.
 
-    Raises `ModelFileError` for something else than a metric or a function.
+    Raises `ModelFileError` for anything but a metric or a function.
     """
     for name, metric in eval_metrics.items():
         key = name if output is None else f"{output}_{name}"
@@ -51,13 +50,13 @@ def metrics_by_output(
             yield key, MeanOfFunction(metric, name), output
         else:
             raise ModelFileError(
-                f"eval_metrics_fn() gives {metric!r} as the metric {key!r}; expected a keras.metrics.Metric "
-                "or a function of (labels, predictions)."
+                f"eval_metrics_fn() returned {metric!r} as the metric {key!r}. Expected a keras.metrics.Metric or a "
+                "function of (labels, predictions)."
             )
 
 
 def part_of_output(values: Any, output: str | None, names: Sequence[str]) -> Any:
-    """The part of labels or predictions that belongs to an output; all of them where they have no parts."""
+    """The part of labels or predictions that belongs to an output; all of them if they have no parts."""
     if output is None:
         return values
     if isinstance(values, (list, tuple)) and len(values) == len(names):
@@ -66,7 +65,7 @@ def part_of_output(values: Any, output: str | None, names: Sequence[str]) -> Any
         return values
     if output not in values:
         raise ModelFileError(
-            f"eval_metrics_fn() names the output {output!r}; the model's outputs and labels are: "
+            f"eval_metrics_fn() has metrics for the unknown output {output!r}. The model's outputs and labels are: "
             f"{', '.join(map(str, values))}."
         )
     return values[output]

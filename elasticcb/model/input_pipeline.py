@@ -1,5 +1,4 @@
-"""The batches of a task: from the records of a reader, through the model file's `feed`; or those of a source that
-has batches already."""
+"""The batches of a task: records of a reader, mapped by the model file's `feed`; or batches of a batch source."""
 
 from __future__ import annotations
 
@@ -21,16 +20,16 @@ from elasticcb.settings import JobSettings, Mode
 
 Sources = list[tuple[str, int]]
 
-_UNKNOWN = 1 << 40  # batches in an epoch of which nobody knows how many it has: more than there can be
+_UNKNOWN = 1 << 40  # batches in an epoch of unknown length: more than possible
 
 
 class Pipeline(Protocol):
-    """The input of one mode. Tasks count it in units: records, or whole batches."""
+    """The input of one mode. Tasks measure it in units: records or whole batches."""
 
-    keeps_order: bool  # whether the n-th unit that comes out is the n-th of the shard
-    ends_by_itself: bool  # whether it may give fewer batches than a shard has
-    open_ended: bool  # whether nobody knows how many units an epoch has
-    repeatable: bool  # whether a shard is the same units in the next run of the program
+    keeps_order: bool  # whether the n-th unit of the output is the n-th of the shard
+    ends_by_itself: bool  # whether it may yield fewer batches than the shard has
+    open_ended: bool  # whether the number of units in an epoch is unknown
+    repeatable: bool  # whether a shard has the same units in the next run of the program
 
     @property
     def element_spec(self) -> Any:
@@ -40,13 +39,14 @@ class Pipeline(Protocol):
         """(name, units) of each source."""
 
     def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
-        """The batches of the units [start, end) of a source, as Keras gives them to the model's step."""
+        """Yields the batches of the units [start, end) of a source, in the form that Keras passes to the model's
+        step."""
 
     def units_in(self, batch: Any) -> int:
-        """How many units a batch is."""
+        """The number of units in a batch."""
 
     def first_batch(self) -> Any:
-        """A batch to build a model with."""
+        """A batch for building a model."""
 
 
 def open_pipeline(
@@ -56,11 +56,11 @@ def open_pipeline(
     find_index: Callable[[str], bytes] | None = None,
     next_batch: NextBatch | None = None,
 ) -> Pipeline:
-    """The input of a mode.
+    """Opens the input of a mode.
 
     Args:
-        find_index: on a worker: asks the master where the records of a file begin.
-        next_batch: on a worker: asks the master for a batch of data that it alone has.
+        find_index: on a worker: requests the index of a file from the master.
+        next_batch: on a worker: requests a batch of data that only the master's process has.
 
     Raises:
         DataError: the data can't be read.
@@ -82,7 +82,7 @@ class BatchPipeline:
         self._mode = mode
         self._first: Any = None
         self.keeps_order = source.keeps_order
-        # Evaluation and prediction count each batch exactly once, so their sources must know.
+        # Evaluation and prediction count each batch exactly once, so their sources must know the number.
         self.ends_by_itself = source.ends_early and mode is Mode.TRAINING
         self.open_ended = source.num_batches is None
         self.repeatable = source.repeatable
@@ -106,9 +106,9 @@ class BatchPipeline:
 
     def first_batch(self) -> Any:
         if self._first is None:
-            batch = self._source.first_batch()  # which takes none from the epochs
+            batch = self._source.first_batch()  # which does not take it from an epoch
             if batch is None:
-                raise DataError(f"The {self._mode} data has no batch; there is nothing to work on.")
+                raise DataError(f"The {self._mode} data has no batches. Provide at least one batch.")
             self._first = _tensors(batch)
         return self._first
 
@@ -134,7 +134,7 @@ class FeedPipeline:
     """The batches of one mode: reader, the model file's `feed`, batching, prefetch; traced once.
 
     Args:
-        mode: what the batches are for.
+        mode: purpose of the batches.
         find_index: see `open_pipeline`.
 
     Raises:
@@ -179,7 +179,7 @@ class FeedPipeline:
         check_feed(raw, fed, f"`{settings.model.feed}` in {spec.path}")
         self.keeps_order = keeps_order(raw, fed)
         self._has_header = bool(settings.data.reader_params.get("header"))
-        self._predicts = mode is Mode.PREDICTION  # then `feed` gives features alone
+        self._predicts = mode is Mode.PREDICTION  # then `feed` returns only features
         self._minibatch_size = settings.training.minibatch_size
         self.dataset = fed.batch(self._minibatch_size).prefetch(2)
 
@@ -195,7 +195,7 @@ class FeedPipeline:
         return records_in(batch)
 
     def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
-        """The batches of records [start, end) of a source. Raises what the reader raised."""
+        """Yields the batches of records [start, end) of a source. Raises the reader's errors."""
         self._range = (name, start, end)
         try:
             for batch in self.dataset:
@@ -205,7 +205,7 @@ class FeedPipeline:
             raise batch_error(error, name, start, end, self._has_header) from error
 
     def first_batch(self) -> Any:
-        """A batch from the start of the data, to build a model with."""
+        """A batch from the start of the data, for building a model."""
         tried = 0
         for name, head in self._beginnings():
             count = 0
@@ -216,12 +216,12 @@ class FeedPipeline:
                 for batch in self.batches(name, 0, count):
                     return batch
             tried += count
-        raise DataError(f"`feed` turned all {tried} records into no example; there is nothing to work on.")
+        raise DataError(f"`feed` returned no examples for all {tried} records. It must return at least one.")
 
     def _beginnings(self) -> Iterator[tuple[str, Callable[[int], int]]]:
-        """Each source, and what says how many records it has, at most so many as it is given."""
+        """Each source, with a function that returns its number of records, up to a limit."""
         if isinstance(self.reader, FileReader):
-            for name in self.reader.names:  # without a scan of all data
+            for name in self.reader.names:  # without scanning all data
                 yield name, functools.partial(self.reader.head, name)
         else:
             for source in self.reader.sources():
@@ -229,7 +229,7 @@ class FeedPipeline:
 
 
 def records_in(batch: Any) -> int:
-    """How many records a batch of dense, ragged or sparse tensors holds."""
+    """The number of records in a batch of dense, ragged or sparse tensors."""
     first = tf.nest.flatten(batch)[0]
     if isinstance(first, tf.RaggedTensor):
         return int(first.nrows())

@@ -1,4 +1,4 @@
-"""The callbacks of a job: those of the model file and those that its settings call for."""
+"""The callbacks of a job: the model file's, and those required by its settings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def job_callbacks(spec: Spec, settings: JobSettings) -> list[keras.callbacks.Callback]:
-    """New callback objects for one process of the job."""
+    """Creates the callback objects of one process of the job."""
     import keras
 
     from elasticcb.callbacks import SavedModelExporter
 
     callbacks = spec.make_callbacks()
     if settings.command is not Command.TRAIN and settings.model.definition:
-        # The averages stay with the job that trains; what it leaves behind are the averaged weights themselves.
+        # The moving averages stay in the training job; its checkpoints and exports have the averaged weights.
         callbacks = [callback for callback in callbacks if not isinstance(callback, keras.callbacks.SwapEMAWeights)]
     wants_export = settings.command is Command.TRAIN and settings.output
     if wants_export and not any(isinstance(callback, SavedModelExporter) for callback in callbacks):
@@ -31,7 +31,7 @@ def job_callbacks(spec: Spec, settings: JobSettings) -> list[keras.callbacks.Cal
 
 
 def callback_params(settings: JobSettings, worker_id: int = -1, steps: int | None = None) -> dict[str, Any]:
-    """`callback.params`; `worker_id` is -1 on the master, which alone knows the `steps`, batches of an epoch."""
+    """`callback.params`; `worker_id` is -1 on the master. Only the master knows `steps`, the batches of an epoch."""
     exported = settings.output if settings.command is Command.TRAIN else ""
     return {
         "batch_size": settings.training.minibatch_size,

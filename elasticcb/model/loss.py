@@ -1,4 +1,4 @@
-"""A model file's `loss(labels, predictions[, sample_weight])` as a Keras model's `compute_loss`."""
+"""Adapts a model file's `loss(labels, predictions[, sample_weight])` to a Keras model's `compute_loss`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from elasticcb.errors import ModelFileError
 
 
 def make_compute_loss(model: keras.Model, loss: Callable[..., Any], path: str) -> Callable[..., Any]:
-    """What becomes `model.compute_loss`: the mean of `loss` over the batch, plus `model.losses`.
+    """Creates `model.compute_loss`: the mean of `loss` over the batch, plus `model.losses`.
 
     Args:
-        loss: gives one number for the batch or one per example; weighted here unless it takes a third
-            argument, the sample weights (None where `feed` gives none).
-        path: of the model file, for messages.
+        loss: returns one number for the batch or one per example; weighted here unless it takes a third argument, the
+            sample weights (None if `feed` returns none).
+        path: path of the model file, for messages.
 
     Raises:
-        ModelFileError: `loss` can't be called so.
+        ModelFileError: `loss` has another signature.
     """
     call = _with_weight(loss, path)
 
@@ -30,8 +30,8 @@ def make_compute_loss(model: keras.Model, loss: Callable[..., Any], path: str) -
         del x, training
         if y is None:
             raise ModelFileError(
-                f"`feed` in {path} gives no labels, which `loss` needs. It must return a dataset of (features, "
-                "labels) or (features, labels, sample_weight) in training and evaluation."
+                f"`feed` in {path} gives no labels, which `loss` needs. In training and evaluation, return a dataset "
+                "of (features, labels) or (features, labels, sample_weight)."
             )
         total = keras.ops.mean(call(y, y_pred, sample_weight))
         for extra in model.losses:
@@ -42,14 +42,14 @@ def make_compute_loss(model: keras.Model, loss: Callable[..., Any], path: str) -
 
 
 def _with_weight(loss: Callable[..., Any], path: str) -> Callable[[Any, Any, Any], Any]:
-    """`loss` as a function of labels, predictions and sample weights that checks its result."""
+    """Wraps `loss` as a function of labels, predictions and sample weights that checks its result."""
     by_name = by_position = False
     try:
         signature = inspect.signature(loss)
     except TypeError as error:
         raise ModelFileError(
-            f"`loss` in {path} is {loss!r}. Expected a function of (labels, predictions), a keras.losses.Loss "
-            "or the name of one."
+            f"`loss` in {path} is {loss!r}. Expected a function of (labels, predictions), a keras.losses.Loss or its "
+            "name."
         ) from error
     except ValueError:
         pass  # some functions written in C have none
@@ -74,7 +74,7 @@ def _with_weight(loss: Callable[..., Any], path: str) -> Callable[[Any, Any, Any
 
 
 def _can_be_called(signature: inspect.Signature, count: int) -> bool:
-    """Whether `count` positional arguments fit."""
+    """Whether it accepts `count` positional arguments."""
     try:
         signature.bind(*range(count))
     except TypeError:
@@ -101,13 +101,13 @@ def _checked(value: Any, path: str) -> Any:
 def _weigh(value: Any, sample_weight: Any, path: str) -> Any:
     if isinstance(sample_weight, Mapping):
         raise ModelFileError(
-            f"`feed` in {path} gives sample weights by output ({', '.join(map(str, sample_weight))}), and "
-            "`loss` takes none, so they can't be told apart. Take `sample_weight` as a third argument."
+            f"`feed` in {path} returns sample weights by output ({', '.join(map(str, sample_weight))}), but `loss` "
+            "takes none, so it is unclear which to apply. Add a third argument `sample_weight` to `loss`."
         )
     if not len(value.shape):
         raise ModelFileError(
-            f"`feed` in {path} gives sample weights, but `loss` returns one number for the whole batch, so "
-            "they can't be applied. Return one loss per example, or take `sample_weight` as a third argument."
+            f"`feed` in {path} returns sample weights, but `loss` returns one number for the whole batch, so they "
+            "can't be applied. Return one loss per example, or add a third argument `sample_weight`."
         )
     weight = keras.ops.cast(sample_weight, value.dtype)
     while len(weight.shape) > len(value.shape):

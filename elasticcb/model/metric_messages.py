@@ -1,4 +1,4 @@
-"""Metric states, and outputs of batches, on the wire between a worker and the master."""
+"""Messages with metric states and outputs of batches, between a worker and the master."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import from_message, to_message
 
-States = dict[str, list[np.ndarray]]  # by metric: the values of `metric.variables`
+States = dict[str, list[np.ndarray]]  # values of `metric.variables`, by metric
 
 
-Outputs = dict[str, np.ndarray]  # of one batch: the arrays of a structure by their paths in it
+Outputs = dict[str, np.ndarray]  # of one batch: arrays by their paths in a structure
 
 
 def to_metric_states(states: States) -> list[pb.MetricState]:
@@ -30,22 +30,23 @@ def from_metric_states(messages: Sequence[pb.MetricState]) -> States:
 
 
 def to_outputs(batches: Sequence[Outputs]) -> list[pb.BatchOutputs]:
-    """What steps gave, one message per batch."""
+    """Outputs of steps, one message per batch."""
     return [pb.BatchOutputs(arrays=[to_message(array, path) for path, array in outputs.items()]) for outputs in batches]
 
 
 def from_outputs(messages: Sequence[pb.BatchOutputs]) -> list[Outputs]:
-    """What steps gave, by batch, from `to_outputs`."""
+    """Outputs of steps, by batch, from `to_outputs`."""
     return [{tensor.name: from_message(tensor) for tensor in message.arrays} for message in messages]
 
 
 def flatten_outputs(structure: Any) -> Outputs:
-    """A structure of arrays and tensors as arrays by path; a ragged or sparse tensor is several of them."""
+    """Flattens a structure of arrays and tensors to arrays by path; a ragged or sparse tensor becomes several
+    arrays."""
     return dict(_flatten(structure))
 
 
 def unflatten_outputs(outputs: Mapping[str, np.ndarray]) -> Any:
-    """The structure of what `flatten_outputs` took apart, with tuples for lists; dense leaves are NumPy arrays."""
+    """Inverse of `flatten_outputs`, with tuples for lists; dense leaves are NumPy arrays."""
     if set(outputs) == {""}:
         return outputs[""]
     parts: dict[tuple[str, str], dict[str, np.ndarray]] = {}
@@ -60,8 +61,8 @@ def unflatten_outputs(outputs: Mapping[str, np.ndarray]) -> Any:
     return {key: unflatten_outputs(part) for (_, key), part in parts.items()}
 
 
-_END = "\x1f"  # ends a step of a path; no name of an output holds a unit separator
-_COMPOSITE = "~"  # begins a step into the arrays of a ragged or sparse tensor, or to the place of None
+_END = "\x1f"  # ends a step of a path; names of outputs contain no unit separator
+_COMPOSITE = "~"  # starts a step into the arrays of a ragged or sparse tensor, or marks None
 
 
 def _flatten(structure: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
@@ -88,7 +89,7 @@ def _composite(arrays: Mapping[str, np.ndarray]) -> Any:
     """None, or the ragged or sparse tensor of these arrays."""
     if "none" in arrays:
         return None
-    import tensorflow as tf  # not above: the master answers calls before it is imported
+    import tensorflow as tf  # not at the top: the master answers calls before TensorFlow is imported
 
     if "dense_shape" in arrays:
         return tf.SparseTensor(arrays["indices"], arrays["values"], arrays["dense_shape"])

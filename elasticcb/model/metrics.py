@@ -1,8 +1,8 @@
-"""Metrics whose records are spread over workers: each record counts once, in whatever task it was.
+"""Metrics over records that are spread over workers: each record counts once, whichever task it was in.
 
-A worker accumulates the states of a task's metrics and sends them; the master merges the states of
-all tasks and reads the results. Statistics such as AUC so equal those of one process, which averages
-of per-batch results would not. How a metric travels is its `MetricTransport`.
+A worker accumulates the states of a task's metrics and sends them; the master merges the states of all tasks and
+computes the results. So statistics such as AUC equal those of a single process, unlike averages of per-batch results.
+`MetricTransport` says how a metric is sent.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _MONITORS = (keras.callbacks.EarlyStopping, keras.callbacks.ModelCheckpoint, ker
 
 
 class MetricTransport(Enum):
-    """How the statistics of a metric get to the master."""
+    """How the statistics of a metric are sent to the master."""
 
-    SUM = "sum"  # its variables add up: everything that Keras ships
-    MERGE = "merge"  # it brings `merge_state(metrics)`
-    OUTPUTS = "outputs"  # labels, predictions and weights travel, and the master updates the metric
+    SUM = "sum"  # its variables are summed: all metrics of Keras
+    MERGE = "merge"  # it implements `merge_state(metrics)`
+    OUTPUTS = "outputs"  # labels, predictions and weights are sent, and the master updates the metric
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """A metric that travels by itself.
+    """A separately sent metric.
 
-    `key` is its name among the results; `output` is the output of the model that `eval_metrics_fn` gives
-    it for. `by_model` tells metrics that the model updates itself.
+    `key` is its name in the results; `output` is its output in `eval_metrics_fn`. `by_model` marks metrics that the
+    model updates itself.
     """
 
     name: str  # the same in every process
@@ -52,23 +52,23 @@ class _Unit:
     output: str | None = None
     by_model: bool = False
     compiled: bool = False  # one of `compile(metrics=...)`
-    logged_by: str = ""  # "train" or "test": the mean of a value among the logs of the model's own step
+    logged_by: str = ""  # "train" or "test": the mean of a value in the logs of the model's own step
 
 
 class ModelMetrics:
-    """The metrics of a model: its loss, those it was compiled with, and those of `eval_metrics_fn`.
+    """The metrics of a model: its loss, its compiled metrics, and those of `eval_metrics_fn`.
 
-    Makes `model.compute_metrics` update and return the latter too, so that Keras's own `train_step`
-    and `test_step` feed them. A `train_step` or `test_step` of the model's own says by what it returns which
-    logs there are: results of metrics, and plain values. Of these the mean over all batches is what counts
-    (`fit` shows those of an epoch's last batch, and several workers have no last batch).
+    Extends `model.compute_metrics` to update and return the latter as well, so that Keras's own `train_step` and
+    `test_step` update them. The return value of a model's own `train_step` or `test_step` defines its logs: results of
+    metrics, and plain values. Plain values are averaged over all batches (`fit` shows the values of an epoch's last
+    batch, but with several workers there is no last batch).
 
     Args:
         model: a model; its metrics must be built (`Backend.build`) before states are read.
         eval_metrics: `{name: metric or function}` or `{output: {name: metric or function}}`.
 
     Raises:
-        ModelFileError: `eval_metrics` holds something else.
+        ModelFileError: `eval_metrics` contains something else.
     """
 
     def __init__(self, model: keras.Model, eval_metrics: Mapping[str, Any]) -> None:
@@ -76,7 +76,7 @@ class ModelMetrics:
         self._selected = list(metrics_by_output(eval_metrics))
         if len({id(metric) for _, metric, _ in self._selected}) < len(self._selected):
             raise ModelFileError(
-                "eval_metrics_fn() gives the same metric object twice; its records would be mixed. Make one "
+                "eval_metrics_fn() returned the same metric object twice, so its records would be mixed. Create one "
                 f"object for each of {', '.join(key for key, _, _ in self._selected)}."
             )
         self._before = {name: vars(model)[name] for name in _REPLACED if name in vars(model)}
@@ -84,7 +84,7 @@ class ModelMetrics:
         model.compute_metrics = self._compute_metrics
         self._compiled_keys: tuple[str, ...] = ()  # names of the results of `compile(metrics=...)`
         self._warned: set[str] = set()
-        # By step and key of its logs: a unit, and the key in its result where that is a dict.
+        # By step and key of its logs: a unit, and the key in its result if that is a dict.
         self._logs: dict[str, dict[str, tuple[str, str | None]]] = {}
         self._logged: dict[str, dict[str, keras.metrics.Mean]] = {"train": {}, "test": {}}
         self._carried: dict[str, list[Any]] | None = None
@@ -93,15 +93,15 @@ class ModelMetrics:
                 setattr(model, f"{step}_step", self._observed(step, _plain_function(getattr(model, f"{step}_step"))))
 
     def release(self) -> None:
-        """Gives the model its own methods back."""
+        """Restores the model's own methods."""
         for name in _REPLACED:
             vars(self._model).pop(name, None)
         vars(self._model).update(self._before)
 
     def give_directions(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
-        """Tells callbacks with `mode="auto"` whether what they monitor is to grow.
+        """Tells callbacks with `mode="auto"` whether higher values of their metric are better.
 
-        Keras looks for it among the metrics of `compile` alone, and not among those of `eval_metrics_fn`.
+        Keras looks only at the metrics of `compile`, not at those of `eval_metrics_fn`.
         """
         directions = {key: getattr(metric, "_direction", "") for key, metric, _ in self._selected}
         for callback in callbacks:
@@ -111,7 +111,8 @@ class ModelMetrics:
 
     def _observed(self, step: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
-            """As the model's: of `data`; or of a state and `data`, which gives the logs and the next state."""
+            """Like the model's method: takes `data`; or takes a state and `data`, and returns the logs and the next
+            state."""
             with recorded_results([*self._model.metrics, *(metric for _, metric, _ in self._selected)]) as recorded:
                 result = function(*given)
             self._note_logs(step, flat_logs(result if len(given) == 1 else result[0]), recorded)
@@ -121,11 +122,11 @@ class ModelMetrics:
 
     @contextlib.contextmanager
     def carried(self, states: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, list[Any]]]:
-        """For a step that is given its state, instead of changing variables: the metrics that Keras does not count as
-        the model's start in it from `states`; it gives what they come to.
+        """For a step that takes and returns its state instead of changing variables: metrics that Keras does not count
+        as the model's start from `states`; returns their new states.
 
         Args:
-            states: of the units of `carried_units`, tensors.
+            states: tensors, states of the units in `carried_units`.
         """
         self._carried = {name: list(values) for name, values in states.items()}
         try:
@@ -134,11 +135,11 @@ class ModelMetrics:
             self._carried = None
 
     def carried_units(self) -> dict[str, keras.metrics.Metric]:
-        """Those: of `eval_metrics_fn`, and the means of logs."""
+        """The metrics of `eval_metrics_fn`, and the means of logs."""
         return {unit.name: unit.metric for unit in self._units() if not unit.by_model or unit.logged_by}
 
     def _updated(self, metric: keras.metrics.Metric, update: Callable[[], None]) -> Any:
-        """The result of a metric after an update, where the step's state has it."""
+        """The result of a metric after an update, if the step's state has it."""
         if self._carried is None:
             update()
             return metric.result()
@@ -151,7 +152,7 @@ class ModelMetrics:
         return result
 
     def _note_logs(self, step: str, logs: Mapping[str, Any], recorded: list[tuple[Any, Any, str | None]]) -> None:
-        """Finds out what the logs of a step are, from the results that metrics gave while it ran."""
+        """Determines the logs of a step from the results of metrics while it ran."""
         names = {id(unit.metric): unit.name for unit in self._units()}
         compiled = {unit.key: unit.name for unit in self._units() if unit.compiled}
         found: dict[str, tuple[str, str | None]] = {}
@@ -192,7 +193,7 @@ class ModelMetrics:
         for metric in self._model.metrics:
             if isinstance(metric, CompileMetrics):
                 if metric.built and not self._compiled_keys:
-                    self._compiled_keys = tuple(metric.result())  # which goes through them in the same order
+                    self._compiled_keys = tuple(metric.result())  # which iterates over them in the same order
                 for key, part in zip(self._compiled_keys, metric.metrics, strict=False):
                     add(part, key, by_model=True, compiled=True)
             else:
@@ -209,7 +210,7 @@ class ModelMetrics:
         return {unit.name: unit.metric for unit in self._units()}
 
     def transports(self) -> dict[str, MetricTransport]:
-        """How each unit travels."""
+        """How each unit is sent."""
         return {unit.name: self._transport(unit) for unit in self._units()}
 
     def _transport(self, unit: _Unit) -> MetricTransport:
@@ -222,14 +223,14 @@ class ModelMetrics:
         if unit.name not in self._warned:
             self._warned.add(unit.name)
             logger.warning(
-                "The metric %r (%s) is updated by the model itself and has no merge_state(metrics): the states "
-                "of different workers are added up.", unit.name, type(unit.metric).__name__,
+                "The metric %r (%s) is updated by the model itself and has no merge_state(metrics), so the states of "
+                "different workers are summed.", unit.name, type(unit.metric).__name__,
             )  # fmt: skip
         return MetricTransport.SUM
 
     @contextlib.contextmanager
     def kept_outputs(self) -> Iterator[list[Any]]:
-        """What the metrics that travel as outputs need of a step in it: labels, predictions and perhaps weights."""
+        """The values of a step for metrics that are sent as outputs: labels, predictions and, if used, weights."""
         outputs: list[Any] = []
         if MetricTransport.OUTPUTS not in self.transports().values():
             yield outputs
@@ -247,12 +248,12 @@ class ModelMetrics:
             self._model.compute_metrics = inner
 
     def reset(self) -> None:
-        """Back to no records; works inside a `tf.function`."""
+        """Resets all metrics; works inside a `tf.function`."""
         for metric in self.units().values():
             metric.reset_state()
 
     def states(self) -> dict[str, list[np.ndarray]]:
-        """The present states of all units that do not send outputs."""
+        """The current states of all units that do not send outputs."""
         return {
             unit.name: [variable.numpy() for variable in unit.metric.variables]
             for unit in self._units()
@@ -260,8 +261,8 @@ class ModelMetrics:
         }
 
     def training_units(self) -> frozenset[str]:
-        """The units in the logs of training. Outputs of training batches don't travel: the states of a metric that
-        needs them are added up, if its `reset_state` leaves zeros. Resets all."""
+        """The units in the logs of training. Outputs of training batches are not sent: the states of metrics that need
+        them are summed, if `reset_state` sets them to zero. Resets all units."""
         self.reset()
         names = set()
         for unit in self._units():
@@ -269,18 +270,18 @@ class ModelMetrics:
                 names.add(unit.name)
             elif not any(np.any(np.asarray(variable.value)) for variable in unit.metric.variables):
                 names.add(unit.name)
-                logger.info("In training the states of the metric %r are added up over batches.", unit.name)
+                logger.info("In training, the states of the metric %r are summed over batches.", unit.name)
             else:
                 logger.warning(
-                    "The metric %r (%s) is left out of the logs of training: its reset_state() leaves other values "
-                    "than zero, so its states can't be added up over the batches of several workers.",
+                    "The metric %r (%s) is omitted from the training logs: its reset_state() sets nonzero values, so "
+                    "its states can't be summed over the batches of several workers.",
                     unit.name, type(unit.metric).__name__,
                 )  # fmt: skip
         return frozenset(names)
 
     @property
     def merging_units(self) -> frozenset[str]:
-        """The units whose states are put together by the metric itself."""
+        """The units whose states are merged by the metric itself."""
         return frozenset(name for name, transport in self.transports().items() if transport is MetricTransport.MERGE)
 
     def merge_states(self, name: str, tasks: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
@@ -288,7 +289,7 @@ class ModelMetrics:
         metric = self.units()[name]
         if self.transports()[name] is not MetricTransport.MERGE:
             return [np.sum(values, axis=0, dtype=_wide(values[0])) for values in zip(*tasks, strict=True)]
-        # Two copies, so that `merge_state` meets metrics that are not those of the model.
+        # Two copies, so that `merge_state` does not get the model's own metrics.
         total, other = _copy(metric), _copy(metric)
         for number, task in enumerate(tasks):
             _assign(other if number else total, task)
@@ -297,11 +298,11 @@ class ModelMetrics:
         return [np.asarray(variable.value) for variable in total.variables]
 
     def load(self, states: Mapping[str, Sequence[np.ndarray]], batches: Iterable[Sequence[Any]] = ()) -> None:
-        """Sets the metrics to statistics that came from workers.
+        """Sets the metrics to statistics from workers.
 
         Args:
-            states: by unit, values of its variables; a unit that is missing is reset.
-            batches: `(labels, predictions[, sample_weight])` of each, for units that need them.
+            states: values of variables by unit; missing units are reset.
+            batches: `(labels, predictions[, sample_weight])` of each batch, for units that need them.
         """
         self.reset()
         units = self._units()
@@ -314,16 +315,16 @@ class ModelMetrics:
             for unit in travelling:
                 if not unit.by_model:
                     self._update(unit.metric, unit.output, labels, predictions, weight)
-        # After the outputs, which `compile(metrics=...)` feeds to all of its metrics alike.
+        # After the outputs, which `compile(metrics=...)` passes to all of its metrics.
         for unit in units:
             if unit.name in states:
                 _assign(unit.metric, states[unit.name])
 
     def results(self, among: Collection[str] | None = None, step: str = "test") -> dict[str, float]:
-        """Present results by name, of all units or of those named; a result that is a dict gives its items.
+        """Current results by name, of all units or of the given ones; dict results are flattened.
 
         Args:
-            step: "train" or "test"; where the model has a step of its own, the results are those that it logs.
+            step: "train" or "test"; if the model has its own step, only the results that it logs.
         """
         units = {unit.name: unit for unit in self._units() if among is None or unit.name in among}
         results: dict[str, Any] = {}
@@ -340,7 +341,7 @@ class ModelMetrics:
         return {name: to_number(value) for name, value in results.items()}
 
     def nested_results(self, among: Collection[str] | None = None) -> dict[str, Any]:
-        """As `results` of an evaluation, with the metrics of an output under the output's name."""
+        """Like `results` of an evaluation, with the metrics of an output under the output's name."""
         flat = self.results(among)
         nested: dict[str, Any] = dict(flat)
         for key, metric, output in self._selected:
@@ -350,7 +351,7 @@ class ModelMetrics:
 
 
 def _plain_function(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A step without its @tf.function: the gradients of a function within the step can't be taken out of it."""
+    """A step without its @tf.function: gradients computed inside a nested function can't be extracted."""
     inner = getattr(step, "python_function", None)
     if inner is None:
         return step
@@ -360,7 +361,7 @@ def _plain_function(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _outside_of_traces(make: Callable[[], Any]) -> Any:
-    """What `make` gives, not as a part of the step that is traced: each thread has traces, and scopes, of its own."""
+    """The result of `make`, called outside of the traced step: each thread has its own traces and scopes."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()
 
@@ -375,10 +376,9 @@ def to_number(value: Any) -> Any:
 
 
 def _adds_up(metric: keras.metrics.Metric) -> bool:
-    """Whether summing its variables over tasks gives the statistics of all their records.
+    """Whether summing its variables over tasks gives the statistics over all records.
 
-    True for what Keras ships; a user's subclass stays so as long as it does not change how its state
-    is kept.
+    True for Keras's metrics, and for subclasses that do not change how the state is kept.
     """
     for kind in type(metric).__mro__:
         if {"update_state", "reset_state", "merge_state"} & set(vars(kind)):
@@ -391,9 +391,9 @@ def _copy(metric: keras.metrics.Metric) -> keras.metrics.Metric:
         return type(metric).from_config(metric.get_config())
     except Exception as error:
         raise ModelFileError(
-            f"The metric {metric.name!r} has merge_state(metrics), and so is copied to merge the states of tasks; "
-            f"{type(metric).__name__}.from_config(get_config()) raised {type(error).__name__}: {error}. Give it a "
-            "get_config() that holds what its __init__ takes.",
+            f"The metric {metric.name!r} has merge_state(metrics), so it must be copied to merge the states of tasks, "
+            f"but {type(metric).__name__}.from_config(get_config()) raised {type(error).__name__}: {error}. Implement "
+            "get_config() with the arguments of its __init__.",
             user_traceback(error),
         ) from error
 

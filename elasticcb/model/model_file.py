@@ -1,6 +1,6 @@
-"""The user's model file: imported by path, checked, and turned into a compiled Keras model.
+"""Imports the user's model file by path, checks it, and creates a compiled Keras model from it.
 
-Importing this module imports Keras; the command line checks names without it (cli/validation.py).
+This module imports Keras; the command line checks names without importing it (cli/validation.py).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from elasticcb.model.loss import make_compute_loss
 from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.settings import Mode, ModelSettings
 
-# Roles of `--cluster=inprocess` are threads: they must not import the same file side by side, nor set
-# the process's random seeds while another one draws initial weights from them.
+# Roles of `--cluster=inprocess` are threads: they must not import the same file concurrently, nor set the process's
+# random seeds while another thread draws initial weights from them.
 building = threading.RLock()
 
 
 class ModelSpec:
-    """What a model file defines.
+    """The definitions of a model file.
 
     Args:
-        settings: where the file is and how its names are called.
+        settings: path of the file, and names of its functions.
 
     Raises:
-        ModelFileError: the file can't be imported or lacks a needed name.
+        ModelFileError: the file can't be imported or lacks a required name.
     """
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -47,8 +47,8 @@ class ModelSpec:
     @property
     def loss_advice(self) -> str:
         return (
-            f"Define `{self._settings.loss}(labels, predictions)` in the file, or return a model that is compiled with "
-            "a loss, or adds losses of its own."
+            f"Define `{self._settings.loss}(labels, predictions)` in the file, or return a model that is compiled "
+            "with a loss or adds its own losses."
         )
 
     @property
@@ -60,21 +60,21 @@ class ModelSpec:
         return self._get(self._settings.custom_data_reader)
 
     def batch_source(self, mode: Mode) -> None:
-        """None: the records of a reader are fed."""
+        """None: the data comes from a reader."""
 
     def build_model(self) -> keras.Model:
-        """A new model, compiled with what the file brings; a model without a loss stays uncompiled."""
+        """A new model, compiled with the definitions of the file; a model without a loss is not compiled."""
         _check_is_function(self._model_factory, self._model_name, self.path)
         model = self.call(self._model_factory, **self._settings.params)
         if not isinstance(model, keras.Model):
             raise ModelFileError(
-                f"{self._model_name}() in {self.path} returned {type(model).__name__}; expected a "
-                "keras.Model (Sequential, functional or subclass)."
+                f"{self._model_name}() in {self.path} returned {type(model).__name__}; expected a keras.Model "
+                "(Sequential, functional or subclass)."
             )
         if not model.compiled:
             self._compile(model)
         elif self._get(self._settings.optimizer) is not None:
-            # The servers take it from there, so that they need not build the model.
+            # Servers use it from there, so they need not build the model.
             model.optimizer = _scaled_like(model.optimizer, self.make_optimizer())
         return model
 
@@ -92,25 +92,25 @@ class ModelSpec:
                 optimizer = keras.optimizers.get(optimizer)
             except ValueError as error:
                 raise ModelFileError(
-                    f"{self._settings.optimizer} in {self.path} is {optimizer!r}, which is not the name of an "
-                    'optimizer of Keras. Expected one such as "adam", or a keras.optimizers.Optimizer.'
+                    f"{self._settings.optimizer} in {self.path} is {optimizer!r}, which is not the name of a Keras "
+                    'optimizer. Expected a name such as "adam", or a keras.optimizers.Optimizer.'
                 ) from error
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ModelFileError(
-                f"{self.path} gives no usable optimizer: {optimizer!r}. Define `{self._settings.optimizer}()` that "
-                f"returns a keras.optimizers.Optimizer, or return a compiled model from {self._model_name}()."
+                f"{self.path} provides no valid optimizer: {optimizer!r}. Define `{self._settings.optimizer}()` to "
+                f"return a keras.optimizers.Optimizer, or return a compiled model from {self._model_name}()."
             )
         return optimizer
 
     def make_optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """New optimizers, all that a model of this file holds, in the order of `model_optimizers`.
+        """New instances of all optimizers of the model, in the order of `model_optimizers`.
 
-        Builds a model; where there is one optimizer only, `make_optimizer` may not need to.
+        Builds a model; with a single optimizer, `make_optimizer` may avoid that.
         """
         return model_optimizers(self.build_model())
 
     def make_eval_metrics(self) -> dict[str, Any]:
-        """What `eval_metrics_fn()` returns; empty when the file has none."""
+        """The result of `eval_metrics_fn()`; empty if the file has none."""
         factory = self._get(self._settings.eval_metrics_fn)
         metrics = {} if factory is None else self.call(factory)
         if not isinstance(metrics, dict):
@@ -121,7 +121,7 @@ class ModelSpec:
         return metrics
 
     def make_callbacks(self) -> list[keras.callbacks.Callback]:
-        """What `callbacks()` returns, and the file's `PredictionOutputsProcessor`; new objects each time."""
+        """The result of `callbacks()`, and the file's `PredictionOutputsProcessor`; new objects each time."""
         factory = self._get(self._settings.callbacks)
         given = [] if factory is None else self.call(factory) or []
         if not isinstance(given, (list, tuple)):
@@ -137,7 +137,7 @@ class ModelSpec:
                     "expected keras.callbacks.Callback objects."
                 )
         processor = self._get("PredictionOutputsProcessor")
-        # ElasticDL's way to receive predictions: the model file has a class of this name.
+        # ElasticDL's way to process predictions: a class of this name in the model file.
         if inspect.isclass(processor) and processor.__module__ == self.module.__name__:
             from elasticcb.callbacks import PredictionOutputsProcessor
 
@@ -148,12 +148,12 @@ class ModelSpec:
         return callbacks
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function of the model file; what it raises becomes a `ModelFileError`."""
+        """Calls a function of the model file; its errors become `ModelFileError`s."""
         try:
             with building:
                 return function(*args, **kwargs)
         except ElasticCBError:
-            raise  # it explains itself
+            raise  # its message is sufficient
         except (Exception, SystemExit) as error:
             name = getattr(function, "__name__", repr(function))
             inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
@@ -166,8 +166,8 @@ class ModelSpec:
         if found is None and needed:
             public = sorted(n for n, value in vars(self.module).items() if callable(value) and n[0] != "_")
             raise ModelFileError(
-                f"{self.path} has no {name!r}; it has: {', '.join(public) or 'no functions'}. "
-                "--model_def names it as folder.module.function."
+                f"{self.path} has no {name!r}; it has: {', '.join(public) or 'no functions'}. Expected "
+                "--model_def=folder.module.function."
             )
         return found
 
@@ -175,7 +175,7 @@ class ModelSpec:
         loss = self._get(self._settings.loss)
         optimizer = self._get(self._settings.optimizer)
         if optimizer is None:
-            return  # good enough to predict with; `require_trainable` says so before training
+            return  # sufficient for prediction; `require_trainable` raises before training
         if inspect.isclass(loss) and issubclass(loss, keras.losses.Loss):
             loss = self.call(loss)
         if isinstance(loss, (str, dict, list, keras.losses.Loss)) or _computes_its_loss(model):
@@ -183,11 +183,11 @@ class ModelSpec:
             return
         model.compile(optimizer=self.make_optimizer())
         if loss is not None:
-            # Keras would call a compiled loss once per output; a model file's loss gets them all.
+            # Keras would call a compiled loss once per output; a model file's loss gets all outputs.
             model.compute_loss = make_compute_loss(model, loss, str(self.path))
 
     def require_trainable(self, model: keras.Model) -> None:
-        """Raises `ModelFileError` unless `model` has an optimizer to train with."""
+        """Raises `ModelFileError` if `model` has no optimizer."""
         if not model.compiled:
             raise ModelFileError(
                 f"The model of {self.path} can't be trained: it is not compiled, and the file has no "
@@ -197,14 +197,14 @@ class ModelSpec:
 
 
 def _computes_its_loss(model: keras.Model) -> bool:
-    """Whether the model's class has a `compute_loss` of its own, which may ask Keras's for the compiled loss."""
+    """Whether the model's class overrides `compute_loss`, which may call Keras's for the compiled loss."""
     return type(model).compute_loss is not keras.Model.compute_loss
 
 
 def _scaled_like(
     present: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer
 ) -> keras.optimizers.Optimizer:
-    """`optimizer`, which scales the loss as `present` does: Keras's `compile` makes it so for mixed_float16."""
+    """Wraps `optimizer` to scale the loss like `present`: Keras's `compile` does so for mixed_float16."""
     scaling = keras.optimizers.LossScaleOptimizer
     if not isinstance(present, scaling) or isinstance(optimizer, scaling):
         return optimizer
@@ -226,7 +226,7 @@ def locate(settings: ModelSettings) -> tuple[Path, str]:
 def _check_is_function(value: Any, name: str, path: Path) -> None:
     if isinstance(value, (keras.Model, keras.optimizers.Optimizer)):
         raise ModelFileError(
-            f"{name} in {path} is an object, {type(value).__name__}, and one is needed in each process. Make it a "
+            f"{name} in {path} is an object, {type(value).__name__}, but each process needs its own. Make it a "
             "function that returns a new one."
         )
 
@@ -242,7 +242,7 @@ def _import(zoo: str, module: str, path: Path) -> ModuleType:
             if Path(getattr(found, "__file__", None) or "").resolve() == path:
                 return found
         except ImportError:
-            pass  # an installed package may hide the folder; by path it works
+            pass  # an installed package may hide the folder; importing by path works
         except (Exception, SystemExit) as error:
             raise _import_error(path, error) from error
         return _import_by_path(re.sub(r"\W", "_", f"model_file_{path}"), path)

@@ -1,6 +1,6 @@
-"""What `Cluster.fit` was given (model, data, callbacks), as it travels from the caller to workers and servers.
+"""The serialized job of `Cluster.fit` (model, data, callbacks), sent from the caller to workers and servers.
 
-It is pickled, so it goes only to processes that hold the job's token, and only they read it.
+It is pickled, so it is only sent to and read by processes with the job's token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elasticcb.serialization.model_archive import restore_model, save_model
 from elasticcb.settings import Mode
 
 _NAME = "the model"
-LOSS_ADVICE = "Give `compile` a loss, or let the model add losses of its own."
+LOSS_ADVICE = "Pass a loss to `compile`, or let the model add its own losses."
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Program:
     callbacks: Sequence[keras.callbacks.Callback] = ()
 
     def dumps(self) -> bytes:
-        """As bytes, for `ProgramSpec`.
+        """Serializes it for `ProgramSpec`.
 
         Raises:
-            UsageError: the model, or something else, can't be pickled.
+            UsageError: the model or another part can't be pickled.
         """
         names = ", ".join(type(callback).__name__ for callback in self.callbacks)
         optimizers = model_optimizers(self.model)
@@ -59,7 +59,7 @@ class Program:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Each is unpickled by itself, where and when it is needed."""
+    """Each part is unpickled separately, where and when it is needed."""
 
     sys_path: list[str]
     floatx: str
@@ -74,10 +74,10 @@ class _Parts:
 
 
 class ProgramSpec:
-    """A program where it runs: the interface of a model file's `ModelSpec`.
+    """A serialized job where it runs, with the interface of a model file's `ModelSpec`.
 
     Args:
-        data: what `Program.dumps` made.
+        data: result of `Program.dumps`.
     """
 
     path = _NAME
@@ -89,11 +89,11 @@ class ProgramSpec:
         parts: _Parts = cloudpickle.loads(data)
         self._parts = parts
         with building:
-            # The caller's modules are found where the caller finds them.
+            # The caller's modules are imported from the same paths as in the caller.
             adopt_path(parts.sys_path)
             keras.config.set_floatx(parts.floatx)
             keras.config.set_dtype_policy(parts.dtype_policy)
-            # Servers make constraints from their configs.
+            # Servers create constraints from their configs.
             keras.saving.get_custom_objects().update(pickling.loads(parts.constraints))
         self._model: keras.Model | None = None
         self._sources: dict[str, BatchSource] | None = None
@@ -108,7 +108,7 @@ class ProgramSpec:
         return self._model
 
     def make_optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """New optimizers, those of the caller's model."""
+        """New instances of the optimizers of the caller's model."""
         made: list[keras.optimizers.Optimizer] = self.call(
             lambda: keras_config.read(pickling.loads(self._parts.optimizers))
         )
@@ -127,14 +127,14 @@ class ProgramSpec:
         return callbacks
 
     def require_trainable(self, model: keras.Model) -> None:
-        """Whoever calls `fit` has checked it."""
+        """The caller of `fit` has checked it."""
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return call_user(function, *args, **kwargs)
 
 
 class CallerSpec:
-    """A program in the process of its caller: the caller's own model and callbacks."""
+    """The job in the process of its caller: the caller's own model and callbacks."""
 
     path = _NAME
     loss_advice = LOSS_ADVICE
@@ -164,14 +164,14 @@ class CallerSpec:
         return self._callbacks
 
     def require_trainable(self, model: keras.Model) -> None:
-        """Whoever calls `fit` has checked it."""
+        """The caller of `fit` has checked it."""
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return call_user(function, *args, **kwargs)
 
 
 def call_user(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls what is the user's; what it raises becomes a `ModelFileError`."""
+    """Calls the user's code; its errors become `ModelFileError`s."""
     try:
         with building:
             return function(*args, **kwargs)
@@ -188,8 +188,8 @@ def _constraint_classes(model: keras.Model) -> bytes:
     for constraint in used:
         if keras_config.is_as_it_is(type(constraint)) and vars(constraint):
             raise UsageError(
-                f"The constraint {type(constraint).__name__} has attributes ({', '.join(vars(constraint))}) and no "
-                "get_config() that says with which arguments servers can make it. Give it one."
+                f"The constraint {type(constraint).__name__} has attributes ({', '.join(vars(constraint))}) but no "
+                "get_config(), so servers can't create it. Implement get_config() with its arguments."
             )
     own = {type(item).__name__: type(item) for item in used if not type(item).__module__.startswith("keras.")}
     named = {keras.saving.get_registered_name(kind): kind for kind in own.values()}
@@ -201,13 +201,13 @@ def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
 
 
 def _exclusions(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
-    """What `exclude_from_weight_decay` set, which is no part of Keras's config."""
+    """The settings of `exclude_from_weight_decay`, which are not part of Keras's config."""
     names = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
     return {name: value for name, value in vars(_inner(optimizer)).items() if name in names}
 
 
 def _check_is_sent_whole(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raises `UsageError` for a learning rate that Keras's config leaves out."""
+    """Raises `UsageError` for a learning rate that Keras's config does not include."""
     rate = _inner(optimizer)._learning_rate
     if callable(rate) and not isinstance(rate, (keras.Variable, keras.optimizers.schedules.LearningRateSchedule)):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What a job runs, as its processes see it: a model file (model_file.py), or what `fit` was given (program.py)."""
+"""The interface of a job's definition: a model file (model_file.py) or a serialized job of `fit` (program.py)."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ if TYPE_CHECKING:
 
 
 class Spec(Protocol):
-    """Brings the model, its optimizers, its metrics and callbacks, and the data if those are no files."""
+    """Provides the model, its optimizers, metrics and callbacks, and the data unless it comes from files."""
 
     @property
     def path(self) -> Any:
-        """Where the user finds it, for messages."""
+        """Where it is defined, for messages."""
 
     @property
     def loss_advice(self) -> str:
-        """How the user gives the model a loss, as sentences."""
+        """Advice on how to add a loss to the model."""
 
     @property
     def feed(self) -> Callable[..., Any] | None:
-        """From raw records to examples; None where there is nothing to do."""
+        """Converts raw records to examples; None if not needed."""
 
     @property
     def custom_data_reader(self) -> Callable[..., Any] | None:
-        """Makes the reader; None for the formats that are known."""
+        """Creates a custom reader; None for built-in formats."""
 
     def batch_source(self, mode: Mode) -> BatchSource | None:
-        """The batches of a mode; None where a reader's records are fed."""
+        """The batches of a mode; None if the data comes from a reader."""
 
     def build_model(self) -> keras.Model:
-        """The model, compiled if it is to be trained."""
+        """The model, compiled if it will be trained."""
 
     def make_optimizer(self) -> keras.optimizers.Optimizer:
         """A new optimizer, the model's `optimizer`."""
 
     def make_optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """New optimizers, all that the model has; `make_optimizer` needs no model for its one."""
+        """New instances of all optimizers of the model; `make_optimizer` creates a single one without the model."""
 
     def make_eval_metrics(self) -> dict[str, Any]:
-        """Metrics besides those of the model."""
+        """Metrics in addition to the model's."""
 
     def make_callbacks(self) -> list[keras.callbacks.Callback]:
         """The callbacks of one process."""
 
     def require_trainable(self, model: keras.Model) -> None:
-        """Raises `ModelFileError` unless `model` has an optimizer to train with."""
+        """Raises `ModelFileError` if `model` has no optimizer."""
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function of the user; what it raises becomes a `ModelFileError`."""
+        """Calls a function of the user; its errors become `ModelFileError`s."""

@@ -16,14 +16,14 @@ from elasticcb.sharding.table_spec import TableSpec
 def variable_specs(
     model: keras.Model, updated: Mapping[int, int] | None = None, tables: Mapping[int, TableSpec] | None = None
 ) -> list[VariableSpec]:
-    """The weights that the servers hold, in the order of `model.weights`.
+    """The weights that the servers store, in the order of `model.weights`.
 
-    What Keras does not count among them stays on the worker that runs the batches: the state of a stateful RNN, which
-    goes on there from batch to batch as in `fit`, in whatever tasks the batches are, and the seeds of Dropout.
+    Variables that Keras does not count among them stay on the worker that runs the batches: the seeds of Dropout, and
+    the state of a stateful RNN, which continues there from batch to batch as in `fit`, across tasks.
 
     Args:
-        updated: what `Backend.build` gave. With it, variables that no optimizer updates count as non-trainable,
-            whatever Keras calls them: what the step assigns to them (a target network) is so not lost.
+        updated: result of `Backend.build`. If given, variables that no optimizer updates count as non-trainable,
+            whatever Keras calls them, so that assignments of the step to them (a target network) are not lost.
         tables: the embedding tables among them, by index.
     """
     tables = tables or {}
@@ -45,7 +45,7 @@ def variable_specs(
 
 
 def _undecayed(model: keras.Model, updated: Mapping[int, int] | None) -> set[int]:
-    """Variables that the model's optimizers were told to leave out of weight decay, as objects or by name."""
+    """Variables that the model's optimizers exclude from weight decay, as objects or by name."""
     trainable = {i: variable for i, variable in enumerate(model.weights) if variable.trainable}
     return {
         index

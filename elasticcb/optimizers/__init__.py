@@ -1,7 +1,7 @@
-"""Keras optimizers taken apart: what they are given, what they remember, and what of it can be split.
+"""Inspects Keras optimizers: their variables, their state, and how updates can be split.
 
-The public name is that of an optimizer of ElasticCB's own. It stands in `__init__.pyi`, and is imported, with Keras,
-when it is first used.
+The public name is ElasticCB's own optimizer. It is declared in `__init__.pyi`, and imported, with Keras, on first
+use.
 """
 
 import lazy_loader

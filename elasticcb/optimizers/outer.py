@@ -1,4 +1,5 @@
-"""The outer optimizer of local updates: which one it may be, and how its state is kept beside that of the others."""
+"""The outer optimizer of local updates: which optimizers are allowed, and how its state is stored next to the
+others."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ _PREFIX = "outer/"
 
 
 def outer_optimizer(text: str) -> keras.optimizers.Optimizer:
-    """A new optimizer.
+    """Creates the outer optimizer.
 
     Args:
-        text: a name that Keras knows, or the JSON of `keras.optimizers.serialize`.
+        text: the name of a Keras optimizer, or the JSON of `keras.optimizers.serialize`.
 
-    Raises `UsageError` when that is none of Keras's optimizers, or one that can't work on parts of a model.
+    Raises `UsageError` if it is not a Keras optimizer, or can't work on parts of a model.
     """
     given = f"--outer_optimizer={text}"
     expected = (
@@ -29,24 +30,24 @@ def outer_optimizer(text: str) -> keras.optimizers.Optimizer:
     try:
         optimizer = keras.optimizers.get(json.loads(text) if text.lstrip().startswith("{") else text)
     except Exception as error:
-        raise UsageError(f"{given} can't be. {expected} Keras says: {describe(error)}") from error
+        raise UsageError(f"{given} is invalid. {expected} Keras reports: {describe(error)}") from error
     if not isinstance(optimizer, keras.optimizers.Optimizer) or not type(optimizer).__module__.startswith("keras."):
-        raise UsageError(f"{given} can't be: it makes {type(optimizer).__name__}. {expected}")
+        raise UsageError(f"{given} is invalid: it creates a {type(optimizer).__name__}. {expected}")
     if optimizer.global_clipnorm:
         raise UsageError(
-            f"{given} can't have global_clipnorm: each parameter server has a part of the movement, and no server its "
-            "norm. Use clipnorm, which is of each variable, or clipvalue."
+            f"{given} can't have global_clipnorm: each parameter server has only a part of the weight change, so none "
+            "knows its norm. Use clipnorm, which clips each variable, or clipvalue."
         )
     if sets_final_weights(optimizer):
         raise UsageError(
-            f"{given} can't be: it ends with other weights than those that it trains, as ScheduleFreeAdamW does, and "
-            "any optimizer with use_ema. Use it as the model's own optimizer, or give another one here."
+            f"{given} is invalid: its final weights differ from the weights that it trains, as for ScheduleFreeAdamW "
+            "and any optimizer with use_ema. Use it as the model's own optimizer, or choose another outer optimizer."
         )
     return optimizer
 
 
 def with_outer(state: OptimizerState, outer: OptimizerState) -> OptimizerState:
-    """What the model's optimizers hold, and what the outer one does, under names of its own: "outer/momentums"."""
+    """The state of the model's optimizers and of the outer one, which has its own names: "outer/momentums"."""
     return OptimizerState(
         state.slots | {(index, _PREFIX + name): value for (index, name), value in outer.slots.items()},
         state.extras | {(index, _PREFIX + name): value for (index, name), value in outer.extras.items()},
@@ -56,7 +57,7 @@ def with_outer(state: OptimizerState, outer: OptimizerState) -> OptimizerState:
 
 
 def without_outer(state: OptimizerState) -> OptimizerState:
-    """What the model's optimizers hold."""
+    """The state of the model's optimizers."""
     return OptimizerState(
         {key: value for key, value in state.slots.items() if not key[1].startswith(_PREFIX)},
         {key: value for key, value in state.extras.items() if not key[1].startswith(_PREFIX)},
@@ -66,7 +67,7 @@ def without_outer(state: OptimizerState) -> OptimizerState:
 
 
 def of_outer(state: OptimizerState) -> OptimizerState:
-    """What the outer optimizer holds, by its own names."""
+    """The state of the outer optimizer, by its own names."""
     return OptimizerState(
         {(i, name[len(_PREFIX) :]): value for (i, name), value in state.slots.items() if name.startswith(_PREFIX)},
         {(i, name[len(_PREFIX) :]): value for (i, name), value in state.extras.items() if name.startswith(_PREFIX)},

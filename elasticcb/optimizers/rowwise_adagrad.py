@@ -1,4 +1,4 @@
-"""Adagrad with one accumulator for each row: the least that an adaptive optimizer can remember of a table."""
+"""Adagrad with one accumulator per row, the smallest state of an adaptive optimizer for a table."""
 
 # mypy: allow-subclassing-any, allow-untyped-calls
 
@@ -15,29 +15,30 @@ from elasticcb.errors import UsageError
 
 @keras.saving.register_keras_serializable("elasticcb")
 class RowWiseAdagrad(keras.optimizers.Optimizer):
-    """Adagrad whose accumulator is one number for each row, rather than one for each element.
+    """Adagrad with one accumulator per row instead of one per element.
 
-    A row is what one index of the first axis names. With a row's gradient g, it is
+    A row is the slice at one index of the first axis. For a row with gradient g:
 
         accumulator += mean(g ** 2)
         row -= learning_rate * g / (sqrt(accumulator) + epsilon)
 
-    as `EXACT_ROWWISE_ADAGRAD` of FBGEMM, which TorchRec trains its tables with, and `RowWiseSparseAdagrad` of DLRM
+    This is the same as `EXACT_ROWWISE_ADAGRAD` of FBGEMM, which TorchRec uses, and `RowWiseSparseAdagrad` of DLRM
     (Naumov et al., 2019, "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
     https://arxiv.org/abs/1906.00091). A row without a gradient does not change.
 
-    The accumulator of a variable [rows, …] has the shape [rows, 1, …]: for 16 float32 values 4 bytes instead of 64.
-    The rows of a variable of rank 0 or 1 are its elements, so that biases are trained by Adagrad. Dense layers are
-    often better trained by another optimizer; `keras.optimizers.MultiOptimizer` gives each variable its own.
+    The accumulator of a variable [rows, …] has the shape [rows, 1, …]: 4 bytes instead of 64 for 16 float32 values. The
+    rows of a variable of rank 0 or 1 are its elements, so biases are trained by plain Adagrad. For dense layers, other
+    optimizers are often better; use `keras.optimizers.MultiOptimizer` to choose one per variable.
 
-    Gradients of rows (`tf.IndexedSlices`) are added up by row first, and cost what the batch has, not the table.
+    Gradients of rows (`tf.IndexedSlices`) are summed by row first; the cost depends on the batch, not on the table.
 
     Args:
         learning_rate: a float, a schedule, or a function without arguments.
-        initial_accumulator_value: of each row, at least 0.
-        epsilon: keeps the divisor from being 0. FBGEMM's defaults are 1e-8, with accumulators that begin at 0; these
-            are those of `keras.optimizers.Adagrad`.
-        **kwargs: those of any Keras optimizer: `weight_decay`, `clipnorm`, `clipvalue`, `global_clipnorm`, `use_ema`, …
+        initial_accumulator_value: initial value of each accumulator, at least 0.
+        epsilon: avoids division by 0. The defaults are those of `keras.optimizers.Adagrad`; FBGEMM's are 1e-8 and
+            accumulators that start at 0.
+        **kwargs: arguments of any Keras optimizer: `weight_decay`, `clipnorm`, `clipvalue`, `global_clipnorm`,
+            `use_ema`, …
 
     Example:
 
@@ -101,8 +102,8 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
 
 
 def _summed(rows: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Gradients with those of equal rows added up: rows [n] and values [n, …], of which those left over are row 0 and
-    zeros. XLA compiles it, as it does not compile `tf.unique`, whose result has a size of its own."""
+    """Sums gradients of equal rows: returns rows [n] and values [n, …], padded with row 0 and zeros. Unlike
+    `tf.unique`, whose result has a dynamic size, XLA can compile it."""
     count = tf.size(rows)
     order = tf.argsort(rows)
     rows = tf.gather(rows, order)

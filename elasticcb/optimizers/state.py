@@ -1,7 +1,7 @@
-"""What optimizers have learned, whole: apart from any server, file or Keras object.
+"""The complete state of optimizers, independent of servers, files and Keras objects.
 
-It travels between the parameter servers and the Keras optimizers of a model in one process: what `fit` was
-given goes on from there, and what a callback saves or the caller gets back is as if trained in one process.
+It is transferred between parameter servers and the Keras optimizers of a model in one process: `fit` continues from the
+state that it was given, and a model that a callback saves or the caller gets back is as if trained in one process.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ Key = tuple[int, str]  # index of the model's variable, name
 
 @dataclass
 class OptimizerState:
-    """Whole variables of all optimizers, whatever the number of servers.
+    """Complete variables of all optimizers, independent of the number of servers.
 
     Attributes:
-        slots: with the rows of the model's variable, [rows, …]: of its shape, unless the optimizer reduces over rows.
-        extras: of other shapes that belong to one variable.
-        shared: of no variable: "iterations", "learning_rate"; "1/iterations" of the model's second optimizer,
-            "0.1/iterations" of the second one inside a MultiOptimizer.
-        optimizers: class names, with the same prefixes; empty where they are not known.
+        slots: variables with the rows of the model's variable, [rows, …]: of the same shape, unless the optimizer
+            reduces rows.
+        extras: variables of other shapes that belong to one variable.
+        shared: variables that belong to no variable: "iterations", "learning_rate"; "1/iterations" of the model's
+            second optimizer, "0.1/iterations" of the second one inside a MultiOptimizer.
+        optimizers: class names, with the same prefixes; empty if unknown.
     """
 
     slots: dict[Key, Array] = field(default_factory=dict)
@@ -46,10 +47,10 @@ class ModelState:
     """All weights, in the order of `model.weights`, and the state of all optimizers.
 
     Attributes:
-        ids: of embedding tables, by variable: the ids (int64 [n], in order) that the weights [n, dim], and the slots,
-            are rows of. Where none are given, they are 0, 1, ….
-        used: of embedding tables, by variable: the version at which each of these rows was last trained, int64 [n].
-            Where none are given, nobody knows.
+        ids: for embedding tables, by variable: the ids (int64 [n], ascending) of the rows of the weights [n, dim] and
+            the slots. Default: 0, 1, ….
+        used: for embedding tables, by variable: the version at which each of these rows was last trained, int64 [n];
+            unknown for missing variables.
     """
 
     version: int
@@ -64,15 +65,15 @@ def read_optimizers(
     model_variables: Sequence[keras.Variable],
     owners: Sequence[int] | None = None,
 ) -> OptimizerState:
-    """Copies what the optimizers hold, and builds those that are not built yet.
+    """Copies the state of the optimizers, and builds those that are not built yet.
 
     Args:
-        model_optimizers: of the model.
+        model_optimizers: optimizers of the model.
         model_variables: `model.weights`.
-        owners: for each of the variables, the index of its optimizer. Without it, several optimizers that
-            are not built yet are left out: what they would hold is what any new one holds.
+        owners: for each of the variables, the index of its optimizer. Without it, several unbuilt optimizers are
+            skipped, because they only have initial state.
 
-    Raises `ElasticCBError` when a built optimizer does not know a variable that is to be trained.
+    Raises `ElasticCBError` if a built optimizer lacks a variable that must be trained.
     """
     held = held_variables(model_optimizers, model_variables, owners)
     return OptimizerState(_copied(held.slots), _copied(held.extras), _copied(held.shared), held.optimizers)
@@ -83,7 +84,7 @@ def held_variables(
     model_variables: Sequence[keras.Variable],
     owners: Sequence[int] | None = None,
 ) -> OptimizerState:
-    """The same, with the variables in the place of arrays."""
+    """The same, with variables instead of arrays."""
     held = OptimizerState()
     names = []
     for leaf, found in _built_leaves(model_optimizers, model_variables, owners):
@@ -101,14 +102,14 @@ def write_optimizers(
     model_variables: Sequence[keras.Variable],
     owners: Sequence[int] | None = None,
 ) -> None:
-    """Makes the optimizers hold `state`; those that are not built yet are built first.
+    """Sets the state of the optimizers; those that are not built yet are built first.
 
-    Slots of variables that are not trained stay as they are.
+    Slots of variables that are not trained are not changed.
 
     Args:
         model_optimizers, model_variables, owners: as in `read_optimizers`.
 
-    Raises `ElasticCBError`, before anything is changed, when the state is of another optimizer or model.
+    Raises `ElasticCBError`, before anything is changed, if the state belongs to another optimizer or model.
     """
     from elasticcb.optimizers.traits import MultiOptimizer, unwrapped
     from elasticcb.tf.row_variables import make_whole
@@ -121,33 +122,33 @@ def write_optimizers(
         unused -= matches.add(state, leaf, found, model_variables)
     differences = [
         *matches.differences,
-        *(f"{key if isinstance(key, str) else key[1]} that the optimizer has not" for key in unused),
+        *(f"{key if isinstance(key, str) else key[1]} that the optimizer lacks" for key in unused),
     ]
     given = state.optimizers or tuple(names)
     if differences or {*given} - {*names}:
         shown = "; ".join(differences[:4]) + (f" and {len(differences) - 4} more" if len(differences) > 4 else "")
         raise ElasticCBError(
-            f"The state of {', '.join(given) or 'no optimizer'} does not fit the model's optimizer "
-            f"{', '.join(names) or 'none'}{': it has ' + shown if shown else ''}. Use the model and the optimizer, "
-            "with the settings, that the state is of."
+            f"The state of {', '.join(given) or 'no optimizer'} does not match the model's optimizer "
+            f"{', '.join(names) or 'none'}{': it has ' + shown if shown else ''}. Use the same model and optimizer, "
+            "with the same settings, as when the state was saved."
         )
     for target, value in matches.same:
         target.assign(value)
     for target, value in matches.resized:
         make_whole(target, value)
     for optimizer in map(unwrapped, model_optimizers):
-        if isinstance(optimizer, MultiOptimizer):  # it counts for itself
+        if isinstance(optimizer, MultiOptimizer):  # it has its own counter
             optimizer._iterations.assign(max(int(inner._iterations) for inner in optimizer.optimizers))
 
 
 @dataclass
 class _Matches:
-    """Variables of optimizers, and what a state holds for them.
+    """Variables of optimizers, matched with the values in a state.
 
     Attributes:
-        same: of the same shape.
-        resized: of tables that hold another number of rows now.
-        differences: what does not fit, in words.
+        same: variables with the same shape.
+        resized: variables of tables whose number of rows has changed.
+        differences: descriptions of mismatches.
     """
 
     same: list[tuple[Any, Array]] = field(default_factory=list)
@@ -157,7 +158,7 @@ class _Matches:
     def add(
         self, state: OptimizerState, leaf: Leaf, found: OptimizerVariables, variables: Sequence[keras.Variable]
     ) -> set[Any]:
-        """Matches the variables of one optimizer; answers the keys of the state that they have taken."""
+        """Matches the variables of one optimizer; returns the keys of the state that were used."""
         from elasticcb.optimizers.variables import has_free_rows
 
         used: set[Any] = set()
@@ -188,7 +189,7 @@ class _Matches:
 def _built_leaves(
     optimizers: Sequence[Any], variables: Sequence[Any], owners: Sequence[int] | None
 ) -> Iterator[tuple[Leaf, OptimizerVariables]]:
-    # Imported here: this module is also for processes that have not imported Keras yet.
+    # Imported here, because processes without Keras use this module as well.
     from elasticcb.optimizers.traits import unwrapped
     from elasticcb.optimizers.variables import leaves, optimizer_variables
 
@@ -208,8 +209,8 @@ def _built_leaves(
         unknown = [variable.path for index, variable in trained.items() if index not in known]
         if unknown and (owners is not None or len(optimizers) == 1):
             raise ElasticCBError(
-                f"The optimizer {inner.name} is built already, without {unknown[0]!r}, which is to be trained now. "
-                "Compile the model again, with a new optimizer, after a change of what is trainable."
+                f"The optimizer {inner.name} was built without {unknown[0]!r}, which must be trained now. After "
+                "changing what is trainable, compile the model again with a new optimizer."
             )
         for leaf in leaves(optimizer, place, known):
             yield leaf, optimizer_variables(leaf.optimizer, leaf.variables)

@@ -1,4 +1,4 @@
-"""The state of optimizers as it travels to and from the parameter servers: cut for each, and joined."""
+"""Messages with the state of optimizers: split for each parameter server, and joined."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from elasticcb.sharding.partition import Slice, VariableSpec, cut_slots
 
 
 def to_tensors(state: OptimizerState) -> dict[str, Array]:
-    """Named as they travel: "slots/I/NAME", "extras/I/NAME", "shared/NAME"."""
+    """Names on the wire: "slots/I/NAME", "extras/I/NAME", "shared/NAME"."""
     return named(SLOTS, state.slots) | named(EXTRAS, state.extras) | named(SHARED, state.shared)
 
 
 def from_tensors(tensors: Mapping[str, Array], optimizers: Iterable[str] = ()) -> OptimizerState:
-    """The inverse of `to_tensors`. Tensors of weights and tables are passed over; `WireError` for others."""
+    """The inverse of `to_tensors`. Ignores tensors of weights and tables; raises `WireError` for others."""
     unknown = without(tensors, WEIGHTS, STATE, TABLE, SLOTS, EXTRAS, SHARED)
     if unknown:
         raise WireError(
-            f"A state holds a tensor named {next(iter(unknown))!r}; known are weights/DTYPE, state/DTYPE, "
+            f"A state contains a tensor named {next(iter(unknown))!r}. Expected weights/DTYPE, state/DTYPE, "
             "slots/INDEX/NAME, extras/INDEX/NAME and shared/NAME."
         )
     slots, extras = (by_index_and_name(kind, tensors) for kind in (SLOTS, EXTRAS))
@@ -42,9 +42,9 @@ def from_tensors(tensors: Mapping[str, Array], optimizers: Iterable[str] = ()) -
 
 
 def cut_state(state: OptimizerState, specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> OptimizerState:
-    """What the server that holds `slices` gets of a whole state; that of untrained variables is left out.
+    """The part of a complete state for the server with `slices`, without untrained variables.
 
-    Raises `WireError` when a slot has other rows than its variable.
+    Raises `WireError` if a slot has other rows than its variable.
     """
     held = {part.variable for part in slices if specs[part.variable].trainable}
     slots = cut_slots(state.slots, specs, slices)
@@ -55,7 +55,7 @@ def cut_state(state: OptimizerState, specs: Sequence[VariableSpec], slices: Sequ
 def join_states(
     states: Sequence[OptimizerState], specs: Sequence[VariableSpec], parts: Sequence[Sequence[Slice]]
 ) -> OptimizerState:
-    """The whole state from all servers' parts: shared variables, and extras that several have, are the first's."""
+    """Joins the parts of all servers; shared variables and duplicate extras come from the first server."""
     whole = OptimizerState(optimizers=states[0].optimizers)
     for state, slices in zip(states, parts, strict=True):
         held = {part.variable: part for part in slices}

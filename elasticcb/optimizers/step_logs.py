@@ -1,4 +1,4 @@
-"""A `train_step` or `test_step` of a model's own, and what it logs."""
+"""Models with their own `train_step` or `test_step`, and the logs of these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import keras
 
 
 def is_overridden(model: keras.Model, method: str) -> bool:
-    """Whether the model has a method of its own in the place of Keras's, or was given one."""
+    """Whether the model overrides a method of Keras, in its class or on the instance."""
     return getattr(getattr(model, method), "__func__", None) is not getattr(keras.Model, method)
 
 
@@ -18,7 +18,7 @@ def is_overridden(model: keras.Model, method: str) -> bool:
 def recorded_results(
     metrics: Sequence[keras.metrics.Metric],
 ) -> Iterator[list[tuple[Any, keras.metrics.Metric, str | None]]]:
-    """Records (value, metric, key if its result is a dict) of each result that is asked for in the context."""
+    """Context that records (value, metric, key if its result is a dict) of each requested result."""
     recorded: list[tuple[Any, keras.metrics.Metric, str | None]] = []
 
     def recording(metric: keras.metrics.Metric) -> Callable[[], Any]:
@@ -44,7 +44,7 @@ def recorded_results(
 
 
 def flat_logs(logs: Any) -> dict[str, Any]:
-    """The logs of a step as Keras hands them to callbacks: sorted, dicts within them opened."""
+    """The logs of a step as Keras passes them to callbacks: sorted, with nested dicts flattened."""
     flat: dict[str, Any] = {}
     for key, value in sorted((logs or {}).items()):
         flat.update(flat_logs(value) if isinstance(value, dict) else {key: value})

@@ -1,4 +1,4 @@
-"""What may be done with an optimizer's updates: cut a variable between servers, update rows alone."""
+"""Properties of an optimizer's updates: whether variables can be split between servers, and rows updated separately."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from keras.src.api_export import REGISTERED_OBJS_TO_NAMES
 from elasticcb.optimizers.rowwise_adagrad import RowWiseAdagrad
 from elasticcb.rpc.tensors import Array
 
-# Their update of an element depends on nothing but that element, its gradient and its slots. A
-# subclass may have changed that, so the classes must be exactly these.
+# Their update of an element depends only on that element, its gradient and its slots. Subclasses may differ, so only
+# exactly these classes count.
 _ELEMENTWISE = frozenset(
     {
         keras.optimizers.SGD,
@@ -29,24 +29,24 @@ _ELEMENTWISE = frozenset(
     }
 )
 
-# Keras has these two since 3.14 or so; older ones are supported. Nothing is an instance of ().
+# Keras has these two since about 3.14, and older releases are supported. Nothing is an instance of ().
 MultiOptimizer: Any = getattr(keras.optimizers, "MultiOptimizer", ())
 _ScheduleFree = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
 
-# Attributes with how much of it they have.
+# Attributes with its amount.
 _MOMENTUM = ("momentum", "beta_1")
 
-# Elementwise too, but of use only when rows without a gradient take part in each update: it averages over steps.
+# Elementwise as well, but each update must include rows without a gradient, because it averages over steps.
 _ELEMENTWISE_BUT_NOT_LAZY = frozenset({_ScheduleFree})
 
 
 def public_class(optimizer: keras.optimizers.Optimizer) -> type[keras.optimizers.Optimizer]:
-    """The class that users know. On PyTorch, Keras has classes of its own below some."""
+    """The public class. On PyTorch, Keras uses internal subclasses of some optimizers."""
     return next(kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("keras.src.backend."))
 
 
 def name_publicly(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
-    """Lets Keras write optimizers down by their `public_class`, so that they can be read on another framework."""
+    """Makes Keras serialize optimizers by their `public_class`, so that another framework can load them."""
     for optimizer in map(unwrapped, optimizers):
         for each in (optimizer, *(getattr(optimizer, "optimizers", None) or ())):
             name = REGISTERED_OBJS_TO_NAMES.get(public_class(each))
@@ -55,15 +55,15 @@ def name_publicly(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
 
 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether the optimizer updates each element on its own. A user's class says so itself, with a
-    class attribute `elementwise = True`."""
+    """Whether the optimizer updates each element independently. A user's class declares it with a class attribute
+    `elementwise = True`."""
     optimizer = unwrapped(optimizer)
     return public_class(optimizer) in _ELEMENTWISE or vars(type(optimizer)).get("elementwise") is True
 
 
 def reduces_rows(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether the optimizer's class says, with a class attribute `rowwise = True`, that its update of a row depends on
-    nothing but that row, its gradient and its slots, which may be of any width."""
+    """Whether the optimizer's class declares, with a class attribute `rowwise = True`, that its update of a row depends
+    only on that row, its gradient and its slots, which may have any width."""
     return vars(type(unwrapped(optimizer))).get("rowwise") is True
 
 
@@ -72,7 +72,8 @@ def _is_rowwise(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def may_split(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether variables may be cut between servers, between rows: clipping by a variable's norm needs it whole."""
+    """Whether variables may be split between servers by rows: clipping by a variable's norm needs the complete
+    variable."""
     optimizer = unwrapped(optimizer)
     if isinstance(optimizer, MultiOptimizer):
         return all(map(may_split, optimizer.optimizers))
@@ -81,7 +82,7 @@ def may_split(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def may_join(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether several variables may be updated as one: a user's class may look at a variable's path or shape."""
+    """Whether several variables may be updated as one: a user's class may depend on a variable's path or shape."""
     optimizer = unwrapped(optimizer)
     return public_class(optimizer) in _ELEMENTWISE | _ELEMENTWISE_BUT_NOT_LAZY and optimizer.clipnorm is None
 
@@ -93,17 +94,17 @@ def may_join_rows(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def may_update_rows(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether gradients of rows update those rows alone.
+    """Whether gradients of rows update only these rows.
 
-    Otherwise they are made dense: a moving average of the weights, and accumulated gradients, change
-    every row at each update, and an optimizer that treats neither elements nor rows on their own needs the whole
-    gradient.
+    Otherwise they are converted to dense gradients: a moving average of the weights and gradient accumulation change
+    every row in each update, and an optimizer that is neither elementwise nor rowwise needs the complete gradient.
     """
     return _is_rowwise(optimizer) and not optimizer.use_ema and not optimizer.gradient_accumulation_steps
 
 
 def may_serve_rows(optimizer: keras.optimizers.Optimizer, num_ps: int) -> bool:
-    """Whether a variable may be an embedding table, whose rows are on all of `num_ps` servers and are updated alone."""
+    """Whether a variable may be an embedding table, whose rows are spread over `num_ps` servers and updated
+    separately."""
     optimizer = unwrapped(optimizer)
     if isinstance(optimizer, MultiOptimizer):
         return all(may_serve_rows(inner, num_ps) for inner in optimizer.optimizers)
@@ -111,10 +112,10 @@ def may_serve_rows(optimizer: keras.optimizers.Optimizer, num_ps: int) -> bool:
 
 
 def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
-    """Whether the optimizer's weight decay, if it has any, concerns `variable`.
+    """Whether the optimizer's weight decay, if any, applies to `variable`.
 
-    Not when `exclude_from_weight_decay` names it: as an object, or by what is found in a name. On TensorFlow that is
-    the name of the `tf.Variable`, with the names of layers, but in classes that decay in a way of their own (Muon).
+    Not if `exclude_from_weight_decay` excludes it, as an object or by a part of its name. On TensorFlow, this is the
+    name of the `tf.Variable`, which includes names of layers, except for classes with their own weight decay (Muon).
     """
     own = type(optimizer)._apply_weight_decay is not keras.optimizers.Optimizer._apply_weight_decay
     is_variable = hasattr(variable.value, "assign")  # as of TensorFlow; other values are arrays
@@ -122,23 +123,22 @@ def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> b
 
 
 def clips_on_server(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether the server clips by the global norm: with accumulation Keras clips the accumulated gradient, which
-    only the server knows. Otherwise the worker does, who has the gradients of all variables."""
+    """Whether the server clips by the global norm: with accumulation, Keras clips the accumulated gradient, which only
+    the server has. Otherwise the worker clips, because it has the gradients of all variables."""
     optimizer = unwrapped(optimizer)
     return bool(optimizer.gradient_accumulation_steps and optimizer.global_clipnorm)
 
 
 def sets_final_weights(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether the weights that training ends with are others than those that it trained: their moving average, in
-    Keras's classes."""
+    """Whether the final weights differ from the trained ones; in Keras's classes, they are their moving average."""
     optimizer = unwrapped(optimizer)
     own = type(optimizer).finalize_variable_values is not keras.optimizers.Optimizer.finalize_variable_values
     return bool(optimizer.use_ema or own)
 
 
 def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Every optimizer that a model holds: `model.optimizer` first, then those that are attributes of the model or
-    of its layers, also in lists and dicts, by the attribute's name. The same order in every process."""
+    """All optimizers of a model: `model.optimizer` first, then attributes of the model or of its layers, including
+    those in lists and dicts, ordered by attribute name. The order is the same in every process."""
     found: list[keras.optimizers.Optimizer] = []
 
     def add(value: Any) -> None:
@@ -157,21 +157,20 @@ def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 def steps_made(optimizers: Iterable[keras.optimizers.Optimizer]) -> int:
-    """How many updates they have made: the most of any, since a step need not apply all of them."""
+    """The number of updates: the maximum over all optimizers, because a step need not apply all of them."""
     built = [unwrapped(optimizer) for optimizer in optimizers if optimizer.built]
     return max((int(optimizer._iterations) for optimizer in built), default=0)
 
 
 def kinds_with_momentum(optimizers: Iterable[keras.optimizers.Optimizer]) -> list[str]:
-    """The classes of those among `optimizers`, and inside of a MultiOptimizer, whose updates go on in the direction of
-    those before; sorted."""
+    """The classes of optimizers, including those in a MultiOptimizer, whose updates have momentum; sorted."""
     inner = [each for held in map(unwrapped, optimizers) for each in getattr(held, "optimizers", None) or [held]]
     return sorted({type(each).__name__ for each in inner if any(getattr(each, name, 0) for name in _MOMENTUM)})
 
 
 def learning_rate_variable(optimizer: keras.optimizers.Optimizer | None) -> keras.Variable | None:
-    """What holds the learning rate that can be set; None where a schedule rules it, or each of the optimizers inside
-    a MultiOptimizer has its own."""
+    """The variable of the settable learning rate; None if a schedule controls it, or each optimizer in a MultiOptimizer
+    has its own."""
     optimizer = unwrapped(optimizer)
     if optimizer is None or isinstance(optimizer, MultiOptimizer):
         return None
@@ -179,21 +178,21 @@ def learning_rate_variable(optimizer: keras.optimizers.Optimizer | None) -> kera
 
 
 def multiply_learning_rate(optimizer: keras.optimizers.Optimizer, factor: float) -> None:
-    """Lets an optimizer update, and decay weights, by `factor` times the rate that it holds or computes."""
+    """Multiplies an optimizer's learning rate, for updates and weight decay, by `factor`."""
     rate = optimizer._get_current_learning_rate
     object.__setattr__(optimizer, "_get_current_learning_rate", lambda: rate() * factor)
 
 
 def not_cached(number: float) -> Array:
-    """The number as TensorFlow takes it without keeping it: of Python's numbers, it caches each that it ever saw.
+    """Converts a number so that TensorFlow does not cache it: it caches every Python number that it has seen.
 
-    Some 700 bytes for each version of a model, or rate of a schedule, become a gigabyte in 1.5 million steps.
+    About 700 bytes for each model version or learning rate add up to a gigabyte in 1.5 million steps.
     """
     return np.asarray(number)
 
 
 def unwrapped(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """The optimizer that does the work: losses are scaled where they are computed, on the workers."""
+    """The inner optimizer: losses are scaled where they are computed, on the workers."""
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer

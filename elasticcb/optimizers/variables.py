@@ -1,7 +1,7 @@
-"""Which variable of a Keras optimizer belongs to which variable of the model.
+"""Maps variables of a Keras optimizer to variables of the model.
 
-Keras keeps an optimizer's variables in one list. A server cuts those of one variable like that variable, and
-whoever stores or sends a state names them by it; this module finds them out for any class, Keras's or a user's.
+Keras keeps an optimizer's variables in one list. A server splits those of a variable like that variable, and stored
+states name them by it; this module finds the mapping for any class, Keras's or a user's.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from elasticcb.optimizers.traits import MultiOptimizer, reduces_rows, unwrapped
 
 
 class Leaf(NamedTuple):
-    """An optimizer that updates variables itself, rather than by others that it holds."""
+    """An optimizer that updates variables itself, not through inner optimizers."""
 
     name: str  # "0", or "0.1" for the second one inside a MultiOptimizer
     optimizer: keras.optimizers.Optimizer
-    variables: dict[int, Any]  # that it updates, by index in the model
+    variables: dict[int, Any]  # variables that it updates, by index in the model
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of its shared variables; nothing for the model's only optimizer."""
+        """The prefix of its shared variables; empty for the model's only optimizer."""
         return "" if self.name == "0" else f"{self.name}/"
 
     @property
@@ -35,11 +35,11 @@ class Leaf(NamedTuple):
 
 
 def leaves(optimizer: keras.optimizers.Optimizer, place: int, variables: Mapping[int, Any]) -> list[Leaf]:
-    """What an optimizer is made of: itself, or those inside a MultiOptimizer that have something to update.
+    """The parts of an optimizer: itself, or the optimizers in a MultiOptimizer that update something.
 
     Args:
         place: index among the model's optimizers.
-        variables: of the model that it updates, or what has their paths, shapes and dtypes; by index.
+        variables: variables of the model that it updates, or objects with their paths, shapes and dtypes; by index.
     """
     optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, MultiOptimizer):
@@ -57,19 +57,19 @@ def leaves(optimizer: keras.optimizers.Optimizer, place: int, variables: Mapping
 
 def chosen_optimizer(optimizer: Any, variable: Any) -> keras.optimizers.Optimizer:
     """Which of the optimizers inside a MultiOptimizer updates `variable`."""
-    if optimizer.built:  # a function that chooses may make a new one at each call
+    if optimizer.built:  # a function that chooses may create a new one in each call
         return optimizer.optimizers[optimizer._var_to_optimizer_idx[optimizer._var_key(variable)]]
     chosen = optimizer._optimizer_map(variable)
     if not isinstance(chosen, keras.optimizers.Optimizer):
         raise ModelFileError(
-            f"The MultiOptimizer {optimizer.name} gives {chosen!r} for the variable {variable.path!r}; expected a "
+            f"The MultiOptimizer {optimizer.name} returned {chosen!r} for the variable {variable.path!r}; expected a "
             "keras.optimizers.Optimizer."
         )
     return chosen
 
 
 class Slot(NamedTuple):
-    """A variable of the optimizer that belongs to one variable of the model."""
+    """A variable of the optimizer that belongs to a variable of the model."""
 
     variable: int  # index in the model
     name: str  # unique among those of that variable: "momentums"
@@ -81,10 +81,10 @@ class OptimizerVariables:
     """All variables of a built optimizer.
 
     Attributes:
-        slots: rows of the one are rows of the other: of the shape of their variable or, where an optimizer reduces
-            over rows, with as many rows.
-        extras: of another shape (Adafactor's row and column averages).
-        shared: those of no variable: iterations, learning rate, Nadam's product.
+        slots: variables with the rows of their variable: of the same shape, or, if the optimizer reduces rows, with the
+            same number of rows.
+        extras: variables of other shapes (Adafactor's row and column averages).
+        shared: variables that belong to no variable: iterations, learning rate, Nadam's product.
     """
 
     slots: list[Slot] = field(default_factory=list)
@@ -99,15 +99,15 @@ _WHOLE_LISTS = {"_variables", "_trainable_variables"}
 def optimizer_variables(
     optimizer: keras.optimizers.Optimizer, variables: Mapping[int, keras.Variable]
 ) -> OptimizerVariables:
-    """The variables of a built optimizer, by what they belong to.
+    """The variables of a built optimizer, by the model's variable that they belong to.
 
-    A variable belongs to the model's i-th one when it is the i-th of a list or dict that is an attribute and has as
-    many as the optimizer was built on, as Keras's classes have them, or when its name begins with the path, as
+    A variable belongs to the model's i-th variable if it is the i-th item of a list or dict attribute with as many
+    items as the optimizer was built on, as in Keras's classes; or if its name starts with that variable's path, as
     `add_variable_from_reference` names it.
 
     Args:
-        optimizer: no wrapper around others.
-        variables: of the model, by index; what is known of others is left out.
+        optimizer: not a wrapper around others.
+        variables: variables of the model, by index; others are ignored.
     """
     indices = {optimizer._var_key(variable): index for index, variable in variables.items()}
     built_on = [indices.get(optimizer._var_key(variable)) for variable in optimizer._trainable_variables]
@@ -147,8 +147,8 @@ def _has_rows_of(value: keras.Variable, variable: keras.Variable, any_width: boo
 
 
 def has_free_rows(variable: Any) -> bool:
-    """Whether a variable can get another number of rows, as that of an embedding layer; its slots are made for the
-    number that it had then."""
+    """Whether a variable's number of rows can change, as for an embedding layer; its slots keep their original
+    number."""
     shape = getattr(getattr(variable, "_value", None), "shape", ())
     return tuple(shape)[:1] == (None,) or getattr(variable, "free_rows", False)
 

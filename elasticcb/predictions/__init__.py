@@ -1,1 +1,1 @@
-"""What a model predicts, as columns and as files."""
+"""Predictions as columns and as files."""

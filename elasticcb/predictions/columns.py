@@ -1,4 +1,4 @@
-"""What a model predicts, as named columns with one row per record."""
+"""Predictions as named columns with one row per record."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Column:
     """One output for some records.
 
     Attributes:
-        name: of the output.
-        values: an array with a row per record; of a ragged output, its flat values.
-        splits: of a ragged output, its row splits from the outermost to the innermost; () for others.
+        name: name of the output.
+        values: an array with one row per record; for a ragged output, its flat values.
+        splits: for a ragged output, its row splits from the outermost to the innermost; () for others.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Column:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Of a row; None where rows have no common one by their kind."""
+        """Shape of a row; None if rows can have different shapes."""
         return None if self.splits else self.values.shape[1:]
 
     @property
@@ -44,7 +44,7 @@ class Column:
         return self.values.dtype.kind in "OSU"
 
     def plain(self) -> Column:
-        """The same in dtypes that every format knows: text for bytes, numbers of 32 bits for shorter floats."""
+        """Converted to dtypes that every format supports: text for bytes, float32 for shorter floats."""
         values = self.values
         if self.is_text:
             flat = [v.decode("utf-8", "backslashreplace") if isinstance(v, bytes) else str(v) for v in values.flat]
@@ -55,10 +55,10 @@ class Column:
         return Column(self.name, values, self.splits)
 
     def to_lists(self) -> list[Any]:
-        """The rows as Python values, lists where they have dimensions. Floats are the shortest that read back equal."""
+        """The rows as Python values or lists. Floats have the shortest representation that reads back equal."""
         values = self.values
         if values.dtype == np.float32:
-            values = values.astype("U32").astype(np.float64)  # else 0.1 becomes 0.10000000149011612
+            values = values.astype("U32").astype(np.float64)  # otherwise 0.1 becomes 0.10000000149011612
         rows: list[Any] = values.tolist()
         for splits in reversed(self.splits):
             bounds = splits.tolist()
@@ -67,12 +67,12 @@ class Column:
 
 
 def columns_of(outputs: Mapping[str, np.ndarray], output_names: Sequence[str] = ()) -> list[Column]:
-    """The columns of what a step gave for one batch (`flatten_outputs`).
+    """The columns of a step's outputs for one batch (`flatten_outputs`).
 
     Args:
-        output_names: of the model, used where they are as many as the outputs of a list.
+        output_names: names of the model's outputs, used if their number matches a list of outputs.
 
-    Raises `ModelFileError` for outputs that have no row per record.
+    Raises `ModelFileError` for outputs without one row per record.
     """
     return [_column(name, leaf) for name, leaf in _named(unflatten_outputs(outputs), "", output_names)]
 
@@ -92,25 +92,25 @@ def _named(structure: Any, name: str, output_names: Sequence[str]) -> list[tuple
 def _column(name: str, leaf: Any) -> Column:
     if name == RECORD:
         raise ModelFileError(
-            f"The model has an output {RECORD!r}, which is the name of the column of record numbers. Rename the output."
+            f"The model has an output named {RECORD!r}, which is reserved for the record number. Rename the output."
         )
     if leaf is None or hasattr(leaf, "dense_shape"):
         what = "None" if leaf is None else "a sparse tensor"
         raise ModelFileError(
-            f"The output {name!r} is {what}, which --output can't write. Leave it out of what the model predicts, or "
-            "make it dense: tf.sparse.to_dense."
+            f"The output {name!r} is {what}, which --output can't write. Remove it from the model's predictions, or "
+            "make it dense with tf.sparse.to_dense."
         )
     if hasattr(leaf, "nested_row_splits"):
         return Column(name, leaf.flat_values.numpy(), tuple(splits.numpy() for splits in leaf.nested_row_splits))
     values = np.asarray(leaf)
     if not values.ndim:
         raise ModelFileError(
-            f"The output {name!r} is one number for a whole batch; --output writes a row for each record. Return "
-            "outputs with the batch on axis 0, or take it in a callback's on_predict_batch_end."
+            f"The output {name!r} is one number for the whole batch, but --output writes a row per record. Return "
+            "outputs with the batch on axis 0, or process it in a callback's on_predict_batch_end."
         )
     return Column(name, values)
 
 
 def names_of_outputs(model: Any) -> Sequence[str]:
-    """The names of the outputs of a Keras model, where it has some."""
+    """The names of the outputs of a Keras model, if it has any."""
     return tuple(getattr(model, "output_names", None) or ())

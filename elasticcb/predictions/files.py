@@ -1,7 +1,7 @@
 """Writes predictions as a file: CSV, JSON lines, Parquet or NumPy.
 
-Each writer takes the batches in the order of the data, as (position of the first record, columns), and goes through
-them without holding more than one; Parquet's holds those of a row group. NumPy's goes through them once per column.
+Each writer takes the batches in the order of the data, as (position of the first record, columns), and holds only one
+at a time; Parquet's holds a row group. NumPy's iterates over them once per column.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ from elasticcb.data.extras import import_extra
 from elasticcb.errors import ModelFileError
 from elasticcb.predictions.columns import RECORD, Column
 
-Shapes = Mapping[str, set[tuple[int, ...] | None]]  # by column, the shapes that its rows have
+Shapes = Mapping[str, set[tuple[int, ...] | None]]  # shapes of rows, by column
 Batches = Iterable[tuple[int, list[Column]]]
 
-# Of Parquet; the first limit that is reached.
+# Limits of a row group in Parquet; the first one that is reached applies.
 _ROWS_PER_GROUP = 128 * 1024
 _BYTES_PER_GROUP = 64 << 20
 
 
 def check(column: Column, format: str) -> None:
-    """Raises `ModelFileError` when `format` can't hold such a column."""
+    """Raises `ModelFileError` if `format` can't store such a column."""
     kind = "text" if column.is_text else "complex numbers" if column.values.dtype.kind == "c" else ""
     if kind and (format == "npz") == (kind == "text"):
         others = "--output_format=jsonl" if kind == "text" else "--output_format=npz"
-        raise ModelFileError(f"The output {column.name!r} holds {kind}, which {format} files can't: use {others}.")
+        raise ModelFileError(
+            f"The output {column.name!r} contains {kind}, which {format} files can't store. Use {others}."
+        )
     if format == "npz" and column.splits:
         raise _of_many_shapes(column.name)
 
 
 def check_shapes(name: str, shapes: set[tuple[int, ...] | None], format: str) -> None:
-    """Raises `ModelFileError` when `format` can't hold rows of all these shapes in one column."""
+    """Raises `ModelFileError` if `format` can't store rows of all these shapes in one column."""
     if format == "npz" and len(shapes) > 1:
         raise _of_many_shapes(name)
 
 
 def _of_many_shapes(name: str) -> ModelFileError:
     return ModelFileError(
-        f"The rows of the output {name!r} have different shapes, which a NumPy array can't hold. Use "
+        f"The rows of the output {name!r} have different shapes, which a NumPy array can't store. Use "
         "--output_format=jsonl or --output_format=parquet."
     )
 
@@ -108,7 +110,7 @@ def _tables(batches: Batches) -> Iterator[Any]:
 
 
 def _row_groups(tables: Iterable[Any]) -> Iterator[Any]:
-    """Joins tables: a row group for each batch would make files large, and slow to read."""
+    """Joins tables, because one row group per batch would make files large and slow to read."""
     pa, _ = _pyarrow()
     gathered: list[Any] = []
     rows = size = 0

@@ -1,4 +1,4 @@
-"""The formats of a file of predictions, by name and by the ending of the file."""
+"""The formats of prediction files, by name and by file extension."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ ENDINGS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "pa
 
 
 def format_of(path: str) -> str:
-    """The format that the ending of `path` names; "" when it names none."""
+    """The format by the file extension of `path`; "" if unknown."""
     return ENDINGS.get(PurePath(path).suffix.lower(), "")

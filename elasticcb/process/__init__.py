@@ -1,1 +1,1 @@
-"""What concerns one process: its logs, its signals, its limits, and what it counts of itself."""
+"""Facilities of a single process: logs, signals, limits and statistics."""

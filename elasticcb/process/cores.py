@@ -1,4 +1,4 @@
-"""How many cores this process may use: by its affinity, and by the CPU quotas of its control groups."""
+"""Number of cores that this process may use, by its affinity and the CPU quotas of its control groups."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ _UNLIMITED = 1 << 30
 def usable_cores(proc: Path = Path("/proc/self")) -> int:
     """At least 1. A quota of one and a half cores counts as two.
 
-    The quota may be that of any group from the process's own up: of a container, of a systemd unit, of a batch system's
-    job.
+    The quota may be set on the process's own group or any parent: of a container, a systemd unit, or a batch job.
 
     Args:
-        proc: the process's folder of the kernel's.
+        proc: the process's folder in /proc.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):  # another system than Linux
+    with contextlib.suppress(OSError, ValueError):  # not Linux
         for folder in _groups(proc):
             cores = min(cores, _quota(folder))
     return max(1, cores)
@@ -29,7 +28,7 @@ def usable_cores(proc: Path = Path("/proc/self")) -> int:
 
 def _groups(proc: Path) -> Iterator[Path]:
     """Folders of the groups that limit the CPU time of the process, in both versions of control groups."""
-    groups: dict[str, PurePosixPath] = {}  # by controllers; "" is version 2
+    groups: dict[str, PurePosixPath] = {}  # by controllers; "": version 2
     for line in (proc / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         groups[controllers] = PurePosixPath(path)
@@ -39,13 +38,13 @@ def _groups(proc: Path) -> Iterator[Path]:
         _, _, _, root, mount_point, *_ = place.split()
         for controllers, group in groups.items():
             if _holds(kind, controllers):
-                # A container sees its own group as the root, and may be told a path that only its host knows.
+                # A container sees its own group as the root, and its path may be valid only on the host.
                 inner = group.relative_to(root) if group.is_relative_to(root) else PurePosixPath()
                 yield from (Path(mount_point, folder) for folder in (inner, *inner.parents))
 
 
 def _holds(kind: str, controllers: str) -> bool:
-    """Whether a mount of this kind has the groups of `controllers`, and these limit CPU time."""
+    """Whether a mount of this type has the groups of `controllers`, and they limit CPU time."""
     system, _, options = kind.split(" ", 2)
     if not controllers:
         return system == "cgroup2"

@@ -1,4 +1,4 @@
-"""What a process may compute with: cores and GPUs."""
+"""Devices of a process: cores and GPUs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 from elasticcb.process.cores import usable_cores
 
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
-# Else TensorFlow and JAX take nearly all memory of a GPU at once: another worker, the process whose place it takes, or
-# the program that has started it would be left with none.
+# By default TensorFlow and JAX reserve nearly all memory of a GPU: nothing would be left for another worker, a
+# replacement, or the program that started the workers.
 SHARED_GPU = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"  # TensorFlow reads it when it first computes
-_OF_JAX = "NPROC"  # as JAX does this one
+THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"  # TensorFlow reads it before its first computation
+_OF_JAX = "NPROC"  # like JAX reads this one
 
 
 def limit_threads(environment: MutableMapping[str, str], sharing: int = 1) -> None:
-    """Lets TensorFlow, and JAX, compute with as many threads as this process may use cores, unless the user has set a
+    """Limits the threads of TensorFlow and JAX to the cores that this process may use, unless the user has set a
     number.
 
-    They would start a thread for each core of the machine, which then wait for each other: they do not
-    know what a container, or a cgroup, may use.
+    Otherwise, they start a thread for each core of the machine, because they don't respect limits of containers or
+    cgroups, and the threads wait for each other.
 
     Args:
-        environment: of the process to be limited: this one, or one that it starts.
-        sharing: how many processes share the cores.
+        environment: environment of the process to limit: this one, or one that it starts.
+        sharing: number of processes that share the cores.
     """
     if THREADS_VARIABLE not in environment:
         environment[THREADS_VARIABLE] = str(max(1, usable_cores() // max(1, sharing)))

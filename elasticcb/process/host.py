@@ -1,4 +1,4 @@
-"""What a process calls the machine that it runs on."""
+"""The name of the machine that a process runs on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ POD_NAME = "ELASTICCB_POD_NAME"  # environment variable, which the manifests of 
 
 
 def host_name() -> str:
-    """Of a pod its name, which no other has: servers that take each other's place have the same host name, and pods
-    with the network of their node that of the node."""
+    """For a pod, its unique name: servers that replace each other have the same host name, and pods on their node's
+    network have that of the node."""
     return os.environ.get(POD_NAME) or platform.node()

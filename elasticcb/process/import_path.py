@@ -1,12 +1,11 @@
-"""Where the processes of a job import from: the same folders in the same order as the process that starts them.
+"""The import path of a job's processes: the same folders in the same order as in the process that starts them.
 
-`python -m` puts the current folder first, where any `random.py` or `elasticcb/` hides the real one. The `elasticcb`
-command does not, so that the processes of a job must not be started by `-m`.
+`python -m` puts the current folder first, where a `random.py` or `elasticcb/` would hide the real module. The
+`elasticcb` command does not, so the processes of a job must not be started with `-m`.
 
-The folder of a script stands first, too, where Python runs it. A process of a job imports more than the script does,
-such as click: a file of the user's of that name must not take its place. So a process begins with the import path that
-its Python has by itself, followed by the other folders of the caller, and takes the caller's order when it has imported
-all that it needs.
+When Python runs a script, the script's folder is also first. A process of a job imports more than the script, for
+example click, and a user's file of that name must not hide it. So a process starts with Python's own import path,
+followed by the caller's other folders, and switches to the caller's order after its own imports.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterable
 
-# For a machine other than this one: the path that its Python has by itself, without the current folder.
+# For another machine: its Python's own path, without the current folder.
 _OWN_PATH = "[folder for folder in sys.path if folder]"
 
 
@@ -26,7 +25,7 @@ def python_code(module: str, own_path: bool = False) -> str:
     """A program for `python -c` that calls `main()` of a module of this package.
 
     Args:
-        own_path: it has the import path of the Python that runs it. Without it, it has that of this process from
+        own_path: keep the import path of the Python that runs it. Otherwise, it uses that of this process from
             `follow_caller` on.
     """
     begin = f"import sys; sys.path[:] = {_OWN_PATH}; "
@@ -40,14 +39,13 @@ def python_code(module: str, own_path: bool = False) -> str:
 
 
 def follow_caller_later(path: list[str]) -> None:
-    """Notes the import path of the process that has started this one, for `follow_caller`."""
+    """Stores the import path of the process that started this one, for `follow_caller`."""
     global _callers
     _callers = path
 
 
 def follow_caller() -> None:
-    """Takes the import path of the process that has started this one. Call it when this process has imported what it
-    needs itself."""
+    """Adopts the import path of the process that started this one. Call it after this process's own imports."""
     global _callers
     if _callers is not None:
         sys.path[:] = _callers
@@ -55,9 +53,9 @@ def follow_caller() -> None:
 
 
 def leave_out_current_folder() -> None:
-    """Takes off the import path what `python -m elasticcb` has put there; call it before anything else is imported."""
+    """Removes the entry that `python -m elasticcb` added to the import path; call it before any other import."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    # Where elasticcb is not installed, it is found by that alone.
+    # If elasticcb is not installed, only that entry finds it.
     if not getattr(sys.flags, "safe_path", False) and sys.path[0] != package:
         del sys.path[0]
 
@@ -68,8 +66,8 @@ def caller_path() -> list[str]:
 
 
 def adopt_path(folders: Iterable[str]) -> None:
-    """Adds folders of another process's import path that this one lacks: first those that stand first there, as the
-    folder of a script does. On another machine, whose own folders may be elsewhere, those stay where they are."""
+    """Adds missing folders of another process's import path; leading ones, such as a script's folder, stay first. On
+    another machine, whose own folders may differ, existing entries keep their place."""
     own = caller_path()
     first: list[str] = []
     last: list[str] = []
@@ -83,5 +81,5 @@ def adopt_path(folders: Iterable[str]) -> None:
 
 
 def _absolute(folder: str) -> str:
-    # Some entries are no folders, but names for a finder of an editable installation.
+    # Some entries are not folders, but names for the finder of an editable installation.
     return os.path.abspath(folder) if not folder or os.path.exists(folder) else folder

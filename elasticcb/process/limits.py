@@ -1,4 +1,4 @@
-"""What a system can run out of: room on a disk, numbers for open files."""
+"""Scarce system resources: disk space and file descriptors."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import errno
 import os
 import resource
 
-_MOST_FILES = 65_536  # a master with hundreds of workers has some thousands
+_MOST_FILES = 65_536  # a master with hundreds of workers uses thousands
 
 _ADVICE = {
-    errno.ENOSPC: "Make room, or name another folder.",
-    errno.EDQUOT: "Make room, or name another folder.",
-    errno.EROFS: "Name a folder that can be written.",
+    errno.ENOSPC: "Free some space, or choose another folder.",
+    errno.EDQUOT: "Free some space, or choose another folder.",
+    errno.EROFS: "Choose a writable folder.",
     errno.EMFILE: "Allow more open files: `ulimit -n 65536`, or LimitNOFILE= of its service.",
-    errno.ENFILE: "The whole machine has too many open files: end other programs, or raise fs.file-max.",
+    errno.ENFILE: "The machine has too many open files. Stop other programs, or raise fs.file-max.",
 }
 
 
 def most_connections() -> int:
-    """That this process should accept: half of the files that it may open."""
+    """Number of connections that this process should accept: half of its limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_FILES // 2 if soft == resource.RLIM_INFINITY else min(soft, _MOST_FILES) // 2
 
 
 def is_scarcity(error: BaseException) -> bool:
-    """Whether the system has run out of something, which is no mistake of a program."""
+    """Whether the system has run out of a resource, which is not a bug."""
     return isinstance(error, OSError) and error.errno in _ADVICE
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether there is no room on a disk, as the system says it or TensorFlow, whose errors have no number."""
+    """Whether a disk is full, according to the system or to TensorFlow, whose errors have no number."""
     full = errno.ENOSPC, errno.EDQUOT
     if isinstance(error, OSError):
         return error.errno in full
@@ -37,14 +37,14 @@ def is_full(error: BaseException) -> bool:
 
 
 def describe_scarcity(error: OSError) -> str:
-    """What happened, and what to do; of an error that `is_scarcity`."""
+    """Explains an error that `is_scarcity`, with advice."""
     where = f": {os.fsdecode(error.filename)}" if isinstance(error.filename, (str, bytes)) else ""
     files = f" (at most {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})" if error.errno == errno.EMFILE else ""
     return f"{error.strerror}{files}{where}. {_ADVICE[error.errno or 0]}"
 
 
 def allow_many_files() -> None:
-    """Raises this process's limit of open files as far as it may; shells often set a low one that can be raised."""
+    """Raises this process's limit of open files as far as allowed; shells often set a low soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

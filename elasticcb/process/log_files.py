@@ -1,4 +1,4 @@
-"""The files of a process's log: `NAME.log`, and `NAME.log.1`, `.2`, … with what was written before."""
+"""The files of a process's log: `NAME.log`, and the rotated `NAME.log.1`, `.2`, …."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-_LOOK_SECONDS = 5.0  # between looks at what is printed, which no handler sees
-_RETRY_SECONDS = 60.0  # after a file could not be renamed
-_SWITCH_SECONDS = 0.05  # in which a process changes from one file to the next
+_LOOK_SECONDS = 5.0  # seconds between checks of printed output, which no handler sees
+_RETRY_SECONDS = 60.0  # seconds to wait after a file could not be renamed
+_SWITCH_SECONDS = 0.05  # seconds in which a process switches files
 
-_FileId = tuple[int, int]  # of a file that is there or open, whatever its name
+_FileId = tuple[int, int]  # identity of a file, independent of its name
 
 
 class LogFile(RotatingFileHandler):
-    """Log lines of a process, in a file that is replaced by a new one when it is full.
+    """A log handler with rotation.
 
     Args:
-        file: lines are appended.
-        descriptors: of this process, that go to the same file: what is printed, and what native code writes.
+        file: file to append to.
+        descriptors: file descriptors of this process for the same file: printed output and output of native code.
     """
 
     def __init__(self, file: str, descriptors: tuple[int, ...] = ()) -> None:
@@ -38,7 +38,7 @@ class LogFile(RotatingFileHandler):
         self._pid = os.getpid()
 
     def limit(self, max_bytes: int, kept: int) -> None:
-        """A file of `max_bytes` is full (0: never); the last `kept` ones before it stay."""
+        """Rotates a file of `max_bytes` (0: never), and keeps the last `kept` rotated files."""
         watched = self.maxBytes > 0
         self.maxBytes, self.backupCount = max_bytes, kept
         if not watched and max_bytes:
@@ -46,7 +46,7 @@ class LogFile(RotatingFileHandler):
 
     @contextlib.contextmanager
     def taking(self, descriptor: int) -> Iterator[None]:
-        """Within it, what this process writes to `descriptor` goes to the file."""
+        """Redirects this process's output to `descriptor` to the file meanwhile."""
         original = os.dup(descriptor)
         with self._locked():
             self._descriptors.add(descriptor)
@@ -64,13 +64,13 @@ class LogFile(RotatingFileHandler):
         super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A line for which there is no room is left out; the job meets the reason itself where it matters."""
+        """Drops a line if the disk is full; the job notices the reason itself where it matters."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
     def shouldRollover(self, record: logging.LogRecord | None = None) -> bool:
         if os.getpid() != self._pid or time.monotonic() < self._stays_until:
-            return False  # a child of this process goes on in the file that it was given
+            return False  # a child of this process keeps writing to its file
         if self.stream is None or self.maxBytes <= 0:
             return False
         return not self._is_present() or os.fstat(self.stream.fileno()).st_size >= self.maxBytes
@@ -83,14 +83,14 @@ class LogFile(RotatingFileHandler):
                 before, self.stream = self.stream, self._open()
                 if before is not None:
                     before.close()
-        except OSError:  # it can't be renamed: the old one goes on
+        except OSError:  # it can't be renamed: keep using the old file
             self._stays_until = time.monotonic() + _RETRY_SECONDS
             self.stream = self.stream or self._open()
         for descriptor in self._descriptors:
             self._lead_here(descriptor)
 
     def _is_present(self) -> bool:
-        """Whether the file still has its name: another process of this place may have begun a new one."""
+        """Whether the file still has its name: another process with this index may have started a new one."""
         with contextlib.suppress(FileNotFoundError):
             return self.stream is not None and os.path.samestat(
                 os.fstat(self.stream.fileno()), os.stat(self.baseFilename)
@@ -118,9 +118,9 @@ class LogFile(RotatingFileHandler):
 
 
 class LogReader:
-    """Reads a log from one of its files to the next. A context manager.
+    """Reads a log across its rotated files. A context manager.
 
-    Raises `OSError` when there is no such log.
+    Raises `OSError` if there is no such log.
     """
 
     def __init__(self, log: Path) -> None:
@@ -138,7 +138,7 @@ class LogReader:
         return list(lines)
 
     def more(self) -> Iterator[str]:
-        """What was written since the last call."""
+        """The text written since the last call."""
         while True:
             yield from self._file
             following = self._next_to(self._file, 1)
@@ -150,8 +150,8 @@ class LogReader:
             self._file = following
 
     def _next_to(self, file: TextIO, step: int) -> TextIO | None:
-        """The file after another one (`step` 1), or before it (-1); None: there is none. A file that is removed was
-        before all that are left."""
+        """The file after another one (`step` 1), or before it (-1); None: there is none. A removed file precedes all
+        others."""
         while True:
             files = self._files()
             ids = [own_id for _, own_id in files]
@@ -163,10 +163,11 @@ class LogReader:
                 found = _open(path)
                 if _id(found) == own_id:
                     return found
-                found.close()  # of another file that has got its name meanwhile
+                found.close()  # of another file that got its name meanwhile
 
     def _files(self) -> list[tuple[Path, _FileId]]:
-        """The files, the oldest first, as they were called at one moment: none is renamed between two equal looks."""
+        """A consistent list of the files, oldest first: it is read until two reads agree, so that none was renamed in
+        between."""
         before, found = None, self._look()
         while found != before:
             before, found = found, self._look()

@@ -1,4 +1,4 @@
-"""Role-tagged log lines, the same in every process; their times are UTC."""
+"""Role-tagged log lines, in the same format in every process; times are UTC."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from elasticcb.process.log_files import LogFile
 logger = logging.getLogger(__name__)
 
 FORMAT_VARIABLE = "ELASTICCB_LOG_FORMAT"  # "json": one JSON object a line
-FILE_VARIABLE = "ELASTICCB_LOG_FILE"  # where standard output and standard error of a process go, if to a file
-_OUTPUT = "elasticcb.output"  # what is printed, where it is JSON
+FILE_VARIABLE = "ELASTICCB_LOG_FILE"  # file of a process's standard output and standard error, if any
+_OUTPUT = "elasticcb.output"  # printed lines, if the format is JSON
 _LOGGERS = ("elasticcb", "py.warnings")
 _FORMAT = "%(asctime)s %(role)s %(levelname).1s %(name)s: %(message)s"
 
@@ -43,7 +43,7 @@ class _JSONFormatter(_UTCFormatter):
 
 
 class _RoleFilter(logging.Filter):
-    """Puts the role into each record; in one process the thread tells which of several roles it is."""
+    """Adds the role to each record; with several roles in one process, the thread determines it."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
@@ -56,17 +56,17 @@ class _RoleFilter(logging.Filter):
 
 
 def say(text: str) -> None:
-    """Shows the user a line, beside the output."""
+    """Shows the user a line on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def quiet_environment(level: str) -> dict[str, str]:
-    """The variables that keep messages of TensorFlow's and gRPC's own quiet, unless the level is DEBUG."""
+    """Environment variables that silence TensorFlow's and gRPC's own messages, unless the level is DEBUG."""
     return {} if level == "DEBUG" else {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "ERROR"}
 
 
 def setup_logging(role: str, level: str, *handlers: logging.Handler) -> None:
-    """Sends this package's log lines to `handlers`, as `FORMAT_VARIABLE` says. Files that they went to are closed."""
+    """Sends this package's log lines to `handlers`, in the format of `FORMAT_VARIABLE`. Previous files are closed."""
     for handler in handlers:
         handler.setFormatter(_JSONFormatter() if _as_json() else _UTCFormatter(_FORMAT))
         handler.addFilter(_RoleFilter(role))
@@ -81,10 +81,10 @@ def setup_logging(role: str, level: str, *handlers: logging.Handler) -> None:
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
-    """Prints what a command has to say of its job, in the format of log lines where that is JSON and nobody looks on.
+    """Prints a command's messages about its job; as JSON log lines if that is the format and there is no terminal.
 
     Args:
-        stream: None takes standard output.
+        stream: None: standard output.
     """
     stream = sys.stdout if stream is None else stream
     if _as_json() and not stream.isatty():
@@ -97,24 +97,24 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
 
 @contextlib.contextmanager
 def may_reach_nobody(stream: IO[str]) -> Iterator[None]:
-    """Within it, what is printed may find no reader or no room, as when a terminal is closed or a disk is full: what is
-    printed from then on is left out, and the job goes on."""
+    """Context in which printing may fail, for example because a terminal was closed or a disk is full: further output
+    is dropped, and the job continues."""
     try:
         yield
     except OSError as error:
-        logger.warning("What is printed can't be written (%s), and is left out from now on", error.strerror)
+        logger.warning("Output can't be written (%s) and is dropped from now on", error.strerror)
         with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())  # else the rest of it would fail once more at the end
+            os.dup2(nowhere.fileno(), stream.fileno())  # otherwise, the rest would fail again at exit
 
 
 def own_log() -> logging.Handler:
-    """Where a worker or a server logs: to where its standard error goes."""
-    file = os.environ.pop(FILE_VARIABLE, "")  # not for programs that it runs
+    """The log handler of a worker or a server: to the file of its standard error."""
+    file = os.environ.pop(FILE_VARIABLE, "")  # not inherited by programs that it runs
     return LogFile(file, (1, 2)) if file else logging.StreamHandler(sys.stderr)
 
 
 def limit_log_files(max_bytes: int, kept: int) -> None:
-    """A log file of `max_bytes` is replaced by a new one (0: never); the last `kept` ones before it stay."""
+    """Rotates log files of `max_bytes` (0: never), and keeps the last `kept` rotated files."""
     for file in _files():
         file.limit(max_bytes, kept)
 
@@ -129,9 +129,9 @@ def _files() -> list[LogFile]:
 
 @contextlib.contextmanager
 def native_messages_to(log: LogFile) -> Iterator[None]:
-    """Sends what native code writes to standard error to `log`; Python's own goes where it went.
+    """Redirects standard error of native code to `log`; Python's own output is not affected.
 
-    TensorFlow prints lines while it is imported that no setting turns off.
+    TensorFlow prints lines during its import that no setting turns off.
     """
     original = sys.stderr
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The name by which `ps -e` and `top` show this process."""
+"""The name of this process in `ps -e` and `top`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def show_as(name: str) -> None:
-    """Shows this process as `name`, of which Linux keeps 15 characters; elsewhere nothing changes."""
+    """Names this process `name`, of which Linux keeps 15 characters; does nothing on other systems."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name)

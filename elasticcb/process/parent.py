@@ -1,4 +1,4 @@
-"""Ends this process with the one that has started it, however that ends."""
+"""Ends this process together with the process that started it, however that one ends."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import threading
 import time
 from collections.abc import Callable
 
-_watch: int | None = None  # a file that becomes readable when this process is to end
+_watch: int | None = None  # a file that becomes readable when this process must end
 
 
 def follow_file(watch: int) -> None:
-    """Lets `follow_parent` follow a file instead, which becomes readable when this process is to end."""
+    """Makes `follow_parent` watch a file instead, which becomes readable when this process must end."""
     global _watch
     _watch = watch
 
 
 def follow_parent(parent_pid: int, last: Callable[[], None] = lambda: None) -> None:
-    """Makes this process end when its parent does, even by SIGKILL.
+    """Makes this process end when its parent ends, even by SIGKILL.
 
-    Call it before anything slow. A parent that is gone already ends the process here.
+    Call it before anything slow. If the parent is gone already, the process ends here.
 
     Args:
-        last: is done before.
+        last: called before.
     """
     if _watch is None and os.getppid() != parent_pid:
         _end(last)
-    # Not by prctl(PR_SET_PDEATHSIG): that is sent when the thread ends which started this process.
+    # Not with prctl(PR_SET_PDEATHSIG), which triggers when the thread that started this process ends.
     if _watch is None:
         thread = threading.Thread(target=_watch_parent, args=(parent_pid, last), name="parent", daemon=True)
     else:

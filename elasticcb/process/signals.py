@@ -1,4 +1,4 @@
-"""How a process learns that it is to end soon: by Ctrl-C, SIGTERM (its machine goes away) or SIGHUP (its terminal)."""
+"""Requests to end soon: Ctrl-C, SIGTERM (its machine is going away) or SIGHUP (its terminal was closed)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-_SAME_SECONDS = 1.0  # within which a second SIGTERM or SIGHUP is the first one, on another way
+_SAME_SECONDS = 1.0  # seconds in which a second SIGTERM or SIGHUP counts as a duplicate
 
-_holds = 0  # blocks that the main thread is in and that may not be broken off
-_held_back = False  # an interrupt came within one
-_told_at = -_SAME_SECONDS  # by SIGTERM or SIGHUP; of `time.monotonic`
+_holds = 0  # uninterruptible blocks that the main thread is in
+_held_back = False  # an interrupt arrived inside one
+_told_at = -_SAME_SECONDS  # time of the last SIGTERM or SIGHUP (`time.monotonic`)
 
 
 def interrupt(number: int, frame: object) -> None:
-    """A handler of SIGINT, SIGTERM and SIGHUP: raises `KeyboardInterrupt`, in a block of `uninterrupted` at its end.
+    """Handler of SIGINT, SIGTERM and SIGHUP: raises `KeyboardInterrupt`; in a block of `uninterrupted`, at its end.
 
-    Whoever ends a service, or a group of processes, sends SIGTERM to all of them, and the process that keeps a master
-    passes it on: that is one signal, not a second one that would end the job at once. A shell and the kernel both send
-    SIGHUP.
+    When a service or a process group is stopped, all processes get SIGTERM, and a master's supervisor passes it on as
+    well: that must count as one signal, because a second one would end the job at once. Likewise, a shell and the
+    kernel both send SIGHUP.
     """
     global _held_back, _told_at
     if number != signal.SIGINT:
@@ -36,8 +36,8 @@ def interrupt(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """In the main thread, `interrupt` raises nothing within it: `KeyboardInterrupt` would come between any two
-    operations, so that a lock is never given back, or what belongs together is changed in part."""
+    """In the main thread, `interrupt` raises nothing inside it: `KeyboardInterrupt` could occur between any two
+    operations, so that a lock is never released, or related state is changed only in part."""
     global _holds
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -52,7 +52,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def raise_if_interrupted() -> None:
-    """Raises the `KeyboardInterrupt` that was held back, if there is one and this is the main thread."""
+    """Raises a deferred `KeyboardInterrupt`, if there is one and this is the main thread."""
     global _held_back
     if _held_back and threading.current_thread() is threading.main_thread():
         _held_back = False
@@ -60,8 +60,8 @@ def raise_if_interrupted() -> None:
 
 
 def heed_sigterm() -> None:
-    """Makes SIGTERM end this process even if it is the first one of a container, whose signals the kernel drops unless
-    they have a handler."""
+    """Makes SIGTERM end this process even if it is PID 1 of a container, for which the kernel drops signals without a
+    handler."""
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, _end)
 
@@ -80,14 +80,14 @@ def _end(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def on_sigterm(call: Callable[[], None]) -> Iterator[None]:
-    """Within it, SIGTERM makes `call` run, in a thread of its own; a second one ends the process.
+    """Context in which SIGTERM runs `call` in a separate thread; a second one ends the process.
 
-    Does nothing outside the main thread, where a role may run for debugging: the signal is the whole process's.
+    Does nothing outside the main thread, where a role may run for debugging: signals belong to the whole process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # Its `put` may interrupt any other code, as a signal's handler does.
+    # Its `put` may interrupt any other code, like a signal handler.
     signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def received(number: int, frame: object) -> None:

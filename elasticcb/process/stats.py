@@ -1,6 +1,6 @@
-"""What a process counts and measures of itself, for the master's metrics: an addition here and there, and little else.
+"""Statistics of a process for the master's metrics, cheap to collect.
 
-Workers and servers send it with messages that they send anyway.
+Workers and servers send them with other messages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from elasticcb.proto import elasticcb_pb2 as pb
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 PUSH, PULL, LOOKUP, STALENESS = "push", "pull", "lookup", "staleness"
-SECONDS = (PUSH, PULL, LOOKUP)  # the histograms of times
-# Upper bounds of the ranges, by histogram: seconds of a worker's calls to all servers, or versions.
+SECONDS = (PUSH, PULL, LOOKUP)  # names of the time histograms
+# Upper bounds of buckets, by histogram: seconds of a worker's calls to all servers, or versions.
 BOUNDS: Mapping[str, Sequence[float]] = {
     PUSH: _SECONDS,
     PULL: _SECONDS,
@@ -31,14 +31,14 @@ BOUNDS: Mapping[str, Sequence[float]] = {
 
 
 class Histogram:
-    """How often values were in each range. One thread at a time may observe.
+    """A histogram. Only one thread at a time may observe.
 
     Args:
-        bounds: of the ranges, each of which includes its own; a last range has no upper bound.
+        bounds: inclusive upper bounds of the buckets; the last bucket has no upper bound.
 
     Attributes:
-        counts: by range.
-        sum: of the values.
+        counts: counts by bucket.
+        sum: sum of the values.
     """
 
     __slots__ = ("bounds", "counts", "sum")
@@ -53,13 +53,13 @@ class Histogram:
         self.sum += value
 
     def add(self, other: Histogram) -> None:
-        """Counts what another one of the same bounds has counted, too."""
+        """Adds the counts of another histogram with the same bounds."""
         self.counts = [own + theirs for own, theirs in zip(self.counts, other.counts, strict=True)]
         self.sum += other.sum
 
     def quantile(self, share: float) -> float | None:
-        """The value that this share of the values does not exceed, taking those of a range as spread evenly over it;
-        None: there are no values. Beyond the last bound nothing is known, and it is given."""
+        """The quantile of the values, interpolated linearly in a bucket; None: there are no values. At most the last
+        bound."""
         rank, below, lower = share * sum(self.counts), 0, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=False):
             if count and below + count >= rank:
@@ -69,12 +69,12 @@ class Histogram:
 
 
 def histograms() -> dict[str, Histogram]:
-    """One of each kind, empty."""
+    """One empty histogram of each kind."""
     return {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
 
 
 class TableSize(NamedTuple):
-    """What a server holds of an embedding table, `bytes` with slots, counts and index."""
+    """A server's part of an embedding table; `bytes` includes slots, counts and index."""
 
     rows: int
     bytes: int
@@ -82,14 +82,14 @@ class TableSize(NamedTuple):
 
 @dataclass
 class Stats:
-    """What one process has counted since it started.
+    """The statistics of a process since it started.
 
     Attributes:
-        resident_bytes: of memory; 0: not known.
-        recovery_files_failed: times that they could not be written.
-        refused_calls: by the words of a `Refusal`.
-        certificate_expires: that of its TLS, in seconds since the epoch; 0: it has none.
-        tables: of a server, by the path of the variable.
+        resident_bytes: memory usage; 0: unknown.
+        recovery_files_failed: number of failed writes of recovery files.
+        refused_calls: number of refused calls, by text of the `Refusal`.
+        certificate_expires: expiry of its TLS certificate, in seconds since the epoch; 0: it has none.
+        tables: tables of a server, by the path of the variable.
     """
 
     cpu_seconds: float = 0.0
@@ -103,7 +103,7 @@ class Stats:
 
     @classmethod
     def from_message(cls, message: pb.ProcessStats) -> Stats:
-        """Raises `WireError` for histograms of other kinds or ranges, and numbers that nothing can have."""
+        """Raises `WireError` for unknown histograms or buckets, and for impossible numbers."""
         counted = {
             name: getattr(message, name)
             for name in (
@@ -118,7 +118,7 @@ class Stats:
         sizes = (number for size in tables.values() for number in size)
         numbers = [*counted.values(), *message.refused_calls.values(), *sizes]
         if not all(0 <= number < math.inf for number in numbers):
-            raise WireError(f"A process says of itself what can't be: {numbers}.")
+            raise WireError(f"A process reported impossible statistics: {numbers}.")
         stats = cls(**counted, refused_calls=dict(message.refused_calls), tables=tables)
         for given in message.histograms:
             known = stats.histograms.get(given.name)
@@ -137,15 +137,15 @@ class Stats:
 
 
 class Measures:
-    """What this process counts.
+    """The counters of this process.
 
     Attributes:
         histograms: by name.
-        rows_looked_up: of embedding tables.
-        recovery_files_failed: times that they could not be written.
-        refused_calls: gives those that its server has refused, by reason in words.
-        certificate_expires: gives when that of its TLS does, in seconds since the epoch; 0: it has none.
-        tables: gives what a server holds of embedding tables, by the paths of their variables.
+        rows_looked_up: number of looked-up rows of embedding tables.
+        recovery_files_failed: number of failed writes of recovery files.
+        refused_calls: returns the number of calls that its server refused, by reason.
+        certificate_expires: returns the expiry of its TLS certificate, in seconds since the epoch; 0: it has none.
+        tables: returns a server's parts of embedding tables, by path of the variable.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class Measures:
 
 
 def resident_bytes() -> int:
-    """How much memory of the machine this process has, shared memory included; 0 where the system does not tell."""
+    """Resident memory of this process, including shared memory; 0 if unknown."""
     try:
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

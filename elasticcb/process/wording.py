@@ -1,8 +1,8 @@
-"""Words of messages."""
+"""Formats parts of messages."""
 
 from __future__ import annotations
 
 
 def how_many(number: int, thing: str) -> str:
-    """A number of things, as words: 1 worker, 2 workers."""
+    """Formats a number of things: 1 worker, 2 workers."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -1,1 +1,1 @@
-"""What each process of a job runs."""
+"""The main functions of a job's processes."""

@@ -1,4 +1,4 @@
-"""A job's master, from its start to its end."""
+"""The main function of a job's master."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 3.0  # for processes that were told to end
-_OLD_MASTER_SECONDS = 60.0  # for one that is about to end, in this folder
+STOP_SECONDS = 3.0  # seconds for processes that were asked to end
+_OLD_MASTER_SECONDS = 60.0  # seconds for another master in this folder that is ending
 
 
 def run_master(
@@ -73,31 +73,31 @@ def run_master(
     fork_server: ForkServer | None = None,
     since: float = 0.0,
 ) -> JobSnapshot:
-    """Runs a whole job: its master in this process, the others where the cluster backend puts them.
+    """Runs a complete job: its master in this process, the others as the cluster backend places them.
 
     Args:
-        settings: of the job; its directory exists.
-        display: as `cli.progress.Display`.
-        resumed: go on with what an earlier master has begun in this folder.
-        fork_server: has forked this process, and forks the others.
-        since: when an earlier master was killed, if its processes may live; seconds of `time.monotonic`.
+        settings: settings of the job; its directory must exist.
+        display: see `cli.progress.Display`.
+        resumed: continue the job that an earlier master started in this folder.
+        fork_server: the process that forked this one, and forks the others.
+        since: time (`time.monotonic`) when an earlier master was killed, if its processes may be alive.
 
     Raises:
-        JobInterrupted: SIGINT or SIGTERM came.
-        LastCheckpointError: all is done but the last checkpoint; the display has the summary.
+        JobInterrupted: received SIGINT or SIGTERM.
+        LastCheckpointError: only the last checkpoint could not be written; the display has the summary.
         ElasticCBError: the job failed.
     """
     settings = replace(settings, keras_backend=chosen_backend())
     try:
-        # Nothing of this job is in the folder yet, and who has it may be at its beginning.
+        # The folder has no files of this job yet, and its owner may have just started.
         wait_seconds = _OLD_MASTER_SECONDS if resumed or since else ENDING_SECONDS
         with running_cluster(settings, display, _journal(settings, resumed), fork_server, since, wait_seconds) as run:
             try:
                 summary = run(settings)
             except SystemExit as error:  # in a hook on the master
                 raise JobFailedError(
-                    f"The model file ended the master by {describe(error)}. A hook ends training by "
-                    "`self.model.stop_training = True`, and a job by any other error.",
+                    f"The model file ended the master with {describe(error)}. To stop training from a hook, set "
+                    "`self.model.stop_training = True`; to fail the job, raise another error.",
                     user_traceback(error),
                 ) from error
     except LastCheckpointError as error:
@@ -116,16 +116,16 @@ def running_cluster(
     since: float = 0.0,
     wait_seconds: float = _OLD_MASTER_SECONDS,
 ) -> Iterator[Callable[[JobSettings], JobSnapshot]]:
-    """A master in this process and the processes of its cluster, which do one job after another.
+    """Context with a master in this process and the processes of its cluster, which run one job after another.
 
-    Gives a function that runs a job; after one that failed, the cluster is of no more use.
+    Yields a function that runs a job; after a failed job, the cluster can't be used any more.
 
     Args:
-        settings: of the first job; all must have the same `cluster` and `directory`.
-        display: as `cli.progress.Display`.
-        journal: opens that of the one job, if it can be resumed.
-        fork_server, since: as in `run_master`; without the first the backend starts one if it needs it.
-        wait_seconds: for a master that is about to end in this folder.
+        settings: settings of the first job; all jobs must have the same `cluster` and `directory`.
+        display: see `cli.progress.Display`.
+        journal: opens the journal of the only job, if it can be resumed.
+        fork_server, since: as in `run_master`; without a fork server, the backend starts one if needed.
+        wait_seconds: how long to wait for another master in this folder that is ending.
     """
     folder = Path(settings.directory)
     with contextlib.ExitStack() as until_end:
@@ -167,7 +167,7 @@ def running_cluster(
 
 
 def _begin(settings: JobSettings) -> LogFile:
-    """What a master does before it has processes started; its log."""
+    """Prepares this process as a master, before other processes are started; returns its log."""
     path = Path(settings.directory, "logs", "master.log")
     path.parent.mkdir(parents=True, exist_ok=True)
     log = LogFile(str(path))
@@ -175,10 +175,10 @@ def _begin(settings: JobSettings) -> LogFile:
     setup_logging("master", settings.log_level, log, *in_pod)
     limit_log_files(settings.log_file_bytes, settings.log_files_kept)
     quiet_libraries(settings.log_level)
-    atexit.register(remove_generated_files)  # TensorFlow leaves what Python has made of them
+    atexit.register(remove_generated_files)  # TensorFlow does not remove the files that Python compiled
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, interrupt)
-        # Not those that are ignored, as by `nohup` or `&`.
+        # Not ignored signals, as with `nohup` or `&`.
         for number, by_default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
             if signal.getsignal(number) is by_default:
                 signal.signal(number, interrupt)
@@ -189,21 +189,21 @@ def _begin(settings: JobSettings) -> LogFile:
 def _prepared_backend(context: BackendContext) -> ClusterBackend:
     backend = make_backend(context)
     if not backend.taken_over:
-        with contextlib.suppress(UsageError):  # of a master that was killed with all its processes
+        with contextlib.suppress(UsageError):  # left by a master that was killed with all its processes
             remove_folder(host_of(running_master(context.directory).address))
     if not backend.separate:
         limit_threads(os.environ)
     backend.prepare()
-    if backend.takes_gpus and visible_gpus():  # the backend has noted them
+    if backend.takes_gpus and visible_gpus():  # the backend has recorded them
         hide_gpus(os.environ)
     return backend
 
 
 @contextlib.contextmanager
 def _ended(master: Master, settings: JobSettings) -> Iterator[None]:
-    """Writes down how what is done within it has ended, and ends the processes."""
+    """Context that records how its body ended, and ends the processes."""
     status = Path(settings.directory, STATUS_FILE)
-    status.unlink(missing_ok=True)  # of a job before in this folder
+    status.unlink(missing_ok=True)  # of an earlier job in this folder
     failure: BaseException | None = None
     try:
         yield
@@ -214,7 +214,7 @@ def _ended(master: Master, settings: JobSettings) -> Iterator[None]:
         raise
     finally:
         if isinstance(failure, ReplacedError):
-            master.abandon()  # processes and files are another master's
+            master.abandon()  # processes and files belong to another master
         else:
             try:
                 _keep_status(status, master, failure)
@@ -226,27 +226,27 @@ def _ended(master: Master, settings: JobSettings) -> Iterator[None]:
 
 
 def _past_before(folder: Path) -> dict[str, Any]:
-    """That of a job that is resumed, for its page."""
+    """The history of a resumed job, for its dashboard."""
     with contextlib.suppress(OSError, ValueError):
         return durable.read_document(folder / HISTORY_FILE)
     return {}
 
 
 def _remove_rows_on_disk(settings: JobSettings) -> None:
-    """Of parameter servers that were killed, as all are at the end of a job that is interrupted; none is starting."""
+    """Removes files of killed parameter servers, for example of an interrupted job; none may be starting."""
     for folder in abandoned_folders(Path(settings.directory, RECOVERY_FOLDER), least_age_seconds=0):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _keep_status(path: Path, master: Master, failure: BaseException | None) -> None:
-    """Writes down how a job has ended."""
+    """Records how a job has ended."""
     from elasticcb.master.state_document import document
 
     try:
         durable.write_document(path, document(master.observe(), failure, over=True))
         durable.write_document(path.with_name(HISTORY_FILE), master.past_after(0))
     except OSError as error:
-        logger.warning("How the job ended can't be written down: %s", error)
+        logger.warning("The final status of the job can't be saved: %s", error)
 
 
 def _make_master(
@@ -256,20 +256,20 @@ def _make_master(
     journal: Journal | None,
     say: Callable[[str], None],
 ) -> tuple[Master, bool]:
-    """A master, and whether it goes on with the processes that another one, which was killed, has left. They are ended
-    when that can't be."""
+    """Creates a master; returns it, and whether it takes over the processes of a killed master. If it can't, they are
+    ended."""
     from elasticcb.master.master import Master
 
     if backend.taken_over:
         try:
             if journal is None:
-                raise JobFailedError("This job keeps no journal.")
+                raise JobFailedError("This job has no journal.")
             if not journal.memory.servers:
-                raise JobFailedError("Training had not begun.")
+                raise JobFailedError("Training had not started.")
             where = running_master(directory).at_same_ports(cluster)
             return Master(where, backend, say, backend.access), True
         except ElasticCBError as error:
-            say(f"{error} All workers and parameter servers start anew.")
+            say(f"{error} Restarting all workers and parameter servers.")
             backend.end_taken_over()
     return Master(cluster, backend, say, backend.access), False
 
@@ -290,7 +290,7 @@ def _journal(settings: JobSettings, resumed: bool) -> Callable[[], Journal] | No
         journal = Journal(folder / JOURNAL_FILE)
         if journal.memory.over:
             journal.close()
-            raise JobDoneError(f"The job in {folder} is done; there is nothing to go on with.")
+            raise JobDoneError(f"The job in {folder} is done; there is nothing to continue.")
         journal.begin()
         return journal
 

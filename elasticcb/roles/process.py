@@ -1,4 +1,4 @@
-"""What every worker and every parameter server does at its beginning, at the beginning of a job, and at its end."""
+"""What workers and parameter servers do when they start, when a job starts, and when they end."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 def begin(process: RoleProcess) -> None:
-    """What a process does before it imports TensorFlow."""
+    """Prepares a process before it imports TensorFlow."""
     role, index = process.place
     if process.parent_pid is not None:
-        # With its parent all of the job ends, and nobody else is left to remove the folder.
+        # The job ends with the parent, and nobody else is left to remove the folder.
         follow_parent(process.parent_pid, lambda: remove_folder(host_of(process.master)))
         allow_many_files()
     if threading.current_thread() is threading.main_thread():
@@ -54,8 +54,8 @@ def begin(process: RoleProcess) -> None:
 
 
 def begin_job(settings: JobSettings) -> None:
-    """What it does when it hears of a job."""
-    if threading.current_thread() is threading.main_thread():  # a thread's logs, and cores, are those of the caller
+    """Prepares a process for a job."""
+    if threading.current_thread() is threading.main_thread():  # a thread shares logs and cores with the caller
         follow_caller()
         limit_threads(os.environ)
         logging.getLogger("elasticcb").setLevel(settings.log_level)
@@ -64,7 +64,7 @@ def begin_job(settings: JobSettings) -> None:
 
 
 def open_spec(settings: JobSettings, client: MasterClient) -> Spec | None:
-    """What the present job of a worker or a server runs; None for functions without a model."""
+    """The model definition of a process's current job; None for functions without a model."""
     from elasticcb.model.model_file import ModelSpec
     from elasticcb.model.program import ProgramSpec
 
@@ -75,7 +75,7 @@ def open_spec(settings: JobSettings, client: MasterClient) -> Spec | None:
 
 
 class Farewell:
-    """Tells the master how a process ended, when it ended by itself."""
+    """Reports to the master how a process ended, unless it was asked to."""
 
     def __init__(self, client: Any, role: pb.Role, index: int) -> None:
         self._client = client
@@ -93,22 +93,22 @@ class Farewell:
         text = trace = ""
         asked = isinstance(error, LeaveRequestedError)
         if isinstance(error, KeyboardInterrupt):
-            text = "interrupted where it runs"
+            text = "interrupted on its machine"
         elif asked:
             text = str(error)
         elif error is not None:
             known = isinstance(error, ElasticCBError)
             text = str(error) if known else describe(error)
             trace = getattr(error, "user_traceback", "") if known else user_traceback(error)
-            # Where the call was made says nothing about why nobody answers it.
+            # The location of the call says nothing about why it is not answered.
             logger.error("%s", text, exc_info=None if isinstance(error, ConnectionLostError) else error)
         try:
             fatal = isinstance(error, (ModelFileError, DataError, CallbackError))
             self._client.leave(*self._place, text, trace, fatal, asked)
         except ElasticCBError:
-            logger.debug("The master is gone already")
+            logger.debug("The master is already gone")
 
 
 def quiet_libraries(log_level: str) -> None:
-    """Keeps messages of TensorFlow's and gRPC's own quiet where nothing else is set."""
+    """Silences TensorFlow's and gRPC's own messages unless configured otherwise."""
     os.environ.update(quiet_environment(log_level) | os.environ)

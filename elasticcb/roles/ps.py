@@ -1,4 +1,4 @@
-"""A parameter server, from its start to its end."""
+"""The main function of a parameter server."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 def run_ps(server: RoleProcess) -> None:
-    """Joins the cluster of a master as a parameter server, until it is ended.
+    """Joins a master's cluster as a parameter server, until it is ended.
 
-    Raises `ConnectionLostError` when a port is taken.
+    Raises `ConnectionLostError` if a port is taken.
     """
     process.begin(server)
     use_backend_of_servers()
@@ -55,11 +55,11 @@ def run_ps(server: RoleProcess) -> None:
             process.begin_job(settings)
             with contextlib.suppress(JobOverError), client.joining():
                 role.begin_job(settings, client)
-            gc.collect()  # of the last job's model and optimizers, which are cycles
+            gc.collect()  # frees the last job's model and optimizers, which are reference cycles
 
 
 class _ServerRole:
-    """The server of this process, which is there from its first job on."""
+    """The server of this process, from its first job on."""
 
     def __init__(self, process: RoleProcess) -> None:
         self._index = self._place = process.index
@@ -104,8 +104,8 @@ class _ServerRole:
         self._server.start()
 
     def leave(self, client: MasterClient) -> None:
-        """Ends this process by SIGTERM, with what the server holds written down."""
-        logger.info("SIGTERM: what this server holds is written down")
+        """Handles SIGTERM: saves the server's state and ends this process."""
+        logger.info("Received SIGTERM: saving the state of this server")
         if self._server is not None:
             self._server.put_down()
         with contextlib.suppress(ElasticCBError):
@@ -118,5 +118,5 @@ class _ServerRole:
 
 
 def _optimizers_of(spec: Any) -> Callable[[int], list[Any]]:
-    # One optimizer can often be made without a model, which a server may have no room for.
+    # A single optimizer can often be created without the model, which may not fit in a server's memory.
     return lambda count: [spec.make_optimizer()] if count == 1 else spec.make_optimizers()

@@ -1,4 +1,4 @@
-"""Runs what a process is described to be."""
+"""Runs a process by its description."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from elasticcb.cluster.role import RoleProcess
 
 
 def run_role(process: RoleProcess) -> None:
-    """Runs a worker or a parameter server in this process, from its start to its end.
+    """Runs a worker or a parameter server in this process until it ends.
 
-    Raises `ConnectionLostError` when a server's port is taken.
+    Raises `ConnectionLostError` if a server's port is taken.
     """
     if process.role == "worker":
         from elasticcb.roles.worker import run_worker

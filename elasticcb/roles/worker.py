@@ -1,4 +1,4 @@
-"""A worker, from its start to its end."""
+"""The main function of a worker."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 def run_worker(worker: RoleProcess) -> None:
-    """Joins the cluster of a master as a worker, and works until it has no job any more."""
+    """Joins a master's cluster as a worker, and works until there are no more jobs."""
     process.begin(worker)
     from elasticcb.clients.master import MasterClient
     from elasticcb.worker.functions import FunctionWorker
     from elasticcb.worker.worker import Worker
 
-    backend()  # before anything else computes: it may have to keep TensorFlow from the devices
+    backend()  # before any computation: it may have to hide the devices from TensorFlow
     logger.info("TensorFlow is imported")
     client = MasterClient(worker.master, access=worker.access)
     with process.Farewell(client, pb.WORKER, worker.index):
@@ -34,4 +34,4 @@ def run_worker(worker: RoleProcess) -> None:
             kind: Any = FunctionWorker if settings.command is Command.CALL else Worker
             with contextlib.suppress(JobOverError), client.joining():
                 kind(settings, client, worker.index, process.open_spec(settings, client)).run()
-            gc.collect()  # models are cycles, which would hold memory through the jobs that follow
+            gc.collect()  # models are reference cycles, which would keep memory during later jobs

@@ -1,1 +1,1 @@
-"""Who may take part in a job: its token, and certificates."""
+"""Access to a job: its token and certificates."""

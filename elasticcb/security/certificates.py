@@ -1,4 +1,4 @@
-"""The CA of one job, and the certificates that its processes issue themselves by its key."""
+"""The CA of a job, and the certificates that its processes issue themselves with its key."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.x509 import Certificate
 
-NAME = "elasticcb-job"  # that all certificates are for, wherever their processes listen
-LIFE_SECONDS = 30 * 86_400.0  # of a certificate
+NAME = "elasticcb-job"  # name in all certificates, independent of addresses
+LIFE_SECONDS = 30 * 86_400.0  # lifetime of a certificate
 _CA_LIFE = datetime.timedelta(days=3650)  # longer than any job
-_CLOCKS_DIFFER = datetime.timedelta(hours=1)  # between machines, at most
+_CLOCKS_DIFFER = datetime.timedelta(hours=1)  # maximum clock difference between machines
 
 
 def make_ca() -> bytes:
@@ -23,7 +23,7 @@ def make_ca() -> bytes:
 
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.datetime.now(datetime.timezone.utc)
-    life = (now - _CA_LIFE, now + _CA_LIFE)  # also for those whose clocks are behind
+    life = (now - _CA_LIFE, now + _CA_LIFE)  # for machines whose clocks are behind
     certificate = _signed(f"{NAME} CA", key, key, life, signs=True)
     return certificate + key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
@@ -32,9 +32,9 @@ def issue(ca: bytes) -> tuple[bytes, bytes, bytes]:
     """A certificate for `NAME`, its key, and the CA's certificate without its key, all as PEM.
 
     Args:
-        ca: of a job, as `make_ca` gives it.
+        ca: CA of a job, from `make_ca`.
 
-    Raises `ValueError` for a CA that can't be read, has no key, or has expired.
+    Raises `ValueError` if the CA can't be read, has no key, or has expired.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -43,11 +43,11 @@ def issue(ca: bytes) -> tuple[bytes, bytes, bytes]:
     try:
         ca_certificate = x509.load_pem_x509_certificate(ca)
     except ValueError:
-        raise ValueError("it holds no certificate") from None
+        raise ValueError("it contains no certificate") from None
     try:
         ca_key = load_pem_private_key(ca, None)
     except (TypeError, ValueError):
-        raise ValueError("it holds no key, or one with a password") from None
+        raise ValueError("it contains no key, or its key has a password") from None
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.datetime.now(datetime.timezone.utc)
     end = min(now + datetime.timedelta(seconds=LIFE_SECONDS), ca_certificate.not_valid_after_utc)
@@ -60,24 +60,24 @@ def issue(ca: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def validity_of(certificate: bytes, ca: bytes) -> tuple[float, float]:
-    """From when until when a certificate is taken, as seconds since the epoch: it ends with the CA that has signed it.
+    """The validity period of a certificate, in seconds since the epoch; it ends with that of the CA that signed it.
 
     Args:
-        certificate: PEM; those that follow are between it and the CA.
-        ca: PEM, with those that are trusted.
+        certificate: PEM; intermediate certificates may follow.
+        ca: PEM with the trusted certificates.
 
-    Raises `ValueError` when there is no certificate.
+    Raises `ValueError` if there is no certificate.
     """
     from cryptography import x509
 
     first, *others = x509.load_pem_x509_certificates(certificate)
-    with contextlib.suppress(ValueError):  # OpenSSL says what is wrong with them
+    with contextlib.suppress(ValueError):  # OpenSSL reports their errors
         others += x509.load_pem_x509_certificates(ca)
     return first.not_valid_before_utc.timestamp(), _end_of(first, others)
 
 
 def _end_of(certificate: Certificate, others: list[Certificate]) -> float:
-    """When it expires, or the last of the CAs among `others` by which it is known."""
+    """When it expires, or the last of the CAs in `others` that vouch for it."""
     end = certificate.not_valid_after_utc.timestamp()
     signed_by = [each for each in others if each != certificate and _has_signed(each, certificate)]
     return min(end, max((_end_of(each, [it for it in others if it != each]) for each in signed_by), default=end))
@@ -104,10 +104,10 @@ def _signed(
     """A certificate as PEM.
 
     Args:
-        key: whose certificate it is.
-        life: its begin and end.
-        signs: whether it is that of a CA.
-        issuer: the name of the CA; None: `name`.
+        key: key to certify.
+        life: its start and end.
+        signs: whether it is a CA certificate.
+        issuer: name of the CA; None: `name`.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes

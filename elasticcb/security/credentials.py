@@ -1,4 +1,4 @@
-"""What a process must hold to take part in a job: the job's token, and certificates where the job uses TLS."""
+"""The credentials of a process: the job's token, and certificates if the job uses TLS."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from elasticcb.errors import UsageError
 from elasticcb.security.socket_folder import is_folder
 from elasticcb.security.tls import TLS
 
-TOKEN_VARIABLE = "ELASTICCB_JOB_TOKEN"  # environment variable by which a process is given the token
+TOKEN_VARIABLE = "ELASTICCB_JOB_TOKEN"  # environment variable with the token of a process
 
 
 @dataclass(frozen=True)
 class Access:
-    """By which the processes of a job know each other.
+    """Credentials with which the processes of a job authenticate each other.
 
     Attributes:
-        token: that every call carries; "" in tests alone: none is asked for.
-        tls: None where nothing is encrypted.
-        term: of a master that calls servers: the training, and which of its masters this is; None of others.
+        token: token in every call; "": no token is required (only in tests).
+        tls: None: without encryption.
+        term: for a master that calls servers: the training, and the number of this master; None for others.
     """
 
     token: str = field(default="", repr=False)
@@ -28,7 +28,7 @@ class Access:
     term: tuple[str, int] | None = None
 
     def certificate_expires(self) -> float:
-        """When this process's own does, in seconds since the epoch; 0: it has none."""
+        """When this process's own certificate expires, in seconds since the epoch; 0: it has none."""
         return 0.0 if self.tls is None else self.tls.certificate.expires
 
 
@@ -36,7 +36,7 @@ OPEN = Access()  # to anybody
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach what listens at `host`."""
+    """Whether only processes on this machine can reach `host`."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -44,14 +44,14 @@ def is_loopback(host: str) -> bool:
 
 
 def token_of_environment() -> str:
-    """The job's token, as whoever started this process gave it; "" if there is none.
+    """The job's token from the environment; "" if there is none.
 
-    Raises `UsageError` for one that no call can carry.
+    Raises `UsageError` if it contains invalid characters.
     """
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise UsageError(
-            f"The environment variable {TOKEN_VARIABLE} holds characters that no call can carry (it is not shown "
-            "here). Expected letters, digits and signs of ASCII, without spaces."
+            f"The environment variable {TOKEN_VARIABLE} contains invalid characters (its value is not shown here). "
+            "Expected printable ASCII characters without spaces."
         )
     return token

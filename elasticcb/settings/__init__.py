@@ -1,6 +1,6 @@
-"""Settings: typed and frozen, in seconds and bytes, each defined once, sent to every process.
+"""Settings: typed and frozen, in seconds and bytes. Each is defined once; every process receives all of them.
 
-Nothing below the command line sees flags. A new setting is a field of a section in job.py, training.py, cluster.py or
+Only the command line knows flags. To add a setting, add a field to a section in job.py, training.py, cluster.py or
 kubernetes.py, and the line that reads it.
 """
 

@@ -1,4 +1,4 @@
-"""How old a row of an embedding table may get: so many versions of the model, or a time."""
+"""Maximum age of a row of an embedding table: a number of model versions, or a time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _TIME = re.compile(rf"([1-9]\d*)([{''.join(_SECONDS)}])")
-EXPECTED = "Expected a number of versions, such as 10000, or a time, such as 30m, 12h or 7d; 0: never."
+EXPECTED = "Expected a number of versions, such as 10000, or a time, such as 30m, 12h or 7d; 0 means never."
 
 
 def read_age(value: object) -> int | str | None:
-    """A number of versions or a text such as "7d", from either or from a number as text; None: it is neither."""
+    """Parses an age: an integer number of versions, or a text such as "7d"; None if `value` is neither."""
     if isinstance(value, str):
         text = value.strip()
         return text if _TIME.fullmatch(text) else int(text) if text.isdecimal() else None

@@ -1,4 +1,4 @@
-"""The arguments of `Cluster`: those of every day, and groups of the others, all of them fields of the settings."""
+"""The arguments of `Cluster`: the common ones directly, the others in groups. Each is a field of the settings."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ _BY_FLAG = {setting.name: setting for setting in _SETTINGS if setting.path in _G
 
 
 class Arguments:
-    """What a `Cluster` was given, as settings of all its calls.
+    """The arguments of a `Cluster`, as settings for all its calls.
 
     Args:
-        given: arguments of every day, and groups, by name.
+        given: common arguments and groups, by name.
 
     Attributes:
-        settings: a value that can't be is the default there.
-        problems: what is wrong with single values.
+        settings: an invalid value is replaced by the default.
+        problems: messages about invalid values.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.problems: list[str] = []
-        self._given: dict[str, Any] = {}  # by path, what is not the default
+        self._given: dict[str, Any] = {}  # by path; only values other than the default
         values: dict[str, Any] = {}
         for setting, value in self._values(given):
             read, expected = setting.read(value)
             if expected:
-                self.problems.append(f"{self.as_given(setting.path, value)} can't be. {expected}")
+                self.problems.append(f"{self.as_given(setting.path, value)} is invalid. {expected}")
             else:
                 values[setting.path] = read
                 if read != setting.initial:
@@ -66,7 +66,7 @@ class Arguments:
                 found += [(setting, getattr(options, setting.field)) for setting in GROUPED[name]]
             else:
                 self.problems.append(
-                    f"{name}={options!r} can't be. Expected an elasticcb.{group.__name__}, such as "
+                    f"{name}={options!r} is invalid. Expected an elasticcb.{group.__name__}, such as "
                     f"elasticcb.{group.__name__}({GROUPED[name][0].field}={GROUPED[name][0].initial!r})."
                 )
         return found
@@ -88,15 +88,15 @@ class Arguments:
 
 
 def argument_name(setting: Setting) -> str:
-    """How a program names a setting: "num_ps", "ExchangeOptions.max_staleness"."""
+    """The name of a setting in Python: "num_ps", "ExchangeOptions.max_staleness"."""
     if setting.path in _GROUP_OF:
         return f"{setting.owner.__name__}.{setting.field}"
     return setting.argument or setting.field
 
 
 def in_a_program(text: str, quote: str = "") -> str:
-    """A text about flags, "--ps_replicas=1", with the arguments of `Cluster` instead, each between two `quote`; what
-    stands between backticks is a command."""
+    """Replaces flags in a text, such as "--ps_replicas=1", by arguments of `Cluster`, each surrounded by `quote`. Text
+    in backticks is a command and stays."""
 
     def argument(flag: re.Match[str]) -> str:
         setting = _BY_FLAG.get(flag["name"] or "")
@@ -109,7 +109,8 @@ def in_a_program(text: str, quote: str = "") -> str:
 
 
 def as_user_writes(text: str, settings: JobSettings) -> str:
-    """A text about flags in the words of who gave the settings: a job of `Cluster` has no model file."""
+    """A text about flags, with the names that this user knows: a job of `Cluster` (which has no model file) has
+    arguments."""
     return text if settings.model.definition else in_a_program(text)
 
 
@@ -120,16 +121,16 @@ def _as_literal(setting: Setting, text: str) -> str:
 
 
 def where_now(name: str, value: Any) -> str:
-    """What to write for a setting that `Cluster` takes in a group; "" when it is no such setting.
+    """How to pass a setting that `Cluster` takes in a group; "" if it is not such a setting.
 
     Args:
-        name: of its flag, or of its field.
+        name: of the flag, or of the field.
     """
     for group, settings in GROUPED.items():
         for setting in settings:
             if name in (setting.name, setting.field):
                 options = f"elasticcb.{GROUPS[group].__name__}({setting.field}={value!r})"
-                return f"{name}={value!r} has its place in `{group}`: Cluster({group}={options})."
+                return f"{name}={value!r} belongs in `{group}`: Cluster({group}={options})."
     return ""
 
 

@@ -1,6 +1,6 @@
-"""Checks over several settings: settings in, mistakes out, as sentences. Command line and `Cluster` share them.
+"""Checks of combinations of settings; each yields messages. The command line and `Cluster` share them.
 
-What needs this machine (files, packages) is checked where it is used.
+Files and packages of this machine are checked where they are used.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from elasticcb.settings.table import read_table_options
 
 
 class Said(Protocol):
-    """What the user has given, and how to speak of it; settings are named by path."""
+    """The settings that the user gave, and their names in messages. Settings are identified by path."""
 
     def __contains__(self, path: str) -> bool:
         """Whether the user gave it."""
 
     def name(self, path: str) -> str:
-        """As the user knows it: "--num_ps"."""
+        """The user's name for it: "--num_ps"."""
 
     def with_value(self, path: str) -> str:
-        """As it was given, or would be: "--num_ps=0 (in /home/me/job.yaml)"."""
+        """With its value, given or default: "--num_ps=0 (in /home/me/job.yaml)"."""
 
     def as_given(self, path: str, value: Any) -> str:
-        """How it would be given another value: "--num_ps=2"."""
+        """How to give it this value: "--num_ps=2"."""
 
 
 Check = Callable[[JobSettings, Said], Iterator[str]]
 
 
 def problems_of(settings: JobSettings, said: Said) -> list[str]:
-    """All that settings contradict each other in."""
+    """Messages about all contradictions between settings."""
     return [problem for check in CHECKS for problem in check(settings, said)]
 
 
 def completed(settings: JobSettings, said: Said) -> JobSettings:
-    """Settings that were checked, with those that follow from others where the user has not given them."""
+    """Checked settings, completed with the settings that follow from others, unless the user gave them."""
     cluster = settings.cluster
     more: dict[str, Any] = {}
     if "cluster.silence_seconds" not in said:
@@ -52,7 +52,7 @@ def completed(settings: JobSettings, said: Said) -> JobSettings:
 
 
 def in_words(what: str, problems: Sequence[str]) -> str:
-    """What stands in the way of `what`, all at once."""
+    """One message with everything that prevents `what` from starting."""
     if len(problems) == 1:
         return problems[0]
     listed = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
@@ -63,14 +63,17 @@ def _evaluation(settings: JobSettings, said: Said) -> Iterator[str]:
     if settings.training.evaluation_steps and not settings.data.validation:
         steps, data = "training.evaluation_steps", "data.validation"
         yield (
-            f"{said.with_value(steps)} asks for evaluation, but there is nothing to evaluate on. Add "
-            f"{said.name(data)}, or leave out {said.name(steps)}."
+            f"{said.with_value(steps)} asks for evaluation, but there is no evaluation data. Add {said.name(data)}, "
+            f"or remove {said.name(steps)}."
         )
 
 
-FORGETS = "a replica does not know which rows a server has let go since it wrote its files. Leave one of them out."
+FORGETS = (
+    "a replica does not know which rows its server evicted since the server last wrote its files. Remove one of the "
+    "two."
+)
 
-# Settings that have a meaning in some modes only.
+# Settings that apply only to some modes.
 _MEANT_FOR = {
     "training.local_steps": (Updates.LOCAL,),
     "training.outer_optimizer": (Updates.LOCAL,),
@@ -82,7 +85,7 @@ _MEANT_FOR = {
 
 
 def _mode_path(said: Said) -> str:
-    """Which of the two settings of the mode the user has given."""
+    """Which of the two mode settings the user gave."""
     return "training.use_async" if "training.use_async" in said else "training.updates"
 
 
@@ -90,16 +93,16 @@ def _mode(settings: JobSettings, said: Said) -> Iterator[str]:
     training, path = settings.training, _mode_path(said)
     if "training.use_async" in said and "training.updates" in said:
         yield (
-            f"{said.with_value('training.use_async')} and {said.with_value('training.updates')} are about the same "
-            f"thing. Leave out {said.name('training.use_async')}, which is the earlier name."
+            f"{said.with_value('training.use_async')} and {said.with_value('training.updates')} set the same thing. "
+            f"Remove {said.name('training.use_async')}, which is the earlier name."
         )
         return
     for name, modes in _MEANT_FOR.items():
         if name in said and training.updates not in modes:
             wanted = " or ".join(said.as_given("training.updates", mode.value) for mode in modes)
             yield (
-                f"{said.with_value(name)} has a meaning with {wanted} only, and this job has {said.with_value(path)}. "
-                f"Give {wanted}, or leave out {said.name(name)}."
+                f"{said.with_value(name)} applies only to {wanted}, and this job has {said.with_value(path)}. Set "
+                f"{wanted}, or remove {said.name(name)}."
             )
     if not training.is_synchronous or training.grads_to_wait < 1:
         return
@@ -121,7 +124,10 @@ def _autoscale(settings: JobSettings, said: Said) -> Iterator[str]:
     text, limits = said.with_value("cluster.autoscale"), cluster.autoscale
     if "cluster.num_workers" in said and not limits.least <= cluster.num_workers <= limits.most:
         workers = said.with_value("cluster.num_workers")
-        yield f"{workers}, with which the job begins, is not within {text}. Give another number, or leave it out."
+        yield (
+            f"{workers}, the number of workers at the start, is outside {text}. Choose a number in that range, or "
+            "remove it."
+        )
 
 
 def _checkpoints(settings: JobSettings, said: Said) -> Iterator[str]:
@@ -129,8 +135,8 @@ def _checkpoints(settings: JobSettings, said: Said) -> Iterator[str]:
         for path in ("checkpoint.steps", "checkpoint.keep_max"):
             if path in said:
                 yield (
-                    f"{said.with_value(path)} is about checkpoints, but there is no folder to write them to. Add "
-                    f"{said.name('checkpoint.directory')}, or leave out {said.name(path)}."
+                    f"{said.with_value(path)} configures checkpoints, but the job writes none. Add "
+                    f"{said.name('checkpoint.directory')}, or remove {said.name(path)}."
                 )
 
 
@@ -139,13 +145,13 @@ def _initial(settings: JobSettings, said: Said) -> Iterator[str]:
     if checkpoint.init_from and checkpoint.directory_for_init:
         whole = "checkpoint.directory_for_init"
         yield (
-            f"{said.with_value(init_from)} takes what fits from another model, {said.with_value(whole)} trains the "
-            "same model further. Leave one of them out."
+            f"{said.with_value(init_from)} copies matching weights from another model; {said.with_value(whole)} "
+            "continues training the same model. Remove one of the two."
         )
     if checkpoint.init_map and not checkpoint.init_from:
         yield (
-            f"{said.with_value(init_map)} names variables of a checkpoint, but there is none. Add "
-            f"{said.name(init_from)}, or leave out {said.name(init_map)}."
+            f"{said.with_value(init_map)} maps names of a checkpoint, but no checkpoint is given. Add "
+            f"{said.name(init_from)}, or remove {said.name(init_map)}."
         )
     try:
         read_init_map(checkpoint.init_map)
@@ -168,17 +174,17 @@ _SETTINGS_BY_NAME = "Expected the name of a table with its settings, such as {'u
 def _replicas(settings: JobSettings, said: Said) -> Iterator[str]:
     if settings.cluster.ps_replicas == 1:
         for path, why in _conflicts_with_replicas(settings, _mode_path(said)):
-            yield f"{said.with_value('cluster.ps_replicas')} can't be with {said.with_value(path)}: {why}"
+            yield f"{said.with_value('cluster.ps_replicas')} can't be combined with {said.with_value(path)}: {why}"
 
 
 def _conflicts_with_replicas(settings: JobSettings, mode: str) -> Iterator[tuple[str, str]]:
     embedding = settings.embedding
     if settings.cluster.num_ps < 2:
-        yield "cluster.num_ps", "the next server keeps the replica of a server. Start at least 2."
+        yield "cluster.num_ps", "a server's replica is kept by the next server. Start at least 2 servers."
     if settings.training.is_synchronous:
-        yield mode, "in synchronous mode all servers start anew when one is lost. Leave one of them out."
+        yield mode, "in synchronous mode, all servers restart when one is lost. Remove one of the two."
     if not settings.checkpoint.interval_seconds:
-        why = "a replica holds what the files lack that are written then. Give it some seconds."
+        why = "a replica holds only the updates since the last recovery files. Set an interval of a few seconds."
         yield "checkpoint.interval_seconds", why
     if embedding.min_count > 1:
         yield "embedding.min_count", FORGETS
@@ -192,9 +198,9 @@ def _silence(settings: JobSettings, said: Said) -> Iterator[str]:
     silence, lease = "cluster.silence_seconds", "cluster.lease_seconds"
     if silence in said and 0 < settings.cluster.lease_seconds < settings.cluster.silence_seconds:
         yield (
-            f"{said.with_value(lease)} is shorter than {said.with_value(silence)}: while a parameter server that hangs "
-            f"is missed and replaced, workers make no progress, and would be killed for it. Raise {said.name(lease)}, "
-            f"or lower {said.name(silence)}."
+            f"{said.with_value(lease)} is shorter than {said.with_value(silence)}: while a hanging parameter server "
+            f"is detected and replaced, workers make no progress and would be killed. Raise {said.name(lease)}, or "
+            f"lower {said.name(silence)}."
         )
 
 
@@ -202,15 +208,15 @@ def _tls(settings: JobSettings, said: Said) -> Iterator[str]:
     cluster, insecure = settings.cluster, "cluster.insecure"
     if "cluster.tls" in said and not cluster.tls:
         yield (
-            f"{said.with_value('cluster.tls')} turns off nothing: processes with ports use TLS all the same. Leave it "
-            f"out, or give {said.as_given(insecure, True)}."
+            f"{said.with_value('cluster.tls')} does not turn off TLS: processes with ports always use it. Remove it, "
+            f"or set {said.as_given(insecure, True)}."
         )
     if cluster.insecure:
         for name in ("tls", "tls_cert", "tls_key", "tls_ca", "tls_name"):
             if getattr(cluster, name):
                 yield (
-                    f"{said.with_value(insecure)} turns TLS off, and {said.with_value(f'cluster.{name}')} asks for it. "
-                    "Leave one of them out."
+                    f"{said.with_value(insecure)} turns TLS off, but {said.with_value(f'cluster.{name}')} asks for "
+                    "it. Remove one of the two."
                 )
 
 

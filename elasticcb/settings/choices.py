@@ -1,4 +1,4 @@
-"""Values of settings that are one of a few, and the range of workers."""
+"""Enumerated values of settings, and the range of workers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Command(str, Enum):
     TRAIN = "train"
     EVALUATE = "evaluate"
     PREDICT = "predict"
-    CALL = "call"  # functions that `Cluster.schedule` is given
+    CALL = "call"  # functions passed to `Cluster.schedule`
 
 
 class Mode(str, Enum):
-    """What is done with data: the `mode` argument of a model file's `feed`."""
+    """The `mode` argument of a model file's `feed`: what the data is for."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"
@@ -29,76 +29,76 @@ class Mode(str, Enum):
 
     @classmethod
     def of(cls, command: Command) -> Mode:
-        """With which a job builds its model. A job of functions has none."""
+        """The mode in which a job builds its model. A job of functions has none."""
         return {Command.TRAIN: cls.TRAINING, Command.EVALUATE: cls.EVALUATION, Command.PREDICT: cls.PREDICTION}[command]
 
 
 class Updates(str, Enum):
-    """How the work of several workers becomes one model."""
+    """How the updates of several workers are combined."""
 
-    LOCAL = "local"  # each trains by itself for some batches; then how far its weights moved is merged
+    LOCAL = "local"  # each worker trains alone for some batches; then its weight changes are merged
     SYNC = "sync"  # the mean of several gradients is applied
-    ASYNC = "async"  # each gradient is applied as it comes
+    ASYNC = "async"  # each gradient is applied when it arrives
 
 
 class NonFinite(str, Enum):
-    """What a NaN or an infinity in a loss or a gradient leads to."""
+    """What happens when a loss or a gradient contains NaN or infinity."""
 
     STOP = "stop"  # the job fails
-    SKIP = "skip"  # the batch is passed over, and counted
+    SKIP = "skip"  # the batch is skipped and counted
 
 
 class CallbackErrors(str, Enum):
-    """What an error in a hook of a callback leads to."""
+    """What happens when a callback hook raises."""
 
     STOP = "stop"  # the job fails
-    WARN = "warn"  # it is shown and counted, and the job goes on
+    WARN = "warn"  # it is shown and counted, and the job continues
 
 
 class WireDtype(str, Enum):
-    """How weights, rows and gradients that are float32 travel in training."""
+    """How float32 weights, rows and gradients are encoded on the wire in training."""
 
-    SAME = "same"  # as they are
+    SAME = "same"  # unchanged
     BFLOAT16 = "bfloat16"
     INT8 = "int8"  # rows; the rest as bfloat16
 
 
 class RowsDtype(str, Enum):
-    """How parameter servers hold the rows of embedding tables of float32."""
+    """How parameter servers store the rows of float32 embedding tables."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"  # rounded stochastically
 
 
 class WhenFull(str, Enum):
-    """What happens when embedding tables reach their memory."""
+    """What happens when embedding tables reach their memory limit."""
 
     ERROR = "error"  # the job fails
-    EVICT = "evict"  # rows that were not used for longest go
-    DISK = "disk"  # they go to disk, and come back when they are needed
+    EVICT = "evict"  # the least recently used rows are removed
+    DISK = "disk"  # the least recently used rows move to disk until they are needed
     INITIAL = "initial"  # new ids keep their initial value
 
 
 PREDICTION_FORMATS = ("csv", "jsonl", "parquet", "npz")
-MOST_WORKERS = 256  # that a job can be scaled to, unless it begins with more
+MOST_WORKERS = 256  # that a job can be scaled to, unless it starts with more
 
 
 @dataclass(frozen=True)
 class WorkerRange:
-    """How many workers there may be; `most` 0: the number is fixed."""
+    """Allowed number of workers; `most` 0: the number is fixed."""
 
     least: int = 0
     most: int = 0
 
     @classmethod
     def of(cls, text: str) -> WorkerRange:
-        """ "1..8" as a range. Raises `UsageError` when it is none."""
+        """Parses "1..8". Raises `UsageError` if the text is not a range."""
         parts = [part.strip() for part in text.split("..")]
         numbers = [int(part) for part in parts if part.isascii() and part.isdigit() and len(part) < 10]
         if not len(parts) == len(numbers) == 2 or not 1 <= numbers[0] <= numbers[1] <= MOST_WORKERS:
             raise UsageError(
-                f"{text!r} is no range of workers. Expected two numbers from 1 to {MOST_WORKERS}, the smaller one "
-                "first, with two dots between them, such as 1..8."
+                f"{text!r} is not a range of workers. Expected MIN..MAX with numbers from 1 to {MOST_WORKERS}, such "
+                "as 1..8."
             )
         return cls(*numbers)
 

@@ -1,4 +1,4 @@
-"""The settings of a job's processes: how many, where, how they reach each other, and when one is given up."""
+"""The settings of a job's processes: how many, where they run, how they connect, and when one is replaced."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from elasticcb.settings.choices import WorkerRange
 from elasticcb.settings.definition import CLUSTER, TASKS, TRAIN, Kind, Section, setting
 from elasticcb.settings.kubernetes import KubernetesSettings
 
-INSECURE_RISK = "whoever can read the network, or takes the port of a process that has died, gets the job's token"
+INSECURE_RISK = "anyone who can read the network, or reuses the port of a dead process, gets the job's token"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions(Section):
-    """How the processes reach each other, and who reaches the master."""
+    """How processes connect to each other, and how others reach the master."""
 
     PANEL = CLUSTER
 
-    # "": the address of this machine that its processes reach
+    # "": the address of this machine that its own processes use
     host: str = setting(
         "",
-        "Address to listen on; one that the other machines reach, where there are some.",
+        "Address to listen on. With several machines, one that the others can reach.",
         unit="ADDRESS",
         pattern=r"[^/\s]+",
         expected="an address like 0.0.0.0, without a port",
@@ -28,36 +28,34 @@ class NetworkOptions(Section):
         "with --cluster=ray its node's",
         roles=("ps",),
     )
-    port: int = setting(
-        0, "Port to listen on; 0: any that is free.", unit="PORT", minimum=0, maximum=65535, roles=("ps",)
-    )
+    port: int = setting(0, "Port to listen on; 0: any free port.", unit="PORT", minimum=0, maximum=65535, roles=("ps",))
     metrics_port: int | None = setting(
         None,
-        "Port on which the master serves metrics to Prometheus, by HTTP; 0: any that is free.",
+        "Port on which the master serves Prometheus metrics over HTTP; 0: any free port.",
         unit="PORT",
         minimum=0,
         maximum=65535,
-        default_text="none are served",
+        default_text="metrics are not served",
     )
     health_port: int | None = setting(
         None,
-        "Port on which gRPC health checks are answered, as Kubernetes makes them; 0: any that is free.",
+        "Port of the gRPC health service, for Kubernetes probes and the like; 0: any free port.",
         unit="PORT",
         minimum=0,
         maximum=65535,
-        default_text="none are answered",
+        default_text="no health service",
         roles=("ps",),
     )
     ray_address: str = setting(
         "",
-        "With --cluster=ray: which Ray cluster. The command must run on one of its nodes.",
+        "With --cluster=ray: address of the Ray cluster. Run the command on one of its nodes.",
         unit="HOST:PORT",
-        default_text="RAY_ADDRESS, or the cluster of this machine",
+        default_text="RAY_ADDRESS, or the Ray cluster of this machine",
     )
     tls: bool = setting(
         False,
-        "Use TLS also between processes of one machine, which otherwise have Unix sockets. Processes with ports use it "
-        "unless --insecure is given, with a CA that is made for the job (in `tls` in its folder).",
+        "Use TLS also between processes of one machine, which otherwise use Unix sockets. Processes that listen on "
+        "ports always use TLS unless --insecure is given, with a CA created for the job (in `tls` in its folder).",
     )
     insecure: bool = setting(
         False,
@@ -66,23 +64,23 @@ class NetworkOptions(Section):
     )
     tls_cert: str = setting(
         "",
-        "TLS with certificates of your own: a PEM file with this process's.",
+        "TLS with your own certificates: PEM file with the certificate of this process.",
         kind=Kind.FILE,
         roles=("ps", "worker"),
     )
     tls_key: str = setting(
-        "", "PEM file with its private key, without a password.", kind=Kind.FILE, roles=("ps", "worker")
+        "", "PEM file with the private key of --tls_cert, without a password.", kind=Kind.FILE, roles=("ps", "worker")
     )
     tls_ca: str = setting(
         "",
-        "PEM file with the CA that has signed the certificates of all processes. A file that also holds the CA's key "
-        "is enough: each process issues its own certificate.",
+        "PEM file with the CA that signed the certificates of all processes. If the file also contains the CA's key, "
+        "no other file is needed: each process issues its own certificate.",
         kind=Kind.FILE,
         roles=("ps", "worker"),
     )
     tls_name: str = setting(
         "",
-        "What a server's certificate must be for: the same name in all of them.",
+        "Name that the certificate of every server must contain.",
         unit="NAME",
         default_text="the address that it listens on",
         roles=("ps", "worker"),
@@ -91,14 +89,14 @@ class NetworkOptions(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryOptions(Section):
-    """When a process is given up, and what follows."""
+    """When a process counts as lost, and how it is replaced."""
 
     PANEL = CLUSTER
 
     ps_replicas: int = setting(
         0,
-        "1: each parameter server hands its updates to the next one before it answers, so that one that is killed "
-        "loses none; needs at least 2.",
+        "1: each parameter server copies its updates to the next one before it answers, so that none is lost when a "
+        "server is killed. Needs at least 2 parameter servers.",
         unit="REPLICAS",
         minimum=0,
         maximum=1,
@@ -106,36 +104,36 @@ class RecoveryOptions(Section):
     )
     max_worker_restarts: int = setting(
         10,
-        "Workers that are started in the place of lost ones, over the whole job.",
+        "Maximum number of lost workers that are replaced during the job.",
         unit="PROCESSES",
         minimum=0,
     )
     max_ps_restarts: int = setting(
         10,
-        "Parameter servers that are started in the place of lost ones, over the whole job.",
+        "Maximum number of lost parameter servers that are replaced during the job.",
         unit="PROCESSES",
         minimum=0,
     )
     lease_seconds: float = setting(
         300.0,
-        "A task without progress for so long is taken from its worker and given to another; while a batch is computed, "
-        "after 12 times as long.",
+        "Timeout of a task without progress; it is then given to another worker. While a batch is being computed, "
+        "the timeout is 12 times as long.",
         panel=TASKS,
         unit="SECONDS",
         above=0,
     )
     silence_seconds: float = setting(
         30.0,
-        "A parameter server that is not heard of for so long is replaced; with --cluster=external, a worker, too. A "
-        "shorter --lease_seconds shortens it.",
+        "Heartbeat timeout: a parameter server that is silent for this long is replaced; with --cluster=external, a "
+        "worker as well. At most --lease_seconds.",
         unit="SECONDS",
         above=0,
     )
 
     @property
     def patience_seconds(self) -> float:
-        """Of calls to a server: longer than it takes to notice that it does not answer, or is not heard of, and to put
-        another in its place."""
+        """Deadline of calls to a server: longer than it takes to detect and replace a server that is silent or does not
+        answer."""
         return 60.0 + 2 * self.silence_seconds
 
 
@@ -143,40 +141,41 @@ class RecoveryOptions(Section):
 class ClusterSettings(NetworkOptions, RecoveryOptions):
     """How many processes, and who starts them."""
 
-    kind: str = setting(  # a backend of cluster/registry.py, which knows the others
+    kind: str = setting(  # a backend in cluster/registry.py
         "local",
-        "Who starts the processes.",
+        "The backend that starts the processes.",
         unit="CLUSTER",
         name="cluster",
         argument="kind",
     )
     num_workers: int = setting(
         1,
-        "Workers.",
+        "Number of workers.",
         unit="PROCESSES",
         minimum=1,
-        because="Workers are what runs the batches.",
+        because="Workers run the batches.",
         argument="num_workers",
     )
     autoscale: WorkerRange = setting(
         WorkerRange(),
-        "Add workers while the throughput grows by it, and give back those that don't help: as 1..8. The job begins "
-        "with --num_workers, or MIN.",
+        "Scale workers between MIN and MAX by measured throughput, e.g. 1..8. The job starts with --num_workers, or "
+        "with MIN.",
         unit="MIN..MAX",
         commands=TRAIN,
     )
     num_ps: int = setting(
         1,
-        "Parameter servers.",
+        "Number of parameter servers.",
         unit="PROCESSES",
         minimum=1,
-        because="The weights live on the parameter servers.",
+        because="Parameter servers hold the weights.",
         aliases=("num_ps_pods",),
         argument="num_ps",
     )
     dashboard: bool = setting(
         False,
-        "Serve a live page of the job to browsers of this machine, and print its address; needs elasticcb[dashboard].",
+        "Serve a live dashboard of the job to browsers on this machine, and print its address. Needs "
+        "elasticcb[dashboard].",
         argument="dashboard",
     )
     kubernetes: KubernetesSettings = KubernetesSettings()

@@ -1,4 +1,4 @@
-"""What a setting is: a field of a section, which says all that flags, arguments, checks and tables tell of it."""
+"""Settings are fields of sections; their metadata defines flags, arguments, checks and tables of the docs."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ CHECKPOINTS = "Checkpoints and export"
 CLUSTER = "Cluster"
 KUBERNETES = "Kubernetes"
 JOB = "Job"
-AUTO = "auto"  # the default text of a setting that can be asked to be worked out while a job runs
+AUTO = "auto"  # the default text of a setting that the job can determine while it runs
 PANELS = (MODEL, DATA, TRAINING, EMBEDDING, TASKS, CHECKPOINTS, CLUSTER, KUBERNETES, JOB)
 
 
 class Kind(Enum):
-    """What a value is; the name shown to the user when a setting has no better one."""
+    """The kind of a value; its text is shown to users when a setting has no better unit."""
 
     TEXT = "TEXT"
-    NAME = "NAME"  # of something in the model file
+    NAME = "NAME"  # a name in the model file
     INTEGER = "INTEGER"
     NUMBER = "NUMBER"
     TRUTH = "true|false"
@@ -59,10 +59,10 @@ _KIND_OF = {bool: Kind.TRUTH, int: Kind.INTEGER, float: Kind.NUMBER, dict: Kind.
 
 
 class Section:
-    """A frozen dataclass of settings. A class may be made of several, each of which has a subject."""
+    """A frozen dataclass of settings. It may inherit from several sections, each with one subject."""
 
-    PANEL: ClassVar[str] = ""  # of the help that its flags stand in
-    COMMANDS: ClassVar[frozenset[Command]] = ALL  # that take them
+    PANEL: ClassVar[str] = ""  # the heading of its flags in the help
+    COMMANDS: ClassVar[frozenset[Command]] = ALL  # commands that take them
 
     def __init_subclass__(cls) -> None:
         fields = {name: each for name, each in vars(cls).items() if isinstance(each, dataclasses.Field)}
@@ -71,12 +71,12 @@ class Section:
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """A field of a section, with its flag.
+    """Declares a field of a section, with its flag.
 
     Args:
-        default: of the field; `dict` for an empty one.
+        default: of the field; `dict` for an empty mapping.
         help: what it does; `--name` is another setting.
-        more: fields of `Setting`, where they do not follow from the field and its section.
+        more: fields of `Setting` that do not follow from the field and its section.
     """
     described = {"setting": {"help": help, **more}}
     if default is dict:
@@ -86,35 +86,35 @@ def setting(default: Any, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A field of the settings, as flags, the keys of config files, arguments, checks and the docs have it."""
+    """One setting, with what flags, keys of config files, arguments, checks and the docs need to know."""
 
     path: str  # "section.field", or "field"
     owner: type  # class that defines the field
     hint: Any  # type of the field
-    initial: Any  # its default, that of a choice as its text; None where it is made anew each time
+    initial: Any  # its default, for a choice as text; None if a factory makes it
     kind: Kind
     panel: str
     commands: frozenset[Command]  # that take it
     help: str
     name: str  # of the flag, and in config files
     aliases: tuple[str, ...] = ()  # of the flag
-    unit: str = ""  # what help writes behind the flag
+    unit: str = ""  # placeholder of the value in the help
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
-    above: float | None = None  # like `minimum`, but not this number itself
-    pattern: str = ""  # of texts
-    expected: str = ""  # what the pattern allows, in words
-    because: str = ""  # why the limit, as a sentence
-    default_text: str = ""  # where the default is worked out, not stored
-    needed: frozenset[Command] = frozenset()  # commands that can't do without it
-    what: str = ""  # it is, for a message that it is missing
-    roles: tuple[str, ...] = ()  # whose commands, for processes started by hand, take it, too
-    argument: str = ""  # of `Cluster`, where it is one by itself
+    above: float | None = None  # exclusive minimum
+    pattern: str = ""  # for texts
+    expected: str = ""  # what the pattern allows, for messages
+    because: str = ""  # why there is a limit, as a sentence
+    default_text: str = ""  # where the default is determined at run time
+    needed: frozenset[Command] = frozenset()  # commands that require it
+    what: str = ""  # what it is, for the message that it is missing
+    roles: tuple[str, ...] = ()  # roles whose commands, for manually started processes, take it as well
+    argument: str = ""  # of `Cluster`, if it is not in a group
 
     @property
     def may_be_auto(self) -> bool:
-        """Whether the word "auto" is a value, which the field has as None."""
+        """Whether "auto" is a valid value, stored as None."""
         return self.default_text == AUTO
 
     @property
@@ -123,7 +123,7 @@ class Setting:
 
     @property
     def default(self) -> Any:
-        """The default as it is written on the command line; None where it is empty or worked out."""
+        """The default as on the command line; None if it is empty or determined at run time."""
         if isinstance(self.initial, bool):
             return str(self.initial).lower()
         return None if self.initial == "" or dataclasses.is_dataclass(self.initial) else self.initial
@@ -133,7 +133,7 @@ class Setting:
         return self.unit or "|".join(self.choices) or self.kind.value
 
     def beyond_limits(self, value: Any) -> str:
-        """What was expected instead of a value of the right type, as sentences; "" when it can be."""
+        """Says what is expected instead of an invalid value of the right type; "" if it is valid."""
         if isinstance(value, str) or self.kind not in (Kind.INTEGER, Kind.NUMBER):
             fits = not self.pattern or not value or re.fullmatch(self.pattern, value)
             return "" if fits else f"Expected {self.expected}."
@@ -150,7 +150,7 @@ class Setting:
         return f"Expected {expected}.{' ' if self.because else ''}{self.because}"
 
     def read(self, value: Any) -> tuple[Any, str]:
-        """A value of a Python program as the field has it, and what was expected instead of it; "" when it can be.
+        """Converts a value from Python for the field, and says what is expected instead; "" if it is valid.
 
         Choices become their text, and paths absolute.
         """
@@ -179,7 +179,7 @@ class Setting:
             try:
                 return json.dumps(value), ""
             except (TypeError, ValueError):
-                return value, "Expected what keras.optimizers.serialize gives."
+                return value, "Expected the result of keras.optimizers.serialize."
         if self.kind is Kind.MAPPING:
             return value, "" if isinstance(value, Mapping) else "Expected a mapping."
         return value, self.beyond_limits(value) if isinstance(value, str) else "Expected text."
@@ -187,7 +187,7 @@ class Setting:
 
 @cache
 def settings_of(section: type, prefix: str = "") -> tuple[Setting, ...]:
-    """All settings of a section and of the sections in it, in the order in which they are defined.
+    """All settings of a section and of the sections in it, in order of definition.
 
     Args:
         prefix: of their paths, with a dot.
@@ -242,7 +242,7 @@ def build(section: Any, values: Mapping[str, Any]) -> Any:
     """A section from plain values by field, as JSON has them; sections in it are mappings, enums their text.
 
     Raises:
-        KeyError, TypeError, ValueError: there is no such field, one is missing, or an enum lacks the value.
+        KeyError, TypeError, ValueError: a field is unknown or missing, or an enum lacks the value.
     """
     hints = get_type_hints(section)
     return section(**{name: _read(hints[name], value) for name, value in values.items()})

@@ -1,4 +1,4 @@
-"""The names that --init_map gives variables: "NEW=OLD,NEW2=OLD2,NEW3="."""
+"""Parses --init_map: "NEW=OLD,NEW2=OLD2,NEW3="."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from elasticcb.errors import UsageError
 
 
 def read_init_map(text: str) -> dict[str, str]:
-    """By name in the model, the name in the checkpoint; "": it starts fresh.
+    """Maps names in the model to names in the checkpoint; "": it starts fresh.
 
-    Raises `UsageError` for a part of another form, or a name that is given twice.
+    Raises `UsageError` if a part is malformed or a name is given twice.
     """
     found: dict[str, str] = {}
     for part in filter(None, (each.strip() for each in text.split(","))):
@@ -20,6 +20,6 @@ def read_init_map(text: str) -> dict[str, str]:
                 "start fresh."
             )
         if new in found:
-            raise UsageError(f"{new!r} is given twice. Leave one of them out.")
+            raise UsageError(f"{new!r} is given twice. Remove one of the two.")
         found[new] = old
     return found

@@ -1,7 +1,7 @@
-"""The settings of a job, typed and frozen, in seconds and bytes: each is defined here, once.
+"""The settings of a job, typed and frozen, in seconds and bytes. Each is defined once, here.
 
-Flags, the keys of config files, the arguments of `Cluster`, checks and the tables of the docs follow from these fields.
-`JobSettings.to_json` travels from the master to the workers and the parameter servers.
+Flags, keys of config files, arguments of `Cluster`, checks and tables of the docs are derived from these fields. The
+master sends `JobSettings.to_json` to workers and parameter servers.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from elasticcb.settings.training import EmbeddingOptions, TrainingSettings
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Section):
-    """Where the model file is, and what its names are."""
+    """The model file, and the names of its functions."""
 
     PANEL = MODEL
 
     zoo: str = setting(
         "",
-        "Folder that holds model files. Needed.",
+        "Folder with the model files. Required.",
         name="model_zoo",
         kind=Kind.FOLDER,
         needed=ALL,
-        what="the folder that holds the model file",
+        what="the folder with the model file",
     )
     definition: str = setting(
-        "",  # the job has a program instead
-        "The model in the zoo: path of the file with dots, then the function that returns the Keras model, or the "
-        "keras.Model subclass; e.g. mnist.custom_model. Needed.",
+        "",  # the job has a serialized job instead
+        "The model in the zoo: dotted path of the file, then the function that returns the Keras model, or the "
+        "keras.Model subclass; e.g. mnist.custom_model. Required.",
         name="model_def",
         unit="FOLDER.FILE.NAME",
         needed=ALL,
@@ -58,8 +58,8 @@ class ModelSettings(Section):
     )
     params: dict[str, Any] = setting(
         dict,
-        'Arguments for the function of --model_def, e.g. "units=64;rate=1e-3". Values are read as numbers, true, false '
-        "or null where they look so, else as text.",
+        'Arguments for the function of --model_def, e.g. "units=64;rate=1e-3". Values that look like numbers, true, '
+        "false or null are parsed as such; all others are text.",
         name="model_params",
     )
     loss: str = setting(
@@ -77,20 +77,20 @@ class ModelSettings(Section):
         "callbacks", "Name of the function that returns the list of Keras callbacks.", kind=Kind.NAME
     )
     custom_data_reader: str = setting(
-        "custom_data_reader", "Name of the function that returns a data reader of your own.", kind=Kind.NAME
+        "custom_data_reader", "Name of the function that returns a custom data reader.", kind=Kind.NAME
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(Section):
-    """Origins of records: a path, glob, folder, list of those joined by commas, or URL; "" is none."""
+    """Origins of records: a path, glob, folder, URL, or several joined by commas; "": none."""
 
     PANEL = DATA
 
     training: str = setting(
         "",
-        "Records to train on: a file, folder, glob, URL, or several of these with commas between; with a data reader "
-        "of your own, whatever it understands. Needed.",
+        "Records to train on: a file, folder, glob, URL, or several of these separated by commas; with a custom data "
+        "reader, any text that it understands. Required.",
         name="training_data",
         kind=Kind.DATA,
         commands=TRAIN,
@@ -99,7 +99,7 @@ class DataSettings(Section):
     )
     validation: str = setting(
         "",
-        "Records to evaluate on. `evaluate` needs it; without it `train` runs no evaluation.",
+        "Records to evaluate on. Required by `evaluate`; without it, `train` does not evaluate.",
         name="validation_data",
         kind=Kind.DATA,
         commands=TRAIN_AND_EVALUATE,
@@ -108,7 +108,7 @@ class DataSettings(Section):
     )
     prediction: str = setting(
         "",
-        "Records to predict. Needed.",
+        "Records to predict. Required.",
         name="prediction_data",
         kind=Kind.DATA,
         commands=PREDICT,
@@ -122,43 +122,44 @@ class DataSettings(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(Section):
-    """When what parameter servers hold is written."""
+    """When parameter servers write their state."""
 
     PANEL = CHECKPOINTS
     COMMANDS = TRAIN
 
     steps: int = setting(
         0,
-        "Write a checkpoint every so many model versions; 0: only at the end.",
+        "Write a checkpoint every N model versions; 0: only at the end.",
         name="checkpoint_steps",
         unit="VERSIONS",
         minimum=0,
     )
     interval_seconds: float = setting(
         10.0,
-        "Parameter servers write down what changed every so many seconds, in the job's folder; one that is killed "
-        "comes back with that. 0: never, and a lost server ends the job.",
+        "Interval at which parameter servers write their changes to recovery files in the job's folder; a server "
+        "that is killed restarts from them. 0: never; then losing a server ends the job.",
         name="checkpoint_interval",
         unit="SECONDS",
         minimum=0,
     )
     keep_max: int = setting(
         3,
-        "Keep the newest so many checkpoints; 0: all.",
+        "Number of newest checkpoints to keep; 0 keeps all.",
         name="keep_checkpoint_max",
         unit="CHECKPOINTS",
         minimum=0,
     )
     init_from: str = setting(
         "",
-        "Begin a new job with the weights and embedding rows of another model's checkpoint, matched by name: the "
-        "newest in this folder or URL, or this very checkpoint. Steps, epochs and versions count from 0.",
+        "Start a new job with the weights and embedding rows of another model's checkpoint, matched by name. A "
+        "folder or URL of checkpoints (the newest is used), or of one checkpoint. Steps, epochs and versions count "
+        "from 0.",
         kind=Kind.FOLDER,
     )
     init_map: str = setting(
         "",
-        "Names of variables or layers in the model, and in the checkpoint of --init_from, with commas between; NEW= "
-        "starts one fresh.",
+        "Names of variables or layers in the model and in the checkpoint of --init_from, separated by commas; NEW= "
+        "initializes one from scratch.",
         unit="NEW=OLD,…",
     )
 
@@ -169,16 +170,16 @@ class CheckpointSettings(CheckpointOptions):
 
     directory: str = setting(
         "",
-        "Folder to write checkpoints to; `elasticcb train` takes its URL, too (s3://, gs://, sftp://, …). Without it "
-        "none are written.",
+        "Folder to write checkpoints to; `elasticcb train` also accepts a URL (s3://, gs://, sftp://, …). Without "
+        "it, no checkpoints are written.",
         name="checkpoint_dir",
         kind=Kind.FOLDER,
         argument="checkpoint_dir",
     )
     directory_for_init: str = setting(
         "",
-        "Start from the newest checkpoint in this folder or URL, or from this very checkpoint. `evaluate` and "
-        "`predict` need it.",
+        "Start from this checkpoint, or from the newest one in this folder or URL. Required by `evaluate` and "
+        "`predict`.",
         name="checkpoint_dir_for_init",
         kind=Kind.FOLDER,
         commands=ALL,
@@ -188,26 +189,26 @@ class CheckpointSettings(CheckpointOptions):
 
 
 # In the job's folder.
-RECOVERY_FOLDER = "recovery"  # by which a parameter server that was killed comes back
-INDEX_FILE = "index-{mode}.zip"  # below the recovery folder: where records begin, by which data need no second scan
+RECOVERY_FOLDER = "recovery"  # from which a killed parameter server restarts
+INDEX_FILE = "index-{mode}.zip"  # below the recovery folder: offsets of records, so that data is scanned only once
 _HIDDEN = "***"
-# Keys of what users give: parameters of readers, models and callbacks.
+# Keys of user-defined parameters of readers, models and callbacks.
 _SECRET_NAMES = re.compile(
     r"(?i)secret|token|passw|passphrase|credential|authorization|api_?key|access_?key|private|cookie|signature"
     r"|storage_options|headers|^(key|auth|sas|pwd)$"
 )
 
 JOB_FILE = "job.json"  # the settings of training
-CHECKPOINTS_FOLDER = "checkpoints"  # those on their way to a remote folder
-INITIAL_FOLDER = "initial-checkpoint"  # that came from a remote folder
-STATUS_FILE = "status.json"  # of a job that is over
-HISTORY_FILE = "history.json"  # likewise: its past, for its page
-JOURNAL_FILE = "journal.log"  # by which a master goes on with the job of another
+CHECKPOINTS_FOLDER = "checkpoints"  # local copies to be uploaded to a remote folder
+INITIAL_FOLDER = "initial-checkpoint"  # downloaded from a remote folder
+STATUS_FILE = "status.json"  # of a finished job
+HISTORY_FILE = "history.json"  # of a finished job: its history, for the dashboard
+JOURNAL_FILE = "journal.log"  # from which another master continues the job
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings(Section):
-    """Everything that a process of the job needs to know."""
+    """All settings of a job, as each of its processes receives them."""
 
     PANEL = JOB
 
@@ -219,8 +220,8 @@ class JobSettings(Section):
     checkpoint: CheckpointSettings = CheckpointSettings()
     output: str = setting(
         "",
-        "`train`: folder of the exported SavedModel; without it nothing is exported. An earlier SavedModel there is "
-        "replaced. `predict`: file of the predictions, a new one.",
+        "`train`: folder for the exported SavedModel; an earlier SavedModel there is replaced; without it, nothing "
+        "is exported. `predict`: file to write the predictions to; must not exist.",
         panel=CHECKPOINTS,
         kind=Kind.FOLDER,
         unit="PATH",
@@ -232,7 +233,7 @@ class JobSettings(Section):
         panel=CHECKPOINTS,
         kind=Kind.CHOICE,
         choices=PREDICTION_FORMATS,
-        default_text="by the ending of --output",
+        default_text="from the file extension of --output",
         commands=PREDICT,
     )
     cluster: ClusterSettings = ClusterSettings()
@@ -242,7 +243,8 @@ class JobSettings(Section):
         name="job_name",
         unit="NAME",
         pattern=r"[A-Za-z0-9][A-Za-z0-9._-]*",
-        expected="letters, digits, dots, dashes and underscores, beginning with a letter or a digit: it names a folder",
+        expected="letters, digits, dots, dashes and underscores, starting with a letter or a digit, because it names a "
+        "folder",
         default_text="from --model_def",
     )
     directory: str = setting(
@@ -254,28 +256,28 @@ class JobSettings(Section):
     )
     log_level: str = setting(
         "INFO",
-        "What is logged. DEBUG also shows the traceback of an error, as ELASTICCB_DEBUG=1 does.",
+        "Lowest level that is logged. DEBUG also shows tracebacks of errors, as does ELASTICCB_DEBUG=1.",
         kind=Kind.CHOICE,
         choices=("DEBUG", "INFO", "WARNING", "ERROR"),
         argument="log_level",
     )
     log_file_bytes: int = setting(
         50 << 20,
-        "A log file of this size is renamed, and the process begins a new one; 0: never.",
+        "Rotate a log file when it reaches this size; 0: never.",
         unit="BYTES",
         minimum=0,
     )
     log_files_kept: int = setting(
-        3, "Older log files to keep of each process, as NAME.log.1 and so on.", unit="FILES", minimum=1
+        3, "Number of rotated log files to keep per process: NAME.log.1 and so on.", unit="FILES", minimum=1
     )
-    callback_params: dict[str, Any] = field(default_factory=dict)  # more of `callback.params`
-    keras_backend: str = ""  # what Keras runs on in master and workers; the master says it
+    callback_params: dict[str, Any] = field(default_factory=dict)  # additional `callback.params`
+    keras_backend: str = ""  # the Keras backend of master and workers; set by the master
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), default=_plain)
 
     def to_show(self) -> str:
-        """As JSON, for logs: values that may be secrets are left out."""
+        """As JSON for logs, with possible secrets masked."""
         values = json.loads(self.to_json())
         pods = values["cluster"]["kubernetes"]
         pods["envs"] = ",".join(f"{each.partition('=')[0]}={_HIDDEN}" for each in pods["envs"].split(",") if each)
@@ -283,23 +285,23 @@ class JobSettings(Section):
 
     @classmethod
     def from_json(cls, text: str) -> JobSettings:
-        """Raises `UsageError` when `text` comes from another release's settings."""
+        """Raises `UsageError` if another release wrote `text`."""
         try:
             values = json.loads(text)
-            lease = values.get("training", {}).pop("lease_seconds", None)  # where releases before this one had it
+            lease = values.get("training", {}).pop("lease_seconds", None)  # its place in earlier releases
             if lease is not None:
                 values.setdefault("cluster", {}).setdefault("lease_seconds", lease)
             settings: JobSettings = build(cls, values)
             return settings
         except (AttributeError, TypeError, ValueError, KeyError) as error:
             raise UsageError(
-                f"These job settings can't be read ({error}). All processes of a job must run the same "
-                "release of elasticcb."
+                f"The job settings can't be read ({error}). All processes of a job must run the same release of "
+                "elasticcb."
             ) from error
 
 
 def _without_secrets(value: Any, name: str = "") -> Any:
-    """A JSON value without what stands under a name of `_SECRET_NAMES`, or in an environment variable of pods."""
+    """A JSON value with the values of `_SECRET_NAMES` and of pods' environment variables masked."""
     if name and _SECRET_NAMES.search(name) and value:
         return _HIDDEN
     if isinstance(value, dict):
@@ -309,7 +311,7 @@ def _without_secrets(value: Any, name: str = "") -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy, as Python's."""
+    """Converts a NumPy number to a Python number."""
     if hasattr(value, "item"):
         return value.item()
-    raise TypeError(f"{value!r} (of type {type(value).__name__}) can't be a setting")
+    raise TypeError(f"{value!r} (of type {type(value).__name__}) can't be converted to JSON for the settings")

@@ -1,4 +1,4 @@
-"""The settings of training: its loop, how weights and gradients travel, and embedding tables."""
+"""The settings of training: the loop, the exchange of weights and gradients, and embedding tables."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from elasticcb.settings.definition import (
 from elasticcb.settings.table import TableOptions
 
 _MOST_BATCHES_PER_TASK = 64
-_BATCHES_PER_TASK_OF_UNKNOWN = 16  # an epoch may be a short one
-_TASKS_PER_WORKER = 4  # at least, in an epoch, so that the last ones end at the same time
+_BATCHES_PER_TASK_OF_UNKNOWN = 16  # the epoch may be short
+_TASKS_PER_WORKER = 4  # at least, in each epoch, so that workers end at about the same time
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions(Section):
-    """How weights and gradients travel between workers and parameter servers."""
+    """How workers and parameter servers exchange weights and gradients."""
 
     PANEL = TRAINING
     COMMANDS = TRAIN
 
     sync_version_tolerance: int = setting(
         0,
-        "Synchronous mode: how many versions old a gradient may be; older ones are computed again.",
+        "Synchronous mode: maximum age of a gradient; older ones are rejected and computed again.",
         unit="VERSIONS",
         minimum=0,
     )
-    get_model_steps: int = setting(1, "A worker fetches the weights every so many batches.", unit="BATCHES", minimum=1)
+    get_model_steps: int = setting(1, "A worker pulls the weights every N batches.", unit="BATCHES", minimum=1)
     max_staleness: int = setting(
         0,
-        "How many batches a worker may compute ahead of the servers' answers, so that it does not wait for them; 0: "
-        "strictly pull, compute, push. Local updates: of the rows of embedding tables; not in synchronous mode.",
+        "How many batches a worker may compute before it waits for the servers' answers; 0: strictly pull, compute, "
+        "push. With local updates, it applies to the rows of embedding tables. Not available in synchronous mode.",
         unit="BATCHES",
         minimum=0,
     )
     wire_dtype: WireDtype = setting(
         WireDtype.SAME,
-        "How weights, gradients and embedding rows of float32 travel in training: as they are; rounded to bfloat16; or "
-        "rows and their gradients as 8-bit integers with a scale per row, and the rest as bfloat16.",
+        "Encoding of float32 weights, gradients and embedding rows on the wire in training: unchanged; rounded to "
+        "bfloat16; or rows and their gradients as 8-bit integers with a scale per row, and the rest as bfloat16.",
     )
 
 
@@ -58,30 +58,30 @@ class ExchangeOptions(Section):
 class TrainingSettings(ExchangeOptions):
     """The loop over tasks and batches."""
 
-    num_epochs: int = setting(1, "Passes over the training data.", unit="EPOCHS", minimum=1)
+    num_epochs: int = setting(1, "Number of passes over the training data.", unit="EPOCHS", minimum=1)
     max_step: int = setting(
         0,
-        "Stop after so many model versions (gradient pushes taken); 0: no limit.",
+        "Stop after N model versions (accepted gradient pushes); 0: no limit.",
         unit="VERSIONS",
         minimum=0,
     )
     evaluation_steps: int = setting(
         0,
-        "Evaluate every so many model versions; 0: at the end of each epoch. The end of training is always evaluated.",
+        "Evaluate every N model versions; 0: at the end of each epoch. The final model is always evaluated.",
         unit="VERSIONS",
         minimum=0,
     )
     updates: Updates = setting(
         Updates.LOCAL,
-        "How the work of several workers becomes one model. local: each trains by itself for --local_steps batches, "
-        "then how far its weights moved is merged. sync: the mean of --grads_to_wait gradients is applied. async: each "
-        "gradient is applied as it comes.",
+        "How the updates of several workers are combined. local: each worker trains alone for --local_steps batches, "
+        "then its weight changes are merged. sync: the mean of --grads_to_wait gradients is applied. async: each "
+        "gradient is applied when it arrives.",
         argument="updates",
     )
     local_steps: int | None = setting(
         None,
-        "Local mode: batches that a worker trains on before its work is merged; a task ends them, too. auto: 4 to 64, "
-        "so that merging takes a twentieth of the time.",
+        "Local mode: number of batches that a worker trains on before its weight changes are merged; they are also "
+        "merged at the end of a task. auto: 4 to 64, so that merging takes about 5 % of the time.",
         unit="BATCHES",
         minimum=1,
         default_text=AUTO,
@@ -89,47 +89,46 @@ class TrainingSettings(ExchangeOptions):
     )
     outer_optimizer: str = setting(
         "",
-        "Local mode: a Keras optimizer by which servers apply the mean of the workers' movements, minus the mean being "
-        "its gradient: a name such as sgd, or the JSON of keras.optimizers.serialize.",
+        "Local mode: Keras optimizer with which servers apply the mean of the workers' weight changes (its gradient "
+        "is the negative mean): a name such as sgd, or the JSON of keras.optimizers.serialize.",
         kind=Kind.OPTIMIZER,
         default_text="none: the mean is added",
         argument="outer_optimizer",
     )
-    # None: `updates` says it
+    # None: `updates` decides
     use_async: bool | None = setting(
         None,
-        "What --updates was before: true is --updates=async, false is --updates=sync.",
+        "Earlier name of --updates: true is --updates=async, false is --updates=sync.",
         argument="use_async",
     )
     grads_to_wait: int = setting(
         1,
-        "Synchronous mode: gradients per update; may be more than there are workers.",
+        "Synchronous mode: number of gradients per update; may exceed the number of workers.",
         unit="GRADIENTS",
         minimum=1,
         argument="grads_to_wait",
     )
     non_finite: NonFinite = setting(
         NonFinite.STOP,
-        "When a loss or a gradient holds NaN or infinity: stop the job, or skip and count the batch.",
+        "What to do when a loss or a gradient contains NaN or infinity: stop the job, or skip and count the batch.",
         argument="non_finite",
     )
     callback_errors: CallbackErrors = setting(
         CallbackErrors.STOP,
-        "When a hook of a callback raises: stop the job, or show the error once, count it and go on.",
+        "What to do when a callback hook raises: stop the job, or show the error once, count it and continue.",
         panel=JOB,
         commands=ALL,
         argument="callback_errors",
     )
     # None: in order
-    shuffle_seed: int | None = setting(0, "Seed of the order of tasks in each epoch.", unit="SEED")
-    log_loss_steps: int = setting(
-        100, "Log the loss once per this many model versions; 0: never.", unit="VERSIONS", minimum=0
-    )
+    shuffle_seed: int | None = setting(0, "Seed for the order of tasks in each epoch.", unit="SEED")
+    log_loss_steps: int = setting(100, "Log the loss every N model versions; 0: never.", unit="VERSIONS", minimum=0)
     minibatch_size: int = setting(64, "Records per batch.", unit="RECORDS", minimum=1, panel=TASKS, commands=ALL)
     num_minibatches_per_task: int | None = setting(
         None,
-        "Batches per task, the unit that a worker takes and that is done again after a failure. auto: at most 64, and "
-        "so that each worker gets four tasks of an epoch; 16 where nobody knows how long an epoch is.",
+        "Batches per task. A task is the unit of work that a worker takes, and that is repeated after a failure. "
+        "auto: at most 64, so that each worker gets at least four tasks per epoch; 16 if the length of an epoch is "
+        "unknown.",
         default_text=AUTO,
         unit="BATCHES",
         minimum=1,
@@ -138,14 +137,14 @@ class TrainingSettings(ExchangeOptions):
     )
     max_task_retries: int = setting(
         3,
-        "How often a failed task is tried again before the job fails.",
+        "How often a failed task is retried before the job fails.",
         unit="TIMES",
         minimum=0,
         panel=TASKS,
         commands=ALL,
     )
-    initial_epoch: int = 0  # epochs before it are taken as done
-    validation_freq: int | tuple[int, ...] = 1  # evaluate every so many epochs, or after these (from 1)
+    initial_epoch: int = 0  # earlier epochs count as done
+    validation_freq: int | tuple[int, ...] = 1  # evaluate every N epochs, or after these (counted from 1)
 
     def __post_init__(self) -> None:
         updates = self.updates if self.use_async is None else (Updates.ASYNC if self.use_async else Updates.SYNC)
@@ -154,7 +153,7 @@ class TrainingSettings(ExchangeOptions):
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether an update is made of several gradients, by all servers at once."""
+        """Whether all servers together apply the mean of several gradients."""
         return self.updates is Updates.SYNC
 
     @property
@@ -163,11 +162,11 @@ class TrainingSettings(ExchangeOptions):
         return self.updates is Updates.LOCAL
 
     def batches_per_task(self, batches: int | None, workers: int) -> int:
-        """How long tasks are.
+        """Number of batches in a task.
 
         Args:
-            batches: of an epoch; None: nobody knows.
-            workers: that take tasks.
+            batches: of an epoch; None: unknown.
+            workers: number of workers.
         """
         if self.num_minibatches_per_task is not None:
             return self.num_minibatches_per_task
@@ -187,15 +186,15 @@ class TrainingSettings(ExchangeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingOptions(Section):
-    """Embedding tables: variables whose rows parameter servers hold by id."""
+    """Embedding tables: variables whose rows parameter servers store by id."""
 
     PANEL = EMBEDDING
     COMMANDS = TRAIN
 
     threshold_bytes: int = setting(
         2 << 20,
-        "The rows of a keras.layers.Embedding of at least so many bytes live on the servers, and only those that a "
-        "batch needs travel.",
+        "Shard a keras.layers.Embedding of at least this size by id across the servers; workers then exchange only "
+        "the rows in the batch.",
         name="embedding_threshold_bytes",
         unit="BYTES",
         minimum=0,
@@ -203,41 +202,41 @@ class EmbeddingOptions(Section):
     )
     memory_bytes: int = setting(
         0,
-        "What the embedding tables of one parameter server may hold, with the optimizer's slots; 0: no limit.",
+        "Memory limit for the embedding tables of one parameter server, including optimizer slots; 0: no limit.",
         name="embedding_memory_bytes",
         unit="BYTES",
         minimum=0,
     )
     when_full: WhenFull = setting(
         WhenFull.ERROR,
-        "When that, or max_rows of a table, is reached: the job fails, the rows that were not used for longest go for "
-        "good or to disk, or new ids keep their initial value.",
+        "What to do when --embedding_memory_bytes, or max_rows of a table, is reached: fail the job, remove the "
+        "least recently used rows, move them to disk, or let new ids keep their initial value.",
         name="embedding_when_full",
     )
     min_count: int = setting(
         1,
-        "An id of an elasticcb.layers.Embedding gets a row when training meets it for this time; until then it has its "
-        "initial value.",
+        "elasticcb.layers.Embedding: create a row for an id once training has looked it up N times. Until then, the "
+        "id keeps its initial value.",
         name="embedding_min_count",
         unit="TIMES",
         minimum=1,
     )
     max_age: int | str = setting(
         0,
-        "Rows of an elasticcb.layers.Embedding that training did not meet for so many versions, or so long (30m, 12h, "
-        "7d), go; 0: never.",
+        "elasticcb.layers.Embedding: remove rows that training has not used for this many versions, or for this time "
+        "(30m, 12h, 7d); 0: never.",
         name="embedding_max_age",
         kind=Kind.AGE,
     )
     rows_dtype: RowsDtype = setting(
         RowsDtype.FLOAT32,
-        "How parameter servers hold rows of float32: as they are, or rounded stochastically to bfloat16, in half the "
-        "bytes.",
+        "Dtype in which parameter servers store float32 rows: float32, or bfloat16 with stochastic rounding, which "
+        "halves the memory.",
         name="embedding_rows_dtype",
     )
     tables: dict[str, dict[str, Any]] = setting(
         dict,
-        "Settings of single tables by the names of their layers, before those of the layers: "
+        "Settings of individual tables, by layer name; they override those of the layer: "
         f"{', '.join(option.field for option in settings_of(TableOptions))}.",
         name="embedding_tables",
         kind=Kind.MAPPING,

@@ -1,6 +1,6 @@
-"""Evaluation beside training: checkpoints are evaluated as they come. See docs/evaluation_beside_training.md.
+"""Evaluation during training: evaluates checkpoints when they appear. See docs/evaluation_beside_training.md.
 
-The names stand in `__init__.pyi`. They are imported when they are first used: following a folder needs no Keras, whose
+`__init__.pyi` lists the names. They are imported on first use, because following a folder does not need Keras, whose
 import takes seconds.
 """
 

@@ -1,4 +1,4 @@
-"""`SidecarEvaluator`: evaluates a model beside its training, checkpoint by checkpoint."""
+"""`SidecarEvaluator`: evaluates the checkpoints of a model during its training."""
 
 # mypy: allow-subclassing-any
 
@@ -27,33 +27,33 @@ class Evaluation:
     """One evaluated checkpoint."""
 
     checkpoint: Path
-    version: int | None  # of the model; None where the checkpoint does not tell
-    metrics: dict[str, float] = field(default_factory=dict)  # as `model.evaluate(return_dict=True)` gives them
+    version: int | None  # model version; None if the checkpoint does not contain it
+    metrics: dict[str, float] = field(default_factory=dict)  # as returned by `model.evaluate(return_dict=True)`
 
 
 class SidecarEvaluator:
-    """Follows a folder of checkpoints and evaluates each new one, in a process beside the training.
+    """Follows a folder of checkpoints and evaluates each new one, in a separate process from the training.
 
-    It knows the checkpoints of ElasticCB's jobs and the `.keras` and `.weights.h5` files of
-    `keras.callbacks.ModelCheckpoint`. The arguments of tf.keras's SidecarEvaluator mean the same here.
+    It supports checkpoints of ElasticCB's jobs and the `.keras` and `.weights.h5` files of
+    `keras.callbacks.ModelCheckpoint`. The arguments have the same meaning as for tf.keras's SidecarEvaluator.
 
     Args:
-        model: compiled, with the metrics to evaluate; of the same variables as the one that is trained.
-        data: a tuple `(x, y)` or `(x, y, sample_weight)`, or whatever `model.evaluate` takes as `x`. It is read
-            once for each checkpoint.
-        checkpoint_dir: folder of the checkpoints, which may not exist yet; or one file that is overwritten.
-        steps: batches of each evaluation; None: all that `data` gives.
-        max_evaluations: how many checkpoints `start` evaluates; None: no limit.
-        callbacks: get `on_test_*`. `logs` of `on_test_end` also hold "version", and "metrics": all results as
-            a dict; callbacks of libraries get the results alone. `model.optimizer.iterations` is the version,
-            which the stock TensorBoard takes as its step.
-        timeout: `start` returns after so many seconds without a new checkpoint; None: it waits.
-        batch_size: of data that does not come in batches; Keras's default where None.
-        poll_seconds: time between two looks at the folder; a file must stay the same for so long.
-        verbose: 1 prints a line for each evaluation, 0 nothing.
+        model: a compiled model with the metrics to evaluate, and the same variables as the trained model.
+        data: a tuple `(x, y)` or `(x, y, sample_weight)`, or any other `x` that `model.evaluate` accepts. It is read
+            once per checkpoint.
+        checkpoint_dir: folder of the checkpoints, which need not exist yet; or a single file that is overwritten.
+        steps: number of batches of each evaluation; None: all batches of `data`.
+        max_evaluations: maximum number of checkpoints that `start` evaluates; None: no limit.
+        callbacks: their `on_test_*` hooks are called. `logs` of `on_test_end` also contains "version", and "metrics":
+            all results as a dict; callbacks of libraries get only the results. `model.optimizer.iterations` is the
+            version, which Keras's TensorBoard callback uses as its step.
+        timeout: `start` returns after this many seconds without a new checkpoint; None: it waits forever.
+        batch_size: batch size for data that is not batched; None: Keras's default.
+        poll_seconds: polling interval; a file must stay unchanged for this long.
+        verbose: 1: print a line per evaluation; 0: print nothing.
 
     Raises:
-        UsageError: the model is not compiled, or an argument can't be used.
+        UsageError: the model is not compiled, or an argument is invalid.
 
     Example:
 
@@ -88,21 +88,21 @@ class SidecarEvaluator:
         self._follower = CheckpointFollower(checkpoint_dir, poll_seconds)
 
     def start(self) -> list[Evaluation]:
-        """Evaluates the checkpoints that are there, oldest first, then each new one as it comes.
+        """Evaluates existing checkpoints, oldest first, then each new one when it appears.
 
-        Returns after `max_evaluations`, after `timeout` seconds without a new checkpoint, after `stop`, or at
-        Ctrl-C, which drops the evaluation under way. A damaged or deleted checkpoint is passed over.
+        Returns after `max_evaluations`, after `timeout` seconds without a new checkpoint, after `stop`, or on Ctrl-C,
+        which cancels the running evaluation. Damaged or deleted checkpoints are skipped.
 
         Returns:
-            What was evaluated, in that order.
+            The evaluations, in order.
 
         Raises:
-            CheckpointError: a checkpoint is of another model.
-            Exception: what the model, the data or a callback raises.
+            CheckpointError: a checkpoint belongs to another model.
+            Exception: any error of the model, the data or a callback.
         """
         done: list[Evaluation] = []
         version = _Version()
-        # One list for all evaluations: with a new list each, TensorBoard would begin a new file each time.
+        # One list for all evaluations; with a new list for each, TensorBoard would start a new file every time.
         stock = [callback for callback in self._callbacks if library_of(type(callback))]
         others = [callback for callback in self._callbacks if not library_of(type(callback))]
         callbacks = keras.callbacks.CallbackList(
@@ -128,7 +128,7 @@ class SidecarEvaluator:
         return done
 
     def stop(self) -> None:
-        """Makes `start` return when the evaluation under way is done; for callbacks and other threads."""
+        """Makes `start` return after the running evaluation; for callbacks and other threads."""
         self._follower.stop()
 
     def _load(self, checkpoint: Checkpoint) -> bool:
@@ -140,25 +140,25 @@ class SidecarEvaluator:
         except ForeignCheckpointError:
             raise
         except CheckpointError as error:
-            if checkpoint.is_there:  # else it was pruned, as old ones are
-                logger.warning("Passed over: %s", error)
+            if checkpoint.is_there:  # otherwise it was pruned, like other old ones
+                logger.warning("Skipped: %s", error)
             return False
         return True
 
     def _build(self) -> None:
-        """Makes variables that Keras makes lazily: weights can't be loaded before."""
+        """Creates variables that Keras creates lazily, because weights can't be loaded before."""
         if self.model.built:
             return
         if inspect.isgenerator(self._data["x"]):
             raise UsageError(
-                "The model has no variables yet, and a generator can't be asked for a batch to make them with. Begin "
-                "it with keras.Input, call build(input_shape), or call it on a batch before."
+                "The model has no variables yet, and they can't be created from a generator. Start the model with "
+                "keras.Input, call build(input_shape), or call it on a batch first."
             )
         self.model.evaluate(**self._data, **{**self._options, "steps": 1}, verbose=0)
 
 
 class _Version(keras.callbacks.Callback):
-    """Stands behind callbacks of libraries, which write down whatever is in `logs`, and before all others."""
+    """Runs after callbacks of libraries, which record everything in `logs`, and before all others."""
 
     value: int | None = None
 
@@ -175,21 +175,21 @@ def _check(model: Any, data: Any, steps: int | None, max_evaluations: int | None
         )
     if isinstance(data, tuple) and not 1 <= len(data) <= 3:
         raise UsageError(
-            f"data is a tuple of {len(data)}. Expected (x, y) or (x, y, sample_weight); put several inputs into a "
-            "list or a dict: ([x1, x2], y)."
+            f"data is a tuple of {len(data)}. Expected (x, y) or (x, y, sample_weight); pass several inputs as a list "
+            "or a dict: ([x1, x2], y)."
         )
     if inspect.isgenerator(data) and steps is None:
         raise UsageError(
-            "data is a generator, which ends with the first evaluation. Give `steps` with one that never ends, or a "
-            "tf.data.Dataset, a keras.utils.PyDataset or arrays."
+            "data is a generator, which is exhausted by the first evaluation. Pass `steps` with an endless "
+            "generator, or use a tf.data.Dataset, a keras.utils.PyDataset or arrays."
         )
     for name, value in (("steps", steps), ("max_evaluations", max_evaluations), ("timeout", timeout)):
         if value is not None and value <= 0:
-            raise UsageError(f"{name}={value} can't be. Expected more than 0, or None for no limit.")
+            raise UsageError(f"{name}={value} is invalid. Expected more than 0, or None for no limit.")
 
 
 def _flush(callbacks: Sequence[Any]) -> None:
-    """TensorBoard writes its files out at the end of training only, which does not come here."""
+    """TensorBoard flushes its files only at the end of training, which is never called here."""
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.TensorBoard):
             for writer in getattr(callback, "_writers", {}).values():

@@ -1,7 +1,7 @@
 """Follows a folder of checkpoints, ours and those of `keras.callbacks.ModelCheckpoint`.
 
-A file is never opened where it lies with HDF5, whose lock would make a writer fail: it is copied, and the
-copy is looked at. What turns out to be half a file is passed over until it changes.
+A file is never opened in place with HDF5, whose lock would make a writer fail: it is copied first. Incomplete files are
+skipped until they change.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _SUFFIXES = {".keras": CheckpointKind.KERAS, ".weights.h5": CheckpointKind.WEIGH
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint.
+    """A complete checkpoint.
 
     Attributes:
         path: where it was found.
-        kind: what it is.
-        version: of the model: of a file the optimizer's iterations; None where a file does not tell.
-        content: what to read; of a file a copy, which is there until the next checkpoint is asked for.
+        kind: type of the checkpoint.
+        version: model version; for a file, the optimizer's iterations; None if a file does not contain it.
+        content: path to read; for a file, a copy, which exists until the next checkpoint is requested.
     """
 
     path: Path
@@ -48,20 +48,20 @@ class Checkpoint:
 
     @property
     def is_there(self) -> bool:
-        """Whether it has not been deleted since."""
+        """Whether it still exists."""
         return (self.path / MANIFEST).is_file() if self.kind is CheckpointKind.VERSION else self.path.is_file()
 
 
 class CheckpointFollower:
-    """Gives each checkpoint of a folder once, in order: those that are there, then new ones as they come.
+    """Returns each checkpoint of a folder once, in order: existing ones, then new ones when they appear.
 
-    Versions of a job come in order of version, files in order of time. A file that is written again and again
-    is given each time, as far as it stays the same for `poll_seconds`.
+    Versions of a job are ordered by version, files by time. A file that is overwritten repeatedly is returned each
+    time, provided it stays unchanged for `poll_seconds`.
 
     Args:
-        path: of the folder, which may not exist yet; or of one `.keras` or `.weights.h5` file.
-        poll_seconds: time between two looks at the folder.
-        files: whether Keras's files are followed too, not only the versions of a job.
+        path: path of the folder, which need not exist yet; or of one `.keras` or `.weights.h5` file.
+        poll_seconds: polling interval.
+        files: whether to follow Keras's files as well as versions of a job.
 
     Raises:
         UsageError: `path` is the folder of a single version, or a file of another kind.
@@ -71,17 +71,17 @@ class CheckpointFollower:
         self._path = Path(path).absolute()
         if (self._path / MANIFEST).is_file():
             raise UsageError(
-                f"{self._path} is one checkpoint, which does not change. Name the folder that checkpoints are "
-                f"written to: {self._path.parent}"
+                f"{self._path} is a single checkpoint, which does not change. Pass the folder that contains the "
+                f"checkpoints: {self._path.parent}"
             )
         self._single = _kind(self._path.name) if not self._path.is_dir() else None
         if self._path.is_file() and self._single is None:
             raise UsageError(
-                f"{self._path} is a file that holds no checkpoint known here. Expected a folder of checkpoints, or "
-                f"a file that ends in {' or '.join(_SUFFIXES)}."
+                f"{self._path} is not a supported checkpoint file. Expected a folder of checkpoints, or a file that "
+                f"ends in {' or '.join(_SUFFIXES)}."
             )
         if poll_seconds <= 0:
-            raise UsageError(f"poll_seconds={poll_seconds} can't be. Expected more than 0.")
+            raise UsageError(f"poll_seconds={poll_seconds} is invalid. Expected more than 0.")
         self._poll_seconds = poll_seconds
         self._files = files
         self._ledger = Ledger(poll_seconds)
@@ -95,7 +95,7 @@ class CheckpointFollower:
             timeout: seconds to wait; None: until `stop`.
 
         Returns:
-            None when none came in time, or `stop` was called.
+            None if none appeared in time, or `stop` was called.
 
         Raises:
             CheckpointError: the folder can't be read.
@@ -116,24 +116,24 @@ class CheckpointFollower:
         return None
 
     def stop(self) -> None:
-        """Makes `next` return None, until `close`; any thread may call it."""
+        """Makes `next` return None until `close`; any thread may call it."""
         self._stop.set()
 
     def close(self) -> None:
-        """Ends a series of `next`: deletes the copies. Another may begin after it, which goes on from there."""
+        """Ends a series of `next` calls and deletes the copies. A later series continues from there."""
         self._stop.clear()
         if self._copies is not None:
             self._copies.cleanup()
             self._copies = None
 
     def _sightings(self) -> list[ListedCheckpoint]:
-        """What is there now."""
+        """The checkpoints that exist now."""
         try:
             return list(self._look())
         except FileNotFoundError:
-            return []  # the folder was deleted under our hands
+            return []  # the folder was deleted meanwhile
         except OSError as error:
-            raise CheckpointError(f"The folder {self._path} can't be read: {error}. Change its rights.") from error
+            raise CheckpointError(f"The folder {self._path} can't be read: {error}. Check its permissions.") from error
 
     def _look(self) -> Iterator[ListedCheckpoint]:
         if self._single is not None:
@@ -151,19 +151,19 @@ class CheckpointFollower:
                     yield from _sighted_file(Path(entry.path), kind)
 
     def _open(self, sighting: ListedCheckpoint) -> Checkpoint | None:
-        """The checkpoint, or None when it is not whole."""
+        """The checkpoint, or None if it is incomplete."""
         path = Path(sighting.path)
         try:
             if sighting.kind is CheckpointKind.VERSION:
                 return Checkpoint(path, sighting.kind, int(read_manifest(path)["version"]), path)
             copy = self._copy(path)
             if _signature(path) != sighting.signature:
-                return None  # written meanwhile; it will be seen again
+                return None  # written meanwhile; it will be found again
             verify_file(copy)
             return Checkpoint(path, sighting.kind, saved_iterations(copy), copy)
         except (CheckpointError, OSError) as error:
-            if path.exists():  # else nobody needs to know
-                logger.warning("Passed over until it changes: %s. %s", path, error)
+            if path.exists():  # otherwise not worth a warning
+                logger.warning("Skipped until it changes: %s. %s", path, error)
             return None
 
     def _copy(self, path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What is in a `.keras` or `.weights.h5` file, as far as it can be told without a model."""
+"""Inspects a `.keras` or `.weights.h5` file without a model."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from elasticcb.errors import CheckpointError
 
 Shape = tuple[int, ...]
 
-_INSIDE = "model.weights.h5"  # of a .keras file, which is a zip
-# Where the count of an optimizer stands; the outer one is that of a wrapper such as LossScaleOptimizer.
+_INSIDE = "model.weights.h5"  # member of a .keras file, which is a zip
+# Paths of an optimizer's step count; the outer one belongs to a wrapper such as LossScaleOptimizer.
 _ITERATIONS = ("optimizer/inner_optimizer/vars/0", "optimizer/vars/0")
 
 
 def verify_file(path: Path) -> None:
-    """Raises `CheckpointError` when the file is not whole."""
+    """Raises `CheckpointError` if the file is incomplete."""
     try:
         if path.name.endswith(".keras"):
             with zipfile.ZipFile(path) as archive:
                 damaged = archive.testzip()
                 if damaged or _INSIDE not in archive.namelist():
-                    raise CheckpointError(f"The file is damaged: {damaged or 'it holds no weights'}.")
+                    raise CheckpointError(f"The file is damaged: {damaged or 'it contains no weights'}.")
         with _opened(path):
             pass
     except (OSError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"The file is not whole: {error}.") from error
+        raise CheckpointError(f"The file is incomplete: {error}.") from error
 
 
 def saved_iterations(path: Path) -> int | None:
-    """How many steps the optimizer in the file has taken; None when the file holds no optimizer."""
+    """The number of steps of the optimizer in the file; None if there is no optimizer."""
     with _opened(path) as file:
         for name in _ITERATIONS:
             found = file.get(name)
@@ -42,7 +42,7 @@ def saved_iterations(path: Path) -> int | None:
 
 
 def saved_variables(path: Path) -> dict[str, Shape]:
-    """Shapes of the model's variables by their place in the file; those of optimizers are left out."""
+    """Shapes of the model's variables by their path in the file, without optimizer variables."""
     shapes: dict[str, Shape] = {}
 
     def note(name: str, item: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoint is next: a decision about what was seen, without a clock and without a file system."""
+"""Decides which checkpoint is next, from what was seen, without a clock or file system."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 
 class CheckpointKind(Enum):
-    """What a checkpoint is on disk."""
+    """The type of a checkpoint on disk."""
 
-    VERSION = "folder of a version"  # of a job; appears at once, whole
+    VERSION = "folder of a version"  # of a job; appears atomically
     KERAS = ".keras file"
     WEIGHTS = ".weights.h5 file"
 
 
 class Signature(NamedTuple):
-    """What changes when a file is written anew."""
+    """Properties that change when a file is rewritten."""
 
     modified: int  # nanoseconds
     size: int  # bytes
@@ -24,34 +24,34 @@ class Signature(NamedTuple):
 
 
 class ListedCheckpoint(NamedTuple):
-    """A checkpoint as a listing of its folder shows it."""
+    """A checkpoint in a listing of its folder."""
 
     path: str
     kind: CheckpointKind
-    signature: Signature  # of a folder: that of its manifest
-    order: int  # the version of a folder, the time of a file: older first
+    signature: Signature  # for a folder: of its manifest
+    order: int  # the version of a folder, or the time of a file: older first
 
 
 class Ledger:
-    """Gives out each checkpoint once, and again when it was written anew.
+    """Returns each checkpoint once, and again if it was rewritten.
 
-    Folders come first, by version, then files, by time; nothing is left out because something newer is there.
+    Folders come first, by version, then files, by time; none is skipped because a newer one exists.
 
     Args:
-        settle_seconds: how long a file must stay as it is before it is given out: it may be half written.
+        settle_seconds: how long a file must stay unchanged before it is returned, because it may be incomplete.
     """
 
     def __init__(self, settle_seconds: float) -> None:
         self._settle = settle_seconds
         self._given: dict[str, Signature] = {}
-        self._settling: dict[str, tuple[Signature, float]] = {}  # what a file looked like first, and when
+        self._settling: dict[str, tuple[Signature, float]] = {}  # first observed state of a file, and when
 
     def take(self, sightings: Iterable[ListedCheckpoint], now: float) -> ListedCheckpoint | None:
-        """The next checkpoint; it counts as given out. None when there is none that is new and settled.
+        """Returns the next checkpoint and marks it as returned. None if no new one is settled.
 
         Args:
-            sightings: all that is there.
-            now: seconds, of a clock that never goes back.
+            sightings: all existing checkpoints.
+            now: seconds of a monotonic clock.
         """
         ready = [sighting for sighting in sightings if self._is_new(sighting) and self._is_settled(sighting, now)]
         if not ready:

@@ -1,4 +1,4 @@
-"""Makes a Keras model hold the weights of a checkpoint, or says why it can't."""
+"""Loads the weights of a checkpoint into a Keras model, or explains why it can't."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ _SHOWN = 5
 
 
 class ForeignCheckpointError(CheckpointError):
-    """A checkpoint of another model: no later one would do better."""
+    """A checkpoint belongs to another model, so later ones would fail as well."""
 
 
 class WeightsLoader:
     """Loads checkpoints into one model.
 
     Args:
-        model: built; its optimizer, if any, gets the checkpoint's version as `iterations`.
+        model: a built model; its optimizer, if any, gets the checkpoint's version as `iterations`.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._places: Mapping[str, Shape] | None = None  # of the model's variables in a file; made when needed
+        # paths of the model's variables in a file; computed when needed
+        self._places: Mapping[str, Shape] | None = None
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Sets the model's weights.
 
         Raises:
-            ForeignCheckpointError: it is of another model; names the variables.
-            CheckpointError: it is damaged, or was deleted meanwhile. The model may hold some of its weights.
+            ForeignCheckpointError: it belongs to another model; the message names the variables.
+            CheckpointError: it is damaged or was deleted meanwhile. The model may have some of its weights.
         """
         if checkpoint.kind is CheckpointKind.VERSION:
             self._load_version(checkpoint.content)
@@ -77,30 +78,30 @@ class WeightsLoader:
         self._check_file(checkpoint)
         try:
             with warnings.catch_warnings():
-                # The optimizer's own variables are not needed to evaluate.
+                # Evaluation does not need the optimizer's own variables.
                 warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
                 self._model.load_weights(checkpoint.content)
         except (OSError, KeyError, ValueError) as error:
             raise CheckpointError(f"The weights of {checkpoint.path} can't be loaded: {error}") from error
 
     def _check_file(self, checkpoint: Checkpoint) -> None:
-        """Compares variables with the model's: Keras would pass over those that it has no use for."""
+        """Compares variables with the model's, because Keras ignores unknown ones."""
         if self._places is None:
             self._places = _places(self._model)
         saved, own = saved_variables(checkpoint.content), self._places
-        foreign = [f"{name} {shape}, where the model has {own.get(name, 'none')}" for name, shape in saved.items()
+        foreign = [f"{name} {shape} (in the model: {own.get(name, 'none')})" for name, shape in saved.items()
                    if own.get(name) != shape]  # fmt: skip
         if foreign:
             more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
             raise ForeignCheckpointError(
-                f"The checkpoint {checkpoint.path} is of another model. It holds {'; '.join(foreign[:_SHOWN])}{more}. "
-                "Give the model that is trained."
+                f"The checkpoint {checkpoint.path} belongs to another model. It contains "
+                f"{'; '.join(foreign[:_SHOWN])}{more}. Use the model that is being trained."
             )
         missing = [name for name in own if name not in saved]
         if missing:
             raise CheckpointError(
                 f"The checkpoint {checkpoint.path} lacks {len(missing)} of the model's {len(own)} variables: "
-                f"{', '.join(missing[:_SHOWN])}. It is not whole yet, or of another model."
+                f"{', '.join(missing[:_SHOWN])}. It is incomplete, or belongs to another model."
             )
 
 

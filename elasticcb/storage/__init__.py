@@ -1,1 +1,1 @@
-"""Folders and files, here and on remote file systems."""
+"""Local and remote folders and files."""

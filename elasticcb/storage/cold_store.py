@@ -1,7 +1,7 @@
-"""The files of a parameter server for rows of embedding tables that don't fit in its memory.
+"""Disk storage of a parameter server for rows of embedding tables that don't fit in its memory.
 
-They are a cache of this process: nothing in them is read by another one. A server that takes its place begins with the
-recovery files or a checkpoint, as without them, and removes them.
+The files are a cache of this process and not read by any other. A server that replaces it starts from recovery files or
+a checkpoint, as usual, and removes them.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from elasticcb.errors import ElasticCBError, TableError
 from elasticcb.storage.temporary import TemporaryFolder, abandoned_folders
 
 _LIBRARY = "rocksdict"
-# A tree of sorted files, of which rows in no order are read one by one.
-_BUFFER_BYTES = 64 << 20  # what is written is collected in memory up to this size
-_CACHE_BYTES = 64 << 20  # of blocks that were read; the system keeps more of them
+# A tree of sorted files, from which single rows are read in random order.
+_BUFFER_BYTES = 64 << 20  # size of the write buffer in memory
+_CACHE_BYTES = 64 << 20  # size of the read cache; the system caches more blocks
 _BLOCK_BYTES = 4 << 10
-_BUFFER_BLOOM = 0.05  # of the buffer, for the same in it
-_BLOOM_BITS = 10  # a key: an id that is not there is looked for in one file of a hundred
+_BUFFER_BLOOM = 0.05  # share of the buffer, for the same purpose
+_BLOOM_BITS = 10  # per key: a missing id is searched in one of a hundred files
 
 
 def missing_library() -> str:
-    """What has to be installed, in words; "": nothing."""
+    """Message about what must be installed; "": nothing."""
     if importlib.util.find_spec(_LIBRARY) is not None:
         return ""
     return f"it needs the Python module {_LIBRARY}. Install it with: pip install 'elasticcb[disk]'"
 
 
 class ColdStore:
-    """Records of bytes by keys of bytes: RocksDB in a folder of its own, which is made when the first record comes.
+    """Byte records by byte keys: RocksDB in its own folder, which is created with the first record.
 
     Args:
-        parent: where the folder is made; None: the system's folder for temporary files. Folders there whose processes
-            were killed are removed.
+        parent: folder in which to create it; None: the system's temporary folder. Folders of killed processes there are
+            removed.
 
-    Raises `ElasticCBError` when the library is missing.
+    Raises `ElasticCBError` if the library is missing.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -60,13 +60,13 @@ class ColdStore:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def new_space(self) -> int:
-        """A number for keys to begin with, which nobody else has got."""
+        """A unique number for prefixes of keys."""
         with self._lock:
             self._spaces += 1
             return self._spaces
 
     def write(self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = ()) -> None:
-        """Sets records, and removes others, all or none."""
+        """Sets and removes records atomically."""
         with self._errors("written to"):
             batch = self._library.WriteBatch(raw_mode=True)
             put, delete = batch.put, batch.delete
@@ -82,7 +82,7 @@ class ColdStore:
             return found
 
     def snapshot(self) -> Any:
-        """`get_at` reads by it what is there now."""
+        """A snapshot; `get_at` reads its records."""
         with self._errors("read from"):
             return self._database.snapshot()
 
@@ -100,7 +100,7 @@ class ColdStore:
             return [get(key) for key in keys]
 
     def items(self, first: bytes, end: bytes, keys_only: bool = False) -> Iterator[Any]:
-        """(key, record) from `first` on, before `end`, as they are now; or only the keys."""
+        """Yields a snapshot of (key, record) from `first` on, before `end`; or only the keys."""
         with self._errors("read from"):
             options = self._library.ReadOptions()
             options.set_iterate_upper_bound(end)
@@ -109,18 +109,18 @@ class ColdStore:
         return self._guarded(found, options)
 
     def _guarded(self, found: Iterator[Any], options: Any) -> Iterator[Any]:
-        # `options` holds the bound that `found` looks at.
+        # `options` owns the bound that `found` uses.
         with self._errors("read from"):
             yield from found
 
     def drop(self, first: bytes, end: bytes) -> None:
-        """Removes the keys from `first` on, before `end`, which nobody will ask for."""
+        """Removes the keys from `first` on, before `end`, which are no longer needed."""
         with contextlib.suppress(Exception):  # when it is closed they are gone
             if self._opened is not None:
                 self._opened.delete_range(first, end)
 
     def close(self) -> None:
-        """Removes all files. Nothing can be read any more."""
+        """Removes all files. Nothing can be read afterwards."""
         with self._lock:
             self._closed = True
             opened, folder = self._opened, self._folder
@@ -138,7 +138,7 @@ class ColdStore:
                 if self._opened is None and not self._closed:
                     self._opened = self._open()
         if self._closed:
-            raise self._library.DbClosedError("it is closed, since the server ends")
+            raise self._library.DbClosedError("it is closed because the server ends")
         return self._opened
 
     def _open(self) -> Any:
@@ -153,33 +153,33 @@ class ColdStore:
         options = library.Options(raw_mode=True)
         options.create_if_missing(True)
         options.set_block_based_table_factory(blocks)
-        options.set_compression_type(library.DBCompressionType.none())  # trained floats hold nothing to compress
+        options.set_compression_type(library.DBCompressionType.none())  # trained floats can't be compressed
         options.set_write_buffer_size(_BUFFER_BYTES)
         options.set_keep_log_file_num(1)
-        options.set_memtable_whole_key_filtering(True)  # with which keys that are not there are found to be so
+        options.set_memtable_whole_key_filtering(True)  # filter for missing keys
         options.set_memtable_prefix_bloom_ratio(_BUFFER_BLOOM)
-        # In a folder within: that of the first one tells when it was made.
+        # In a subfolder: the outer folder's time shows when it was created.
         database = library.Rdict(str(self._folder.path / "rows"), options)
         unlogged = library.WriteOptions()
         unlogged.memtable_insert_hint_per_batch = True  # keys come in order
-        unlogged.disable_wal = True  # nobody reads the files when this process has ended
+        unlogged.disable_wal = True  # nobody reads the files after this process has ended
         database.set_write_options(unlogged)
         return database
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Turns whatever the library, or the file system, raises into a `TableError`; of a server that ends, into an
+        """Converts errors of the library and the file system to a `TableError`; if the server is ending, to an
         `ElasticCBError`."""
         try:
             yield
         except Exception as error:
             if type(error) is not Exception and not isinstance(error, (OSError, self._library.DbClosedError)):
-                raise  # it is not what the library raises, which has no class of its own for errors
+                raise  # not an error of the library, which has no error class
             if isinstance(error, self._library.DbClosedError):
                 raise ElasticCBError(f"Rows of embedding tables can't be {what} disk: {error}.") from error
             folder = self._folder.path if self._folder is not None else self._parent
             raise TableError(
-                f"Rows of embedding tables that don't fit in memory can't be {what} {folder}: {error}. Make room on "
-                "that disk, allow more memory (--embedding_memory_bytes), or start more parameter servers (--num_ps); "
-                "then start the job again from its last checkpoint."
+                f"Rows of embedding tables that don't fit in memory can't be {what} {folder}: {error}. Free space on "
+                "that disk, allow more memory (--embedding_memory_bytes), or start more parameter servers "
+                "(--num_ps); then start the job again from its last checkpoint."
             ) from error

@@ -1,7 +1,7 @@
-"""The one way in which files are written that a job relies on later.
+"""Durable writes of files that a job relies on later.
 
-A file appears whole or not at all: it is written beside its place under a name of its own, forced onto the disk, read
-back and compared, and renamed; until then the file that was there stays as it is. JSON documents carry a checksum.
+A file is replaced atomically: it is written next to its destination under a temporary name, synced to disk, read back
+and compared, and renamed; until then, the previous file is unchanged. JSON documents contain a checksum.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TEMPORARY = ".tmp-"  # names of what is not finished begin with it
+TEMPORARY = ".tmp-"  # prefix of unfinished files
 PRIVATE, SHARED = 0o600, 0o666
-_CHECKSUM, _SEALED = "checksum", "sealed"  # in documents: both, so that damage to one does not hide the other
+_CHECKSUM, _SEALED = "checksum", "sealed"  # keys in documents: both, so that damage to one does not hide the other
 _CHUNK_BYTES = 4 << 20
 
 
 class DamagedFileError(ValueError):
-    """The content of a file is not what was written."""
+    """A file is damaged: its content is not what was written."""
 
 
 class ReplacedFileError(Exception):
-    """What is to be added to has another file in its place, or is gone."""
+    """The file to append to was replaced or is gone."""
 
 
 class NewerFormatError(Exception):
-    """A file was written by a later release."""
+    """A later release wrote the file."""
 
 
 class Digest(NamedTuple):
@@ -43,15 +43,15 @@ class Digest(NamedTuple):
 def replacing(
     path: Path, check: Callable[[Path], object] = lambda unfinished: None, sync_names: bool = True
 ) -> Iterator[Path]:
-    """Gives a path beside `path` to write a file to, which takes the place of `path` when the block has ended.
+    """Yields a path next to `path` to write a file to, which replaces `path` at the end of the block.
 
     Args:
-        path: of a file.
-        check: is given the unfinished file when it is on the disk; raises unless its content is as it should be.
-        sync_names: whether the file is there for certain after that; else, until the caller has called `sync` for its
-            folder, the one before it may come back when the machine ends.
+        path: path of a file.
+        check: called with the unfinished file when it is on the disk; raises if its content is wrong.
+        sync_names: whether the rename is durable afterwards; if not, the previous file may reappear after a crash of
+            the machine until the caller has called `sync` for its folder.
 
-    Raises `OSError`; then, as when the block raises, what was at `path` is still there, and nothing beside it.
+    Raises `OSError`; then, and if the block raises, `path` is unchanged and the temporary file is removed.
     """
     unfinished = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
     try:
@@ -76,15 +76,15 @@ def write(
     """Writes a file.
 
     Args:
-        mode: who may read it, less what the umask forbids: `PRIVATE`, or `SHARED` with other users.
-        sync_names: as of `replacing`.
+        mode: permissions, reduced by the umask: `PRIVATE`, or `SHARED` with other users.
+        sync_names: as for `replacing`.
 
-    Raises `OSError`, as of `replacing`.
+    Raises `OSError`, as for `replacing`.
     """
 
     def check(unfinished: Path) -> None:
         if unfinished.read_bytes() != content:
-            raise OSError(f"{unfinished} does not hold what was written to it")
+            raise OSError(f"the content of {unfinished} is not what was written to it")
 
     with replacing(path, check, sync_names) as unfinished:
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -98,21 +98,21 @@ def write(
 
 
 def write_document(path: Path, document: Mapping[str, Any], mode: int = PRIVATE) -> None:
-    """Writes a JSON object, with its checksum; as `write`."""
+    """Writes a JSON object with its checksum, like `write`."""
     text = json.dumps({**document, _SEALED: True, _CHECKSUM: _checksum(document)}, indent=1)
     write(path, text.encode() + b"\n", mode)
 
 
 def read_document(path: Path, newest_format: int | None = None) -> dict[str, Any]:
-    """What `write_document` wrote; an object without a checksum, as earlier releases wrote them, is taken as it is.
+    """Reads a document of `write_document`; an object without a checksum, from an earlier release, is not verified.
 
     Args:
-        newest_format: that this release knows, of documents that have a "format".
+        newest_format: newest format that this release supports, for documents that have a "format".
 
     Raises:
         OSError: the file can't be read.
-        DamagedFileError: it is not what was written.
-        NewerFormatError: its format is a later one.
+        DamagedFileError: the file is damaged.
+        NewerFormatError: its format is newer.
     """
     try:
         document = json.loads(path.read_bytes())
@@ -127,18 +127,18 @@ def read_document(path: Path, newest_format: int | None = None) -> dict[str, Any
 
 
 def refuse_newer(path: Path, format: Any, newest: int) -> None:
-    """Raises `NewerFormatError` when a file's format is later than the newest that this release knows."""
+    """Raises `NewerFormatError` if a file's format is newer than this release supports."""
     if not isinstance(format, int):
         raise DamagedFileError(f"{path} is damaged: its format is {format!r}")
     if format > newest:
         raise NewerFormatError(
-            f"{path} has the format {format}, of a later release of ElasticCB; this one knows formats up to {newest}. "
-            "Use that release, or a later one."
+            f"{path} has the format {format} of a later release of ElasticCB; this release supports formats up to "
+            f"{newest}. Use that release or a later one."
         )
 
 
 def drop_unfinished(folder: Path) -> None:
-    """Removes what processes that were killed have left in a folder, which nobody else writes to now."""
+    """Removes unfinished files of killed processes from a folder that nobody else is writing to."""
     for path in folder.glob(f"{TEMPORARY}*"):
         if path.is_file():
             with contextlib.suppress(OSError):
@@ -146,9 +146,9 @@ def drop_unfinished(folder: Path) -> None:
 
 
 def append(descriptor: int, content: bytes) -> None:
-    """Adds to a file that was opened for appending; it is as before when `OSError` is raised.
+    """Appends to an open file; if it raises `OSError`, the file is unchanged.
 
-    Raises `ReplacedFileError` when another file has taken its place, or none.
+    Raises `ReplacedFileError` if the file was replaced or removed.
     """
     try:
         before = os.fstat(descriptor)
@@ -160,20 +160,20 @@ def append(descriptor: int, content: bytes) -> None:
             os.ftruncate(descriptor, before.st_size)
             raise
     except OSError as error:
-        if error.errno == errno.ESTALE:  # as NFS says that the file is gone
+        if error.errno == errno.ESTALE:  # NFS reports a removed file in this way
             raise ReplacedFileError from error
         raise
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
-    """`os.write` may write a part alone, as when the room ends there; the next call gives the reason."""
+    """`os.write` may write only a part, for example if the disk is full; the next call then raises the reason."""
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
 def digest_of(path: Path) -> Digest:
-    """Of a file, which is read through."""
+    """SHA-256 of a file, which is read completely."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -183,19 +183,19 @@ def digest_of(path: Path) -> Digest:
 
 
 def _checksum(document: Mapping[str, Any]) -> str:
-    # As it is read again: keys that are numbers are text then.
+    # As it will be read: JSON converts number keys to text.
     text = json.dumps(json.loads(json.dumps(document)), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def sync_all(folder: Path) -> None:
-    """Returns when all files below a folder are on the disk."""
+    """Syncs all files below a folder to disk."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Returns when a file, or the names in a folder, are on the disk."""
+    """Syncs a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""One owner of a folder at a time: a lock that lives and dies with its process."""
+"""Exclusive ownership of a folder: a lock that ends with its process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _FILE = ".lock"
 _LOOK_SECONDS = 0.05
-ENDING_SECONDS = 2.0  # for an owner that was killed, or asked to end
+ENDING_SECONDS = 2.0  # seconds to wait for an owner that was killed or is ending
 
 
 class FolderInUseError(UsageError):
@@ -25,16 +25,16 @@ class FolderInUseError(UsageError):
 
 
 class FolderLock:
-    """Keeps others from a folder, from `take` to `release`, or to the end of this process, however it ends.
+    """Locks a folder from `take` to `release`, or until this process ends.
 
-    It is a lock of the system (flock), which NFS 4 and all local file systems have; where there is none, the log says
-    so and nobody is kept away. A context manager.
+    Uses flock, which NFS 4 and all local file systems support. Without that support, it logs a warning and does not
+    lock. A context manager.
 
     Args:
-        folder: is made.
-        name: for errors, as the user gave it; "": the path.
-        wait_seconds: for an owner that is about to end.
-        file: in the folder, for each use of it another one. It stays there, and tells who has locked it last.
+        folder: created if it does not exist.
+        name: the user's name of the folder, for errors; "": the path.
+        wait_seconds: how long to wait for an owner that is ending.
+        file: lock file in the folder, one per purpose. It is kept, and names the last owner.
     """
 
     def __init__(self, folder: Path, name: str = "", wait_seconds: float = 0.0, file: str = _FILE) -> None:
@@ -43,19 +43,19 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def take(self) -> None:
-        """Does nothing when this object has it already.
+        """Does nothing if this object holds the lock already.
 
         Raises:
-            FolderInUseError: another one, here or in another process, has it.
-            UsageError: its file is a link.
-            OSError: the folder can't be made, or written to.
+            FolderInUseError: another object, here or in another process, holds the lock.
+            UsageError: the lock file is a link.
+            OSError: the folder can't be created or written to.
         """
         if self.is_held:
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._folder / self._file
         if path.is_symlink():
-            raise UsageError(f"{path} is a link: somebody may want another file to be written to. Remove it.")
+            raise UsageError(f"{path} is a symbolic link, which could redirect writes to another file. Remove it.")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             self._lock(descriptor, time.monotonic() + self._wait_seconds)
@@ -73,28 +73,28 @@ class FolderLock:
                 if time.monotonic() > give_up:
                     owner = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
                     raise FolderInUseError(
-                        f"{self._name} is in use by {owner}: two jobs would delete each other's files. Wait for its "
-                        "end, stop it (`elasticcb stop FOLDER`), or name another folder."
+                        f"{self._name} is in use by {owner}; two jobs would delete each other's files. Wait until it "
+                        "ends, stop it (`elasticcb stop FOLDER`), or choose another folder."
                     ) from None
                 time.sleep(_LOOK_SECONDS)
             except OSError as error:
                 logger.warning(
-                    "The file system of %s knows no locks (%s): see to it that no two jobs use it",
+                    "The file system of %s does not support locks (%s); make sure that no two jobs use it",
                     self._folder,
                     error.strerror,
                 )
                 break
-        with contextlib.suppress(OSError):  # no room: the lock counts all the same
+        with contextlib.suppress(OSError):  # the disk is full, but the lock is valid
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {host_name()}".encode(), 0)
 
     @property
     def is_held(self) -> bool:
-        """Whether this object has it."""
+        """Whether this object holds the lock."""
         return self._descriptor is not None
 
     def release(self) -> None:
-        """Lets others have it."""
+        """Releases the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -108,7 +108,7 @@ class FolderLock:
 
 
 def is_owned(folder: Path, file: str = _FILE) -> bool:
-    """Whether a process owns a folder, for the use of `file`. Raises `OSError` where that can't be told, or nobody ever
+    """Whether a process owns a folder, for the purpose of `file`. Raises `OSError` if that is unknown, or nobody ever
     did."""
     descriptor = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -122,7 +122,7 @@ def is_owned(folder: Path, file: str = _FILE) -> bool:
 
 @contextlib.contextmanager
 def held_if_free(folder: Path) -> Iterator[bool]:
-    """Whether a folder was locked and is so no more, which holds within it; false also where that can't be told."""
+    """Context manager: whether a folder was locked before and is free now; it stays free inside. False if unknown."""
     try:
         descriptor = os.open(folder / _FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -1,4 +1,4 @@
-"""Folders on remote file systems: whatever fsspec knows by a URL."""
+"""Folders on remote file systems: any URL that fsspec supports."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-SILENCE_SECONDS = 60.0  # of one SFTP operation without an answer
+SILENCE_SECONDS = 60.0  # timeout of one SFTP operation
 
 
 def is_url(folder: str) -> bool:
-    """Whether a folder is named by a URL, not by a path of this machine."""
+    """Whether a folder is given by a URL, not by a local path."""
     return "://" in folder
 
 
 def problem_of(url: str) -> str:
-    """Why a URL can't be used, without having connected; "": nothing is wrong with it."""
-    import fsspec  # here, as below: most commands need it not
+    """Why a URL can't be used, without connecting; "": it is valid."""
+    import fsspec  # here and below, because most commands don't need it
 
     try:
         fsspec.get_filesystem_class(fsspec.utils.get_protocol(url))
@@ -26,23 +26,23 @@ def problem_of(url: str) -> str:
         return f"can't be used: {error}. Install the package of that protocol (elasticcb[s3], elasticcb[sftp])."
     if parts.password is not None:
         return (
-            "holds a password, which would stand in logs. Leave it out: fsspec takes it from the protocol's own files "
-            "and variables, or from ~/.config/fsspec."
+            "contains a password, which would appear in logs. Remove it: fsspec reads it from the protocol's own "
+            "files and variables, or from ~/.config/fsspec."
         )
-    return "" if parts.netloc or parts.path.strip("/") else "names no folder."
+    return "" if parts.netloc or parts.path.strip("/") else "contains no folder."
 
 
 @contextlib.contextmanager
 def opened(
     url: str, options: Mapping[str, Any] | None = None, silence_seconds: float = SILENCE_SECONDS
 ) -> Iterator[tuple[Any, str]]:
-    """A new connection: the fsspec file system of a URL, and the path of its folder there.
+    """Opens a new connection: returns the fsspec file system of a URL, and the path of its folder there.
 
     Args:
-        options: arguments of the file system.
-        silence_seconds: of one SFTP operation without an answer; other protocols take theirs by `options`.
+        options: arguments for the file system.
+        silence_seconds: timeout of one SFTP operation; for other protocols, use `options`.
 
-    Raises whatever the file system raises.
+    Raises the errors of the file system.
     """
     import fsspec
 
@@ -53,7 +53,7 @@ def opened(
     if protocol in ("sftp", "ssh"):
         for name in ("timeout", "banner_timeout", "auth_timeout"):
             options.setdefault(name, silence_seconds)
-    # No instance of an earlier attempt: its connection may be what broke.
+    # Not an instance of an earlier attempt, whose connection may be broken.
     files, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
     is_sftp = "sftp" in (files.protocol if isinstance(files.protocol, tuple) else (files.protocol,))
     if is_sftp:

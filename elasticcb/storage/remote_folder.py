@@ -1,4 +1,4 @@
-"""A folder on a remote file system that is either marked as complete, or is not."""
+"""A folder on a remote file system with a marker for completeness."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def local_files(folder: Path) -> dict[str, FileSum]:
 
 
 class RemoteFolder:
-    """Uploads folders to one URL; remembers between attempts what has arrived.
+    """Uploads folders to one URL; remembers uploaded files between attempts.
 
     Args:
         url: fsspec URL of the folder.
-        storage_options: arguments of the fsspec file system.
-        timeout_seconds: of one SFTP operation without an answer.
+        storage_options: arguments for the fsspec file system.
+        timeout_seconds: timeout of one SFTP operation.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any], timeout_seconds: float) -> None:
@@ -52,13 +52,13 @@ class RemoteFolder:
         self._options = dict(storage_options)
         self._timeout_seconds = timeout_seconds
         self._arrived: set[str] = set()
-        self._previous: set[str] = set()  # files of the model that is replaced
+        self._previous: set[str] = set()  # files of the previous model
         self._marker_removed = False
 
     def upload(self, folder: Path, files: Mapping[str, FileSum]) -> int:
-        """One attempt. Returns how many files were sent.
+        """Makes one attempt. Returns the number of files sent.
 
-        Raises whatever the file system raises, and `OSError` when a file did not arrive whole.
+        Raises the errors of the file system, and `OSError` if a file did not arrive completely.
         """
         with opened(self._url, self._options, self._timeout_seconds) as (fs, root):
             marker = json.dumps(
@@ -69,7 +69,7 @@ class RemoteFolder:
                 there = self._read_marker(fs, root)
                 if there == marker and all(self._is_whole(fs, root, name, files[name]) for name in files):
                     return 0
-                self._previous |= _files_of(there)  # an attempt before may have removed the marker, and not known
+                self._previous |= _files_of(there)  # an earlier attempt may have removed the marker without noticing
                 if there is not None:
                     fs.rm_file(_join(root, MARKER))
                 self._marker_removed = True
@@ -97,8 +97,8 @@ class RemoteFolder:
         fs.invalidate_cache()
         if not self._is_whole(fs, root, name, file):
             raise OSError(
-                f"{name} arrived with {fs.info(_join(root, name)).get('size')} bytes or another content; "
-                f"{file.size} bytes with MD5 {file.md5} were sent"
+                f"{name} arrived with {fs.info(_join(root, name)).get('size')} bytes or different content; sent "
+                f"{file.size} bytes with MD5 {file.md5}"
             )
 
     def _is_whole(self, fs: Any, root: str, name: str, file: FileSum) -> bool:
@@ -112,12 +112,12 @@ class RemoteFolder:
         told = _told_md5(info)
         if told == file.md5:
             return True
-        # The store tells none, or one of something else: an encrypted object's, a multipart upload's.
+        # The store provides no MD5, or a different one: of an encrypted object or a multipart upload.
         return file.size > _READ_BACK_BYTES or _md5(fs.cat_file(path)) == file.md5
 
 
 def _told_md5(info: Mapping[str, Any]) -> str | None:
-    """MD5 in hex, as S3 (ETag) and Google Cloud Storage (md5Hash) tell it."""
+    """MD5 in hex, as provided by S3 (ETag) and Google Cloud Storage (md5Hash)."""
     tag = str(info.get("ETag", "")).strip('"').lower()
     if re.fullmatch(r"[0-9a-f]{32}", tag):
         return tag
@@ -129,7 +129,7 @@ def _files_of(marker: bytes | None) -> set[str]:
         names = json.loads(marker or b"{}")["files"]
     except (ValueError, KeyError, TypeError):  # another tool's marker
         return set()
-    # What a marker lists gets deleted: a path that leads out of the folder is none of ours.
+    # Files listed in a marker are deleted, so paths that lead out of the folder are ignored.
     return {name for name in names if not name.startswith("/") and ".." not in name.split("/")}
 
 

@@ -1,4 +1,4 @@
-"""Temporary folders of which others can tell whether somebody still uses them."""
+"""Temporary folders whose use other processes can detect."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _YOUNG_SECONDS = 60.0  # its owner may be about to lock it
 
 
 class TemporaryFolder:
-    """A new folder that this user alone can read; locked until it is removed, or this process ends. A context manager,
-    which gives its path.
+    """A new folder that only this user can read, locked until it is removed or this process ends. A context manager
+    that yields its path.
 
     Args:
-        parent: exists; None: the system's folder for temporary files.
+        parent: an existing folder; None: the system's temporary folder.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -41,13 +41,13 @@ class TemporaryFolder:
 
 
 def abandoned_folders(parent: Path | None = None, least_age_seconds: float = _YOUNG_SECONDS) -> Iterator[Path]:
-    """Such folders of this user whose owners were killed; each is locked until the next one is asked for.
+    """Such folders of this user whose owners were killed; each is locked until the next one is requested.
 
     Args:
-        least_age_seconds: younger ones are left alone; 0 where nobody makes any meanwhile.
+        least_age_seconds: younger folders are skipped; 0 if nobody creates any meanwhile.
     """
     for folder in sorted((parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*")):
-        with contextlib.suppress(OSError):  # it is gone by now
+        with contextlib.suppress(OSError):  # it no longer exists
             status = folder.lstat()
             is_young = time.time() - status.st_mtime < least_age_seconds
             if status.st_uid != os.getuid() or folder.is_symlink() or is_young:

@@ -1,4 +1,4 @@
-"""Files of the safetensors format that are written in pieces; the library writes what is in memory as a whole."""
+"""Writes safetensors files in pieces; the library itself writes only tensors that are completely in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = {"f": "F", "i": "I", "u": "U", "c": "C"}
 
 
 class Outline(NamedTuple):
-    """What a tensor is, without its values."""
+    """The description of a tensor, without its values."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -30,10 +30,10 @@ class Outline(NamedTuple):
 
 
 class TensorFile:
-    """A file that is being written; a context manager. `OSError` is raised by all that it does.
+    """A file that is being written; a context manager. All methods may raise `OSError`.
 
     Args:
-        path: of the file, in a block of `durable.replacing`.
+        path: path of the file, in a block of `durable.replacing`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,10 +48,10 @@ class TensorFile:
         self._file.close()
 
     def begin(self, tensors: Mapping[str, Outline], metadata: Mapping[str, str]) -> None:
-        """Writes the header. All of the tensors have to follow."""
+        """Writes the header. All of its tensors must follow."""
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         position = 0
-        # The largest elements first: then each tensor begins at a multiple of its own.
+        # The largest elements first, so that each tensor is aligned to its element size.
         for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
             outline, self._begins[name] = tensors[name], position
             position += outline.bytes
@@ -65,7 +65,7 @@ class TensorFile:
         self._file.write(_SIZE.pack(len(encoded)) + encoded)
 
     def put(self, name: str, first: int, array: Array) -> None:
-        """Writes `array`, which is the tensor from index `first` of its first axis on."""
+        """Writes `array`, the part of the tensor from index `first` of its first axis on."""
         outline = self._outlines[name]
         row_bytes = math.prod(outline.shape[1:]) * outline.dtype.itemsize
         self._file.seek(self._begins[name] + first * row_bytes)

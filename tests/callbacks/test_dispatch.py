@@ -197,7 +197,7 @@ def test_stock_early_stopping_and_csv_logger_work_on_the_master(model, tmp_path)
 @pytest.mark.parametrize(
     ("item", "hint"),
     [
-        (keras.callbacks.History, r"Call the class: History\(\)"),
+        (keras.callbacks.History, r"Create an instance: History\(\)"),
         (len, "Derive its class"),
         (None, "NoneType"),
     ],

@@ -87,8 +87,8 @@ class TestPredictionOutputsProcessor:
         [
             (None, "has nothing to call"),
             ("text", "expects a function"),
-            (lambda: 0, "fits neither"),
-            (lambda a, b, c: 0, "fits neither"),
+            (lambda: 0, "matches neither"),
+            (lambda a, b, c: 0, "matches neither"),
         ],
     )
     def test_unusable_function_is_refused_at_once(self, argument, words) -> None:

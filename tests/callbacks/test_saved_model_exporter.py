@@ -211,7 +211,7 @@ def test_link_to_a_model_stays_a_link(tmp_path: Path) -> None:
 def test_folder_with_anything_but_a_model_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     params = {"saved_model_path": str(tmp_path)}
-    with pytest.raises(CallbackError, match="exists and is no SavedModel; it is left alone"):
+    with pytest.raises(CallbackError, match="exists and is not a SavedModel, so it is not replaced"):
         Dispatcher([SavedModelExporter()], Place.WORKER, params, small()).call("on_train_begin", {})
     assert (tmp_path / "thesis.tex").exists()
 

@@ -293,7 +293,9 @@ def test_callback_with_a_nameless_function_begins_anew_and_the_user_is_told_once
         training.begin_epoch()
         training.end_epoch()
     (said,) = training.said
-    assert "What Lambda remembers can't be saved: its attribute better became a function without a name" in said
+    assert (
+        "The state of Lambda can't be saved: after training started, its attribute better was set to a function" in said
+    )
     assert "Lambda.on_epoch_end.<locals>.<lambda>" in said
     training.start()
     assert not hasattr(training.callbacks[0], "epochs")
@@ -334,7 +336,7 @@ def test_function_that_is_gone_leaves_its_callback_as_it_began(tmp_path):
     name = {"elasticcb": ["name", ["numpy", "lesser"]]}
     states.restore([["Patience", {"delta": -DELTA, "better": name}], ["History", {"epoch": [1]}]], {})
     assert callback.delta == DELTA
-    assert "What Patience remembered can't be restored: " in said[0]
+    assert "The state of Patience can't be restored: " in said[0]
     assert "lesser" in said[0]
     assert len(said) == 1
 

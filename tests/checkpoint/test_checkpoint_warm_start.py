@@ -77,8 +77,8 @@ def test_variables_of_the_same_names_are_taken_with_rows_and_slots_wherever_they
     assert not state.optimizer.shared  # steps count from 0
     assert not state.used  # so do versions
     assert warm_start(folder, specs, "").summary() == (
-        f"Taken from {folder}: 2 of 3 variables. Fresh: city/rows. Not used of the checkpoint: hidden/kernel, "
-        "item/rows."
+        f"Loaded 2 of 3 variables from {folder}. Newly initialized: city/rows. Unused in the "
+        "checkpoint: hidden/kernel, item/rows."
     )
 
 
@@ -132,7 +132,11 @@ def test_an_embedding_may_move_to_the_servers_and_back_and_have_more_ids(folder)
         ),
         ((spec("user/rows", 10, 2, table=TableSpec(10).to_json()),), "", r"float32\[10, 2\]"),
         ((spec("hidden/bias", 3, dtype="int32"),), "", r"int32\[3\] in the model, and float32\[3\]"),
-        ((spec("a/kernel", 4, 3),), "", "no variable of the model is in the checkpoint. The model has a/kernel; the"),
+        (
+            (spec("a/kernel", 4, 3),),
+            "",
+            "the checkpoint contains no variable of the model. The model has a/kernel; the",
+        ),
         (SAVED, "usr=user", "The model has no variable or layer 'usr'. Is it 'user'?"),
         (SAVED, "user=usr", "The checkpoint .* has no variable or layer 'usr'. Is it 'user'?"),
         (SAVED, "zzz=user", "It has user/rows, hidden/kernel, hidden/bias"),

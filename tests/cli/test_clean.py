@@ -68,12 +68,12 @@ def test_recovery_files_of_done_jobs_and_folders_of_killed_clusters_go_and_all_e
     shown = capsys.readouterr().out
     assert f"2.0 MB  {killed}" in shown
     assert f"3.0 MB  {done / 'recovery'}" in shown
-    assert "2 folders, 5.0 MB: they would be removed." in shown
+    assert "Would remove 2 folders, 5.0 MB." in shown
     assert killed.is_dir()
     assert (done / "recovery").is_dir()
     assert main(["clean"]) == 0
     lock.release()
-    assert "2 folders, 5.0 MB: they are removed." in capsys.readouterr().out
+    assert "Removed 2 folders, 5.0 MB." in capsys.readouterr().out
     assert not killed.exists()
     assert {folder.name: (folder / "recovery").is_dir() for folder in (done, resumable, running)} == {
         "a": False,

@@ -80,25 +80,25 @@ def test_a_flag_of_another_command_is_passed_over(workplace, job, complaint):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("num_wokers: 2", "job.yaml:10: there is no flag 'num_wokers'. Did you mean num_workers?"),
-        ("config: other.yaml", "there is no flag 'config'"),
-        ("num_ps: 1", "job.yaml:10: 'num_ps' is given a second time"),
+        ("num_wokers: 2", "job.yaml:10: unknown flag 'num_wokers'. Did you mean num_workers?"),
+        ("config: other.yaml", "unknown flag 'config'"),
+        ("num_ps: 1", "job.yaml:10: 'num_ps' is given twice"),
         ("output:", "job.yaml:10: output has no value"),
-        ("num_epochs: [1, 2]", "job.yaml:10: num_epochs is given a list. Expected one value."),
-        ("validation_data: {a: b}", "is given a mapping. Expected a path, or a list of paths"),
+        ("num_epochs: [1, 2]", "job.yaml:10: num_epochs is a list. Expected one value."),
+        ("validation_data: {a: b}", "is a mapping. Expected a path, or a list of paths"),
         ("num_epochs: two", "'two' is not a valid integer. (in "),
         ("num_epochs: 2.5", "'2.5' is not a valid integer"),
-        ("num_epochs: 0", "job.yaml) can't be. Expected at least 1."),
+        ("num_epochs: 0", "job.yaml) is invalid. Expected at least 1."),
         ('validation_data: ""', "job.yaml) is empty"),
-        ("data_reader_params: {1: 2}", "1 can't be the name of an argument"),
-        ("data_reader_params: {a: !!binary aGk=}", "'a' holds b'hi'. Expected text, numbers"),
-        ("embedding_tables: [users]", "embedding_tables is given a list. Expected a mapping."),
-        ("embedding_tables: users", "'users' is no mapping. Expected YAML such as '{users: {min_count: 3}}'."),
-        ("embedding_tables: '{a: ]'", "is no YAML"),
-        ("outer_optimizer: [sgd]", "outer_optimizer is given a list. Expected a name, or a mapping."),
-        ("outer_optimizer: {class_name: !!binary aGk=}", "is not what keras.optimizers.serialize gives, as JSON"),
-        ('outer_optimizer: \'{"class_name": "SGD"\'', "is not what keras.optimizers.serialize gives, as JSON"),
-        ("x: [1", "this is no YAML"),
+        ("data_reader_params: {1: 2}", "1 is not a valid argument name"),
+        ("data_reader_params: {a: !!binary aGk=}", "'a' contains b'hi'. Expected text, numbers"),
+        ("embedding_tables: [users]", "embedding_tables is a list. Expected a mapping."),
+        ("embedding_tables: users", "'users' is not a mapping. Expected YAML such as '{users: {min_count: 3}}'."),
+        ("embedding_tables: '{a: ]'", "is not valid YAML"),
+        ("outer_optimizer: [sgd]", "outer_optimizer is a list. Expected a name, or a mapping."),
+        ("outer_optimizer: {class_name: !!binary aGk=}", "is not the JSON of keras.optimizers.serialize"),
+        ('outer_optimizer: \'{"class_name": "SGD"\'', "is not the JSON of keras.optimizers.serialize"),
+        ("x: [1", "invalid YAML"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_told_with_its_place(workplace, job, complaint, line, expected):
@@ -109,7 +109,7 @@ def test_what_is_wrong_in_the_file_is_told_with_its_place(workplace, job, compla
 def test_all_that_is_wrong_in_the_file_is_told_at_once(workplace, job, complaint):
     job.write_text(CONFIG + "num_wokers: 2\nnum_ps: 1\noutput:\n")
     message = complaint("train", "--config", str(job))
-    for words in ("job.yaml:10: there is no flag 'num_wokers'", "job.yaml:11: 'num_ps' is given a second time",
+    for words in ("job.yaml:10: unknown flag 'num_wokers'", "job.yaml:11: 'num_ps' is given twice",
                   "job.yaml:12: output has no value"):  # fmt: skip
         assert words in message
 
@@ -117,7 +117,7 @@ def test_all_that_is_wrong_in_the_file_is_told_at_once(workplace, job, complaint
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"- a\n", "holds no flags"),
+        (b"- a\n", "contains no flags"),
         (b"\xff\xfe\x00", "can't be read"),
         (None, "can't be read: No such file or directory"),
         (b"", "--model_zoo is missing"),

@@ -39,12 +39,12 @@ def test_the_latest_job_is_the_one_begun_last(jobs):
 
 
 def test_who_names_no_job_is_told_of_those_that_there_are(jobs, monkeypatch):
-    with pytest.raises(UsageError, match=r"There is no job train-mnist.* there are: train-mnist-2026010"):
+    with pytest.raises(UsageError, match=r"There is no job train-mnist.* Jobs here: train-mnist-2026010"):
         find_job("train-mnist")
     with pytest.raises(UsageError, match=r"There is no job census.*20260102.*--namespace"):
         find_job("census")
     with pytest.raises(UsageError, match="is not the folder of a job"):
         find_job("jobs")
     monkeypatch.chdir(jobs / "elsewhere")
-    with pytest.raises(UsageError, match=r"There is no job latest: .*jobs holds none"):
+    with pytest.raises(UsageError, match=r"There is no job latest: .*jobs contains no jobs"):
         find_job("latest")

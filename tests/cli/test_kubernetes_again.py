@@ -152,7 +152,7 @@ def test_a_submission_that_is_cut_off_leaves_only_what_is_removed_with_its_job(a
 def test_what_has_the_name_of_a_job_already_stays_and_is_named(there, words):
     api = API([there])
     before = dict(api.objects)
-    with pytest.raises(UsageError, match=f"There is a {there['kind']} census in the namespace training .* {words}"):
+    with pytest.raises(UsageError, match=f"The {there['kind']} census already exists .* {words}"):
         create_all(api, manifests())
     assert api.objects == before
 

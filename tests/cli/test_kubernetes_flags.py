@@ -1,4 +1,4 @@
-"""The flags of jobs on Kubernetes: what they become, and what is told of those that can't be."""
+"""The flags of jobs on Kubernetes: what they become, and what is told of those that is invalid."""
 
 from __future__ import annotations
 
@@ -101,23 +101,23 @@ def test_a_job_without_a_name_gets_one_that_no_other_has(written):
     ("more", "words"),
     [
         ({"image": None}, "--image is missing: the container image"),
-        ({"namespace": "My_Team"}, "--namespace: 'My_Team' can't name an object"),
-        ({"job_name": "Census"}, "--job_name: 'Census' can't name a job on Kubernetes"),
-        ({"worker_resource_request": "cpu=lots"}, "--worker_resource_request: 'lots' is no amount of cpu"),
+        ({"namespace": "My_Team"}, "--namespace: 'My_Team' is not a valid name of a Kubernetes object"),
+        ({"job_name": "Census"}, "--job_name: 'Census' is not a valid name of a job on Kubernetes"),
+        ({"worker_resource_request": "cpu=lots"}, "--worker_resource_request: 'lots' is not an amount of cpu"),
         (
             {"worker_resource_request": "memory=2Gi", "worker_resource_limit": "memory=1Gi"},
-            "--worker_resource_request asks for memory=2Gi, more than the 1Gi of --worker_resource_limit",
+            "--worker_resource_request requests memory=2Gi, more than the limit 1Gi in --worker_resource_limit",
         ),
         ({"volume": "claim_name=data"}, "--volume: 'claim_name=data' lacks mount_path"),
-        ({"worker_pod_priority": "high=3"}, "--worker_pod_priority: 'high=3' is no priority"),
-        ({"model_zoo": "zoo"}, "--model_zoo=zoo is a relative path. On Kubernetes paths are those in the pods"),
+        ({"worker_pod_priority": "high=3"}, "--worker_pod_priority: 'high=3' is not a priority"),
+        ({"model_zoo": "zoo"}, "--model_zoo=zoo is a relative path. On Kubernetes, paths are paths in the pods"),
         ({"training_data": "data/train.csv"}, "--training_data=data/train.csv is a relative path"),
         ({"cluster_spec": "none.yaml"}, "none.yaml can't be read: No such file or directory"),
-        ({"cluster_spec": "data/train.csv"}, "holds no patches of pods"),
-        ({"output": "/model"}, "--output=/model lies on no volume that can be written to"),
-        ({"autoscale": "1..4"}, "--autoscale=1..4 starts and ends processes of this machine"),
-        ({"master_pod": "false"}, "--master_pod=false needs --host: an address of this machine that pods reach"),
-        ({"cluster": "local"}, "--image=zoo:1 means nothing without --cluster=kubernetes"),
+        ({"cluster_spec": "data/train.csv"}, "contains no pod patches"),
+        ({"output": "/model"}, "--output=/model is not on a writable volume"),
+        ({"autoscale": "1..4"}, "--autoscale=1..4 is not supported with --cluster=kubernetes"),
+        ({"master_pod": "false"}, "--master_pod=false needs --host: an address of this machine"),
+        ({"cluster": "local"}, "--image=zoo:1 applies only to --cluster=kubernetes"),
     ],
 )
 def test_what_can_not_be_is_told_in_one_sentence(workplace, complaint, more, words):
@@ -150,5 +150,5 @@ def test_the_master_is_probed_and_scraped_at_the_ports_that_it_is_told(written):
 def test_without_a_cluster_it_is_told_where_one_is_looked_for(workplace, complaint, monkeypatch):
     monkeypatch.setenv("KUBECONFIG", "none.conf")
     message = complaint(*flags())
-    assert "No cluster is known" in message
-    assert "~/.kube/config, or the file that KUBECONFIG names" in message
+    assert "No Kubernetes cluster is configured" in message
+    assert "~/.kube/config, or the file in KUBECONFIG" in message

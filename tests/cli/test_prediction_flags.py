@@ -25,7 +25,7 @@ def test_predictions_go_to_a_file_whose_ending_or_flag_names_the_format(workplac
 def test_prediction_into_nothing_is_refused(workplace, complaint):
     flags = workplace.predict[:-1]
     message = complaint("predict", *flags)
-    assert "Nothing would take the predictions: " in message
+    assert "The predictions would be lost: " in message
     assert "linear.py has no `callbacks`, and --output is missing. Add --output=FILE" in message
     for taker in ("def callbacks(): pass", "class PredictionOutputsProcessor: pass", "from elsewhere import *"):
         workplace.write("zoo/linear/linear.py", f"def custom_model(): pass\n{taker}\n")
@@ -36,15 +36,15 @@ def test_output_that_cannot_be_written_is_refused(workplace, complaint):
     workplace.write("there.csv", "old")
     (workplace.root / "gone.csv").symlink_to(workplace.root / "nowhere")
     for output, message in (
-        ("out.txt", "does not say in which format to write. Expected a file that ends with .csv, .jsonl"),
-        ("s3://bucket/out.csv", "is a URL. Expected a file of this machine"),
-        ("there.csv", "there.csv, which exists; `predict` writes over no file"),
+        ("out.txt", "has no known file extension. Expected .csv, .jsonl"),
+        ("s3://bucket/out.csv", "is a URL. Expected a local file"),
+        ("there.csv", "there.csv, which exists; `predict` does not overwrite files"),
         ("gone.csv", "gone.csv, which exists"),
         ("data", "data, which is a folder. Expected a file"),
         ("there.csv/out.csv", "there.csv is not a folder"),
     ):
         assert message in complaint("predict", *workplace.predict[:-1], f"--output={output}")
-    assert "is the format of --output, which is missing" in complaint(
+    assert "sets the format of --output, but --output is missing" in complaint(
         "predict", *workplace.predict[:-1], "--output_format=csv"
     )
     assert (workplace.root / "there.csv").read_text() == "old"

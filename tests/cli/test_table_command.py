@@ -130,7 +130,7 @@ def test_a_string_is_found_by_its_hash_and_an_id_is_given_once(tmp_path, capsys)
     assert run(capsys, folder, "--text=Gdańsk") == run(capsys, folder, f"--id={id}")
     assert "lookups         4" in run(capsys, folder, "--text=Gdańsk")
     assert main(["table", str(folder), "--text=a", "--id=1"]) == ExitCode.WRONG_USAGE
-    assert "Give one of them" in capsys.readouterr().err
+    assert "exclude each other" in capsys.readouterr().err
 
 
 def ended_job(folder, checkpoints):
@@ -147,10 +147,10 @@ def test_of_a_job_that_has_ended_the_newest_checkpoint_is_shown(two_servers, tmp
     assert main(["table", str(job)]) == ExitCode.DONE
     shown, said = capsys.readouterr()
     assert shown.startswith(f"{two_servers}, version 100\n")
-    assert "has ended. This is the newest of its checkpoints." in said
+    assert "has ended. This is its newest checkpoint." in said
     ended_job(job, "")
     assert main(["table", str(job)]) == ExitCode.WRONG_USAGE
-    assert "name no --checkpoint_dir. Pass a checkpoint" in capsys.readouterr().err
+    assert "wrote no checkpoints (no --checkpoint_dir). Pass a checkpoint" in capsys.readouterr().err
 
 
 def test_of_a_job_whose_master_is_gone_its_checkpoints_are_named(two_servers, tmp_path, capsys):
@@ -159,7 +159,7 @@ def test_of_a_job_whose_master_is_gone_its_checkpoints_are_named(two_servers, tm
     ended_job(job, two_servers.parent)
     (job / STATUS_FILE).unlink()
     assert main(["table", str(job)]) == ExitCode.WRONG_USAGE
-    assert f"`elasticcb table {two_servers.parent}` shows its newest checkpoint." in capsys.readouterr().err
+    assert f"To see its newest checkpoint: elasticcb table {two_servers.parent}" in capsys.readouterr().err
 
 
 def test_of_a_job_on_kubernetes_the_master_s_pod_tells(capsys, monkeypatch):

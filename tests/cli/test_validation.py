@@ -84,20 +84,20 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
     [
         (
             ["--num_ps=0"],
-            "--num_ps=0 can't be. Expected at least 1. The weights live on the parameter servers.",
+            "--num_ps=0 is invalid. Expected at least 1. Parameter servers hold the weights.",
         ),
-        (["--num_ps_pods=0"], "--num_ps=0 can't be."),
-        (["--num_workers=0"], "--num_workers=0 can't be. Expected at least 1."),
+        (["--num_ps_pods=0"], "--num_ps=0 is invalid."),
+        (["--num_workers=0"], "--num_workers=0 is invalid. Expected at least 1."),
         (["--minibatch_size=-1"], "Expected at least 1."),
-        (["--num_epochs=0"], "--num_epochs=0 can't be."),
+        (["--num_epochs=0"], "--num_epochs=0 is invalid."),
         (["--max_step=-5"], "Expected at least 0."),
         (["--lease_seconds=0"], "Expected more than 0."),
         (["--lease_seconds=nan"], "Expected more than 0."),
         (["--lease_seconds=inf"], "Expected a finite number."),
         (["--lease_seconds=20", "--silence_seconds=30"], "--lease_seconds=20.0 is shorter than --silence_seconds=30.0"),
         (["--port=70000"], "Expected at most 65535."),
-        (["--job_name=a/b"], "--job_name=a/b can't be. Expected letters, digits, dots, dashes and underscores"),
-        (["--host=10.0.0.1 x"], "--host=10.0.0.1 x can't be. Expected an address like 0.0.0.0, without a port."),
+        (["--job_name=a/b"], "--job_name=a/b is invalid. Expected letters, digits, dots, dashes and underscores"),
+        (["--host=10.0.0.1 x"], "--host=10.0.0.1 x is invalid. Expected an address like 0.0.0.0, without a port."),
         (["--num_workers=two"], "'two' is not a valid integer"),
         (["--num_workers=2.5"], "'2.5' is not a valid integer"),
         (["--use_async=maybe"], "'maybe' is not a valid boolean"),
@@ -108,83 +108,83 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         (["stray"], "unexpected extra argument"),
         (["--prediction_data=data/test.csv"], "No such option"),
         (["--training_data="], '--training_data is empty ("")'),
-        (["--training_data=data/train.csv,,"], "holds an empty part"),
+        (["--training_data=data/train.csv,,"], "has an empty part"),
         (["--output="], "--output is empty"),
-        (["--evaluation_steps=5"], "nothing to evaluate on. Add --validation_data"),
-        (["--grads_to_wait=2"], "this job has --updates=local. Give --updates=sync, or leave out --grads_to_wait."),
-        (["--sync_version_tolerance=1"], "Give --updates=sync, or leave out --sync_version_tolerance."),
-        (["--use_async=true", "--grads_to_wait=1"], "this job has --use_async=true. Give --updates=sync"),
+        (["--evaluation_steps=5"], "there is no evaluation data. Add --validation_data"),
+        (["--grads_to_wait=2"], "this job has --updates=local. Set --updates=sync, or remove --grads_to_wait."),
+        (["--sync_version_tolerance=1"], "Set --updates=sync, or remove --sync_version_tolerance."),
+        (["--use_async=true", "--grads_to_wait=1"], "this job has --use_async=true. Set --updates=sync"),
         (
             ["--updates=local", "--use_async=true"],
-            "--use_async=true and --updates=local are about the same thing. Leave",
+            "--use_async=true and --updates=local set the same thing. Remove",
         ),
         (
             ["--updates=sync", "--max_staleness=2"],
-            "--max_staleness=2 has a meaning with --updates=async or --updates=local only",
+            "--max_staleness=2 applies only to --updates=async or --updates=local",
         ),
         (
             ["--updates=local", "--get_model_steps=2"],
-            "Give --updates=sync or --updates=async, or leave out --get_model",
+            "Set --updates=sync or --updates=async, or remove --get_model",
         ),
         (["--wire_dtype=int4"], "'int4' is not one of 'same', 'bfloat16', 'int8'"),
         (
             ["--updates=async", "--local_steps=4"],
-            "--local_steps=4 has a meaning with --updates=local only, and this job has --updates=async.",
+            "--local_steps=4 applies only to --updates=local, and this job has --updates=async.",
         ),
-        (["--updates=sync", "--outer_optimizer=sgd"], "--outer_optimizer=sgd has a meaning with --updates=local only"),
+        (["--updates=sync", "--outer_optimizer=sgd"], "--outer_optimizer=sgd applies only to --updates=local"),
         (["--updates=locally"], "'locally' is not one of 'local', 'sync', 'async'"),
         (["--use_async=false", "--get_model_steps=3"], "makes weights 2 versions old"),
-        (["--autoscale=4"], "--autoscale=4: '4' is no range of workers. Expected two numbers from 1 to 256"),
-        (["--autoscale=8..1"], "the smaller one first"),
+        (["--autoscale=4"], "--autoscale=4: '4' is not a range of workers. Expected MIN..MAX"),
+        (["--autoscale=8..1"], "Expected MIN..MAX"),
         (["--autoscale=0..2"], "from 1 to 256"),
         (["--autoscale=1..300"], "from 1 to 256"),
         (["--autoscale=1..x"], "such as 1..8"),
         (
             ["--autoscale=2..8", "--num_workers=1"],
-            "--num_workers=1, with which the job begins, is not within --autoscale",
+            "--num_workers=1, the number of workers at the start, is outside --autoscale",
         ),
-        (["--autoscale=2..8", "--cluster=inprocess"], "which --cluster=inprocess leaves to others"),
-        (["--ray_address=10.0.0.1:6379"], "--ray_address=10.0.0.1:6379 has a meaning with --cluster=ray only"),
+        (["--autoscale=2..8", "--cluster=inprocess"], "is not supported with --cluster=inprocess"),
+        (["--ray_address=10.0.0.1:6379"], "--ray_address=10.0.0.1:6379 applies only to --cluster=ray"),
         (
             ["--cluster=ray", "--ray_address=ray://10.0.0.1:10001"],
-            "Run the command on a node of the cluster with HOST:PORT",
+            "Run the command on a node of the cluster, with HOST:PORT",
         ),
         (["--cluster=ray", "--ray_address=10.0.0.1"], "Expected HOST:PORT, such as 10.0.0.1:6379"),
-        (["--checkpoint_steps=5"], "Add --checkpoint_dir, or leave out --checkpoint_steps"),
-        (["--keep_checkpoint_max=5"], "Add --checkpoint_dir, or leave out --keep_checkpoint_max"),
-        (["--num_ps=2", "--ps_replicas=2"], "--ps_replicas=2 can't be. Expected at most 1."),
-        (["--ps_replicas=1"], "--ps_replicas=1 can't be with --num_ps=1: the next server keeps"),
-        (["--num_ps=2", "--ps_replicas=1", "--use_async=false"], "--ps_replicas=1 can't be with --use_async=false: "),
-        (["--num_ps=2", "--ps_replicas=1", "--checkpoint_interval=0"], "can't be with --checkpoint_interval=0.0: "),
-        (["--num_ps=2", "--ps_replicas=1", "--embedding_min_count=2"], "can't be with --embedding_min_count=2: "),
-        (["--num_ps=2", "--ps_replicas=1", "--embedding_max_age=9"], "can't be with --embedding_max_age=9: "),
+        (["--checkpoint_steps=5"], "Add --checkpoint_dir, or remove --checkpoint_steps"),
+        (["--keep_checkpoint_max=5"], "Add --checkpoint_dir, or remove --keep_checkpoint_max"),
+        (["--num_ps=2", "--ps_replicas=2"], "--ps_replicas=2 is invalid. Expected at most 1."),
+        (["--ps_replicas=1"], "--ps_replicas=1 can't be combined with --num_ps=1: a server's replica is kept"),
+        (["--num_ps=2", "--ps_replicas=1", "--use_async=false"], "combined with --use_async=false: "),
+        (["--num_ps=2", "--ps_replicas=1", "--checkpoint_interval=0"], "combined with --checkpoint_interval=0.0: "),
+        (["--num_ps=2", "--ps_replicas=1", "--embedding_min_count=2"], "combined with --embedding_min_count=2: "),
+        (["--num_ps=2", "--ps_replicas=1", "--embedding_max_age=9"], "combined with --embedding_max_age=9: "),
         (
             ["--num_ps=2", "--ps_replicas=1", "--embedding_memory_bytes=9", "--embedding_when_full=evict"],
-            "can't be with --embedding_when_full=evict: ",
+            "can't be combined with --embedding_when_full=evict: ",
         ),
-        (["--output=s3://bucket/model"], "is a URL. Expected a folder of this machine. To send the export"),
+        (["--output=s3://bucket/model"], "is a URL. Expected a local folder. To send the export"),
         (["--output=data/train.csv"], "which is not a folder"),
-        (["--output=data/train.csv/model"], "train.csv is not a folder. Name another folder."),
+        (["--output=data/train.csv/model"], "train.csv is not a folder. Choose another folder."),
         (
             ["--output=/proc/nowhere/model"],
-            "/proc/nowhere/model, which can't be written to, since /proc can't",
+            "/proc/nowhere/model, which can't be written to because /proc can't",
         ),
-        (["--job_dir=/proc/nowhere"], "--job_dir names /proc/nowhere, which can't be written to, since /proc"),
-        (["--checkpoint_dir=" + "x" * 300], "can't be made: File name too long"),
-        (["--output=data"], "holds files but no SavedModel"),
+        (["--job_dir=/proc/nowhere"], "--job_dir names /proc/nowhere, which can't be written to because /proc"),
+        (["--checkpoint_dir=" + "x" * 300], "can't be created: File name too long"),
+        (["--output=data"], "contains files but no SavedModel"),
         (["--checkpoint_dir=data/train.csv"], "which is not a folder"),
         (["--output=export", "--checkpoint_dir=export/c", "--job_dir=data/train.csv"], "--job_dir names"),
         (["--checkpoint_dir_for_init=nowhere"], "nowhere, which does not exist"),
-        (["--checkpoint_dir_for_init=data"], "holds no finished checkpoint"),
+        (["--checkpoint_dir_for_init=data"], "contains no complete checkpoint"),
         (["--init_from=nowhere"], "--init_from names"),
-        (["--init_from=data"], "holds no finished checkpoint"),
-        (["--init_map=a=b"], "--init_map=a=b names variables of a checkpoint, but there is none. Add --init_from"),
+        (["--init_from=data"], "contains no complete checkpoint"),
+        (["--init_map=a=b"], "--init_map=a=b maps names of a checkpoint, but no checkpoint is given. Add --init_from"),
         (["--init_from=checkpoints", "--init_map=a=b,c"], "'c' is not of the form NEW=OLD"),
         (["--init_from=checkpoints", "--init_map=a=b,a="], "'a' is given twice"),
-        (["--embedding_tables={users: {max_row: 3}}"], "--embedding_tables, 'users': A table has no setting 'max_row'"),
-        (["--embedding_tables={users: {min_count: 0}}"], "'users': min_count=0 can't be. Expected at least 1."),
+        (["--embedding_tables={users: {max_row: 3}}"], "'users': An embedding table has no setting 'max_row'"),
+        (["--embedding_tables={users: {min_count: 0}}"], "'users': min_count=0 is invalid. Expected at least 1."),
         (["--embedding_tables={users: 3}"], "'users': Expected the name of a table with its settings"),
-        (["--init_from=checkpoints", "--checkpoint_dir_for_init=checkpoints"], "Leave one of them out"),
+        (["--init_from=checkpoints", "--checkpoint_dir_for_init=checkpoints"], "Remove one of the two"),
     ],
 )
 def test_wrong_flags_are_caught_before_anything_starts(workplace, complaint, flags, expected):
@@ -200,7 +200,7 @@ def test_an_export_replaces_an_earlier_savedmodel_but_not_the_checkpoints_in_it(
     workplace.write("export/saved_model.pb", "")
     assert workplace.settings(*workplace.train, "--output=export").output.endswith("/export")
     message = complaint("train", *workplace.train, "--output=export", "--checkpoint_dir=export/checkpoints")
-    assert "neither inside the other" in message
+    assert "Choose two separate folders" in message
 
 
 def test_synchronous_mode_takes_its_flags(workplace):
@@ -238,9 +238,9 @@ def test_a_model_file_is_suggested_and_not_a_helper_beside_it(workplace, complai
     workplace.write("zoo/sub.py", "from keras import Model\n\nclass RatingModel(Model):\n    pass\n")
     flags = ["--model_zoo=zoo", "--training_data=data/train.csv"]
     message = complaint("train", *flags, "--model_def=linear.lineas.custom_model")
-    assert "Did you mean linear.linear.custom_model? There is: linear.linear.custom_model, sub.RatingModel, " in message
+    assert "Did you mean linear.linear.custom_model? Found: linear.linear.custom_model, sub.RatingModel, " in message
     message = complaint("train", *flags, "--model_def=net.Net")
-    assert "Did you mean other.net.Net? There is: linear.linear.custom_model, other.net.Net, sub" in message
+    assert "Did you mean other.net.Net? Found: linear.linear.custom_model, other.net.Net, sub" in message
 
 
 def test_a_name_that_a_flag_asks_for_must_be_in_the_model_file(workplace, complaint):
@@ -257,7 +257,7 @@ def test_names_that_only_running_the_file_shows_are_let_through(workplace):
 def test_a_syntax_error_in_the_model_file_is_told_with_its_line(workplace, complaint):
     path = workplace.write("zoo/broken.py", "import keras\n\ndef custom_model(:\n    pass\n")
     message = complaint("train", *workplace.flags("--training_data=x", model="broken.custom_model"))
-    assert f"{path}:3: the model file holds a syntax error" in message
+    assert f"{path}:3: the model file contains a syntax error" in message
     assert "def custom_model(:" in message
 
 
@@ -281,7 +281,7 @@ def test_an_empty_data_folder_is_told_before(workplace, complaint):
 
 def test_the_master_command_checks_the_flags_for_its_job(workplace, complaint):
     message = complaint("master", "--command=evaluate", *workplace.evaluate, "--num_epochs=3")
-    assert "--num_epochs means nothing to `evaluate`, only to: train" in message
+    assert "--num_epochs applies only to train, not to `evaluate`" in message
 
 
 def test_flags_of_training_in_a_config_file_mean_nothing_to_a_master_that_evaluates(workplace, complaint):

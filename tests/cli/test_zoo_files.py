@@ -51,7 +51,7 @@ def test_init_again_changes_nothing_and_other_flags_replace_the_dockerfile_only_
     assert main(["zoo", "init", str(zoo)]) == 0
     before = (zoo / "Dockerfile").read_text()
     assert main(["zoo", "init", "zoo", "--base_image=python:3.12"]) == 2
-    assert "zoo/Dockerfile is there already" in capsys.readouterr().err
+    assert "zoo/Dockerfile already exists" in capsys.readouterr().err
     assert (zoo / "Dockerfile").read_text() == before
     assert main(["zoo", "init", "zoo", "--base-image=python:3.12", "--force"]) == 0
     assert "\nFROM python:3.12\n" in (zoo / "Dockerfile").read_text()
@@ -135,9 +135,9 @@ def test_build_warns_of_a_base_without_digest_and_of_a_lock_that_is_not_used(zoo
     (zoo / "requirements.lock").write_text(LOCKED)
     assert main(["zoo", "build", "zoo", "--image=zoo:1", "--engine=podman"]) == 0
     out = capfd.readouterr().out
-    assert "requirements.lock is there, and zoo/Dockerfile installs packages without it" in out
-    assert "names its base image by a tag, python:3.12-slim, which may mean another image later." in out
-    assert f"To keep to one: FROM python@{pinned}" in out
+    assert "requirements.lock exists, but zoo/Dockerfile does not use it" in out
+    assert "names its base image by a tag, python:3.12-slim, which may point to another image later." in out
+    assert f"To pin it, write FROM python@{pinned}" in out
     assert ("podman image inspect" in out) == (prints == "")
     assert main(["zoo", "init", "zoo", "--force", f"--base_image=python@{DIGEST}"]) == 0
     capfd.readouterr()
@@ -205,7 +205,7 @@ def test_build_warns_of_secrets_that_a_later_line_of_the_dockerignore_takes_in_a
     put_engine(zoo.parent / "bin", monkeypatch, "exit 0\n")
     capfd.readouterr()
     assert main(["zoo", "build", "zoo", "--image=zoo:1", "--engine=podman"]) == 0
-    assert re.findall(r"zoo/(\S+) looks as if it held secrets", capfd.readouterr().out) == found
+    assert re.findall(r"zoo/(\S+) may contain secrets", capfd.readouterr().out) == found
 
 
 @pytest.mark.parametrize(
@@ -213,21 +213,21 @@ def test_build_warns_of_secrets_that_a_later_line_of_the_dockerignore_takes_in_a
     [
         (["init", "nowhere"], "There is no folder nowhere."),
         (["init", "zoo/linear.py"], "zoo/linear.py is a file. Expected a model zoo"),
-        (["init", "data"], "data holds no Python files."),
-        (["init", "zoo", "--base_image=Python:3.12"], "names are of small letters. Expected a name such as docker.io/"),
+        (["init", "data"], "data contains no Python files."),
+        (["init", "zoo", "--base_image=Python:3.12"], "use lowercase letters. Expected a name such as docker.io/"),
         (["init", "zoo", "--base_image=https://hub.docker.com/_/python"], "but a URL"),
-        (["init", "zoo", "--base_image=a\nRUN b"], "is no name of an image"),
-        (["init", "zoo", "--extra_pypi_index=packages.example"], "is no URL of a package index"),
-        (["init", "zoo", "--extra_pypi_index=https://jo:secret@packages.example"], "names a user or a password"),
-        (["init", "zoo", "--local_pkg_dir=dist"], "--local_pkg_dir=dist is no folder."),
+        (["init", "zoo", "--base_image=a\nRUN b"], "is not the name of an image"),
+        (["init", "zoo", "--extra_pypi_index=packages.example"], "is not the URL of a package index"),
+        (["init", "zoo", "--extra_pypi_index=https://jo:secret@packages.example"], "contains a user or a password"),
+        (["init", "zoo", "--local_pkg_dir=dist"], "--local_pkg_dir=dist is not a folder."),
         (["init", "zoo", "--local_pkg_dir=data"], "a folder without wheels"),
         (["build", "zoo"], "Missing option '--image'"),
-        (["build", "zoo", "--image=zoo:1"], "There is no Dockerfile in zoo. `elasticcb zoo init zoo` writes one."),
-        (["build", "zoo", "--image=Zoo:1"], "names are of small letters"),
-        (["build", "zoo", f"--image=zoo@{DIGEST}"], "has a digest, which only the registry gives"),
+        (["build", "zoo", "--image=zoo:1"], "There is no Dockerfile in zoo. Create it with `elasticcb zoo init zoo`."),
+        (["build", "zoo", "--image=Zoo:1"], "use lowercase letters"),
+        (["build", "zoo", f"--image=zoo@{DIGEST}"], "has a digest, which only the registry can assign"),
         (["build", "zoo", "--image=zoo:1", "--engine=kaniko"], "'kaniko' is not one of"),
-        (["build", "zoo", "--image=zoo:1", "--engine_flags='"], "can't be split into flags"),
-        (["push", "zoo:1"], "zoo:1 names no registry to push to."),
+        (["build", "zoo", "--image=zoo:1", "--engine_flags='"], "can't be parsed"),
+        (["push", "zoo:1"], "zoo:1 contains no registry to push to."),
         (["push"], "Missing argument 'IMAGE'"),
     ],
 )
@@ -265,7 +265,7 @@ def test_two_wheels_of_one_package_are_refused(zoo, capsys):
     (zoo / "wheels").mkdir()
     (zoo / "wheels" / "My.Words-0.9-py3-none-any.whl").write_bytes(b"")
     assert main(["zoo", "init", "zoo", "--local_pkg_dir=dist"]) == 2
-    assert "are of one package" in capsys.readouterr().err
+    assert "are wheels of the same package" in capsys.readouterr().err
 
 
 def test_large_entries_are_those_that_dockerignore_does_not_name(zoo):
@@ -307,7 +307,7 @@ def test_first_engine_that_works_is_taken_and_else_all_are_told_with_their_reaso
     with pytest.raises(UsageError) as error:
         usable([EngineState(DOCKER, daemon), EngineState(PODMAN, NOT_INSTALLED)])
     assert "docker: Cannot connect to the Docker daemon. Is the docker daemon running?\n" in str(error.value)
-    assert "podman: it is not installed\nMend docker (`docker version" in str(error.value)
+    assert "podman: it is not installed\nFix docker (`docker version" in str(error.value)
     with pytest.raises(UsageError, match=r"--engine=podman can't be used: it is not installed\. Install one"):
         usable([EngineState(PODMAN, NOT_INSTALLED)])
     assert problem_of(BUILDAH, "\n") == "`buildah info` failed"
@@ -331,22 +331,22 @@ def test_commands_of_engines(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("ERROR: No matching distribution found for elasticcb==0.1.0", "Make a wheel of your checkout"),
-        ("ERROR: No matching distribution found for polar", "look at its name and version"),
+        ("ERROR: No matching distribution found for elasticcb==0.1.0", "Build a wheel of your checkout"),
+        ("ERROR: No matching distribution found for polar", "Check its name and version"),
         ("/bin/sh: 1: python: not found", "no `python` with pip"),
         ("/usr/bin/python: No module named pip", "no `python` with pip"),
-        ("error: externally-managed-environment", "takes no packages"),
-        ("ERROR: a-1.0-cp310-cp310-linux_x86_64.whl is not a supported wheel on this platform.", "for another Python"),
-        ("ERROR: ResolutionImpossible: for help visit https://pip.pypa.io", "loosen the versions"),
+        ("error: externally-managed-environment", "refuses packages"),
+        ("ERROR: a-1.0-cp310-cp310-linux_x86_64.whl is not a supported wheel on this platform.", "version or platform"),
+        ("ERROR: ResolutionImpossible: for help visit https://pip.pypa.io", "Relax the versions"),
         ("write /usr/lib/libcuda.so: no space left on device", "`docker image prune`"),
-        ("toomanyrequests: You have reached your pull rate limit.", "name a mirror"),
+        ("toomanyrequests: You have reached your pull rate limit.", "choose a mirror"),
         ("error running container: from /usr/bin/crun creating container for [/bin/sh]", "BUILDAH_ISOLATION=chroot"),
         ("exec /bin/sh: exec format error", "--engine_flags=--platform"),
         ("pull access denied for nothing, repository does not exist or may require 'docker login'", "can't be pulled"),
         ("Error: creating build container: initializing source docker://a:1: manifest unknown", "can't be pulled"),
-        ("dial tcp: lookup registry.example on 10.0.0.2:53: no such host", "could not be reached"),
-        ('COPY failed: file not found in build context: stat wheels: file does not exist', "leaves it out"),
-        ("ERROR: failed to compute cache key: \"/wheels\": not found", "leaves it out"),
+        ("dial tcp: lookup registry.example on 10.0.0.2:53: no such host", "can't be reached"),
+        ('COPY failed: file not found in build context: stat wheels: file does not exist', "excludes it"),
+        ("ERROR: failed to compute cache key: \"/wheels\": not found", "excludes it"),
         ("it broke", ""),
     ],
 )  # fmt: skip
@@ -360,14 +360,14 @@ def test_build_that_fails_comes_with_advice(line, words):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("http: server gave HTTP response to HTTPS client", "speaks no TLS"),
+        ("http: server gave HTTP response to HTTPS client", "does not support TLS"),
         ("x509: certificate signed by unknown authority", "does not trust the certificate"),
-        ("dial tcp: lookup a.example: no such host", "not known"),
-        ("dial tcp 127.0.0.1:5000: connect: connection refused", "Nobody answers at a.example"),
-        ("name unknown: The repository with name 'zoo' does not exist in the registry", "make it there first"),
+        ("dial tcp: lookup a.example: no such host", "unknown or unreachable"),
+        ("dial tcp 127.0.0.1:5000: connect: connection refused", "Nothing listens at a.example"),
+        ("name unknown: The repository with name 'zoo' does not exist in the registry", "Create it there first"),
         ("denied: requested access to the resource is denied", "`docker login a.example`"),
         ("no basic auth credentials", "`docker login a.example`"),
-        ("unknown shorthand flag: 'q' in -q", "of --engine_flags"),
+        ("unknown shorthand flag: 'q' in -q", "in --engine_flags"),
         ("it broke", ""),
     ],
 )

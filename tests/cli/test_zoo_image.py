@@ -91,7 +91,7 @@ def test_user_of_a_zoos_image_reads_the_models_and_imports_what_they_need(comman
     assert code == 0, said
     code, said = command("build", str(zoo), "--image=zoo:1", "--engine_flags=--layers=false")
     assert code == 0, said
-    assert "It is on this machine alone." in said
+    assert "The image is only on this machine." in said
 
     look = tmp_path / "look"
     look.write_text(

@@ -44,5 +44,5 @@ def test_a_master_on_the_users_machine_needs_no_rights_on_leases(monkeypatch):
 def test_an_answer_that_is_no_object_is_an_error_of_kubernetes(answer):
     api = KubernetesAPI.__new__(KubernetesAPI)
     api.server = "https://10.0.0.1"
-    with pytest.raises(KubernetesError, match="its answer is no JSON object"):
+    with pytest.raises(KubernetesError, match="its answer is not a JSON object"):
         api._json(SimpleNamespace(data=answer))

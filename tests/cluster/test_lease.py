@@ -287,4 +287,4 @@ def test_one_that_waits_says_so_once_and_begins_when_the_other_has_ended(api, qu
         assert api.spec["holderIdentity"] == "new"
     thread.join()
     assert set(seen[:10]) == {"old"}
-    assert said == ["The master in the pod old may still act; this one waits for its end."]
+    assert said == ["The master in the pod old may still act; waiting for its end."]

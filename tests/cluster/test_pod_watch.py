@@ -64,5 +64,5 @@ def test_a_list_that_is_too_old_to_be_followed_is_made_again_without_a_word(foll
 def test_the_user_is_told_once_that_the_api_server_is_away_and_when_it_is_back(follow):
     away = KubernetesError("No answer.")
     events = follow(["1", away, away, "last"], {"1": [away]})
-    told = "No answer. The job goes on; pods that end meanwhile are seen later."
-    assert events == ["1", told, "last", "The API server of Kubernetes answers again."]
+    told = "No answer. The job continues; pods that end meanwhile are noticed later."
+    assert events == ["1", told, "last", "The Kubernetes API server answers again."]

@@ -154,9 +154,9 @@ def test_memory_grows_with_each_time_that_it_ran_out_up_to_four_times():
     assert limits == ["3072Mi", "4608Mi", "6912Mi", "8192Mi", "8192Mi"]
     told = [after_oom(SETTINGS, "worker", ooms) for ooms in range(5)]
     assert [ooms for ooms, _ in told] == [1, 2, 3, 4, 5]
-    assert [text for _, text in told[:4]] == [f"; the next one may have {limit}" for limit in limits[:4]]
-    assert told[4][1] == "; the next one may have 8192Mi again, and not more. Raise --worker_resource_limit"
-    unlimited = "; it has no limit, its node had no more. Ask for more: --ps_resource_request"
+    assert [text for _, text in told[:4]] == [f"; the next one gets {limit}" for limit in limits[:4]]
+    assert told[4][1] == "; the next one gets 8192Mi again, the maximum. Raise --worker_resource_limit"
+    unlimited = "; it has no limit, but its node had no memory left. Request more with --ps_resource_request"
     assert after_oom(SETTINGS, "ps", 0) == (0, unlimited)
 
 
@@ -217,22 +217,22 @@ def test_servers_in_the_network_of_their_node_hold_no_port_that_others_may_have(
     ("parse", "text", "words"),
     [
         (parse_resources, "cpu", "not of the form NAME=VALUE"),
-        (parse_resources, "cpu=two", "'two' is no amount of cpu"),
-        (parse_resources, "memory=0Gi", "no amount"),
-        (parse_resources, "cpus=2", "there is no resource 'cpus'"),
+        (parse_resources, "cpu=two", "'two' is not an amount of cpu"),
+        (parse_resources, "memory=0Gi", "not an amount"),
+        (parse_resources, "cpus=2", "unknown resource 'cpus'"),
         (parse_resources, "cpu=1,cpu=2", "given twice"),
         (parse_volumes, "mount_path=/a", "none of host_path and claim_name"),
         (parse_volumes, "host_path=/a,claim_name=b,mount_path=/a", "both of host_path and claim_name"),
         (parse_volumes, "claim_name=b", "lacks mount_path"),
-        (parse_volumes, "claim_name=b,mount_path=data", "is not absolute"),
-        (parse_volumes, "claim_name=b,mount_path=/a,readonly=true", "'readonly' is nothing"),
+        (parse_volumes, "claim_name=b,mount_path=data", "is not an absolute path"),
+        (parse_volumes, "claim_name=b,mount_path=/a,readonly=true", "'readonly' is not a key"),
         (parse_volumes, "claim_name=b,mount_path=/a;host_path=/x,mount_path=/a/", "given twice"),
-        (parse_tolerations, "a=b:Never", "'a=b:Never' is no toleration"),
-        (parse_priority, "high=2", "'high=2' is no priority"),
-        (parse_priority, "low=0.5", "is no priority"),
-        (parse_envs, "1A=2", "can't name an environment variable"),
-        (parse_secrets, "login,My Secret", "'My Secret' can't name a Secret"),
-        (parse_name, "My_Team", "can't name an object"),
+        (parse_tolerations, "a=b:Never", "'a=b:Never' is not a toleration"),
+        (parse_priority, "high=2", "'high=2' is not a priority"),
+        (parse_priority, "low=0.5", "is not a priority"),
+        (parse_envs, "1A=2", "is not a valid name of an environment variable"),
+        (parse_secrets, "login,My Secret", "'My Secret' is not a valid name of a Secret"),
+        (parse_name, "My_Team", "is not a valid name of a Kubernetes object"),
     ],
 )
 def test_text_that_a_flag_can_not_be_is_told_in_words(parse, text, words):

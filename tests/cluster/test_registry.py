@@ -16,7 +16,7 @@ def found(**given):
 
 def test_a_cluster_that_nobody_knows_is_refused_in_words():
     assert found(kind="lunar") == [
-        "kind='lunar' can't be. Expected one of 'local', 'inprocess', 'external', 'kubernetes', 'ray'."
+        "kind='lunar' is invalid. Expected one of 'local', 'inprocess', 'external', 'kubernetes', 'ray'."
     ]
     with pytest.raises(UsageError, match=r"There is no cluster 'lunar'\. Expected one of 'local'"):
         backend_of("lunar")
@@ -26,7 +26,7 @@ def test_a_setting_of_another_cluster_is_told():
     network = NetworkOptions(ray_address="10.0.0.1:6379")
     assert found(kind="ray", network=network) == []
     (told,) = found(network=network)
-    assert "(ray_address='10.0.0.1:6379') has a meaning with kind='ray' only." in told
+    assert "(ray_address='10.0.0.1:6379') applies only to kind='ray'." in told
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_processes_with_ports_use_tls_unless_told_otherwise(given, encrypted, tm
     context = BackendContext(ClusterSettings(**given), str(tmp_path), "INFO", lines.append, lambda process: None)
     access = make_backend(context).access
     risk = BY_NAME["insecure"].help.removeprefix("Turn TLS off: ")
-    assert lines == [f"The processes of this job do without TLS (--insecure): {risk}"] * ("insecure" in given)
+    assert lines == [f"The processes of this job run without TLS (--insecure): {risk}"] * ("insecure" in given)
     assert (access.tls is not None) is encrypted
     assert (tmp_path / "tls" / "ca.pem").exists() is encrypted
     assert len(access.token) == 32
@@ -62,7 +62,7 @@ def test_what_turns_tls_off_contradicts_what_asks_for_it():
     assert told(insecure=True) == []
     assert told(tls=True) == []
     assert told(insecure=True, tls=True) == [
-        "NetworkOptions(insecure=True) turns TLS off, and NetworkOptions(tls=True) asks for it. Leave one of them out."
+        "NetworkOptions(insecure=True) turns TLS off, but NetworkOptions(tls=True) asks for it. Remove one of the two."
     ]
     (words,) = told(insecure=True, tls_ca="/ca.pem")
     assert "NetworkOptions(tls_ca='/ca.pem') asks for it" in words

@@ -37,9 +37,9 @@ def test_the_key_follows_from_the_token_and_is_another_one_each_time_where_there
         ({**WITH_KEY, "host": "127.0.0.1.evil.example"}, "addresses of this machine"),
         ({**WITH_KEY, "host": ""}, "addresses of this machine"),
         ({**WITH_KEY, "host": "[::1"}, "addresses of this machine"),
-        ({**WITH_KEY, "origin": "http://evil.example"}, "page of another site"),
-        ({**WITH_KEY, "origin": "http://127.0.0.1:9999"}, "page of another site"),
-        ({**WITH_KEY, "origin": "null"}, "page of another site"),
+        ({**WITH_KEY, "origin": "http://evil.example"}, "from another site"),
+        ({**WITH_KEY, "origin": "http://127.0.0.1:9999"}, "from another site"),
+        ({**WITH_KEY, "origin": "null"}, "from another site"),
     ],
 )
 def test_a_request_is_refused_without_the_key_and_from_elsewhere(headers, why):
@@ -98,8 +98,8 @@ def test_files_of_the_page_need_no_key_and_all_else_does(app):
     ("path", "body", "status", "says"),
     [
         ("/api/stop", b"{}", 409, "It has ended"),
-        ("/api/scale", b'{"workers": 0}', 409, "Expected a whole number from 1"),
-        ("/api/scale", b'{"workers": true}', 409, "Expected a whole number from 1"),
+        ("/api/scale", b'{"workers": 0}', 409, "Expected a whole number of at least 1"),
+        ("/api/scale", b'{"workers": true}', 409, "Expected a whole number of at least 1"),
         ("/api/scale", b'{"cats": 3}', 400, "can't be read"),
         ("/api/scale", b"[]", 400, "is not a JSON object"),
         ("/api/scale", b"{", 400, "can't be read"),

@@ -41,4 +41,4 @@ def test_a_job_that_was_killed_is_named_with_how_to_go_on(tmp_path, capsys):
 def test_a_job_whose_master_runs_in_a_pod_has_no_page_beside_it(tmp_path, capsys):
     code = main(["train", "--cluster=kubernetes", "--image=some/image:1", "--dashboard", "--model_def=a.b"])
     assert code == 2
-    assert "--dashboard serves the page of a job whose master runs on this machine" in capsys.readouterr().err
+    assert "--dashboard needs the master on this machine" in capsys.readouterr().err

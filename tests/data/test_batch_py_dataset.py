@@ -128,7 +128,7 @@ def test_several_threads_read_ahead_and_keep_the_order(tmp_path: Path) -> None:
 def test_a_dataset_that_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
     dataset = Plain()
     dataset.lock = threading.Lock()
-    with pytest.raises(TypeError, match="Open files and connections when `__getitem__` first needs them"):
+    with pytest.raises(TypeError, match="Open files and connections in the first `__getitem__`"):
         adapt(dataset, purpose="fit", folder=tmp_path, seed=1)
 
 

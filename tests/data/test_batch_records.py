@@ -112,15 +112,15 @@ def test_steps_go_on_in_fit_and_limit_elsewhere(reader: Reader, tmp_path: Path) 
 
 
 def test_feeds_that_cannot_work_are_refused_in_words(reader: Reader, tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="TextReader can't tell features from labels"):
+    with pytest.raises(ModelFileError, match="TextReader can't distinguish features from labels"):
         adapted(reader, tmp_path).first_batch()
-    with pytest.raises(ModelFileError, match=r"The feed of .* makes batches"):
+    with pytest.raises(ModelFileError, match=r"The feed of .* batches, but"):
         adapted(Records(reader, lambda *given: feed(*given).batch(2)), tmp_path).first_batch()
     with pytest.raises(ModelFileError, match=r"raised KeyError.*\n.*is string \[\] \(a line of text"):
         adapted(Records(reader, lambda *_: {}["no"]), tmp_path).first_batch()
     with pytest.raises(ModelFileError, match=r"expected a tf.data.Dataset"):
         adapted(Records(reader, lambda *_: 1), tmp_path).first_batch()
-    with pytest.raises(DataError, match=r"Records \[8, 10\) of .* can't be turned into batches"):
+    with pytest.raises(DataError, match=r"Records \[8, 10\) of .* can't be converted to batches"):
         next(
             adapted(
                 Records(reader, lambda ds, *_: ds.map(lambda line: 1 // (tf.strings.length(line) - 3))), tmp_path

@@ -94,7 +94,7 @@ def test_the_default_feed_asks_for_the_label(tmp_path: Path) -> None:
     reader = open_reader(str(tmp_path / "a.npz"))
     feed = reader.default_feed()
     assert feed is not None
-    with pytest.raises(DataError, match=r"No label is named, and the data holds a, b.*`label`"):
+    with pytest.raises(DataError, match=r"No label is specified, and the data contains a, b.*`label`"):
         feed(tf.data.Dataset.range(1), Mode.TRAINING, reader.metadata)
 
 
@@ -110,17 +110,17 @@ def test_a_truncated_archive_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     np.savez(path, x=np.zeros(100))
     path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(DataError, match=r"a\.npz can't be read as NumPy's format"):
+    with pytest.raises(DataError, match=r"a\.npz can't be read as a NumPy file"):
         open_reader(str(path)).sources()
 
 
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"x": np.zeros(3), "y": np.zeros(4)}, "equally many records: x has 3, y has 4"),
-        ({"x": np.array([{}, []], object)}, "holds Python objects"),
+        ({"x": np.zeros(3), "y": np.zeros(4)}, "the same number of records: x has 3, y has 4"),
+        ({"x": np.array([{}, []], object)}, "contains Python objects"),
         ({"x": np.array(1.0)}, "single value"),
-        ({"x": np.zeros(3, "M8[s]")}, r"dtype datetime64\[s\], which TensorFlow has not"),
+        ({"x": np.zeros(3, "M8[s]")}, r"dtype datetime64\[s\], which TensorFlow does not support"),
     ],
 )
 def test_arrays_that_are_no_records_are_explained(tmp_path: Path, arrays: dict[str, np.ndarray], message: str) -> None:
@@ -132,5 +132,5 @@ def test_arrays_that_are_no_records_are_explained(tmp_path: Path, arrays: dict[s
 def test_files_of_different_dtypes_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((2, 3)))
     np.save(tmp_path / "b.npy", np.zeros((2, 3), np.int32))
-    with pytest.raises(DataError, match=r"b\.npy holds int32\[3\], but .*a\.npy holds float64\[3\]"):
+    with pytest.raises(DataError, match=r"b\.npy has int32\[3\], but .*a\.npy has float64\[3\]"):
         open_reader(str(tmp_path)).sources()

@@ -117,14 +117,14 @@ def test_stacked_chunks_hold_all_records_in_order(lengths: list[int], size: int)
 @pytest.mark.parametrize(
     ("wrong", "spec", "message"),
     [
-        ("x", tf.TensorSpec((), tf.float32), "float32 was expected, and 'x' came"),
-        (1.5, tf.TensorSpec((), tf.int32), "int32 was expected, and 1.5 came"),
-        (5, tf.TensorSpec((), tf.string), "a string was expected, and 5 came"),
-        ([1, 2], tf.TensorSpec((), tf.int64), r"the shape \(\) was expected, and \(2,\) came"),
+        ("x", tf.TensorSpec((), tf.float32), "expected float32, got 'x'"),
+        (1.5, tf.TensorSpec((), tf.int32), "expected int32, got 1.5"),
+        (5, tf.TensorSpec((), tf.string), "expected a string, got 5"),
+        ([1, 2], tf.TensorSpec((), tf.int64), r"expected the shape \(\), got \(2,\)"),
         (300, tf.TensorSpec((), tf.uint8), "300"),
-        (np.array(300), tf.TensorSpec((), tf.uint8), "uint8 was expected, which can't hold array"),
-        (np.array(-1), tf.TensorSpec((), tf.uint64), "uint64 was expected, which can't hold array"),
-        ((1, 2), {"a": tf.TensorSpec((), tf.int64)}, r"a dict with the keys \['a'\] was expected"),
+        (np.array(300), tf.TensorSpec((), tf.uint8), "expected uint8, which can't represent array"),
+        (np.array(-1), tf.TensorSpec((), tf.uint64), "expected uint64, which can't represent array"),
+        ((1, 2), {"a": tf.TensorSpec((), tf.int64)}, r"expected a dict with the keys \['a'\]"),
     ],
 )
 def test_a_record_that_does_not_fit_is_named(wrong: Any, spec: Any, message: str) -> None:
@@ -132,7 +132,7 @@ def test_a_record_that_does_not_fit_is_named(wrong: Any, spec: Any, message: str
     stream = stream_of([good, good, wrong], spec)
     with pytest.raises(tf.errors.OpError):
         list(stream.dataset)
-    with pytest.raises(DataError, match=f"Record 2 of given does not fit.*{message}"):
+    with pytest.raises(DataError, match=f"Record 2 of given does not match.*{message}"):
         stream.raise_error()
     assert stream.error is None
 
@@ -181,4 +181,4 @@ def test_a_reader_that_yields_another_number_of_records_is_refused(yielded: int,
     stream = RecordStream(Careless([b"0"] * yielded, tf.TensorSpec((), tf.string)), lambda: ("given", 0, asked))
     with pytest.raises(tf.errors.OpError):
         list(stream.dataset)
-    assert f"Records [0, {asked}) of given were asked for, and Careless yielded" in str(stream.error)
+    assert f"Records [0, {asked}) of given were requested, but Careless yielded" in str(stream.error)

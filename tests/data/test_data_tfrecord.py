@@ -60,7 +60,7 @@ def test_records_larger_than_a_chunk_are_read(tmp_path: Path) -> None:
 def test_a_truncated_file_names_the_record(tmp_path: Path, cut: int) -> None:
     path = write_records(tmp_path / "a.tfrecord", [b"0123456789"] * 5)
     path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(DataError, match=r"a\.tfrecord is truncated.* inside record 4, which begins at byte 104"):
+    with pytest.raises(DataError, match=r"a\.tfrecord is truncated.* inside record 4, which starts at byte 104"):
         open_reader(str(path)).sources()
 
 
@@ -76,7 +76,7 @@ def test_a_damaged_length_names_the_record(tmp_path: Path) -> None:
 def test_a_file_of_another_format_is_found_out(tmp_path: Path) -> None:
     path = tmp_path / "a.tfrecord"
     path.write_bytes(b"some text, and no records at all\n" * 10)
-    with pytest.raises(DataError, match=r"Record 0 of .*is no TFRecord file"):
+    with pytest.raises(DataError, match=r"Record 0 of .*is not a TFRecord file"):
         open_reader(str(path)).sources()
 
 

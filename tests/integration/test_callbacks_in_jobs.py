@@ -328,7 +328,7 @@ def callbacks():
         (tmp_path / "taken").write_text("not a model")
         text = 'def callbacks():\n    return [elasticcb.callbacks.SavedModelExporter(f"{FOLDER}/taken")]\n'
         path = model_file(tmp_path, text, "exports_to_a_file")
-        with pytest.raises(JobFailedError, match="is no SavedModel"):
+        with pytest.raises(JobFailedError, match="is not a SavedModel"):
             run_job(small_job(tmp_path, path, callback_errors=CallbackErrors.WARN))
 
     def test_hook_that_is_slower_than_its_batches_is_named_to_the_user(self, tmp_path):

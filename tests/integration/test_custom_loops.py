@@ -207,9 +207,9 @@ def test_model_that_can_not_be_placed_is_refused(cluster):
     pair = Pair()
     pair.build((None, 4))
     pair.compile(keras.optimizers.SGD(), keras.optimizers.SGD())
-    with pytest.raises(UsageError, match=r"none that trains '.*'.*optimizer.build\(variables\)"):
+    with pytest.raises(UsageError, match=r"none of them trains '.*'.*optimizer.build\(variables\)"):
         cluster.place(pair)
-    with pytest.raises(UsageError, match="leave out updates"):
+    with pytest.raises(UsageError, match="Remove updates"):
         elasticcb.Cluster(updates="sync").place(make_model())
 
 

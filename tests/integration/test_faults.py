@@ -157,7 +157,7 @@ def test_processes_started_by_hand_join_and_are_refused_when_they_come_back_afte
     for role in ("worker", "ps"):
         job.wait_for_line(r"Evaluation at version")
         processes[role].process.send_signal(signal.SIGSTOP)
-        job.wait_for_line(rf"{role} 0 does not answer; end it where it runs")
+        job.wait_for_line(rf"{role} 0 does not answer; stop it on its machine")
         job.wait_for_line(r"was lost: silent for 3 s")
         processes[role].process.send_signal(signal.SIGCONT)
         assert processes[role].finish() == 2
@@ -184,4 +184,4 @@ def test_master_whose_processes_all_died_ends_soon_after_sigterm(data, start_job
     assert job.process.wait(60) == 130
     assert job.finish() == 130
     assert "No checkpoint could be written: Parameter server 0 is lost" in job.output
-    assert "To go on: elasticcb resume" in job.output
+    assert "To continue it: elasticcb resume" in job.output

@@ -203,13 +203,13 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     delete_pod(api, "ps", 0)
     job.wait_for_line(r"Parameter server 0 is back after .* from its recovery files")  # with the same host name
     (folder / "job" / "crash").touch()
-    job.wait_for_line(r"The master's pod .*: killed by SIGKILL. Another one goes on with the job")
+    job.wait_for_line(r"The master's pod .*: killed by SIGKILL. A new pod continues the job")
     job.wait_for_line(r"The master is back after .*1 worker and 1 parameter server went on meanwhile")
     here = f"--namespace={api.namespace}"
     assert main(["scale", "job", here, "--workers=2"]) == 0
     assert main(["jobs", here]) == main(["status", "job", here]) == main(["table", "job", here]) == 0
     shown = capsys.readouterr().out
-    assert "It holds no embedding tables" in shown
+    assert "There are no embedding tables" in shown
     assert "job has 2 workers from now on; there were 1." in shown
     assert re.search(r"job +running +\d +1 ", shown)
     assert re.search(r"job-worker-0\S* +localhost +it runs", shown)
@@ -217,7 +217,7 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     assert main(["scale", "job", here, "--workers=1"]) == 0
     job.wait_for_line(r"workers 1/1")
     deleted = delete_pod(api, "master")
-    job.wait_for_line(rf"The master's pod {deleted}: .*Another one goes on with the job")
+    job.wait_for_line(rf"The master's pod {deleted}: .*A new pod continues the job")
     job.wait_for_line(r"Parameter server 0 goes on from its recovery files; 0 updates")
     job.wait_for_line(r"epoch \d+/.*workers 1/1")
     assert main(["stop", "job", here]) == 0
@@ -265,8 +265,8 @@ def test_a_master_that_lost_its_lease_ends_at_once_and_none_acts_while_another_p
 
     wait_until(take_lease)
     taken = time.monotonic()
-    job.wait_for_line(r"This master has lost its Lease, so that another one may act")
-    job.wait_for_line(r"The master in the pod job-elsewhere may still act; this one waits for its end")
+    job.wait_for_line(r"This master has lost its Lease, so another one may act")
+    job.wait_for_line(r"The master in the pod job-elsewhere may still act; waiting for its end")
     assert lease()["holderIdentity"] == "job-elsewhere"
     wait_until(lambda: lease()["holderIdentity"] != "job-elsewhere")
     assert time.monotonic() - taken >= 25
@@ -299,7 +299,7 @@ def test_workers_that_are_out_of_memory_evicted_over_quota_or_preempted_come_bac
     job.wait_for_line(r"epoch \d+/.*workers 2/2")
     (folder / "job" / "hog").touch()
     lost = job.wait_for_line(r"worker \d .*was lost: it ran out of memory")
-    assert "of which it may have 1200Mi (OOMKilled); the next one may have 1800Mi" in lost
+    assert "limit 1200Mi (OOMKilled); the next one gets 1800Mi" in lost
     job.wait_for_line(r"epoch \d+/.*workers 2/2")
 
     api._core.create_namespaced_resource_quota(
@@ -315,13 +315,13 @@ def test_workers_that_are_out_of_memory_evicted_over_quota_or_preempted_come_bac
 
     api.create(pod_that_sleeps("important", high, f"{600 * cores}m"))
     job.wait_for_line(r"worker \d .*leaves: it was asked to end")
-    job.wait_for_line(r"Not started yet: worker \d \(it waits for room: .*Insufficient cpu")
+    job.wait_for_line(r"Not started yet: worker \d \(it waits for resources: .*Insufficient cpu")
     api.delete("Pod", "important", 0)
     job.wait_for_line(r"epoch \d+/.*workers 2/2")
-    assert "which left: it was preempted" in job.output
+    assert "which had deregistered: it was preempted" in job.output
 
     (folder / "job" / "crash").touch()
-    job.wait_for_line(r"The master's pod .*: killed by SIGKILL. Another one goes on with the job")
+    job.wait_for_line(r"The master's pod .*: killed by SIGKILL. A new pod continues the job")
     job.wait_for_line(r"The master is back after .*2 workers and 1 parameter server went on meanwhile")
     assert len(api.list("Pod", f"{JOB_LABEL}=job,{ROLE_LABEL}=master")["items"]) == 1  # its container was restarted
     api.delete("Job", "job")
@@ -364,7 +364,7 @@ def test_a_master_of_this_machine_has_pods_and_pods_evaluate_its_checkpoint(api,
 
 def test_a_dry_run_has_all_checked_and_makes_nothing(api, folder, capsys):
     assert main(["train", *linear_flags(api, folder, 1), "--dry_run"]) == 0
-    said = "Kubernetes takes the job job: Secret, Service, Lease, Job. Nothing was started."
+    said = "Kubernetes accepts the job job: Secret, Service, Lease, Job. Nothing was started."
     assert said in capsys.readouterr().err
     assert not api.list("Job")["items"]
 
@@ -385,7 +385,7 @@ def test_a_namespace_that_is_not_there_is_told(api, folder, start_job):
 
 def test_a_service_account_that_is_not_there_is_told(api, folder, start_job, capsys):
     job = start_job("train", *linear_flags(api, folder, 1, service_account="nobody"))
-    job.wait_for_line(r"The master's pod can't be made, .*serviceaccount \"nobody\" not found")
+    job.wait_for_line(r"The master's pod can't be created; retrying: .*serviceaccount \"nobody\" not found")
     here = f"--namespace={api.namespace}"
     assert main(["status", "job", here]) == 0
     assert 'serviceaccount "nobody" not found' in capsys.readouterr().out
@@ -397,5 +397,5 @@ def test_a_service_account_that_is_not_there_is_told(api, folder, start_job, cap
 def test_a_master_that_may_not_have_pods_made_is_told_what_it_lacks(api, folder, start_job):
     job = start_job("train", *linear_flags(api, folder, 1, service_account=None))
     assert job.finish() == 2
-    assert "The service account of this pod may not do what a master must" in job.output
+    assert "The service account of this pod lacks permissions of a master" in job.output
     assert "create pods" in job.output

@@ -100,7 +100,7 @@ def test_a_master_that_is_killed_while_it_stops_is_stopped_again(data, started, 
     thread.start()
     started.wait_for_line("Interrupted: finishing")
     started.master.kill()
-    started.wait_for_line("another one goes on with the job")
+    started.wait_for_line("a new one continues the job")
     thread.join()
     assert stopped == [0], capsys.readouterr().err
     assert started.finish() == 130, started.output

@@ -128,9 +128,9 @@ def test_an_outer_optimizer_goes_by_how_far_windows_move_the_model():
 
 
 def test_what_is_no_optimizer_is_refused_before_a_job_starts(data):
-    with pytest.raises(UsageError, match=r"^outer_optimizer='sdg' can't be\. Expected one of Keras's optimizers"):
+    with pytest.raises(UsageError, match=r"^outer_optimizer='sdg' is invalid\. Expected one of Keras's optimizers"):
         elasticcb.Cluster(updates="local", outer_optimizer="sdg")
-    with pytest.raises(UsageError, match=r"^--outer_optimizer=sdg can't be\. Expected one of Keras's optimizers"):
+    with pytest.raises(UsageError, match=r"^--outer_optimizer=sdg is invalid\. Expected one of Keras's optimizers"):
         run_job(
             job_settings(
                 data / "linear.py",

@@ -137,5 +137,5 @@ def test_callback_that_cannot_be_pickled_is_named(cluster, tmp_path):
 @pytest.mark.parametrize("arguments", [{"num_workers": 0}, {"num_ps": 1.5}, {"kind": "cloud"}, {"non_finite": "no"}])
 def test_cluster_refuses_what_it_does_not_know(arguments):
     (name,) = arguments
-    with pytest.raises(UsageError, match=f"{name}=.* can't be. Expected "):
+    with pytest.raises(UsageError, match=f"{name}=.* is invalid. Expected "):
         elasticcb.Cluster(**arguments)

@@ -71,18 +71,18 @@ def test_numbers_of_numpy_make_a_cluster():
 @pytest.mark.parametrize(
     ("words", "given"),
     [
-        ("NetworkOptions(port=70000) can't be. Expected at most 65535.", {"network": NetworkOptions(port=70000)}),
-        ("CheckpointOptions(steps=-1) can't be. Expected at least 0.", {"checkpoint": CheckpointOptions(steps=-1)}),
-        ("use_async='false' can't be. Expected True or False.", {"use_async": "false"}),
-        ("log_level='LOUD' can't be. Expected one of 'DEBUG', 'INFO'", {"log_level": "LOUD"}),
+        ("NetworkOptions(port=70000) is invalid. Expected at most 65535.", {"network": NetworkOptions(port=70000)}),
+        ("CheckpointOptions(steps=-1) is invalid. Expected at least 0.", {"checkpoint": CheckpointOptions(steps=-1)}),
+        ("use_async='false' is invalid. Expected True or False.", {"use_async": "false"}),
+        ("log_level='LOUD' is invalid. Expected one of 'DEBUG', 'INFO'", {"log_level": "LOUD"}),
         (
             "raise ExchangeOptions.sync_version_tolerance.",
             {"use_async": False, "exchange": ExchangeOptions(get_model_steps=3)},
         ),
-        ("Give updates='sync', or leave out grads_to_wait.", {"grads_to_wait": 2}),
-        ("exchange=3 can't be. Expected an elasticcb.ExchangeOptions, such as", {"exchange": 3}),
+        ("Set updates='sync', or remove grads_to_wait.", {"grads_to_wait": 2}),
+        ("exchange=3 is invalid. Expected an elasticcb.ExchangeOptions, such as", {"exchange": 3}),
         (
-            "RecoveryOptions(ps_replicas=1) can't be with num_ps=1: the next server",
+            "RecoveryOptions(ps_replicas=1) can't be combined with num_ps=1: a server's replica",
             {"recovery": RecoveryOptions(ps_replicas=1)},
         ),
         (
@@ -93,10 +93,10 @@ def test_numbers_of_numpy_make_a_cluster():
             "RecoveryOptions(lease_seconds=5) is shorter than RecoveryOptions(silence_seconds=6)",
             {"recovery": RecoveryOptions(lease_seconds=5, silence_seconds=6)},
         ),
-        ("silence_seconds=0) can't be. Expected more than 0.", {"recovery": RecoveryOptions(silence_seconds=0)}),
-        ("lease_seconds=0) can't be. Expected more than 0.", {"recovery": RecoveryOptions(lease_seconds=0)}),
+        ("silence_seconds=0) is invalid. Expected more than 0.", {"recovery": RecoveryOptions(silence_seconds=0)}),
+        ("lease_seconds=0) is invalid. Expected more than 0.", {"recovery": RecoveryOptions(lease_seconds=0)}),
         (
-            "ray_address='a:1') has a meaning with kind='ray' only.",
+            "ray_address='a:1') applies only to kind='ray'.",
             {"network": NetworkOptions(ray_address="a:1")},
         ),
     ],
@@ -118,7 +118,9 @@ def test_cluster_says_all_that_cannot_be_at_once():
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_what_is_no_model_is_refused(method, cluster):
-    with pytest.raises(UsageError, match=rf"Cluster\.{method} takes a keras\.Model first\. Received .* class str\."):
+    with pytest.raises(
+        UsageError, match=rf"Cluster\.{method} takes a keras\.Model as its first argument\. Received .* class str\."
+    ):
         getattr(cluster, method)("model", X)
 
 
@@ -169,9 +171,9 @@ def test_validation_every_zero_epochs_is_refused_with_words(cluster):
 @pytest.mark.parametrize(
     ("words", "call"),
     [
-        ("`close` was called within `fit`", lambda on: on.close()),
-        ("busy with `fit`; `predict` has to wait", lambda on: on.predict(make(), X)),
-        ("busy with `fit`; `schedule` has to wait", lambda on: on.schedule(len, "a")),
+        ("`close` was called inside `fit`", lambda on: on.close()),
+        ("busy with `fit`. Call `predict` when", lambda on: on.predict(make(), X)),
+        ("busy with `fit`. Call `schedule` when", lambda on: on.schedule(len, "a")),
     ],
 )
 def test_call_within_a_callback_of_a_call_is_refused_with_words(words, call, cluster):

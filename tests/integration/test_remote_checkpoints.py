@@ -124,27 +124,27 @@ def test_torn_missing_and_foreign_files_are_named_and_the_version_before_is_used
     for line, words in zip(
         told, ("50: .*damaged", "40: .*can't be read", "30: .*manifest", "20: .*elsewhere"), strict=True
     ):
-        assert line.startswith("Passed over version-000000")
+        assert line.startswith("Skipped version-000000")
         assert re.search(words, line), line
     files.rm(f"{root}/version-00000010", recursive=True)
     with pytest.raises(CheckpointError, match=r"(?s)No checkpoint in .* can be used.*00000050: .*00000020: "):
         remote_checkpoint.fetch(url, tmp_path / "again", told.append)
-    with pytest.raises(CheckpointError, match="There is no whole checkpoint in"):
+    with pytest.raises(CheckpointError, match="There is no complete checkpoint in"):
         remote_checkpoint.fetch(f"{url}/nothing", tmp_path / "none", told.append)
 
 
 def test_table_command_reads_a_url(url, tmp_path, capsys):
     remote_checkpoint.put(url, write(tmp_path / "disk", 10), 0)
     assert main(["table", url]) == ExitCode.DONE
-    assert capsys.readouterr().out.startswith(f"{url}, version 10\nIt holds no embedding tables")
+    assert capsys.readouterr().out.startswith(f"{url}, version 10\nThere are no embedding tables")
 
 
 @pytest.mark.parametrize(
     ("url", "words"),
     [
         ("nosuch://bucket/folder", "can't be used: .*Install the package"),
-        ("sftp://me:secret@host/folder", "holds a password"),
-        ("s3://", "names no folder"),
+        ("sftp://me:secret@host/folder", "contains a password"),
+        ("s3://", "contains no folder"),
         ("s3://bucket/folder", "^$"),
     ],
 )
@@ -206,7 +206,7 @@ def test_job_writes_to_a_url_and_the_next_one_starts_there(storage, settings, tm
     evaluated = run_master(second, display)
     assert 0 < evaluated.version < summary.version
     assert evaluated.records_evaluated == 64
-    assert any(line.startswith(f"Passed over version-{summary.version:08d}: ") for line in display.messages)
+    assert any(line.startswith(f"Skipped version-{summary.version:08d}: ") for line in display.messages)
 
 
 def test_job_goes_on_while_its_storage_is_away(storage, settings):

@@ -110,8 +110,8 @@ def test_killed_program_goes_on_where_it_was(program):
     assert code == -signal.SIGKILL, output
     code, output = program.run()
     assert code == 0, output
-    assert "fit-1 of" in output.partition("had ended before")[0]
-    assert "fit-2 of" in output.partition("goes on: 1 epochs had ended")[0]
+    assert "fit-1 of" in output.partition("was completed by an earlier run")[0]
+    assert "fit-2 of" in output.partition(": 1 epochs and")[0]
     assert [line for line in output.splitlines() if line.startswith(("epoch", "fit 1", "fit 2"))] == [
         "fit 1 [0] 1", "epoch 1", "epoch 2", "fit 2 [0, 1, 2] 3",
     ]  # fmt: skip
@@ -137,12 +137,12 @@ def test_lost_cluster_and_sigterm_end_a_program_with_75_and_it_goes_on_when_it_i
     assert "parameter server 0" in output
     assert "max_ps_restarts" in output
     assert "To go on where the job stands: run the program again" in output
-    assert "The cluster is lost; the program ends with the exit code 75" in output
+    assert "The cluster is lost. The program exits with code 75" in output
     assert "Traceback" not in output
     code, output = program.run("SIGTERM", fit=2, epoch=2, batch=20)
     assert code == 75, output
-    assert "goes on: 0 epochs had ended" in output
-    assert "SIGTERM came; the program ends with the exit code 75" in output
+    assert ": 0 epochs and" in output
+    assert "Received SIGTERM. The program exits with code 75" in output
     assert "Traceback" not in output
     code, output = program.run()
     assert code == 0, output
@@ -310,12 +310,12 @@ def test_training_that_was_stopped_stays_so_where_batches_have_no_index(tmp_path
 def test_job_dir_that_can_not_be_used_is_refused_in_words(tmp_path):
     with cluster(tmp_path), pytest.raises(UsageError, match="is in use by process"):
         cluster(tmp_path).start()
-    with pytest.raises(UsageError, match=r"interval_seconds=0\) was given"):
+    with pytest.raises(UsageError, match=r"interval_seconds=0\) disables"):
         cluster(tmp_path, checkpoint=elasticcb.CheckpointOptions(interval_seconds=0))
     with pytest.raises(UsageError, match="Expected a folder, or None"):
         elasticcb.Cluster(job_dir="")
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"can't be used: .*Name another folder"):
+    with pytest.raises(UsageError, match=r"can't be used: .*Choose another folder"):
         elasticcb.Cluster(kind="inprocess", job_dir=tmp_path / "file").start()
 
 
@@ -324,9 +324,7 @@ def test_only_what_another_run_may_mend_becomes_an_exit_code(code, capsys):
     with pytest.raises(SystemExit) as ended, elasticcb.handle_restartable_error(code):
         raise ClusterLostError("worker 0 was lost")
     assert ended.value.code == code
-    assert (
-        f"worker 0 was lost\nThe cluster is lost; the program ends with the exit code {code}" in capsys.readouterr().err
-    )
+    assert f"worker 0 was lost\nThe cluster is lost. The program exits with code {code}" in capsys.readouterr().err
     for error in (
         ValueError("shapes"),
         JobFailedError("the loss holds NaN"),

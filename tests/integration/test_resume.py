@@ -66,10 +66,10 @@ def test_killed_master_is_replaced_while_workers_and_servers_go_on(data, start_j
     job.wait_for_line(r"Evaluation at version")
     before, counted = others(job), Scrape(metrics)
     job.master.kill()
-    job.wait_for_line(r"another one goes on with the job\.")
+    job.wait_for_line(r"a new one continues the job\.")
     job.wait_for_line(r"starting: ")
     job.master.kill()  # before it has built its model
-    job.wait_for_line(r"another one goes on with the job\.")
+    job.wait_for_line(r"a new one continues the job\.")
     job.wait_for_line(r"is back after .*; 2 workers and 2 parameter servers went on meanwhile")
     job.wait_for_line(r"Evaluation at version")
     job.master.kill()
@@ -100,7 +100,7 @@ def test_killed_master_is_replaced_while_workers_and_servers_go_on(data, start_j
 
     again = start_job("resume", str(data / "job"))
     assert again.finish() == 2
-    assert "is done; there is nothing to go on with" in again.output
+    assert "is done; there is nothing to continue" in again.output
 
 
 REMEMBERS = """
@@ -191,7 +191,7 @@ def test_processes_killed_with_the_master_are_replaced_and_all_when_the_one_that
     job.kill("worker", 0)
     job.wait_for_line(r"worker 0 .* was lost")
     job.master.kill()
-    job.wait_for_line(r"another one goes on with the job, on new processes")
+    job.wait_for_line(r"a new one continues the job with new processes")
     job.wait_for_line(r"Parameter server 1 goes on from its recovery files")
     assert not set(others(job)) & set(before)
     assert job.finish() == 0, job.output
@@ -214,7 +214,7 @@ def test_synchronous_servers_outlive_the_master_and_are_started_anew_together(da
     job.wait_for_line(r"Evaluation at version")
     assert others(job) == before
     job.kill("ps", 1)
-    job.wait_for_line(r"The master ended; another one goes on with the job, on new processes")
+    job.wait_for_line(r"The master ended; a new one continues the job with new processes")
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * 3
     assert "Traceback" not in job.output
@@ -300,7 +300,7 @@ def test_a_folder_has_one_job_and_a_master_that_was_cut_off_can_not_act(data, st
     ]
     for other in others:
         assert other.finish() == 2, other.output
-        assert re.search(r"is in use by process \d+ on .*: two jobs would delete each other's files", other.output)
+        assert re.search(r"is in use by process \d+ on .*; two jobs would delete each other's files", other.output)
     first.unlink()
     job.wait_for_line(r"Evaluation at version")
     old = job.master

@@ -73,7 +73,7 @@ def test_error_cancels_what_does_not_run_yet_and_is_raised_by_join(gate):
         held = cluster.schedule(wait_at_gate)
         failing = cluster.schedule(raise_error)
         later = cluster.schedule(str, held)
-        with pytest.raises(FunctionError, match=r"str\(\) was cancelled, since raise_error\(\) failed"):
+        with pytest.raises(FunctionError, match=r"str\(\) was cancelled because raise_error\(\) failed"):
             later.fetch()
         gate.set()
         with pytest.raises(FunctionError, match=r"raise_error\(\) failed on worker [01] .*KeyError: 'oh'") as caught:
@@ -152,11 +152,11 @@ def test_mistakes_are_told_before_anything_is_sent(cluster):
 
     with pytest.raises(UsageError, match="The function locked can't be sent"):
         cluster.schedule(locked)
-    with pytest.raises(UsageError, match="takes a function that makes a dataset"):
+    with pytest.raises(UsageError, match="takes a function that creates a dataset"):
         cluster.create_per_worker_dataset(tf.data.Dataset.range(3))
-    with pytest.raises(UsageError, match="Give the iterator to a function"):
+    with pytest.raises(UsageError, match="Pass the iterator to a function"):
         next(iter(cluster.create_per_worker_dataset(list)))
-    with pytest.raises(UsageError, match="`fetch` takes what `schedule` has returned"):
+    with pytest.raises(UsageError, match="`fetch` takes a value returned by `schedule`"):
         cluster.fetch([1])
     cluster.join()
 
@@ -166,7 +166,7 @@ def test_value_of_another_cluster_is_refused(cluster):
     with elasticcb.Cluster(kind="inprocess") as other:
         with pytest.raises(UsageError, match="of another Cluster"):
             other.fetch(value)
-        with pytest.raises(UsageError, match="A value of a Cluster was given to a function of another one"):
+        with pytest.raises(UsageError, match="A value of a Cluster was passed to a function of another Cluster"):
             other.schedule(str, value)
 
 

@@ -135,7 +135,7 @@ def test_a_job_whose_port_was_chosen_listens_there(data, start_job, port, flags)
     assert running_master(data / "job").address == f"127.0.0.1:{port}"
     job.interrupt()
     job.finish()
-    assert job.output.count("The processes of this job do without TLS (--insecure)") == len(flags)
+    assert job.output.count("The processes of this job run without TLS (--insecure)") == len(flags)
 
 
 @pytest.mark.parametrize("flags", deep_but(ANSWERS, ()))

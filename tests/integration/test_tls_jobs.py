@@ -58,7 +58,7 @@ def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(d
     job.wait_for_line(r"Evaluation at version|epoch 1|accuracy|loss")
     folder = data / "job"
     master = running_master(str(folder))
-    assert "it speaks TLS" in diagnose(master.address, None)
+    assert "it uses TLS" in diagnose(master.address, None)
     assert diagnose(master.address, master.access.tls) == ""
 
     assert is_owners_alone(folder)
@@ -143,11 +143,11 @@ def test_processes_started_by_hand_join_with_the_flags_that_the_master_shows(dat
     without = [word for word in commands["worker"] if word != by_what]
     unknown = run_command(*without, cwd=data)
     assert unknown.returncode == 2
-    assert "Nothing was given by which the master at 127.0.0.1:" in unknown.stderr
+    assert "The master at 127.0.0.1:" in unknown.stderr
     plain = start_job(*without, "--insecure")
     assert plain.finish() == 1
     assert re.search(
-        r"Error: No connection to the master at 127\.0\.0\.1:\d+: it speaks TLS, and this process does not\.",
+        r"Error: No connection to the master at 127\.0\.0\.1:\d+: it uses TLS, but this process does not\.",
         plain.output,
     ), plain.output
     started = [start_job(*commands[role]) for role in ("ps", "worker")]
@@ -161,13 +161,13 @@ def test_mistakes_with_certificates_are_told_before_anything_starts(data):
     flags = train_flags(data, "linear")
     some = run_command("train", *flags, "--tls_cert=a.pem", cwd=data)
     assert some.returncode == 2
-    assert "Error: tls_cert came without tls_key and tls_ca." in some.stderr
+    assert "Error: tls_cert was given without tls_key and tls_ca." in some.stderr
     none = run_command("train", *flags, "--tls_cert=a.pem", "--tls_key=a.pem", "--tls_ca=a.pem", cwd=data)
     assert none.returncode == 2
     assert f"Error: tls_cert: {Path(os.path.realpath(data)) / 'a.pem'} can't be read" in none.stderr
     worker = run_command("worker", "--master=127.0.0.1:1", "--tls_cert=a.pem", cwd=data)
     assert worker.returncode == 2
-    assert "Error: tls_cert came without tls_key and tls_ca." in worker.stderr
+    assert "Error: tls_cert was given without tls_key and tls_ca." in worker.stderr
     assert not (data / "job").exists()
 
 
@@ -187,8 +187,8 @@ def test_a_cluster_of_python_tells_mistakes_with_certificates():
     with pytest.raises(UsageError, match=r"tls_ca: .*ca\.pem can't be read"):
         elasticcb.Cluster(network=NetworkOptions(tls_ca="ca.pem"))
     with pytest.raises(
-        UsageError, match=r"NetworkOptions\(insecure=True\) turns TLS off, and NetworkOptions\(tls=True\)"
+        UsageError, match=r"NetworkOptions\(insecure=True\) turns TLS off, but NetworkOptions\(tls=True\)"
     ):
         elasticcb.Cluster(network=NetworkOptions(tls=True, insecure=True))
-    with pytest.raises(UsageError, match=r"NetworkOptions\(tls='yes'\) can't be. Expected True or False\."):
+    with pytest.raises(UsageError, match=r"NetworkOptions\(tls='yes'\) is invalid. Expected True or False\."):
         elasticcb.Cluster(network=NetworkOptions(tls="yes"))

@@ -115,7 +115,7 @@ def test_a_model_with_one_more_feature_begins_with_the_last_one(tmp_path, messag
         assert (accumulator(still, name) >= accumulator(old, name)).all()
         assert (accumulator(still, name) > accumulator(old, name) + 1e-4).any()
     assert int(still.optimizer.iterations) == 4
-    assert f"Taken from {folder}: 5 of 7 variables. Fresh: " in messages.text
+    assert f"Loaded 5 of 7 variables from {folder}. Newly initialized: " in messages.text
 
 
 def test_another_fit_of_a_model_keeps_what_it_has_learned(tmp_path, messages):
@@ -141,7 +141,9 @@ def test_masters_that_take_over_and_jobs_that_are_resumed_keep_what_was_trained(
     more = {"num_epochs": 4, "checkpoint_interval": 0.2, "checkpoint_dir": tmp_path / "second", "checkpoint_steps": 20}
     begin = {"init_from": tmp_path / "first", "init_map": "top=line", "job_dir": tmp_path / "job-2"}
     job = start_job("train", *train_flags(tmp_path, "line", **more, **begin))
-    said = job.wait_for_line(r"Taken from .*: 2 of 2 variables\. Fresh: nothing\. Not used of the checkpoint: nothing")
+    said = job.wait_for_line(
+        r"Loaded 2 of 2 variables from .*\. Newly initialized: nothing\. Unused in the checkpoint: nothing"
+    )
     assert "first" in said
     job.wait_for_line(r"Evaluation at version")
     job.master.kill()
@@ -149,10 +151,10 @@ def test_masters_that_take_over_and_jobs_that_are_resumed_keep_what_was_trained(
     job.wait_for_line(r"Evaluation at version")
     job.interrupt()
     assert job.finish() == 130
-    assert len(re.findall("Taken from", job.output)) == 1
+    assert len(re.findall("variables from", job.output)) == 1
     shutil.rmtree(tmp_path / "job-2" / "recovery")
     resumed = start_job("resume", str(tmp_path / "job-2"))
     assert resumed.finish() == 0, resumed.output
-    assert "Taken from" not in resumed.output
+    assert "variables from" not in resumed.output
     assert f"goes on from {tmp_path / 'second'}/version-" in resumed.output
     assert number(resumed.output, "model version") >= 4 * 1_200 // 8

@@ -93,7 +93,7 @@ class Own(keras.initializers.Initializer):
 
 @pytest.mark.parametrize("initializer", [init.Orthogonal(), init.Constant([1.0, 2.0]), Own()])
 def test_initializer_of_whole_tables_is_refused(initializer):
-    with pytest.raises(ModelFileError, match=r"one row of a table at a time.*Expected one of Keras's own"):
+    with pytest.raises(ModelFileError, match=r"a single row.*Expected one of Keras's own"):
         rows(initializer)
 
 

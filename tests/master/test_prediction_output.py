@@ -113,9 +113,9 @@ def test_outputs_of_a_list_have_the_names_of_the_model():
 @pytest.mark.parametrize(
     ("of_batch", "message"),
     [
-        (lambda first, last: np.float32(1.0), "one number for a whole batch"),
+        (lambda first, last: np.float32(1.0), "one number for the whole batch"),
         (lambda first, last: np.ones((1, 2)), "2 rows for the 3 records of b"),
-        (lambda first, last: {"record": np.ones(last - first)}, "column of record numbers"),
+        (lambda first, last: {"record": np.ones(last - first)}, "reserved for the record number"),
         (lambda first, last: tf.sparse.eye(last - first), "tf.sparse.to_dense"),
     ],
 )

@@ -183,7 +183,7 @@ def test_a_scan_that_is_stopped_reads_no_more(
     assert reading.wait(60)
     counts.stop()
     stopped.set()
-    with pytest.raises(DataError, match=r"c\.csv is not scanned any more, as the job ends"):
+    with pytest.raises(DataError, match=r"c\.csv was aborted because the job ends"):
         counts.result()
     assert max(reads) == content.LocalFile.block_bytes
 

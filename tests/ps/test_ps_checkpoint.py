@@ -105,7 +105,7 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
     assert find_versions(tmp_path) == []
     with pytest.raises(CheckpointError, match=r"no manifest\.json"):
         read_manifest(folder)
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         find_latest(tmp_path)
 
 
@@ -254,7 +254,7 @@ def test_a_damaged_version_is_passed_over_with_its_fault(three_versions, damage,
     warnings = []
     assert find_undamaged(three_versions, warnings.append).name == "version-00000020"
     (warning,) = warnings
-    assert re.match(f"Passed over version-00000030: .*{fault}", warning)
+    assert re.match(f"Skipped version-00000030: .*{fault}", warning)
 
 
 def test_each_damaged_version_is_named_on_the_way_to_a_whole_one(three_versions):
@@ -263,8 +263,8 @@ def test_each_damaged_version_is_named_on_the_way_to_a_whole_one(three_versions)
     warnings = []
     assert find_undamaged(three_versions, warnings.append).name == "version-00000010"
     assert [warning.partition(": ")[0] for warning in warnings] == [
-        "Passed over version-00000030",
-        "Passed over version-00000020",
+        "Skipped version-00000030",
+        "Skipped version-00000020",
     ]
 
 
@@ -275,7 +275,9 @@ def test_damaged_versions_alone_are_an_error_that_names_each_with_its_fault(thre
     with pytest.raises(CheckpointError) as caught:
         find_undamaged(three_versions, warnings.append)
     first, *faults = str(caught.value).splitlines()
-    assert first == f"No checkpoint in {three_versions} can be used. Name another folder, or begin without one."
+    assert (
+        first == f"No checkpoint in {three_versions} can be used. Choose another folder, or start without a checkpoint."
+    )
     assert [fault.partition(": ")[0] for fault in faults] == [f"version-000000{number}" for number in (30, 20, 10)]
     for fault, words in zip(faults, ("is damaged", "No such file", "JSONDecodeError"), strict=True):
         assert words in fault
@@ -290,7 +292,7 @@ def test_a_damaged_version_that_was_named_has_no_replacement(three_versions):
     with pytest.raises(CheckpointError, match=rf"{file_of(folder).name} is damaged.*Start from another version\.$"):
         restored(folder, 2, None, SPECS)
     shutil.rmtree(folder)
-    with pytest.raises(CheckpointError, match="There is no whole checkpoint in"):
+    with pytest.raises(CheckpointError, match="There is no complete checkpoint in"):
         find_undamaged(folder, warnings.append)
     assert warnings == []
 

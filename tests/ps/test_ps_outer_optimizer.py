@@ -169,13 +169,13 @@ def test_a_job_with_another_outer_optimizer_takes_what_a_checkpoint_holds_of_the
     [
         (
             "sdg",
-            "--outer_optimizer=sdg can't be. Expected one of Keras's optimizers: its name, such as sgd, or the JSON",
+            "--outer_optimizer=sdg is invalid. Expected one of Keras's optimizers: its name, such as sgd, or the JSON",
         ),
-        ('{"class_name": "SGD"', "Keras says: JSONDecodeError"),
+        ('{"class_name": "SGD"', "Keras reports: JSONDecodeError"),
         ('{"class_name": "Dense", "config": {"units": 3}}', "Expected one of Keras's optimizers"),
         ('{"class_name": "SGD", "config": {"rate": 3}}', "not recognized: {'rate': 3}"),
-        (text_of(keras.optimizers.SGD(global_clipnorm=1.0)), "Use clipnorm, which is of each variable"),
-        (text_of(keras.optimizers.SGD(use_ema=True)), "ends with other weights than those that it trains"),
+        (text_of(keras.optimizers.SGD(global_clipnorm=1.0)), "Use clipnorm, which clips each variable"),
+        (text_of(keras.optimizers.SGD(use_ema=True)), "final weights differ from the weights that it trains"),
     ],
 )
 def test_what_can_be_no_outer_optimizer_is_refused(text, words):

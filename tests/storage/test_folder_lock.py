@@ -24,7 +24,7 @@ sys.stdin.read()
 def test_a_folder_has_one_owner_whose_process_is_named(tmp_path):
     with (
         FolderLock(tmp_path / "job"),
-        pytest.raises(FolderInUseError, match=rf"job is in use by process {os.getpid()} on .*name another folder"),
+        pytest.raises(FolderInUseError, match=rf"job is in use by process {os.getpid()} on .*choose another folder"),
     ):
         FolderLock(tmp_path / "job").take()
     FolderLock(tmp_path / "job").take()
@@ -60,6 +60,6 @@ def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path):
 def test_a_link_that_somebody_has_put_in_its_place_is_refused(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / ".lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(UsageError, match=r"/\.lock is a link: .* Remove it\."):
+    with pytest.raises(UsageError, match=r"/\.lock is a symbolic link, .* Remove it\."):
         FolderLock(tmp_path).take()
     assert (tmp_path / "mine").read_text() == "mine"

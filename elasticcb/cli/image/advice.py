@@ -1,4 +1,4 @@
-"""What to do about a container engine that failed, from what it said. Pure."""
+"""Derives advice from the output of a container engine that failed. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Advice:
-    """`words` for the user of an engine whose last lines have `pattern`."""
+    """Advice `words` for an engine whose last lines match `pattern`."""
 
     pattern: str
     words: str
@@ -17,113 +17,114 @@ class Advice:
 
 _UNKNOWN_FLAG = Advice(
     r"unknown (shorthand )?flag",
-    "{engine} does not know a flag of --engine_flags; its --help lists those that it has.",
+    "{engine} does not know a flag in --engine_flags. See its --help for valid flags.",
 )
-# The first one that fits counts.
+# The first match wins.
 _BUILD = (
     _UNKNOWN_FLAG,
     Advice(
         r"No matching distribution found for elasticcb",
-        "No package index has this elasticcb for the base image's Python. Make a wheel of your checkout, "
-        "`pip wheel --no-deps --wheel-dir=wheels CHECKOUT`, then `elasticcb zoo init {folder} --force "
-        "--local_pkg_dir=wheels`; or give a --base_image that has it.",
+        "This version of elasticcb is on no package index for the base image's Python. Build a wheel of your "
+        "checkout with `pip wheel --no-deps --wheel-dir=wheels CHECKOUT`, then run `elasticcb zoo init {folder} "
+        "--force --local_pkg_dir=wheels`; or choose a --base_image that contains it.",
     ),
     Advice(
         r"No matching distribution found for",
-        "A package of requirements.txt is on no index for the base image's Python: look at its name and version above. "
-        "--extra_pypi_index of `elasticcb zoo init` names another index, --local_pkg_dir gives wheels.",
+        "A package in requirements.txt is on no package index for the base image's Python. Check its name and "
+        "version above. `elasticcb zoo init` takes another index with --extra_pypi_index, and wheels with "
+        "--local_pkg_dir.",
     ),
     Advice(
         r"python: (command )?not found|executable file .?python.? not found|python\W+ executable file not found|"
         r"No module named pip",
-        "The base image has no `python` with pip. Expected one such as python:3.12-slim: "
-        "`elasticcb zoo init {folder} --force --base_image=IMAGE`.",
+        "The base image has no `python` with pip. Expected an image such as python:3.12-slim: `elasticcb zoo init "
+        "{folder} --force --base_image=IMAGE`.",
     ),
     Advice(
         r"externally-managed-environment",
-        "The base image's Python belongs to its distribution, and takes no packages. Expected a base image such as "
+        "The base image's Python is managed by its distribution and refuses packages. Expected a base image such as "
         "python:3.12-slim: `elasticcb zoo init {folder} --force --base_image=IMAGE`.",
     ),
     Advice(
         r"is not a supported wheel on this platform",
-        "A wheel of --local_pkg_dir is for another Python, or another kind of machine, than the base image.",
+        "A wheel in --local_pkg_dir does not match the base image's Python version or platform.",
     ),
     Advice(
         r"conflicting dependencies|ResolutionImpossible",
-        "Packages of requirements.txt and elasticcb exclude one another: loosen the versions that pip names above.",
+        "Packages in requirements.txt conflict with those of elasticcb. Relax the versions that pip names above.",
     ),
     Advice(
         r"(?i)no space left on device",
-        "The disk of {engine} is full: `{engine} image prune` removes what is not used.",
+        "The disk of {engine} is full. Remove unused images with `{engine} image prune`.",
     ),
     Advice(
         r"(?i)toomanyrequests|rate limit",
-        "The registry of the base image takes no more requests from you for a while: log in with `{engine} login`, or "
-        "name a mirror by --base_image of `elasticcb zoo init`.",
+        "The registry of the base image is limiting your requests. Log in with `{engine} login`, or choose a mirror "
+        "with --base_image of `elasticcb zoo init`.",
     ),
     Advice(
         r"error running container: |creating container for|crun: |runc create failed",
-        "{engine} can start no containers here, as within another container. In the environment, "
-        "BUILDAH_ISOLATION=chroot has podman and buildah do without.",
+        "{engine} can't start containers here, for example because it runs inside a container. Set the environment "
+        "variable BUILDAH_ISOLATION=chroot: podman and buildah then need no containers to build.",
     ),
     Advice(
         r"(?i)exec format error",
-        "The base image is for another kind of machine; --engine_flags=--platform=linux/amd64 names one.",
+        "The base image is for another platform. Choose the platform, e.g. --engine_flags=--platform=linux/amd64.",
     ),
     Advice(
         r"(?i)pull access denied|manifest unknown|manifest for .* not found|unauthorized|repository does not exist|"
         r"short-name .* did not resolve|no such image|image not known",
-        "The base image can't be pulled: look at its name in the line FROM of {folder}/Dockerfile, or log in with "
+        "The base image can't be pulled. Check its name in the FROM line of {folder}/Dockerfile, or log in with "
         "`{engine} login`.",
     ),
     Advice(
         r"(?i)name resolution|no such host|name or service not known|server misbehaving|dial tcp|connection refused",
-        "A server could not be reached, of the base image or of packages: look at their names, the network, and the "
-        "proxy of {engine}.",
+        "The server of the base image or of packages can't be reached. Check its name, the network, and the proxy "
+        "settings of {engine}.",
     ),
     Advice(
         r"(?i)(COPY|stat|checking|cache key).*(no such file|not found|file does not exist|no items matching)",
-        "A file that the Dockerfile copies is not in {folder}, or .dockerignore leaves it out.",
+        "A file that the Dockerfile copies is not in {folder}, or .dockerignore excludes it.",
     ),
 )
 _PUSH = (
     _UNKNOWN_FLAG,
     Advice(
         r"server gave HTTP response to HTTPS client",
-        "The registry {registry} speaks no TLS. podman and buildah take --engine_flags=--tls-verify=false; docker takes"
-        " it when its daemon has it among `insecure-registries`.",
+        "The registry {registry} does not support TLS. For podman and buildah, add "
+        "--engine_flags=--tls-verify=false; for docker, add the registry to `insecure-registries` of its daemon.",
     ),
     Advice(
         r"(?i)\bx509|certificate",
-        "{engine} does not trust the certificate of the registry {registry}: give it the CA's.",
+        "{engine} does not trust the certificate of the registry {registry}. Install the certificate of its CA.",
     ),
     Advice(
         r"(?i)no such host|name or service not known|server misbehaving|name resolution|i/o timeout",
-        "The registry {registry} is not known, or out of reach from here: look at the first part of the image's name.",
+        "The registry {registry} is unknown or unreachable. Check the first part of the image's name.",
     ),
     Advice(
         r"(?i)connection refused|no route to host",
-        "Nobody answers at {registry}: the registry does not run, or at another port.",
+        "Nothing listens at {registry}. Check that the registry is running, and its port.",
     ),
     Advice(
         r"(?i)name.unknown|repository .*(not found|does not exist)",
-        "The registry {registry} has no such repository, and does not make one by itself: make it there first.",
+        "The registry {registry} has no such repository, and does not create it automatically. Create it there first.",
     ),
     Advice(
         r"(?i)unauthorized|denied|authentication required|no basic auth|forbidden",
-        "The registry {registry} does not let you push there. Log in with `{engine} login {registry}`, as one who may "
+        "The registry {registry} does not let you push. Log in with `{engine} login {registry}` as a user who may "
         "push to this repository.",
     ),
 )
 
 
 def build_advice(lines: Sequence[str], engine: str, folder: str) -> str:
-    """What to do about a build that failed, from its last lines; "" when nothing is known."""
+    """Advice about a failed build, from its last lines; "" if there is none."""
     return _advice(_BUILD, lines, engine=engine, folder=folder)
 
 
 def push_advice(lines: Sequence[str], engine: str, registry: str) -> str:
-    """What to do about a push that failed, from its last lines; "" when nothing is known."""
+    """Advice about a failed push, from its last lines; "" if there is none."""
     return _advice(_PUSH, lines, engine=engine, registry=registry)
 
 

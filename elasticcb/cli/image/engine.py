@@ -1,4 +1,4 @@
-"""What builds and pushes container images: docker, podman or buildah. Which one, its commands, its errors. Pure."""
+"""Container engines (docker, podman, buildah): choice, commands, errors. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Engine:
     """One kind of engine, by its command.
 
     Args:
-        probe: arguments that succeed when it can work, its daemon included.
-        inspect: arguments that succeed when it has the image that is named behind them.
-        digests: arguments that print the digest of the image that is named behind them, after a build from it.
-        writes_digest: whether `push` writes the digest into a file; docker tells it in its last line.
+        probe: arguments of a command that succeeds if the engine and its daemon work.
+        inspect: arguments of a command that succeeds if the image named after them exists.
+        digests: arguments of a command that prints the digest of the base image named after them, after a build.
+        writes_digest: whether `push` writes the digest to a file; docker prints it in its last line.
     """
 
     name: str
@@ -45,7 +45,8 @@ class Engine:
         return [self.name, "push", *digest, *more, image.full]
 
 
-# In the order in which they are asked. docker asks the registry: its builds keep base images where no command looks.
+# In the order in which they are tried. docker asks the registry, because no command lists the base images of its
+# builds.
 ENGINES = (
     Engine(
         "docker",
@@ -74,7 +75,7 @@ NAMES = tuple(engine.name for engine in ENGINES)
 
 @dataclass(frozen=True)
 class EngineState:
-    """Whether an engine can work here: `problem` is "" when it can, else why not."""
+    """Whether an engine works here; `problem` says why not, "" if it does."""
 
     engine: Engine
     problem: str = ""
@@ -84,10 +85,10 @@ NOT_INSTALLED = "it is not installed"
 
 
 def usable(states: Sequence[EngineState]) -> list[Engine]:
-    """The engines that can work.
+    """The engines that work.
 
     Raises:
-        UsageError: there is none; says of each why not.
+        UsageError: none works; the message says why.
     """
     found = [state.engine for state in states if not state.problem]
     if found:
@@ -96,23 +97,23 @@ def usable(states: Sequence[EngineState]) -> list[Engine]:
     if len(states) == 1:
         problem = states[0].problem + ("" if states[0].problem.endswith("?") else ".")
         raise UsageError(f"--engine={states[0].engine.name} can't be used: {problem} {_remedy(states)}")
-    raise UsageError(f"There is nothing here that works with container images.\n{reasons}\n{_remedy(states)}")
+    raise UsageError(f"No container engine works here.\n{reasons}\n{_remedy(states)}")
 
 
 def _remedy(states: Sequence[EngineState]) -> str:
     stopped = next((state.engine for state in states if state.problem != NOT_INSTALLED), None)
     if stopped is None:
         return f"Install one of {', '.join(NAMES)}; podman and buildah need no daemon."
-    return f"Mend {stopped.name} (`{stopped.name} {' '.join(stopped.probe)}` must succeed), or install another engine."
+    return f"Fix {stopped.name} (`{stopped.name} {' '.join(stopped.probe)}` must succeed), or install another engine."
 
 
 def problem_of(engine: Engine, output: str) -> str:
-    """Why an engine can't work, from what its failed probe said."""
+    """Why an engine does not work, from the output of its failed probe."""
     said = [line.strip() for line in output.splitlines() if line.strip()]
     return said[-1].removeprefix("Error: ").rstrip(".") if said else f"`{engine.name} {' '.join(engine.probe)}` failed"
 
 
 def digest_in(lines: Sequence[str]) -> str:
-    """The digest in docker's last line, "1: digest: sha256:… size: 1234"; "" when there is none."""
+    """The digest in docker's last line, "1: digest: sha256:… size: 1234"; "" if there is none."""
     found = re.findall(r"\bdigest: (sha256:[0-9a-f]{64})\b", "\n".join(lines))
     return found[-1] if found else ""

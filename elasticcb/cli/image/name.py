@@ -9,7 +9,7 @@ from elasticcb.errors import UsageError
 
 DOCKER_HUB = "docker.io"
 
-# As the registries' own grammar has it (github.com/distribution/reference).
+# The grammar of registries (github.com/distribution/reference).
 _HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9a-f:]+\])(?::\d+)?", re.ASCII)
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _REST = re.compile(
@@ -19,7 +19,7 @@ _REST = re.compile(
 
 @dataclass(frozen=True)
 class ImageName:
-    """An image's name in its parts; "" where it has none."""
+    """The parts of an image's name; "" for missing ones."""
 
     host: str
     path: str
@@ -28,7 +28,7 @@ class ImageName:
 
     @property
     def full(self) -> str:
-        """The name in which all engines see the same image: podman would take `me/zoo` for one of this machine."""
+        """The name that means the same image to all engines: podman would take `me/zoo` for a local image."""
         host = self.host or (DOCKER_HUB if "/" in self.path else "")
         return (f"{host}/" if host else "") + self.path + (f":{self.tag}" if self.tag else "")
 
@@ -37,7 +37,7 @@ class ImageName:
         return self.host or DOCKER_HUB
 
     def at(self, digest: str) -> str:
-        """The name of exactly this content."""
+        """The name that pins the content, by digest."""
         return ImageName(self.host, self.path).full + f"@{digest}"
 
 
@@ -46,9 +46,10 @@ def is_digest(text: str) -> bool:
 
 
 def parse_image(text: str) -> ImageName | None:
-    """The parts of a name; None when it is none."""
+    """The parts of a name; None if the text is not a name."""
     first, slash, rest = text.partition("/")
-    host = first if slash and re.search(r"[.:A-Z]|^localhost$", first) else ""  # else it is a folder of Docker Hub
+    # otherwise it is a namespace of Docker Hub
+    host = first if slash and re.search(r"[.:A-Z]|^localhost$", first) else ""
     match = _REST.fullmatch(rest if host else text)
     if match is None or (host and not _HOST.fullmatch(host)):
         return None
@@ -56,17 +57,17 @@ def parse_image(text: str) -> ImageName | None:
 
 
 def check_image(text: str, flag: str, example: str) -> ImageName:
-    """The parts of what was given for `flag`.
+    """The parts of the value of `flag`.
 
     Raises:
-        UsageError: it is no name of an image.
+        UsageError: it is not the name of an image.
     """
     name = parse_image(text)
     if name is not None:
         return name
-    problem = "is no name of an image"
+    problem = "is not the name of an image"
     if "://" in text:
         problem += ", but a URL"
     elif text.lower() != text and parse_image(text.lower()) is not None:
-        problem += ": names are of small letters"
+        problem += ": use lowercase letters"
     raise UsageError(f"{flag}={text} {problem}. Expected a name such as {example}.")

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from elasticcb.cli.image.engine import ENGINES, NOT_INSTALLED, Engine, EngineState, problem_of, usable
 
 _PROBE_SECONDS = 30.0
-_KEPT_LINES = 30  # the last ones of an engine, which say what went wrong
+_KEPT_LINES = 30  # last lines of an engine's output, which explain a failure
 
 
 @dataclass(frozen=True)
 class EngineOutcome:
-    """How a command of an engine ended: its exit code, and the last of what it said."""
+    """The exit code of an engine's command, and the end of its output."""
 
     code: int
     lines: Sequence[str]
 
 
 def engines(named: str = "") -> list[Engine]:
-    """The engines that work here, or the one of that name.
+    """The engines that work here, or the one with that name.
 
     Raises:
-        UsageError: there is none; says why.
+        UsageError: there is none; the message says why.
     """
     return usable([EngineState(engine, _problem(engine)) for engine in ENGINES if named in ("", engine.name)])
 
@@ -35,17 +35,17 @@ def succeeds(command: Sequence[str]) -> bool:
 
 
 def said(command: Sequence[str]) -> str:
-    """The first line that a command prints; "" when it fails."""
+    """The first line that a command prints; "" if it fails."""
     code, output = _run(command)
     return output.partition("\n")[0].strip() if code == 0 else ""
 
 
 def show(command: Sequence[str]) -> EngineOutcome:
-    """Runs a command, and shows what it says while it says it."""
+    """Runs a command, and shows its output as it is written."""
     last: deque[str] = deque(maxlen=_KEPT_LINES)
     with subprocess.Popen(
         command,
-        stdin=subprocess.DEVNULL,  # nothing here can answer a question
+        stdin=subprocess.DEVNULL,  # nobody can answer a prompt
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -70,7 +70,7 @@ def _problem(engine: Engine) -> str:
 
 
 def _run(command: Sequence[str]) -> tuple[int | None, str]:
-    """The exit code and the output; None when there is no such command."""
+    """The exit code and the output; None if the command does not exist."""
     try:
         done = subprocess.run(
             command,

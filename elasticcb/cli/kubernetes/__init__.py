@@ -1,1 +1,1 @@
-"""The commands of jobs on Kubernetes."""
+"""Commands for jobs on Kubernetes."""

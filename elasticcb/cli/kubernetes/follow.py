@@ -1,4 +1,4 @@
-"""Shows what a job on Kubernetes says, from one of its master's pods to the next, until it is over."""
+"""Shows the output of a job on Kubernetes, across restarts of its master's pod, until it ends."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from elasticcb.errors import JobFailedError
 from elasticcb.process.logs import say
 
 _PAUSE_SECONDS = 0.5
-_EVENTS_SECONDS = 10.0  # after which a pod that is on its way may have a reason not to be there
+_EVENTS_SECONDS = 10.0  # after which a pod that does not run yet is explained
 _VAIN_CALLS = 20  # in a row
 
 
 def follow_job(api: KubernetesAPI, name: str, lines: int | None = None, from_now: bool = False) -> int:
-    """Shows what a job says until it is over; its exit code. Ctrl-C ends this alone.
+    """Shows a job's output until it ends; returns its exit code. Ctrl-C detaches and does not stop the job.
 
     Args:
-        lines: of what it has said before; None: all.
-        from_now: what masters said that have ended is left out.
+        lines: number of earlier lines to show; None: all.
+        from_now: skip the output of masters that have ended.
 
     Raises:
-        JobFailedError: the job failed without words of its own, or its master can't be started.
-        KubernetesError: the API server does not answer.
+        JobFailedError: the job failed without printing an error, or its master can't start.
+        KubernetesError: the API server can't be reached.
     """
     try:
         follower = _Follower(api, name)
@@ -37,7 +37,10 @@ def follow_job(api: KubernetesAPI, name: str, lines: int | None = None, from_now
         return follower.run(lines)
     except KeyboardInterrupt:
         of = f"{name} --namespace={api.namespace}"
-        say(f"\nDetached; the job continues. To see it: elasticcb logs {of} --follow. To end it: elasticcb stop {of}")
+        say(
+            "\n"
+            f"Detached; the job continues. To follow it: elasticcb logs {of} --follow. To stop it: elasticcb stop {of}"
+        )
         return 0
 
 
@@ -45,8 +48,8 @@ class _Follower:
     def __init__(self, api: KubernetesAPI, name: str) -> None:
         self._api, self._name = api, name
         self._told: set[tuple[str, Fate]] = set()
-        self._told_why = False  # there is no pod of the master
-        self._done: set[tuple[str, int]] = set()  # pods, and how often their container was started anew, as seen
+        self._told_why = False  # the master has no pod
+        self._done: set[tuple[str, int]] = set()  # pods, and the number of container restarts seen
 
     def skip_ended(self) -> None:
         for pod in self._pods():
@@ -95,7 +98,7 @@ class _Follower:
         return min(fresh, key=lambda pod: pod["metadata"]["creationTimestamp"], default=None)
 
     def _follow(self, pod: str, restarts: int, lines: int | None) -> int | None:
-        """Shows the log of a pod's container to its end; the exit code of the job if that was its end, too."""
+        """Shows the log of a pod's container to its end; returns the exit code of the job if the job has ended."""
         for line in self._api.follow_log(pod, lines):
             print(line, flush=True)
         found, code = self._end_of(pod, restarts)
@@ -103,15 +106,16 @@ class _Follower:
         if found.fate is Fate.COMPLETED:
             return 0
         if found.fate is Fate.FAILED and code in FAILED_CODES:
-            with contextlib.suppress(KubernetesError):  # releases before 1.26 would start others, which fail likewise
+            # releases before 1.26 would start more pods, which fail in the same way
+            with contextlib.suppress(KubernetesError):
                 self._api.patch("Job", self._name, {"spec": {"backoffLimit": 0}})
             return code
-        sequel = " Another one goes on with the job." if self._goes_on() else ""
+        sequel = " A new pod continues the job." if self._goes_on() else ""
         say(f"The master's pod {pod}: {found.words}.{sequel}")
         return None
 
     def _goes_on(self) -> bool:
-        """Whether the job was neither stopped nor deleted."""
+        """Whether the job is neither stopped nor deleted."""
         try:
             job = self._api.read("Job", self._name)
         except KubernetesError as error:
@@ -121,7 +125,7 @@ class _Follower:
         return "deletionTimestamp" not in job["metadata"] and state_of(job) == "running"
 
     def _end_of(self, name: str, restarts: int) -> tuple[PodVerdict, int]:
-        """How a container ended whose log has ended."""
+        """The state of a container whose log has ended."""
         while True:
             try:
                 pod = self._api.read("Pod", name)
@@ -130,7 +134,7 @@ class _Follower:
                     raise
                 return verdict({}, self._api.events_of(name, {}), gone=True), 0
             status = (pod["status"].get("containerStatuses") or [{}])[0]
-            if _restarts(pod) > restarts:  # it runs again
+            if _restarts(pod) > restarts:  # it was restarted
                 status["state"] = status.get("lastState", {})
             found = verdict(pod, self._api.events_of(name, pod) if "deletionTimestamp" in pod["metadata"] else ())
             if found.fate in ENDED:
@@ -143,14 +147,14 @@ class _Follower:
             raise JobFailedError(f"The master's pod can't start: {found.words}. The job was removed.")
         if found.fate in HELD_UP and (pod, found.fate) not in self._told:
             self._told.add((pod, found.fate))
-            say(f"The master's pod {pod} is not there yet: {found.words}.")
+            say(f"The master's pod {pod} does not run yet: {found.words}.")
 
     def _note_not_made(self, job: Mapping[str, Any]) -> None:
         why = "" if self._told_why else why_no_master(self._api, job)
         if why:
             self._told_why = True
             end = f"elasticcb stop {self._name} --namespace={self._api.namespace} --delete"
-            say(f"The master's pod can't be made, which is tried again: {why}. To give it up: {end}")
+            say(f"The master's pod can't be created; retrying: {why}. To give up: {end}")
 
     def _raise_end(self, job: Mapping[str, Any]) -> None:
         for condition in job["status"].get("conditions") or ():

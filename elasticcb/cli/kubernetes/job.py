@@ -1,4 +1,4 @@
-"""A job on Kubernetes, as the commands about running jobs see it."""
+"""A job on Kubernetes, for the commands about running jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROLES = ("master", "ps", "worker")
 
 @dataclass(frozen=True)
 class PodLine:
-    """One pod: `number` says how many there were before it in its place."""
+    """One pod; `number` counts the earlier pods in its slot."""
 
     name: str
     role: str
@@ -32,7 +32,7 @@ class PodLine:
 class KubernetesJob:
     """One job.
 
-    Raises `UsageError` when there is none of this name.
+    Raises `UsageError` if there is no job of this name.
     """
 
     def __init__(self, api: KubernetesAPI, name: str) -> None:
@@ -43,18 +43,18 @@ class KubernetesJob:
             if error.status != 404:
                 raise
             raise UsageError(
-                f"There is no job {name} in the namespace {api.namespace} of {api.server}. `elasticcb jobs "
-                f"--namespace={api.namespace}` shows those that there are."
+                f"There is no job {name} in the namespace {api.namespace} of {api.server}. List the jobs with "
+                f"`elasticcb jobs --namespace={api.namespace}`."
             ) from None
         if JOB_LABEL not in self.job["metadata"].get("labels", {}):
-            raise UsageError(f"The job {name} in the namespace {api.namespace} is none of elasticcb.")
+            raise UsageError(f"The job {name} in the namespace {api.namespace} was not created by elasticcb.")
 
     @property
     def state(self) -> str:
         return state_of(self.job)
 
     def pods(self) -> Sequence[PodLine]:
-        """Of the master first; those of one place from the oldest on."""
+        """The master's pods first; pods of one slot from oldest to newest."""
         lines = []
         for pod in self.api.list("Pod", f"{JOB_LABEL}={self.name}")["items"]:
             labels, name = pod["metadata"]["labels"], pod["metadata"]["name"]
@@ -66,31 +66,32 @@ class KubernetesJob:
         return sorted(lines, key=lambda each: (_ROLES.index(each.role), each.index, each.number))
 
     def newest(self, role: str, index: int = 0) -> str:
-        """The name of the last pod in a place, whether it runs or has ended; "" if there is none."""
+        """The name of the newest pod in a slot, running or ended; "" if there is none."""
         pods = [pod for pod in self.pods() if (pod.role, pod.index) == (role, index)]
         live = [pod for pod in pods if pod.verdict.fate not in ENDED]
         return next((pod.name for pod in reversed(live or pods)), "")
 
     @property
     def directory(self) -> str:
-        """The job's folder, in its pods."""
+        """The job's folder in its pods."""
         containers = self.job["spec"]["template"]["spec"]["containers"]
         (arguments,) = (each["args"] for each in containers if each["name"] == CONTAINER)
         return next(each.removeprefix(JOB_DIR_FLAG) for each in arguments if each.startswith(JOB_DIR_FLAG))
 
     def run_beside_master(self, arguments: Sequence[str]) -> tuple[int, str]:
-        """Runs an `elasticcb` command in the master's pod: its exit code, and what it wrote."""
+        """Runs an `elasticcb` command in the master's pod; returns its exit code and output."""
         running = (each.name for each in self.pods() if (each.role, each.verdict.fate) == ("master", Fate.RUNNING))
         pod = next(running, None)
         if pod is None:
-            raise UsageError(f"No master of the job {self.name} runs; the job is {self.state}.")
+            raise UsageError(f"The job {self.name} has no running master; the job is {self.state}.")
         containers = self.api.read("Pod", pod)["spec"]["containers"]
         (command,) = (each["command"] for each in containers if each["name"] == CONTAINER)
         return self.api.execute(pod, CONTAINER, [*command, *arguments])
 
 
 def why_no_master(api: KubernetesAPI, job: Mapping[str, Any]) -> str:
-    """Why Kubernetes made no pod for a job's master when it last tried, by its events; "": it did, or none is known."""
+    """Why Kubernetes last failed to create a pod for a job's master, from its events; "": it did not fail, or
+    unknown."""
     events = api.events_of(job["metadata"]["name"], job, "Job")
     tries = [event for event in events if event.get("reason") in ("FailedCreate", "SuccessfulCreate")]
     last = max(tries, key=lambda event: event.get("lastTimestamp") or "", default={})
@@ -100,7 +101,7 @@ def why_no_master(api: KubernetesAPI, job: Mapping[str, Any]) -> str:
 
 
 def state_of(job: Mapping[str, Any]) -> str:
-    """Of a Job: "running", "stopped", "done" or "failed"."""
+    """State of a Job: "running", "stopped", "done" or "failed"."""
     for condition in job["status"].get("conditions") or ():
         if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
             return "done" if condition["type"] == "Complete" else "failed"
@@ -108,7 +109,7 @@ def state_of(job: Mapping[str, Any]) -> str:
 
 
 def namespace_option(function: Any) -> Any:
-    """Gives a click command --namespace, for jobs on Kubernetes."""
+    """Adds --namespace to a click command, for jobs on Kubernetes."""
     return click.option(
-        "--namespace", metavar="NAME", default="default", show_default=True, help="Namespace of the job."
+        "--namespace", metavar="NAME", default="default", show_default=True, help="Kubernetes namespace of the job."
     )(function)

@@ -1,4 +1,4 @@
-"""Makes the objects of a job on Kubernetes anew: a Job that has failed can't be started again."""
+"""Recreates the objects of a job on Kubernetes, because a failed Job can't be restarted."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.pods import JOB_LABEL, RESUMES, ROLE_LABEL, lease_with, names_of_servers
 from elasticcb.errors import UsageError
 
-_GONE_SECONDS = 90.0  # for pods to end
+_GONE_SECONDS = 90.0  # seconds to wait for pods to end
 _PAUSE_SECONDS = 0.5
 _MADE_BY_KUBERNETES = ("controller-uid", "job-name")  # in labels, the first part of which may have a domain
 
 
 def make_again(job: KubernetesJob) -> None:
-    """Removes a job, and makes it as it was submitted, to go on with what is in its folder.
+    """Removes a job and creates it again as submitted; it continues from its folder.
 
     Raises:
-        UsageError: its pods do not end.
+        UsageError: its pods do not terminate.
         KubernetesError: the API server refused it.
     """
     api = job.api
@@ -41,22 +41,22 @@ def make_again(job: KubernetesJob) -> None:
             break
         if time.monotonic() > give_up:
             raise UsageError(
-                f"The job {job.name} was removed, and can't be made anew, since these do not end: {', '.join(left)}. "
-                "When they are gone, submit it again with the same --job_dir."
+                f"The job {job.name} was removed, but can't be recreated: these pods do not terminate: "
+                f"{', '.join(left)}. When they are gone, submit the job again with the same --job_dir."
             )
         time.sleep(_PAUSE_SECONDS)
     create_all(api, manifests)
 
 
 def make_missing_lease(job: KubernetesJob) -> None:
-    """Gives a job its Lease, if an earlier release has submitted it without one."""
+    """Creates the Lease of a job that an earlier release submitted without one."""
     if not _is_there(job.api, "Lease", job.name):
         metadata = as_submitted(job.job)["metadata"] | {"ownerReferences": [owner_reference(job.job)]}
         job.api.create(lease_with(metadata))
 
 
 def wait_for_old_master(job: KubernetesJob) -> None:
-    """Returns when no pod of a job's master is left that runs. Raises `UsageError` when it does not end."""
+    """Waits until no pod of a job's master is running. Raises `UsageError` if it does not terminate."""
     give_up = time.monotonic() + _GONE_SECONDS
     while True:
         pods = job.api.list("Pod", f"{JOB_LABEL}={job.name},{ROLE_LABEL}=master")["items"]
@@ -65,14 +65,14 @@ def wait_for_old_master(job: KubernetesJob) -> None:
             return
         if time.monotonic() > give_up:
             raise UsageError(
-                f"The job {job.name} was stopped, but its master does not end: pod {', '.join(left)}. Try again when "
-                "it is gone."
+                f"The job {job.name} was stopped, but its master does not terminate: pod {', '.join(left)}. Try again "
+                "when it is gone."
             )
         time.sleep(_PAUSE_SECONDS)
 
 
 def as_submitted(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of an object, without what Kubernetes has added to it."""
+    """The manifest of an object, without the fields that Kubernetes added."""
     metadata = {key: found["metadata"][key] for key in ("name", "namespace", "labels")}
     metadata["labels"] = _own(metadata["labels"])
     manifest: dict[str, Any] = {"apiVersion": found["apiVersion"], "kind": found["kind"], "metadata": metadata}
@@ -81,7 +81,7 @@ def as_submitted(found: Mapping[str, Any]) -> dict[str, Any]:
         spec = manifest["spec"] = dict(found["spec"])
         for key in ("selector", "manualSelector") if found["kind"] == "Job" else ("clusterIPs",):
             spec.pop(key, None)
-        if spec.get("clusterIP") != "None":  # by which a Service asks for no address
+        if spec.get("clusterIP") != "None":  # with which a Service requests no address
             spec.pop("clusterIP", None)
         if "template" in spec:
             template = spec["template"]

@@ -1,4 +1,4 @@
-"""How a job on Kubernetes stands: what its master says, and what became of each of its pods."""
+"""The status of a job on Kubernetes: the master's report, and the state of each pod."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elasticcb.errors import UsageError
 
 
 def pods_state(job: KubernetesJob) -> dict[str, Any]:
-    """As a JSON document: `progress` is what `elasticcb status` says in the master's pod, None while it can't."""
+    """As a JSON document; `progress` is the output of `elasticcb status` in the master's pod, None if unavailable."""
     pods = [
         {
             "pod": pod.name,
@@ -32,7 +32,7 @@ def pods_state(job: KubernetesJob) -> dict[str, Any]:
 def pods_lines(state: dict[str, Any]) -> list[str]:
     """The pods of the document, for people."""
     if state["why_no_pods"]:
-        return [f"The master's pod can't be made, which is tried again: {state['why_no_pods']}."]
+        return [f"The master's pod can't be created; retrying: {state['why_no_pods']}."]
     rows = [(pod["pod"], pod["node"], pod["words"]) for pod in state["pods"]]
     return table_lines([("POD", "NODE", "STATE"), *rows])
 

@@ -1,4 +1,4 @@
-"""Submits a job to Kubernetes: its flags and secrets as objects there, and the Job of its master."""
+"""Submits a job to Kubernetes: objects with its flags and secrets, and the Job of its master."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from elasticcb.storage import durable
 from elasticcb.storage.remote_files import is_url
 
 _PRIVATE_FOLDER = "/tmp/elasticcb"  # lost with its pod
-LOCAL_FILES = frozenset({"yaml", "cluster_spec", *TLS_FLAGS})  # of this machine, not of the pods
-_NAME_SIGNS = 33  # and seven more that make it unlike any other's
+LOCAL_FILES = frozenset({"yaml", "cluster_spec", *TLS_FLAGS})  # paths on this machine, not in the pods
+_NAME_SIGNS = 33  # and seven more that make it unique
 
 
 def submit(command: Command, given: GivenFlags) -> int:
-    """Submits a job and follows it; the exit code.
+    """Submits a job and follows it; returns the exit code.
 
     Raises:
-        UsageError: with all that is wrong with the flags.
-        KubernetesError: the API server refused it; what was made is gone again.
+        UsageError: the flags are wrong; the message lists all problems.
+        KubernetesError: the API server refused it; the objects created so far were deleted.
     """
     validate_flags(command, given, check_paths)
     settings = kubernetes_settings(command, given)
@@ -65,28 +65,31 @@ def submit(command: Command, given: GivenFlags) -> int:
     if given["yaml"]:
         path = given.folder("yaml")
         _write(path, manifests)
-        say(f"The job {name} is written to {path}, with its token and its key. To start it: kubectl apply -f {path}")
+        say(
+            f"The job {name} was written to {path}, including its token and private key. To start it: kubectl apply "
+            f"-f {path}"
+        )
         return 0
     api = KubernetesAPI(settings.namespace)
     if given["dry_run"]:
         for manifest in manifests:
             api.create(manifest, dry_run=True)
         kinds = ", ".join(dict.fromkeys(each["kind"] for each in manifests))
-        say(f"Kubernetes takes the job {name}: {kinds}. Nothing was started.")
+        say(f"Kubernetes accepts the job {name}: {kinds}. Nothing was started.")
         return 0
     create_all(api, manifests)
-    say(f"Job {name} is submitted to the namespace {settings.namespace} of {api.server}.")
+    say(f"Job {name} was submitted to the namespace {settings.namespace} of {api.server}.")
     if command is Command.TRAIN and not any(_is_below(directory, path) for path in kept):
         say(
-            "Its folder lies on no volume: if the master's pod is lost, training begins anew, and a lost parameter "
-            "server comes back as the newest checkpoint has it. --job_dir below a --volume that all pods share "
-            "changes that."
+            "Its folder is not on a volume: if the master's pod is lost, training restarts from the beginning, and a "
+            "lost parameter server restarts from the newest checkpoint. To avoid that, set --job_dir below a "
+            "--volume that all pods share."
         )
     return follow_job(api, name)
 
 
 def kubernetes_settings(command: Command, given: GivenFlags) -> KubernetesSettings:
-    """Of flags that were checked."""
+    """Settings from checked flags."""
     settings = settings_from(command, given).cluster.kubernetes
     path = given.folder("cluster_spec")
     return replace(settings, cluster_spec=read_cluster_spec(path)) if path else settings
@@ -99,7 +102,7 @@ def unlike_others(definition: str) -> str:
 
 
 def job_manifests(command: Command, given: GivenFlags, plan: PodPlan, directory: str) -> list[dict[str, Any]]:
-    """The objects of a job in the order in which they are made; the Job is the last."""
+    """The objects of a job in the order in which they are created; the Job is last."""
     token = token_of_environment() or secrets.token_hex(16)
     names, certificates = _certificates(given)
     config = _config(command, given, plan.job)
@@ -118,10 +121,10 @@ def job_manifests(command: Command, given: GivenFlags, plan: PodPlan, directory:
 
 
 def create_all(api: KubernetesAPI, manifests: Sequence[Mapping[str, Any]]) -> None:
-    """Makes the objects of a job, the last of which is its Job; all of them, or none.
+    """Creates all objects of a job, its Job last, or none of them.
 
-    The Job is made first, stopped, so that the others belong to it from their beginning and are removed with it, also
-    when this process is killed between them.
+    The Job is created first, suspended, so that it owns the others from the start and they are removed with it, even if
+    this process is killed in between.
     """
     *others, job = manifests
     name = job["metadata"]["name"]
@@ -130,14 +133,14 @@ def create_all(api: KubernetesAPI, manifests: Sequence[Mapping[str, Any]]) -> No
         for each in others:
             _create(api, {**each, "metadata": each["metadata"] | {"ownerReferences": [owner_reference(made)]}})
         api.patch("Job", name, {"spec": {"parallelism": job["spec"].get("parallelism", 1)}})
-    except BaseException:  # an interruption too
+    except BaseException:  # interruptions included
         with contextlib.suppress(KubernetesError):
             api.delete("Job", name)
         raise
 
 
 def owner_reference(job: Mapping[str, Any]) -> dict[str, Any]:
-    """By which an object belongs to a Job that is there, and is removed with it."""
+    """The owner reference by which an object belongs to a Job and is removed with it."""
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -147,7 +150,7 @@ def owner_reference(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _create(api: KubernetesAPI, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises `UsageError` when there is one of this name."""
+    """Raises `UsageError` if an object of this name exists."""
     kind, name, namespace = manifest["kind"], manifest["metadata"]["name"], api.namespace
     try:
         return api.create(manifest)
@@ -159,13 +162,13 @@ def _create(api: KubernetesAPI, manifest: Mapping[str, Any]) -> dict[str, Any]:
     else:
         remove = f"kubectl delete {kind.lower()} {name} --namespace={namespace}"
     raise UsageError(
-        f"There is a {kind} {name} in the namespace {namespace} already. Give another --job_name, or remove that one: "
+        f"The {kind} {name} already exists in the namespace {namespace}. Choose another --job_name, or remove it: "
         f"{remove}"
     )
 
 
 def kept_paths(job: Mapping[str, Any]) -> list[str]:
-    """Where what the master's pod writes outlives it."""
+    """Paths where files of the master's pod outlive it."""
     spec = job["spec"]["template"]["spec"]
     passing = {each["name"] for each in spec["volumes"] if "emptyDir" in each}
     (container,) = (each for each in spec["containers"] if each["name"] == "elasticcb")
@@ -174,7 +177,7 @@ def kept_paths(job: Mapping[str, Any]) -> list[str]:
 
 
 def check_paths(given: GivenFlags) -> Iterator[str]:
-    """Paths in pods, that a job's flags name: they are absolute."""
+    """Checks paths in pods that flags name: they must be absolute."""
     for option in options_of(Command):
         value = given[option.name]
         if option.name not in given or option.name in LOCAL_FILES or not value:
@@ -185,8 +188,8 @@ def check_paths(given: GivenFlags) -> Iterator[str]:
             relative = option.kind is Kind.DATA and not value.startswith("/") and ":" not in value
         if relative:
             yield (
-                f"{given.flag(option.name, with_value=True)} is a relative path. On Kubernetes paths are those in the "
-                "pods: give it from / on, as the image or a --volume has it."
+                f"{given.flag(option.name, with_value=True)} is a relative path. On Kubernetes, paths are paths in "
+                "the pods. Give an absolute path in the image or a --volume."
             )
 
 
@@ -195,8 +198,8 @@ def _check_kept(given: GivenFlags, kept: Sequence[str]) -> None:
         path = given[name]
         if path and not is_url(path) and not any(_is_below(path, each) for each in kept):
             raise UsageError(
-                f"{given.flag(name, with_value=True)} lies on no volume that can be written to: it would be lost with "
-                f"its pod. Expected a path below one of these: {', '.join(kept) or 'there are none, add --volume'}."
+                f"{given.flag(name, with_value=True)} is not on a writable volume and would be lost with its pod. "
+                f"Expected a path below one of these: {', '.join(kept) or 'there are none, add --volume'}."
             )
 
 
@@ -205,20 +208,20 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _config(command: Command, given: GivenFlags, name: str) -> dict[str, Any]:
-    """The flags of the job, as the master reads them from its config file."""
+    """The flags of the job, in the form of the master's config file."""
     left_out = LOCAL_FILES | {"dry_run", "tls", "insecure", "tls_name", "host", "port", "job_name", "job_dir"}
     explicit = [option.name for option in options_of([command]) if option.name in given]
     config = {each: given[each] for each in explicit if each not in left_out and given[each] is not None}
     config["job_name"] = name
     for port, usual in (("metrics_port", METRICS_PORT), ("health_port", HEALTH_PORT)):
-        config[port] = config.get(port) or usual  # 0, any that is free, is as good: all are
+        config[port] = config.get(port) or usual  # 0 (any free port) is as good: all ports of a pod are free
     if given["cluster_spec"]:
         config["cluster_spec"] = f"{FILES}/{SPEC}"
     return config
 
 
 def _certificates(given: GivenFlags) -> tuple[list[str], dict[str, bytes]]:
-    """Flags of TLS in a pod, and its files by name."""
+    """TLS flags in a pod, and its files by name."""
     if given["insecure"]:
         return ["--insecure"], {}
     files = tls_files({each: str(given.path(each) or "") for each in TLS_FLAGS} | {"tls_name": given["tls_name"] or ""})
@@ -231,4 +234,4 @@ def _write(path: str, manifests: Sequence[Mapping[str, Any]]) -> None:
     try:
         durable.write(Path(path), yaml.safe_dump_all(manifests, sort_keys=False).encode())
     except OSError as error:
-        raise UsageError(f"--yaml: {path} can't be written: {error.strerror}. Name another file.") from None
+        raise UsageError(f"--yaml: {path} can't be written: {error.strerror}. Choose another file.") from None

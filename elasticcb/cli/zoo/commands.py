@@ -41,20 +41,23 @@ from elasticcb.cli.zoo.starter import new
 from elasticcb.errors import ImageError, UsageError
 
 _EXAMPLE = "registry.example.org/team/zoo:1"
-_SHOWN_LINES = 5  # of an engine that failed, which has said the rest above
+_SHOWN_LINES = 5  # last lines of a failed engine; the rest was shown above
 
 _folder_argument = click.argument("folder", metavar="[DIR]", default=".")
 _engine_option = click.option(
-    "--engine", type=click.Choice(NAMES), help="What works with images; by default the first of these that is there."
+    "--engine", type=click.Choice(NAMES), help="Container engine; by default the first of these that works."
 )
 _engine_flags_option = click.option(
-    "--engine_flags", metavar="FLAGS", default="", help='Further flags for it, as "--no-cache --platform=linux/amd64".'
+    "--engine_flags",
+    metavar="FLAGS",
+    default="",
+    help='Additional flags for the engine, such as "--no-cache --platform=linux/amd64".',
 )
 
 
 @click.group(context_settings=CONTEXT)
 def zoo() -> None:
-    """Begin a model zoo, and make the container image of one, for jobs on Kubernetes.
+    """Create a model zoo, and build its container image for jobs on Kubernetes.
 
     \b
     Examples:
@@ -74,20 +77,20 @@ zoo.add_command(new)
     "--base_image",
     metavar="IMAGE",
     default=default_base_image,
-    show_default="the official image of this Python",
-    help="What the image is made from: one with Python 3.10 to 3.13 and pip.",
+    show_default="the official image of this Python version",
+    help="Base image, with Python 3.10 to 3.13 and pip.",
 )
-@click.option("--extra_pypi_index", metavar="URL", default="", help="Package index beside that of pip.")
+@click.option("--extra_pypi_index", metavar="URL", default="", help="Additional package index for pip.")
 @click.option(
-    "--local_pkg_dir", metavar="FOLDER", help="Folder with wheels (*.whl) of your own, which are all installed."
+    "--local_pkg_dir", metavar="FOLDER", help="Folder with your own wheels (*.whl), all of which are installed."
 )
-@click.option("--force", is_flag=True, help="Replace a Dockerfile that is there.")
+@click.option("--force", is_flag=True, help="Replace an existing Dockerfile.")
 def init(folder: str, base_image: str, extra_pypi_index: str, local_pkg_dir: str | None, force: bool) -> None:
     """Write the Dockerfile of a model zoo.
 
-    DIR is the folder with your model files; by default the working directory. What models import besides elasticcb
-    stands in its requirements.txt. Wheels of --local_pkg_dir are copied into its folder `wheels`. With a
-    requirements.lock exactly the packages there are installed, by version and hash.
+    DIR is the folder with your model files; by default the working directory. List the packages that models import
+    besides elasticcb in its requirements.txt. Wheels in --local_pkg_dir are copied to its folder `wheels`. If there is
+    a requirements.lock, exactly its packages are installed, by version and hash.
 
     \b
     Examples:
@@ -107,8 +110,8 @@ def init(folder: str, base_image: str, extra_pypi_index: str, local_pkg_dir: str
     dockerfile = directory / DOCKERFILE
     if dockerfile.exists() and not force and _read(dockerfile) != text:
         raise UsageError(
-            f"{dockerfile} is there already, and is another one than these flags make. Nothing was written. --force "
-            "replaces it."
+            f"{dockerfile} already exists and differs from what these flags generate. Nothing was written. Use "
+            "--force to replace it."
         )
     try:
         for wheel in wheels:
@@ -127,27 +130,30 @@ def init(folder: str, base_image: str, extra_pypi_index: str, local_pkg_dir: str
     if source and "elasticcb" not in base_image and "elasticcb" not in map(package_of, wheels):
         other = "" if base_image == default_base_image() else f" --base_image={base_image}"
         print(
-            f"\nThis elasticcb was installed from {source}. If no package index has it, make a wheel for the image:"
-            f"\n  pip wheel --no-deps --wheel-dir=wheels {shlex.quote(source)}"
-            f"\n  elasticcb zoo init {shlex.quote(folder)} --force{other} --local_pkg_dir=wheels"
+            "\n"
+            f"This elasticcb was installed from {source}. If no package index has it, build a wheel for the image:\n"
+            f"  pip wheel --no-deps --wheel-dir=wheels {shlex.quote(source)}\n"
+            f"  elasticcb zoo init {shlex.quote(folder)} --force{other} --local_pkg_dir=wheels"
         )
     if not lock.exists():
         print(
-            "\nTo have the same packages in each image, lock their versions and hashes, then write the Dockerfile "
-            f"again:\n  cd {shlex.quote(folder)} && {lock_command(bool(wheels), extra_pypi_index)}\n"
+            "\n"
+            "To get the same packages in every image, lock their versions and hashes, then write the Dockerfile "
+            "again:\n"
+            f"  cd {shlex.quote(folder)} && {lock_command(bool(wheels), extra_pypi_index)}\n"
             "  elasticcb zoo init --force …"
         )
     print(f"\nNext: elasticcb zoo build {shlex.quote(folder)} --image={_EXAMPLE}")
 
 
 def _wheels(directory: Path, local_pkg_dir: str | None) -> list[Path]:
-    """The wheels that are to be installed: those of the flag, and those that the zoo has from before."""
+    """The wheels to install: those of the flag, and those already in the zoo."""
     kept = list((directory / WHEELS).glob("*.whl"))
     if local_pkg_dir is None:
         return kept
     source = Path(local_pkg_dir)
     if not source.is_dir():
-        raise UsageError(f"--local_pkg_dir={local_pkg_dir} is no folder. Expected one with wheels (*.whl).")
+        raise UsageError(f"--local_pkg_dir={local_pkg_dir} is not a folder. Expected a folder with wheels (*.whl).")
     given = {wheel.name: wheel for wheel in sorted(source.glob("*.whl"))}
     check_wheels(given.values())
     check_wheels([*given.values(), *(wheel for wheel in kept if wheel.name not in given)])
@@ -156,11 +162,11 @@ def _wheels(directory: Path, local_pkg_dir: str | None) -> list[Path]:
 
 @zoo.command(context_settings=CONTEXT)
 @_folder_argument
-@click.option("--image", metavar="IMAGE", required=True, help=f"Name of the image, as {_EXAMPLE}.")
+@click.option("--image", metavar="IMAGE", required=True, help=f"Name of the image, such as {_EXAMPLE}.")
 @_engine_option
 @_engine_flags_option
 def build(folder: str, image: str, engine: str | None, engine_flags: str) -> None:
-    """Build the image of a model zoo, by docker, podman or buildah.
+    """Build the image of a model zoo with docker, podman or buildah.
 
     DIR is a folder with the Dockerfile of `elasticcb zoo init`; by default the working directory.
 
@@ -175,29 +181,31 @@ def build(folder: str, image: str, engine: str | None, engine_flags: str) -> Non
     check_zoo(directory)
     dockerfile = directory / DOCKERFILE
     if not dockerfile.exists():
-        raise UsageError(f"There is no Dockerfile in {folder}. `elasticcb zoo init {shlex.quote(folder)}` writes one.")
+        raise UsageError(
+            f"There is no Dockerfile in {folder}. Create it with `elasticcb zoo init {shlex.quote(folder)}`."
+        )
     requirements = directory / REQUIREMENTS
     if requirements.exists():
         check_requirements(_read(requirements), str(requirements))
     recipe, lock = _read(dockerfile), directory / LOCK
     if lock.exists() and LOCK not in recipe:
         print(
-            f"Warning: {lock} is there, and {dockerfile} installs packages without it. `elasticcb zoo init "
-            f"{shlex.quote(folder)} --force` writes one that goes by it."
+            f"Warning: {lock} exists, but {dockerfile} does not use it. Write one that does with `elasticcb zoo init "
+            f"{shlex.quote(folder)} --force`."
         )
     chosen = engines(engine or "")[0]
     ignored = directory / DOCKERIGNORE
     left_out = _read(ignored) if ignored.exists() else ""
     for file in secret_files(directory, left_out):
         print(
-            f"Warning: {directory / file} looks as if it held secrets, and goes into the image, where all who pull it "
-            f"can read it. A line `{file}` at the end of {ignored} leaves it out; pods get secrets by "
+            f"Warning: {directory / file} may contain secrets and is copied into the image, where everyone who pulls "
+            f"it can read it. To exclude it, add the line `{file}` at the end of {ignored}. Pass secrets to pods with "
             "--env_from_secret."
         )
     for entry, size in large_entries(directory, left_out):
         print(
-            f"Note: {directory / entry}, {format_bytes(size)}, goes into the image. If pods get it by a volume or a "
-            f"URL, a line `{entry}` in {ignored} leaves it out."
+            f"Note: {directory / entry}, {format_bytes(size)}, is copied into the image. If pods read it from a "
+            f"volume or a URL, add the line `{entry}` to {ignored}."
         )
     command = chosen.build(directory, dockerfile, name, flags)
     print(f"$ {shlex.join(command)}", flush=True)
@@ -213,8 +221,8 @@ def build(folder: str, image: str, engine: str | None, engine_flags: str) -> Non
         print(f"Next: elasticcb zoo push {name.full}")
     else:
         print(
-            f"It is on this machine alone. `kind load docker-image {name.full}` gives it to kind; to push it, build it "
-            f"under a name with a registry, as {_EXAMPLE}."
+            f"The image is only on this machine. For kind, load it with `kind load docker-image {name.full}`. To push "
+            f"it, build it under a name with a registry, such as {_EXAMPLE}."
         )
 
 
@@ -225,7 +233,7 @@ def build(folder: str, image: str, engine: str | None, engine_flags: str) -> Non
 def push(image: str, engine: str | None, engine_flags: str) -> None:
     """Push an image to its registry.
 
-    The registry is the first part of its name, and Docker Hub for NAME/NAME.
+    The registry is the first part of the image's name; for NAME/NAME it is Docker Hub.
 
     \b
     Examples:
@@ -236,8 +244,8 @@ def push(image: str, engine: str | None, engine_flags: str) -> None:
     flags = _split(engine_flags)
     if not _has_registry(name):
         raise UsageError(
-            f"{image} names no registry to push to. Expected a name such as {_EXAMPLE}. Build the image under such a "
-            f"name: elasticcb zoo build DIR --image=REGISTRY/{image}"
+            f"{image} contains no registry to push to. Expected a name such as {_EXAMPLE}. Build the image under such "
+            f"a name: elasticcb zoo build DIR --image=REGISTRY/{image}"
         )
     there = engines(engine or "")
     chosen = next((each for each in there if succeeds(each.has(name))), None)
@@ -257,7 +265,7 @@ def push(image: str, engine: str | None, engine_flags: str) -> None:
         raise ImageError(_failure(f"The image {name.full} was not pushed", chosen, outcome, advice))
     print(f"\nPushed: {name.full}")
     if digest:
-        print(f"Digest: {digest}. Exactly this image, whatever its tag names later: --image={name.at(digest)}")
+        print(f"Digest: {digest}. To use exactly this image, even if its tag moves: --image={name.at(digest)}")
     print(
         f"Next: elasticcb train --cluster=kubernetes --namespace=… --service_account=elasticcb --image={name.full} "
         f"--model_zoo={ZOO_IN_IMAGE} --model_def=… --training_data=…"
@@ -265,22 +273,24 @@ def push(image: str, engine: str | None, engine_flags: str) -> None:
 
 
 def _unpinned(base: str, engine: Engine, dockerfile: Path) -> str:
-    """What to do about a base image without a digest."""
+    """Advice about a base image without a digest."""
     name = parse_image(base)
     command = engine.digest(base)
     digest = said(command)
     pinned = name.at(digest if is_digest(digest) else "sha256:…") if name is not None else f"{base}@sha256:…"
     how = "" if is_digest(digest) else f" Its digest: {shlex.join(command)}"
     return (
-        f"Warning: {dockerfile} names its base image by a tag, {base}, which may mean another image later. To keep to "
-        f"one: FROM {pinned}, which `elasticcb zoo init --base_image` takes as well.{how}"
+        f"Warning: {dockerfile} names its base image by a tag, {base}, which may point to another image later. To pin "
+        f"it, write FROM {pinned}; `elasticcb zoo init --base_image` accepts it as well.{how}"
     )
 
 
 def _image_to_make(image: str, flag: str = "--image") -> ImageName:
     name = check_image(image, flag, _EXAMPLE)
     if name.digest:
-        raise UsageError(f"{flag}={image} has a digest, which only the registry gives. Expected a tag, as {_EXAMPLE}.")
+        raise UsageError(
+            f"{flag}={image} has a digest, which only the registry can assign. Expected a tag, as in {_EXAMPLE}."
+        )
     return name
 
 
@@ -292,14 +302,14 @@ def _split(engine_flags: str) -> list[str]:
     try:
         return shlex.split(engine_flags)
     except ValueError as error:
-        raise UsageError(f"--engine_flags={engine_flags} can't be split into flags: {error}.") from None
+        raise UsageError(f"--engine_flags={engine_flags} can't be parsed: {error}.") from None
 
 
 def _failure(what: str, engine: Engine, outcome: EngineOutcome, advice: str) -> str:
     lines = [line for line in outcome.lines if line.strip()][-_SHOWN_LINES:]
     said_last = "\n".join(f"  {line}" for line in lines)
     text = f"{what}: {engine.name} ended with the exit code {outcome.code}."
-    text += f" The last that it said:\n{said_last}" if lines else " It said nothing."
+    text += f" Its last output:\n{said_last}" if lines else " It printed nothing."
     return text + (f"\n{advice}" if advice else "")
 
 

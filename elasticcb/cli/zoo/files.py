@@ -1,4 +1,4 @@
-"""What `elasticcb zoo init` writes: the Dockerfile of a model zoo, and what belongs to it. Writes nothing itself."""
+"""Generates the files of `elasticcb zoo init`: the Dockerfile of a model zoo and others. Writes nothing itself."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from elasticcb.errors import UsageError
 DOCKERFILE, DOCKERIGNORE, REQUIREMENTS, WHEELS = "Dockerfile", ".dockerignore", "requirements.txt", "wheels"
 LOCK = "requirements.lock"  # all packages of an image, with versions and hashes
 ZOO_IN_IMAGE = "/model_zoo"
-LARGE_BYTES = 100 * 2**20  # an entry of a zoo that hardly belongs into an image
+LARGE_BYTES = 100 * 2**20  # an entry of a zoo that is probably not meant for the image
 
 IGNORED = (".git", ".venv*", "venv", "jobs", "**/__pycache__", "**/.*_cache", "**/.ipynb_checkpoints", "**/*.egg-info")
-# What may hold secrets, which all who pull an image could read.
+# Files that may contain secrets, which everyone who pulls the image could read.
 SECRETS = (
     ".env", ".env.*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.kdbx", "id_rsa*", "id_ed25519*",
     "id_ecdsa*", ".netrc", ".pypirc", ".pgpass", ".git-credentials", ".ssh", ".aws", ".gnupg", ".kube",
     "*credentials*", "*secret*.json", "*secret*.y*ml", "*service*account*.json", "*.tfstate",
 )  # fmt: skip
 DOCKERIGNORE_TEXT = "\n".join(
-    ["# What of this folder the image does not need; data belong here, too.", DOCKERFILE, DOCKERIGNORE, *IGNORED]
-    + ["# What may hold secrets."]
+    ["# Files that the image does not need; list data here as well.", DOCKERFILE, DOCKERIGNORE, *IGNORED]
+    + ["# Files that may contain secrets."]
     + [f"**/{pattern}" for pattern in SECRETS]
     + [""]
 )
 REQUIREMENTS_TEXT = "# Python packages that the model files import, besides elasticcb, tensorflow and keras.\n"
 
 _DOCKERFILE_TEXT = """\
-# The image of a model zoo, for jobs on Kubernetes; `elasticcb zoo init` wrote it, and it is yours to change.
+# The image of a model zoo, for jobs on Kubernetes. Written by `elasticcb zoo init`; change it as you like.
 #   elasticcb zoo build . --image=REGISTRY/NAME:TAG
 FROM {base_image}
 USER 0
 
-# A change of these files has the packages installed anew, a change of models does not.
+# Packages are installed again only if these files change, not if models change.
 COPY {requirements} /requirements/
 {copy_wheels}{installs}
 
 COPY --chown=1000:1000 . {zoo}
 
-# The user of all pods, who may write to /tmp alone.
+# The user of all pods, who may write only to /tmp.
 USER 1000:1000
 ENV HOME=/tmp
 """
@@ -60,7 +60,7 @@ ENV HOME=/tmp
 
 _INSTALLED = "/requirements/installed.txt"
 _KEEP = f"""
-# The further index may add packages, and replaces none of these.
+# The additional index may add packages, but not replace these.
 RUN python -m pip list --format=freeze > {_INSTALLED}
 """
 
@@ -71,13 +71,13 @@ def _install(arguments: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class ZooImage:
-    """What goes into the image of a model zoo.
+    """The contents of a model zoo's image.
 
     Args:
         base_image: an image with Python 3.10 to 3.13 and pip, or with elasticcb.
-        extra_pypi_index: URL of a package index beside that of pip; "": none.
-        wheels: whether the zoo has a folder `WHEELS`, all of which are installed.
-        locked: whether it has a `LOCK`: nothing else is installed then.
+        extra_pypi_index: URL of an additional package index; "": none.
+        wheels: whether the zoo has a folder `WHEELS`, whose wheels are all installed.
+        locked: whether it has a `LOCK`; then nothing else is installed.
     """
 
     base_image: str
@@ -89,7 +89,7 @@ class ZooImage:
         """The text of the Dockerfile.
 
         Raises:
-            UsageError: the base image or the index can't be what it is called.
+            UsageError: the base image or the index is malformed.
         """
         check_image(self.base_image, "--base_image", default_base_image())
         local = [f"--find-links=/requirements/{WHEELS}"] if self.wheels else []
@@ -117,12 +117,13 @@ class ZooImage:
 
 
 def default_base_image() -> str:
-    """The official image of the Python that runs this, so that wheels made here fit; all engines know its full name."""
+    """The official image of this Python version, so that wheels built here fit; its full name works with all
+    engines."""
     return "docker.io/library/python:{}.{}-slim".format(*sys.version_info)
 
 
 def lock_command(wheels: bool, extra_pypi_index: str) -> str:
-    """Makes the `LOCK` of a zoo, in its folder; the arguments are those of `ZooImage`."""
+    """The command that creates the `LOCK` of a zoo, in its folder; the arguments are those of `ZooImage`."""
     local = f" --find-links={WHEELS}" if wheels else ""
     local += f" --index={shlex.quote(extra_pypi_index)}" if extra_pypi_index else ""
     version = "{}.{}".format(*sys.version_info)
@@ -133,7 +134,7 @@ def lock_command(wheels: bool, extra_pypi_index: str) -> str:
 
 
 def check_lock(text: str, place: str, wheels: bool, extra_pypi_index: str) -> None:
-    """Raises `UsageError` when a `LOCK` does not have this elasticcb with its hashes.
+    """Raises `UsageError` if a `LOCK` lacks this elasticcb with its hashes.
 
     Args:
         place: the file's path, for the message.
@@ -142,13 +143,14 @@ def check_lock(text: str, place: str, wheels: bool, extra_pypi_index: str) -> No
     pattern = rf"^elasticcb(\[[^]]*\])?=={re.escape(__version__)}[\s\\]+--hash="
     if not re.search(pattern, text, re.MULTILINE):
         raise UsageError(
-            f"{place} does not lock elasticcb {__version__} with its hashes, and no image could be made by it. Remove "
-            f"it, or make it anew, in its folder:\n  {lock_command(wheels, extra_pypi_index)}"
+            f"{place} does not lock elasticcb {__version__} with hashes, so no image can be built with it. Remove it, "
+            "or create it again in its folder:\n"
+            f"  {lock_command(wheels, extra_pypi_index)}"
         )
 
 
 def unpinned_bases(dockerfile: str) -> list[str]:
-    """The images that a Dockerfile begins from by a name that may mean another one later."""
+    """The base images of a Dockerfile that are not pinned by digest."""
     found, stages = [], {"scratch"}
     for image, stage in re.findall(r"(?im)^FROM\s+(?:--\S+\s+)*(\S+)(?:\s+AS\s+(\S+))?", dockerfile):
         if image.lower() not in stages and not re.search(r"[@$]", image):
@@ -158,34 +160,34 @@ def unpinned_bases(dockerfile: str) -> list[str]:
 
 
 def check_index(url: str) -> None:
-    """Raises `UsageError` when `url` is no URL of an index, or would tell a password to all who have the image."""
+    """Raises `UsageError` if `url` is not the URL of an index, or contains a password that the image would reveal."""
     try:
         parts = urlsplit(url)
     except ValueError:
         parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname or not re.fullmatch(r"[!-~]+", url):
         raise UsageError(
-            f"--extra_pypi_index={url} is no URL of a package index. Expected one such as "
+            f"--extra_pypi_index={url} is not the URL of a package index. Expected a URL such as "
             "https://packages.example.org/simple."
         )
     if parts.username or parts.password:
         raise UsageError(
-            f"--extra_pypi_index names a user or a password of {parts.hostname}, which all who pull the image could "
-            "read in its history. Download the packages here, with `pip wheel --wheel-dir=wheels PACKAGE`, and give "
-            "them by --local_pkg_dir=wheels instead."
+            f"--extra_pypi_index contains a user or a password of {parts.hostname}, which everyone who pulls the "
+            "image could read in its history. Instead, download the packages here with `pip wheel --wheel-dir=wheels "
+            "PACKAGE`, and add --local_pkg_dir=wheels."
         )
 
 
 def check_zoo(folder: Path) -> None:
-    """Raises `UsageError` when `folder` holds no model files."""
+    """Raises `UsageError` if `folder` contains no model files."""
     if not folder.exists():
         raise UsageError(f"There is no folder {folder}. Expected a model zoo: the folder with your model files.")
     if not folder.is_dir():
         raise UsageError(f"{folder} is a file. Expected a model zoo: the folder with your model files.")
     if next(model_files(folder), None) is None:
         raise UsageError(
-            f"{folder} holds no Python files. Expected a model zoo: the folder with your model files, as --model_zoo "
-            "of `elasticcb train` names it."
+            f"{folder} contains no Python files. Expected a model zoo: the folder with your model files, as for "
+            "--model_zoo of `elasticcb train`."
         )
 
 
@@ -196,7 +198,7 @@ def model_files(folder: Path) -> Iterator[Path]:
 
 
 def check_requirements(text: str, place: str) -> None:
-    """Raises `UsageError` with all lines of a requirements.txt that can't be installed in an image.
+    """Raises `UsageError` that lists all lines of a requirements.txt that can't be installed in an image.
 
     Args:
         place: the file's path, for the message.
@@ -213,32 +215,35 @@ def check_requirements(text: str, place: str) -> None:
 
 
 _WHEEL_INSTEAD = (
-    "which the image does not have. Remove the line; a wheel of the package in --local_pkg_dir is installed instead "
-    "(`pip wheel --no-deps --wheel-dir=wheels FOLDER`)."
+    "which is not in the image. Remove the line, and put a wheel of the package into --local_pkg_dir instead (`pip "
+    "wheel --no-deps --wheel-dir=wheels FOLDER`)."
 )
 _FILE_INSTEAD = (
-    f"and {REQUIREMENTS} alone is there when packages are installed. Put the lines of that file in its place."
+    f"but only {REQUIREMENTS} is available when packages are installed. Replace the line by the lines of that file."
 )
 # `pip freeze` writes the first two for what was installed from a folder.
 _NOT_IN_AN_IMAGE = (
-    (r"^(-e|--editable)\b|^git\+file:", f"names a folder of this machine, {_WHEEL_INSTEAD}"),
-    (r"\bfile:|^\.{0,2}/|^~/", f"names a file of this machine, {_WHEEL_INSTEAD}"),
+    (r"^(-e|--editable)\b|^git\+file:", f"names a folder on this machine, {_WHEEL_INSTEAD}"),
+    (r"\bfile:|^\.{0,2}/|^~/", f"names a file on this machine, {_WHEEL_INSTEAD}"),
     (r"^(-r|--requirement|-c|--constraint)\b", f"names another file, {_FILE_INSTEAD}"),
 )
 
 
 def check_wheels(wheels: Iterable[Path]) -> None:
-    """Raises `UsageError` when there are none, or two of one package, of which pip would install neither."""
+    """Raises `UsageError` if there are no wheels, or two of one package, which pip refuses."""
     by_package: dict[str, Path] = {}
     for wheel in wheels:
         package = package_of(wheel)
         other = by_package.setdefault(package, wheel)
         if other != wheel:
-            raise UsageError(f"{wheel} and {other} are of one package. Expected one wheel of each: remove the other.")
+            raise UsageError(
+                f"{wheel} and {other} are wheels of the same package. Expected one wheel per package. Remove one of "
+                "the two."
+            )
     if not by_package:
         raise UsageError(
-            "--local_pkg_dir names a folder without wheels (*.whl). `pip wheel --no-deps --wheel-dir=wheels FOLDER` "
-            "makes one of a package's source."
+            "--local_pkg_dir names a folder without wheels (*.whl). Build a wheel from a package's source with `pip "
+            "wheel --no-deps --wheel-dir=wheels FOLDER`."
         )
 
 
@@ -248,7 +253,7 @@ def package_of(wheel: Path) -> str:
 
 
 def unpublished_source() -> str:
-    """The folder that this elasticcb was installed from, which a package index may not have; "" when from an index."""
+    """The folder that this elasticcb was installed from; "" if it was installed from a package index."""
     try:
         text = distribution("elasticcb").read_text("direct_url.json")
     except PackageNotFoundError:
@@ -258,8 +263,8 @@ def unpublished_source() -> str:
 
 
 def secret_files(folder: Path, dockerignore: str) -> list[str]:
-    """What of a zoo looks as if it held secrets, by its name or that of a folder above it, and is not left out: paths
-    in the folder, sorted; of a folder that goes in only itself."""
+    """Files and folders of a zoo that may contain secrets, by their own name or that of a parent folder, and are not
+    excluded: sorted paths in the zoo; a folder stands for all that it contains."""
     found: dict[str, None] = {}
     for path in sorted(each.relative_to(folder) for each in folder.rglob("*")):
         looks_so = any(fnmatch(part.lower(), pattern) for part in path.parts for pattern in SECRETS)
@@ -270,8 +275,8 @@ def secret_files(folder: Path, dockerignore: str) -> list[str]:
 
 
 def is_left_out(path: str, dockerignore: str) -> bool:
-    """Whether a .dockerignore leaves out a path in its folder: the last line decides that names it or a folder above,
-    and one with a "!" takes it in again."""
+    """Whether a .dockerignore excludes a path in its folder: the last line that matches the path or a parent decides; a
+    line with "!" includes it again."""
     left_out = False
     for line in map(str.strip, dockerignore.splitlines()):
         pattern = line.removeprefix("!").strip().removesuffix("/**")
@@ -285,13 +290,13 @@ _WILD = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 @functools.cache
 def _expression(pattern: str) -> str:
-    """The regular expression for what a pattern of a .dockerignore names, and all below that."""
+    """A regular expression that matches what a .dockerignore pattern names, and everything below it."""
     pieces = re.split(r"(\*\*/|\*\*|\*|\?)", posixpath.normpath(pattern).lstrip("/"))
     return "".join(_WILD.get(each) or re.escape(each) for each in pieces) + "(?:/.*)?"
 
 
 def large_entries(folder: Path, dockerignore: str, largest: int = LARGE_BYTES) -> Sequence[tuple[str, int]]:
-    """What of a zoo has more than `largest` bytes and is not left out by name: (entry, bytes), the largest first."""
+    """Entries of a zoo with more than `largest` bytes that are not excluded by name: (entry, bytes), largest first."""
     sizes = [(entry.name, _bytes_of(entry)) for entry in folder.iterdir() if not is_left_out(entry.name, dockerignore)]
     return sorted(((name, size) for name, size in sizes if size > largest), key=lambda each: -each[1])
 

@@ -1,4 +1,4 @@
-"""`elasticcb zoo new`: folders with whole examples, to begin a project from. They are in `templates`."""
+"""`elasticcb zoo new`: complete examples to start a project from. They are in `templates`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elasticcb.cli.zoo.files import REQUIREMENTS
 from elasticcb.errors import UsageError
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# What the files of each kit import that elasticcb does not bring.
+# Packages that the files of each kit import and elasticcb does not install.
 _IMPORTS = {"recommender": ("keras_rs",)}
 KITS = tuple(_IMPORTS)
 
@@ -22,10 +22,10 @@ KITS = tuple(_IMPORTS)
 @click.argument("kit", type=click.Choice(KITS), metavar="KIT")
 @click.argument("folder", metavar="[FOLDER]", default="")
 def new(kit: str, folder: str) -> None:
-    """Write a folder with model files, job files, data and a serving example, to begin a project from.
+    """Create a folder with model files, job files, data and a serving example, to start a project from.
 
-    KIT is recommender: retrieval with two towers, and ranking, on ratings of films. FOLDER is by default named as the
-    kit. Files that are there already are not replaced.
+    KIT is recommender: two-tower retrieval and ranking, on film ratings. FOLDER is named after the kit by default.
+    Existing files are not replaced.
 
     \b
     Examples:
@@ -37,14 +37,14 @@ def new(kit: str, folder: str) -> None:
     there = [source.name for source in sources if (directory / source.name).exists()]
     if there:
         raise UsageError(
-            f"{directory} already holds {', '.join(there)}, which `elasticcb zoo new {kit}` would replace. Nothing was "
-            "written. Name another folder, or move these files."
+            f"{directory} already holds {', '.join(there)}, which `elasticcb zoo new {kit}` would replace. Nothing "
+            "was written. Choose another folder, or move these files."
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for source in sources:
             (directory / source.name).write_bytes(source.read_bytes())
-            print(f"Written: {directory / source.name}")
+            print(f"Created {directory / source.name}")
     except OSError as error:
         raise UsageError(f"{error.filename or directory} can't be written: {error.strerror}.") from None
     print(f"\nNext: cd {shlex.quote(str(directory))}, and follow README.md there")

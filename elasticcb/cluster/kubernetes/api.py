@@ -1,4 +1,4 @@
-"""Calls to the API server of Kubernetes, by the official client; what goes wrong is told in a user's words."""
+"""Calls to the Kubernetes API server with the official client; errors are explained to the user."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from elasticcb.errors import ElasticCBError, UsageError
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 15.0  # for one call
-_QUIET_SECONDS = 15.0  # without a line, after which a log is looked into whether it goes on
+_SECONDS = 15.0  # seconds, for one call
+_QUIET_SECONDS = 15.0  # seconds without a line, after which to check whether a log's container still runs
 Manifest = Mapping[str, Any]
 
 
 class Right(NamedTuple):
-    """What a role of RBAC may grant."""
+    """A permission that an RBAC role grants."""
 
     verb: str
     resource: str
     group: str = ""
 
 
-# Of a master, to its processes.
+# Permissions that a master needs for its processes.
 PROCESS_RIGHTS = (
     *(Right(verb, "pods") for verb in ("get", "list", "watch", "create", "delete", "deletecollection")),
     Right("get", "pods/log"),
     Right("list", "events"),
 )
-# Of a master in a pod; deploy/kubernetes/role.yaml grants them.
+# Permissions of a master in a pod; deploy/kubernetes/role.yaml grants them.
 MASTER_RIGHTS = (
     *PROCESS_RIGHTS,
     Right("get", "services"),
@@ -45,11 +45,11 @@ MASTER_RIGHTS = (
 
 
 class KubernetesError(ElasticCBError):
-    """The API server refused a call, or could not be reached.
+    """The API server refused a call or could not be reached.
 
     Attributes:
-        status: of HTTP; 0 when there was no answer.
-        hopeless: the same call would fail again.
+        status: HTTP status; 0 if there was no answer.
+        hopeless: repeating the call would fail again.
     """
 
     def __init__(self, message: str, status: int = 0, hopeless: bool = False) -> None:
@@ -58,16 +58,16 @@ class KubernetesError(ElasticCBError):
 
 
 def check_installed() -> None:
-    """Raises `UsageError` when the client is not there."""
+    """Raises `UsageError` if the client is not installed."""
     if importlib.util.find_spec("kubernetes") is None:
         raise UsageError(
-            "--cluster=kubernetes takes the package kubernetes, which is not installed. Run `pip install "
+            "--cluster=kubernetes needs the package kubernetes, which is not installed. Run `pip install "
             "'elasticcb[kubernetes]'`."
         )
 
 
 class KubernetesAPI:
-    """The API, in one namespace, as the pod that this process runs in, or as the user's kubeconfig says.
+    """The API in one namespace, with the credentials of this process's pod or of the user's kubeconfig.
 
     Every method raises `KubernetesError`.
 
@@ -90,12 +90,12 @@ class KubernetesAPI:
                 self.who = "the user of the kubeconfig"
         except (config.ConfigException, OSError) as error:
             raise UsageError(
-                f"No cluster is known: {error}. Expected a kubeconfig (~/.kube/config, or the file that KUBECONFIG "
-                "names), or a process in a pod with a service account."
+                f"No Kubernetes cluster is configured: {error}. Expected a kubeconfig (~/.kube/config, or the file in "
+                "KUBECONFIG), or a pod with a service account."
             ) from None
-        if not configuration.verify_ssl:  # as the kubeconfig wants it; urllib3 would warn at each call
+        if not configuration.verify_ssl:  # the kubeconfig asks for it; urllib3 would warn at each call
             urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
-        configuration.retries = 2  # of connections that were idle; what else is worth it is tried again by the callers
+        configuration.retries = 2  # only for connections that were idle; callers retry other calls
         self.namespace, self.server = namespace, configuration.host
         self._client = client.ApiClient(configuration)
         self._core = client.CoreV1Api(self._client)
@@ -103,7 +103,7 @@ class KubernetesAPI:
         self._coordination = client.CoordinationV1Api(self._client)
 
     def version(self) -> tuple[int, int]:
-        """Of the API server, as (1, 31); (0, 0) when it does not tell."""
+        """Version of the API server, such as (1, 31); (0, 0) if unknown."""
         from kubernetes import client
 
         with self._told("ask for its version"):
@@ -115,10 +115,10 @@ class KubernetesAPI:
     # ------------------------------------------------------------ objects
 
     def create(self, manifest: Manifest, dry_run: bool = False) -> dict[str, Any]:
-        """Makes an object; returns it as the API server has it. `dry_run`: only has it checked."""
+        """Creates an object; returns it as the API server stores it. `dry_run`: only validates it."""
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         more = {"dry_run": "All"} if dry_run else {}
-        with self._told(f"make the {kind} {name}"):
+        with self._told(f"create the {kind} {name}"):
             return self._json(self._method("create", kind)(self.namespace, manifest, **self._options(), **more))
 
     def read(self, kind: str, name: str) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class KubernetesAPI:
             return self._json(self._method("patch", kind)(name, self.namespace, patch, **self._options()))
 
     def delete(self, kind: str, name: str, grace_seconds: int | None = None) -> bool:
-        """Whether there was one. What it owns goes with it."""
+        """Deletes an object and what it owns; returns whether it existed."""
         more: dict[str, Any] = {} if grace_seconds is None else {"grace_period_seconds": grace_seconds}
         try:
             with self._told(f"delete the {kind} {name}"):
@@ -158,7 +158,7 @@ class KubernetesAPI:
             )
 
     def events_of(self, name: str, seen: Manifest, kind: str = "Pod") -> Sequence[Manifest]:
-        """The events of an object, not of others that had its name, if it was seen; none where they may not be read."""
+        """The events of this very object, by uid if it was seen; none if they may not be read."""
         uid = seen.get("metadata", {}).get("uid")
         one = f",involvedObject.uid={uid}" if uid else ""
         try:
@@ -168,7 +168,7 @@ class KubernetesAPI:
             return ()
 
     def watch_pods(self, selector: str, version: str, seconds: int) -> Iterator[tuple[Manifest, bool]]:
-        """Each change of a pod after a version of their list, and whether the pod is gone, for so many seconds."""
+        """Yields changes of pods after a version of their list, and whether the pod is gone, for this many seconds."""
         from kubernetes import watch
 
         watcher = watch.Watch()
@@ -192,9 +192,9 @@ class KubernetesAPI:
             return bytes(answer.data).decode(errors="replace")
 
     def follow_log(self, pod: str, lines: int | None = None) -> Iterator[str]:
-        """What a pod's container writes, line by line, until it ends; `lines` of what it has written, None: all.
+        """Yields the output of a pod's container until it ends, starting with the last `lines` lines; None: all.
 
-        The stream alone does not tell the end: one whose connection was lost stays open, without a word.
+        The stream does not show the end reliably: after a lost connection it stays open and silent.
         """
         more = {} if lines is None else {"tail_lines": lines}
         with self._told(f"read the log of the pod {pod}"):
@@ -220,7 +220,7 @@ class KubernetesAPI:
                 yield rest.decode(errors="replace")
 
     def _running_containers(self, pod: str) -> Collection[str]:
-        """The identifiers of a pod's containers that run; none when the pod is not there."""
+        """The ids of a pod's running containers; none if the pod does not exist."""
         try:
             statuses = self.read("Pod", pod)["status"].get("containerStatuses") or ()
         except KubernetesError as error:
@@ -230,7 +230,7 @@ class KubernetesAPI:
         return {each["containerID"] for each in statuses if "running" in each.get("state", {})}
 
     def execute(self, pod: str, container: str, command: Sequence[str]) -> tuple[int, str]:
-        """Runs a command in a container: its exit code, and what it wrote."""
+        """Runs a command in a container; returns its exit code and output."""
         from kubernetes import stream
 
         with self._told(f"run a command in the pod {pod}"):
@@ -250,7 +250,7 @@ class KubernetesAPI:
     # ------------------------------------------------------------ rights
 
     def missing_rights(self, rights: Sequence[Right]) -> Sequence[Right]:
-        """Those that this process does not have."""
+        """The permissions that this process lacks."""
         from kubernetes import client
 
         reviews = client.AuthorizationV1Api(self._client)
@@ -265,7 +265,7 @@ class KubernetesAPI:
                 "subresource": subresource,
             }
             body = {"spec": {"resourceAttributes": attributes}}
-            with self._told("ask what it may do"):
+            with self._told("query its permissions"):
                 answer = self._json(reviews.create_self_subject_access_review(body, **self._options()))
             if not answer["status"].get("allowed"):
                 missing.append(right)
@@ -285,25 +285,28 @@ class KubernetesAPI:
         except (HTTPError, OSError) as error:
             reason = getattr(error, "reason", None) or error
             raise KubernetesError(
-                f"The API server {self.server} can't be reached, to {doing}: {reason}. Look whether the cluster is up, "
-                "and whether the kubeconfig names it."
+                f"The API server {self.server} can't be reached to {doing}: {reason}. Check that the cluster is up, "
+                "and that the kubeconfig points to it."
             ) from None
 
     def _explained(self, error: Any, doing: str) -> KubernetesError:
         status, message = int(error.status or 0), _message(error)
         where = f"namespace {self.namespace} of {self.server}"
         if status == 401:
-            what, hopeless = f"The API server {self.server} does not know {self.who}: {message}. Log in anew.", True
+            what, hopeless = (
+                (f"The API server {self.server} does not recognize {self.who}: {message}. Log in again."),
+                True,
+            )
         elif status == 403 and "exceeded quota" in message:
             what, hopeless = f"The quota of the namespace {self.namespace} is used up: {message}.", False
         elif status == 403:
             what = (
-                f"{self.who.capitalize()} may not {doing} in the {where}: {message}. Have a role bound to it that "
-                "grants this, such as the one of deploy/kubernetes."
+                f"{self.who.capitalize()} may not {doing} in the {where}: {message}. Bind a role to it that grants "
+                "this, such as the one in deploy/kubernetes."
             )
             hopeless = True
         elif status == 404 and f'namespaces "{self.namespace}" not found' in message:
-            what = f"There is no namespace {self.namespace} in the cluster {self.server}. Make it, or name another "
+            what = f"There is no namespace {self.namespace} in the cluster {self.server}. Create it, or choose another "
             what, hopeless = what + "(--namespace).", True
         else:
             hopeless = 400 <= status < 500 and status not in (408, 409, 410, 429)
@@ -324,8 +327,8 @@ class KubernetesAPI:
             found = None
         if not isinstance(found, dict):
             raise KubernetesError(
-                f"What answers at {self.server} is not the API server of Kubernetes: its answer is no JSON object. "
-                "Look whether a proxy is in between."
+                f"The server at {self.server} is not a Kubernetes API server: its answer is not a JSON object. Check "
+                "whether a proxy is in between."
             )
         return found
 
@@ -339,7 +342,7 @@ def _message(error: Any) -> str:
 
 
 def _each_or_pause(items: Iterator[bytes], seconds: float) -> Iterator[bytes | None]:
-    """Those of a blocking iterator, read by a thread; None, whenever none came for so many seconds."""
+    """The items of a blocking iterator, read in a thread; None whenever no item arrives for this many seconds."""
     arrived: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
 
     def read() -> None:

@@ -1,7 +1,7 @@
 """Workers and parameter servers as pods of Kubernetes.
 
-The master only asks; one thread carries out what it asks for, another watches the pods. A pod that waits for room does
-not stop the job: its process joins when it runs.
+The master only makes requests; one thread executes them, another watches the pods. A pending pod does not stop the job:
+its process joins when it runs.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ from elasticcb.settings.definition import KUBERNETES
 
 logger = logging.getLogger(__name__)
 
-_HELD_UP_SECONDS = 15.0  # after which a pod that is on its way may have a reason not to be there
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds, before a call is tried again
-_GRPC_PROBES = (1, 24)  # the release of Kubernetes that made them usual
-_GONE_SECONDS = 60.0  # for the pods of another master to be gone
+_HELD_UP_SECONDS = 15.0  # after which a pod that does not run yet is explained
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds before a call is retried
+_GRPC_PROBES = (1, 24)  # first Kubernetes release that enables them by default
+_GONE_SECONDS = 60.0  # seconds for the pods of another master to be gone
 
 
 @dataclass
 class _Pod:
     place: Place
     made: float  # seconds of time.monotonic
-    version: int = 0  # of the API's data, when it was made
-    seen: Mapping[str, Any] = field(default_factory=dict)  # the last that was seen of it
-    held_up: str = ""  # why it does not run
+    version: int = 0  # creation time in the API's data
+    seen: Mapping[str, Any] = field(default_factory=dict)  # the last observed state
+    held_up: str = ""  # why it does not run yet
 
 
 class KubernetesCluster(ClusterBackend):
     """Pods.
 
     Args:
-        settings: of the pods.
-        directory: the job's; its name is that of the pods, unless this process is in a pod of a submitted job.
+        settings: settings of the pods.
+        directory: the job's folder; pods are named after it, unless this process is in a pod of a submitted job.
         log_level: TensorFlow's own messages are kept quiet unless this is DEBUG.
         say: shows a line to the user.
 
-    Raises `UsageError` when no cluster is known.
+    Raises `UsageError` if no cluster is configured.
     """
 
     name = "kubernetes"
@@ -87,15 +87,15 @@ class KubernetesCluster(ClusterBackend):
         self._api = KubernetesAPI(settings.namespace)
         self._environment = common_environment(log_level)
         self._submitted = runs_in_pod()
-        # Unlike folders, objects of the same name would be those of several users.
+        # Unlike folders, objects of the same name could belong to several users.
         self._job = f"{safe_name(Path(directory).name, 33)}-{secrets.token_hex(3)}"
         self._plan: PodPlan | None = None  # until `prepare`
-        self._address = ""  # of the master, for pods; "": the one that it listens on
+        self._address = ""  # address of the master for pods; "": the one that it listens on
         self._lock = threading.Lock()
-        self._pods: dict[str, _Pod] = {}  # by name, those that have not ended
+        self._pods: dict[str, _Pod] = {}  # by name; running pods only
         self._places: dict[Place, str] = {}  # the pod's name
-        self._last: dict[Place, str] = {}  # likewise, also of one that has ended
-        self._numbers: dict[Place, int] = {}  # of the next pod
+        self._last: dict[Place, str] = {}  # likewise, also for ended pods
+        self._numbers: dict[Place, int] = {}  # number of the next pod
         self._ooms: dict[Place, int] = {}
         self._ran: set[str] = set()  # roles
         self._exits: list[Exit] = []
@@ -172,9 +172,9 @@ class KubernetesCluster(ClusterBackend):
             name = manifest["metadata"]["name"]
             self._places[place] = self._last[place] = name
             self._pods[name] = _Pod(place, time.monotonic())
-            # The end of a pod before it, such as one that waited in vain for this master, is none of the new one's.
+            # An earlier pod's end (for example, while waiting in vain for this master) must not count as the new pod's.
             self._exits = [exit for exit in self._exits if (exit.role, exit.index) != place]
-        if before is not None:  # it has said goodbye, and may still be there
+        if before is not None:  # it has deregistered, and may still exist
             self._asked.put(lambda: self._delete(before))
         self._asked.put(lambda: self._create(name, manifest))
 
@@ -204,14 +204,14 @@ class KubernetesCluster(ClusterBackend):
         if self._plan is None:
             return
         try:
-            if self._submitted:  # those that have ended keep their logs, until the Job is deleted
+            if self._submitted:  # ended pods keep their logs until the Job is deleted
                 for phase in ("Pending", "Running"):
                     self._api.delete_pods(self._selector, f"status.phase={phase}")
             else:
                 self._api.delete_pods(self._selector)
                 self._api.delete("Secret", self._job)
         except KubernetesError as error:
-            self._say(f"The job's pods are left behind. {error}")
+            self._say(f"The job's pods could not be deleted. {error}")
 
     def log_tail(self, role: str, index: int, lines: int = 30) -> str:
         name = self._last.get((role, index), "")
@@ -221,7 +221,7 @@ class KubernetesCluster(ClusterBackend):
             return ""
 
     def note(self, text: str) -> None:
-        """As an event of the job: `kubectl describe job` shows it."""
+        """Creates an event of the Job: `kubectl describe job` shows it."""
         if self._plan is not None and self._plan.owner is not None:
             now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             event = self._plan.event(text, secrets.token_hex(8), now)
@@ -233,7 +233,7 @@ class KubernetesCluster(ClusterBackend):
         except KubernetesError as error:
             logger.info("%s", error)
 
-    # ------------------------------------------------------------ what is asked for
+    # ------------------------------------------------------------ requests
 
     def _carry_out(self) -> None:
         while (call := self._asked.get()) is not None and not self._stopped.is_set():
@@ -248,7 +248,7 @@ class KubernetesCluster(ClusterBackend):
     def _create(self, name: str, manifest: Mapping[str, Any], pause: float = _FIRST_PAUSE) -> None:
         with self._lock:
             pod = self._pods.get(name)
-        if pod is None:  # it was killed before it was there
+        if pod is None:  # it was killed before it was created
             return
         try:
             made = self._api.create(manifest)
@@ -258,19 +258,19 @@ class KubernetesCluster(ClusterBackend):
             if unwanted:
                 self._delete(name, 0)
         except KubernetesError as error:
-            if error.status == 409:  # an answer got lost
+            if error.status == 409:  # an answer was lost
                 return
             if error.hopeless:
                 self._end(name, pod, PodVerdict(Fate.CANNOT_START, str(error)))
                 return
-            pod.held_up = f"{str(error).rstrip('.')}; it is tried again"
+            pod.held_up = f"{str(error).rstrip('.')}; retrying"
             later = threading.Timer(
                 pause, lambda: self._asked.put(lambda: self._create(name, manifest, min(2 * pause, _LONGEST_PAUSE)))
             )
             later.daemon = True
             later.start()
 
-    # ------------------------------------------------------------ what is seen
+    # ------------------------------------------------------------ observations
 
     def _watch(self) -> None:
         follow_pods(self._api, self._selector, self._stopped, self._note_all, self._note, self._say)
@@ -328,13 +328,13 @@ class KubernetesCluster(ClusterBackend):
                 self._exits.append(Exit(*place, 0, words, failed, log, found.fate in TAKEN_AWAY))
         if found.fate in HOPELESS:
             self._delete(name, 0)
-        elif not present and found.fate is not Fate.COMPLETED:  # another has its place, and nobody knew why
-            self._say(f"{_words(place)}, which left: {words}.")
+        elif not present and found.fate is not Fate.COMPLETED:  # another pod has its slot; the reason is unknown
+            self._say(f"{_words(place)}, which had deregistered: {words}.")
 
-    # ------------------------------------------------------------ a job that was submitted
+    # ------------------------------------------------------------ a submitted job
 
     def _find_earlier(self) -> None:
-        """Looks for what another master has left."""
+        """Looks for pods that another master left."""
         for pod in self._api.list("Pod", self._selector)["items"]:
             labels, name = pod["metadata"]["labels"], pod["metadata"]["name"]
             place, number = (labels[ROLE_LABEL], int(labels[INDEX_LABEL])), int(labels[NUMBER_LABEL])
@@ -345,11 +345,11 @@ class KubernetesCluster(ClusterBackend):
 
     @property
     def taken_over(self) -> dict[Place, str]:
-        """By the names of their pods."""
+        """Processes by the names of their pods."""
         return dict(self._places) if self._submitted else {}
 
     def end_taken_over(self) -> None:
-        """Ends them, and waits for it: two servers must not write the same files."""
+        """Ends them and waits, because two servers must not write the same files."""
         with self._lock:
             running = list(self._pods)
             self._pods.clear()
@@ -364,7 +364,7 @@ class KubernetesCluster(ClusterBackend):
 
 
 def _owner_of(pod: Mapping[str, Any]) -> dict[str, Any]:
-    """What a master's pod, and so its processes, belong to: its Job, or itself."""
+    """The owner of a master's processes: its Job, or its pod."""
     metadata = pod["metadata"]
     for owner in metadata.get("ownerReferences", ()):
         if owner.get("controller"):

@@ -1,4 +1,5 @@
-"""What became of a pod, told from its status, its last condition and its events. Pure; pods are as the API's JSON."""
+"""Derives the state of a pod from its status, its last condition and its events. Pure functions; pods are the API's
+JSON."""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-CONTAINER = "elasticcb"  # of every pod of a job
+CONTAINER = "elasticcb"  # name of the container in every pod of a job
 
 
 class Fate(Enum):
-    """Where a pod stands. The second value: what `FATES` of docs/kubernetes.md calls it."""
+    """The state of a pod, and its name in the table of docs/kubernetes.md."""
 
-    WAITING = "waits"  # is on its way, as far as anybody knows
+    WAITING = "waits"  # starting, as far as is known
     UNSCHEDULABLE = "unschedulable"
-    NO_IMAGE = "image not there"  # it may come
+    NO_IMAGE = "image not there"  # it may become available
     WRONG_IMAGE = "image can't be pulled"
     CANNOT_START = "container can't start"
     NO_VOLUME = "volume not there"
@@ -33,28 +34,28 @@ class Fate(Enum):
     DELETED = "deleted"
 
 
-# Nothing runs any more, and nothing will.
+# Nothing runs, and nothing will.
 ENDED = frozenset(
     {
         Fate.COMPLETED, Fate.FAILED, Fate.KILLED, Fate.OOM_KILLED, Fate.EVICTED, Fate.PREEMPTED, Fate.DRAINED,
         Fate.NODE_LOST, Fate.DELETED,
     }
 )  # fmt: skip
-# Others wanted its place: no fault of the process, and no restart is used up.
+# It had to give way to others: not a fault of the process; no restart is used up.
 TAKEN_AWAY = frozenset({Fate.PREEMPTED, Fate.DRAINED, Fate.NODE_LOST, Fate.DELETED})
-# Another pod like it would have the same fate.
+# A new pod would fail in the same way.
 HOPELESS = frozenset({Fate.WRONG_IMAGE, Fate.CANNOT_START})
-# It does not run yet, and somebody should know why.
+# It does not run yet, and the user should know why.
 HELD_UP = frozenset({Fate.UNSCHEDULABLE, Fate.NO_IMAGE, Fate.NO_VOLUME, Fate.CRASH_LOOPING}) | HOPELESS
 
-# Of the condition DisruptionTarget, which Kubernetes knows since 1.26, and of a pod's `status.reason`.
+# Reasons of the condition DisruptionTarget (since Kubernetes 1.26) and of a pod's `status.reason`.
 _TAKEN = {
-    "PreemptionByScheduler": (Fate.PREEMPTED, "it was preempted: a pod of higher priority has its place"),
-    "Preempting": (Fate.PREEMPTED, "it was preempted: its node needed the room for a critical pod"),
-    "EvictionByEvictionAPI": (Fate.DRAINED, "it was evicted, as from a node that is drained"),
-    "DeletionByTaintManager": (Fate.DRAINED, "its node was tainted, and it does not tolerate that"),
+    "PreemptionByScheduler": (Fate.PREEMPTED, "it was preempted by a pod of higher priority"),
+    "Preempting": (Fate.PREEMPTED, "it was preempted: its node needed resources for a critical pod"),
+    "EvictionByEvictionAPI": (Fate.DRAINED, "it was evicted, for example because its node is being drained"),
+    "DeletionByTaintManager": (Fate.DRAINED, "its node has a taint that it does not tolerate"),
     "DeletionByPodGC": (Fate.NODE_LOST, "its node is gone"),
-    "NodeLost": (Fate.NODE_LOST, "its node is not heard of"),
+    "NodeLost": (Fate.NODE_LOST, "its node does not respond"),
     "NodeShutdown": (Fate.NODE_LOST, "its node was shut down"),
     "Shutdown": (Fate.NODE_LOST, "its node was shut down"),
     "Terminated": (Fate.NODE_LOST, "its node was shut down"),
@@ -70,26 +71,26 @@ _OUT_OF = ("OutOf", "UnexpectedAdmissionError", "NodeAffinity", "TopologyAffinit
 
 @dataclass(frozen=True)
 class PodVerdict:
-    """What became of a pod, and why: `words` go on after "Worker 1: "."""
+    """The state of a pod and the reason; `words` continue "Worker 1: "."""
 
     fate: Fate
     words: str
 
 
 def verdict(pod: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = (), gone: bool = False) -> PodVerdict:
-    """What became of a pod.
+    """The state of a pod.
 
     Args:
-        pod: as it was seen last.
-        events: of this pod, as far as they are known.
-        gone: the API has it no more.
+        pod: its last observed state.
+        events: known events of this pod.
+        gone: it no longer exists in the API.
     """
     status = pod.get("status", {})
     state = _container(status).get("state", {})
     terminated, waiting = state.get("terminated"), state.get("waiting") or {}
     if terminated is not None and terminated.get("reason") == "OOMKilled":
         limit = _limits(pod).get("memory")
-        of = f", of which it may have {limit}" if limit else ""
+        of = f", limit {limit}" if limit else ""
         return PodVerdict(Fate.OOM_KILLED, f"it ran out of memory{of} (OOMKilled)")
     leaves = gone or "deletionTimestamp" in pod.get("metadata", {})
     ended = gone or terminated is not None or status.get("phase") in ("Failed", "Succeeded")
@@ -111,7 +112,7 @@ def _taken(status: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> Po
             known = _TAKEN.get(condition.get("reason", ""))
             if known is not None:
                 return _with(known, condition.get("message"))
-            return PodVerdict(Fate.EVICTED, _one_line(condition.get("message") or "its node ended it"))
+            return PodVerdict(Fate.EVICTED, _one_line(condition.get("message") or "its node terminated it"))
     known = _TAKEN.get(status.get("reason") or "")
     if known is not None:
         return _with(known, status.get("message"))
@@ -148,24 +149,32 @@ def _held_up(
     reason, message = waiting.get("reason", ""), waiting.get("message") or ""
     image = next(iter(_containers(pod)), {}).get("image", "")
     if reason in _NEVER_PULLED:
-        why = "is not on its node, and may not be pulled" if reason == "ErrImageNeverPull" else "is no image's name"
+        why = (
+            ("is not on its node, and the pull policy forbids pulling it")
+            if reason == "ErrImageNeverPull"
+            else "is not a valid image name"
+        )
         return PodVerdict(Fate.WRONG_IMAGE, f"the image {image} {why}")
     if reason in _PULLED_LATER:
         refused = any(word in message.lower() for word in _PULL_REFUSED)
         fate = Fate.WRONG_IMAGE if refused else Fate.NO_IMAGE
         return _with((fate, f"the image {image} can't be pulled"), message or _last(events, "Failed"))
     if reason in _NO_START:
-        return _with((Fate.CANNOT_START, "its container can't be made"), message)
+        return _with((Fate.CANNOT_START, "its container can't be created"), message)
     if reason == "CrashLoopBackOff":
-        return _with((Fate.CRASH_LOOPING, "it ends again and again as soon as it is started"), message)
+        return _with((Fate.CRASH_LOOPING, "it keeps ending immediately after its start"), message)
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            words = "it waits for room" if "nsufficient" in (condition.get("message") or "") else "no node takes it"
+            words = (
+                ("it waits for resources")
+                if "nsufficient" in (condition.get("message") or "")
+                else "no node accepts it"
+            )
             return _with((Fate.UNSCHEDULABLE, words), condition.get("message"))
     unmounted = _last(events, "FailedMount") or _last(events, "FailedAttachVolume")
     if unmounted:
         return _with((Fate.NO_VOLUME, "a volume can't be mounted"), unmounted)
-    return PodVerdict(Fate.WAITING, "it is on its way")
+    return PodVerdict(Fate.WAITING, "it is starting")
 
 
 def _last(events: Iterable[Mapping[str, Any]], reason: str) -> str:

@@ -1,4 +1,4 @@
-"""What the flags of Kubernetes say in short, as parts of manifests. Pure; it knows no API."""
+"""Parses the flags of Kubernetes into parts of manifests. Pure functions without access to the API."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _VOLUME_KEYS = {"host_path", "claim_name", "mount_path", "sub_path", "read_only"
 _SCALES = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15} | {
     f"{letter}i": 1024.0 ** (power + 1) for power, letter in enumerate("KMGTP")
 }
-LONGEST_NAME = 40  # of a job; its pods' names are longer, and Kubernetes takes 63 characters
+LONGEST_NAME = 40  # of a job; its pods' names are longer, and Kubernetes allows 63 characters
 
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume that all pods of a job have, at one path.
+    """A volume that all pods of a job mount at the same path.
 
     Attributes:
-        source: as in a pod's `volumes`.
+        source: its source, as in a pod's `volumes`.
         mount_path: absolute.
     """
 
@@ -38,13 +38,14 @@ class Volume:
 
 @dataclass(frozen=True)
 class Priority:
-    """The PriorityClass of pods: `name`, or of a `share` of them "high" and of the others "low"."""
+    """The PriorityClass of pods: `name`; or "high" for a `share` of them and "low" for the others."""
 
     name: str = ""
     share: float | None = None
 
     def of(self, index: int) -> str:
-        """The class of the pod in a place; "": the cluster's default. Those of one class are spread evenly."""
+        """The class of the pod with an index; "": the cluster's default. Pods of a class are spread evenly over the
+        indices."""
         if self.share is None:
             return self.name
         return "high" if math.ceil((index + 1) * self.share) > math.ceil(index * self.share) else "low"
@@ -56,18 +57,18 @@ def parse_resources(text: str) -> dict[str, str]:
     for name, value in _pairs(text, "cpu=500m,memory=2Gi"):
         key = _RESOURCES.get(name, name if "/" in name else "")
         if not key:
-            raise UsageError(f"there is no resource {name!r}. Expected {', '.join(_RESOURCES)}, or DOMAIN/NAME.")
+            raise UsageError(f"unknown resource {name!r}. Expected {', '.join(_RESOURCES)}, or DOMAIN/NAME.")
         if not _QUANTITY.fullmatch(value) or not amount(value):
-            raise UsageError(f"{value!r} is no amount of {name}. Expected one such as 2, 500m or 4Gi.")
+            raise UsageError(f"{value!r} is not an amount of {name}. Expected an amount such as 2, 500m or 4Gi.")
         found[key] = value
     return found
 
 
 def amount(quantity: str) -> float:
-    """A quantity of Kubernetes as a number: "500m" is 0.5, "1Ki" 1024."""
+    """Converts a Kubernetes quantity to a number: "500m" is 0.5, "1Ki" 1024."""
     match = _QUANTITY.fullmatch(quantity)
     if match is None:
-        raise UsageError(f"{quantity!r} is no quantity.")
+        raise UsageError(f"{quantity!r} is not a quantity.")
     return float(match[1]) * _SCALES[match[2] or ""]
 
 
@@ -79,19 +80,19 @@ def parse_volumes(text: str) -> list[Volume]:
         values = dict(_pairs(part, example))
         unknown = sorted(values.keys() - _VOLUME_KEYS)
         if unknown:
-            raise UsageError(
-                f"{unknown[0]!r} is nothing that a volume has. Expected {', '.join(sorted(_VOLUME_KEYS))}."
-            )
+            raise UsageError(f"{unknown[0]!r} is not a key of a volume. Expected {', '.join(sorted(_VOLUME_KEYS))}.")
         if ("host_path" in values) == ("claim_name" in values):
             count = "both" if "host_path" in values else "none"
-            raise UsageError(f"{part!r} has {count} of host_path and claim_name. Expected one, as in {example}.")
+            raise UsageError(
+                f"{part!r} has {count} of host_path and claim_name. Expected exactly one, as in {example}."
+            )
         for key in ("host_path", "mount_path"):
             if key in values and not values[key].startswith("/"):
-                raise UsageError(f"{key}={values[key]} is not absolute. Expected a path that begins with /.")
+                raise UsageError(f"{key}={values[key]} is not an absolute path. Expected a path that starts with /.")
         if "mount_path" not in values:
-            raise UsageError(f"{part!r} lacks mount_path, where the pods have it. Expected {example}.")
+            raise UsageError(f"{part!r} lacks mount_path, the path in the pods. Expected {example}.")
         if values.get("read_only", "false") not in ("true", "false"):
-            raise UsageError(f"read_only={values['read_only']} can't be. Expected true or false.")
+            raise UsageError(f"read_only={values['read_only']} is invalid. Expected true or false.")
         read_only = values.get("read_only") == "true"
         if "host_path" in values:
             source: dict[str, Any] = {"hostPath": {"path": values["host_path"]}}
@@ -100,7 +101,7 @@ def parse_volumes(text: str) -> list[Volume]:
             source = {"persistentVolumeClaim": claim | ({"readOnly": True} if read_only else {})}
         mount_path = values["mount_path"].rstrip("/") or "/"
         if any(volume.mount_path == mount_path for volume in volumes):
-            raise UsageError(f"mount_path={mount_path} is given twice. Give each volume a path of its own.")
+            raise UsageError(f"mount_path={mount_path} is given twice. Give each volume its own path.")
         volumes.append(Volume(source, mount_path, values.get("sub_path", ""), read_only))
     return volumes
 
@@ -110,7 +111,9 @@ def parse_envs(text: str) -> dict[str, str]:
     found = dict(_pairs(text, "TZ=UTC,OMP_NUM_THREADS=2", empty=True))
     for name in found:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UsageError(f"{name!r} can't name an environment variable. Expected letters, digits and underscores.")
+            raise UsageError(
+                f"{name!r} is not a valid name of an environment variable. Expected letters, digits and underscores."
+            )
     return found
 
 
@@ -120,7 +123,8 @@ def parse_secrets(text: str) -> list[str]:
     for name in names:
         if not re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", name):
             raise UsageError(
-                f"{name!r} can't name a Secret. Expected small letters, digits, hyphens and dots, as in s3-login."
+                f"{name!r} is not a valid name of a Secret. Expected lowercase letters, digits, hyphens and dots, as "
+                "in s3-login."
             )
     return names
 
@@ -138,7 +142,7 @@ def parse_tolerations(text: str) -> list[dict[str, str]]:
         key, equals, value = taint.partition("=")
         if not key or (colon and effect not in _EFFECTS):
             raise UsageError(
-                f"{part!r} is no toleration. Expected KEY=VALUE:EFFECT, KEY:EFFECT or KEY, with an effect of "
+                f"{part!r} is not a toleration. Expected KEY=VALUE:EFFECT, KEY:EFFECT or KEY, with an effect of "
                 f"{', '.join(_EFFECTS)}."
             )
         toleration = {"key": key, "operator": "Equal" if equals else "Exists"}
@@ -157,34 +161,34 @@ def parse_priority(text: str) -> Priority:
         number = -1.0
     if name != "high" or not 0 <= number <= 1:
         raise UsageError(
-            f"{text!r} is no priority. Expected the name of a PriorityClass; or high=SHARE with a share from 0 to 1, "
-            "for pods of the classes high and low."
+            f"{text!r} is not a priority. Expected the name of a PriorityClass; or high=SHARE with a share from 0 to "
+            "1, for pods of the classes high and low."
         )
     return Priority(share=number)
 
 
 def parse_name(text: str) -> str:
-    """The name of an object of Kubernetes, or several such with dots between them."""
+    """The name of a Kubernetes object, or several such names separated by dots."""
     if len(text) > 253 or not all(len(part) <= 63 and _NAME.fullmatch(part) for part in text.split(".")):
         raise UsageError(
-            f"{text!r} can't name an object of Kubernetes. Expected small letters, digits and dashes, beginning and "
-            "ending with a letter or a digit."
+            f"{text!r} is not a valid name of a Kubernetes object. Expected lowercase letters, digits and dashes, "
+            "starting and ending with a letter or a digit."
         )
     return text
 
 
 def job_name(text: str) -> str:
-    """That of a job, which its pods' names begin with."""
+    """The name of a job, which is the prefix of its pods' names."""
     if len(text) > LONGEST_NAME or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", text):
         raise UsageError(
-            f"{text!r} can't name a job on Kubernetes. Expected at most {LONGEST_NAME} small letters, digits and "
-            "dashes, beginning with a letter and ending with a letter or a digit."
+            f"{text!r} is not a valid name of a job on Kubernetes. Expected at most {LONGEST_NAME} lowercase letters, "
+            "digits and dashes, starting with a letter and ending with a letter or a digit."
         )
     return text
 
 
 def safe_name(text: str, longest: int = LONGEST_NAME) -> str:
-    """The name of a job that is nearest to any text."""
+    """The valid job name that is closest to a text."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not name[:1].isalpha():
         name = f"job-{name}"
@@ -198,13 +202,13 @@ def _pairs(text: str, example: str, empty: bool = False) -> Iterator[tuple[str, 
         if not equals or not name or not (value or empty):
             raise UsageError(f"{part!r} is not of the form NAME=VALUE. Expected a list such as {example}.")
         if name in seen:
-            raise UsageError(f"{name!r} is given twice. Leave one of them out.")
+            raise UsageError(f"{name!r} is given twice. Remove one of the two.")
         seen.add(name)
         yield name, value
 
 
 _ROLES = ("master", "worker", "ps")
-# By flag; each raises `UsageError` for a text that it can't be.
+# Parsers by flag; each raises `UsageError` for an invalid text.
 PARSERS: dict[str, Callable[[str], Any]] = {
     "namespace": parse_name,
     "service_account": parse_name,

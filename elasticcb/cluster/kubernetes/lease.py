@@ -1,7 +1,7 @@
-"""The right to act as the master of a job on Kubernetes: a Lease. One pod at a time holds it,
-and renews it beside its work.
+"""The right to act as the master of a job on Kubernetes: a Lease. One pod at a time holds it, and renews it in the
+background.
 
-The leader election of the official client keeps its record in a ConfigMap, and goes by the clocks of both machines.
+The leader election of the official client uses a ConfigMap and depends on the clocks of both machines.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from elasticcb.errors import GO_ON, describe
 logger = logging.getLogger(__name__)
 
 _RENEW_SECONDS = 5.0
-_GIVE_UP_SECONDS = 45.0  # without having renewed it, after which its holder acts no more
+_GIVE_UP_SECONDS = 45.0  # seconds without renewal after which its holder must stop acting
 _LOOK_SECONDS = 1.0
 _JOIN_SECONDS = 10.0
-_SAY_SECONDS = 1.0  # at most, before this process ends
+_SAY_SECONDS = 1.0  # at most, before this process exits
 
 
 class LeaseAPI(Protocol):
@@ -35,23 +35,22 @@ class LeaseAPI(Protocol):
 
 
 class MasterLease:
-    """A job's Lease, as one of its masters sees it.
+    """A job's Lease, from the point of view of one of its masters.
 
     Args:
-        name: of the job.
-        holder: the pod that this process runs in. Its container before this one has ended.
-        clock: gives seconds.
+        name: name of the job.
+        holder: the pod of this process. Its previous container has ended.
+        clock: returns seconds.
     """
 
     def __init__(self, api: LeaseAPI, name: str, holder: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.holder = holder
         self._api, self._name, self._clock = api, name, clock
-        self._version = ""  # that was seen last
-        self._seen = self._renewed = 0.0  # when that was; when it was last known to be held
+        self._version = ""  # last record seen
+        self._seen = self._renewed = 0.0  # when it was seen; when it was last known to be held
 
     def take_if_free(self) -> str:
-        """Takes it if nobody holds it, or its holder has ended or has not renewed it for so long as it lasts; the
-        holder, who has it still or anew."""
+        """Takes the Lease if nobody holds it, its holder has ended, or it has expired; returns the holder."""
         asked = self._clock()
         found = self._api.read("Lease", self._name)
         if found["metadata"]["resourceVersion"] != self._version:
@@ -69,14 +68,14 @@ class MasterLease:
         except KubernetesError as error:
             if error.status != 409:
                 raise
-            return str(holder)  # another was quicker
+            return str(holder)  # another process was faster
         self._renewed = asked
         return self.holder
 
     def renew(self) -> bool:
-        """Whether it is held still; false for ever once another has it, or it could not be renewed in time.
+        """Whether the Lease is still held; False forever once another pod holds it, or it could not be renewed in time.
 
-        Raises `KubernetesError` when that can't be told now.
+        Raises `KubernetesError` if that can't be determined now.
         """
         asked = self._clock()
         if self.is_late:
@@ -84,37 +83,37 @@ class MasterLease:
         try:
             self._write({"renewTime": _now()})
         except KubernetesError as error:
-            if error.status != 409:  # nobody else can take one that was deleted, with its job, before it is late
+            if error.status != 409:  # nobody else can take a Lease that was deleted with its job before it expires
                 raise
             found = self._api.read("Lease", self._name)
             if found.get("spec", {}).get("holderIdentity") != self.holder:
                 return False
-            self._version = found["metadata"]["resourceVersion"]  # somebody has changed something else of it
+            self._version = found["metadata"]["resourceVersion"]  # someone changed another field of it
             self._write({"renewTime": _now()})
         self._renewed = asked
         return True
 
     @property
     def is_late(self) -> bool:
-        """Whether it was not renewed in time."""
+        """Whether the Lease was not renewed in time."""
         return self._clock() - self._renewed > _GIVE_UP_SECONDS
 
     def release(self) -> None:
-        """Lets others have it at once."""
+        """Releases the Lease so that others can take it at once."""
         try:
             if self.renew():
                 self._write({"holderIdentity": ""})
         except KubernetesError as error:
-            logger.info("The Lease %s is not given up: %s", self._name, error)
+            logger.info("The Lease %s could not be released: %s", self._name, error)
 
     def _write(self, spec: dict[str, Any]) -> None:
-        """Only if nobody has written since: otherwise raises `KubernetesError` with status 409."""
+        """Writes it only if nobody has written since; otherwise raises `KubernetesError` with status 409."""
         patch = {"metadata": {"resourceVersion": self._version}, "spec": spec}
         self._version = self._api.patch("Lease", self._name, patch)["metadata"]["resourceVersion"]
 
     def _has_ended(self, pod: str) -> bool:
-        """Whether its node has told that its containers ended. One that is deleted may still run on a node that is
-        cut off."""
+        """Whether its node has reported that its containers ended. A deleted pod may still run on a disconnected
+        node."""
         try:
             status = self._api.read("Pod", pod)["status"]
         except KubernetesError as error:
@@ -127,10 +126,10 @@ class MasterLease:
 
 @contextlib.contextmanager
 def held(lease: MasterLease, say: Callable[[str], None], end: Callable[[int], object] = os._exit) -> Iterator[None]:
-    """Within it, no other master of the job acts.
+    """While it is active, no other master of the job acts.
 
-    When another one has the Lease, or it can't be renewed in time, this process ends at once, as if it were killed: its
-    files and processes are another master's.
+    If another pod takes the Lease, or it can't be renewed in time, this process exits at once, as if killed: its files
+    and processes then belong to another master.
 
     Args:
         say: shows a line to the user.
@@ -139,7 +138,7 @@ def held(lease: MasterLease, say: Callable[[str], None], end: Callable[[int], ob
     told = ""
     while (holder := lease.take_if_free()) != lease.holder:
         if holder != told:
-            say(f"The master in the pod {holder} may still act; this one waits for its end.")
+            say(f"The master in the pod {holder} may still act; waiting for its end.")
             told = holder
         time.sleep(_LOOK_SECONDS)
     over = threading.Event()
@@ -147,11 +146,11 @@ def held(lease: MasterLease, say: Callable[[str], None], end: Callable[[int], ob
     def lose() -> None:
         if not over.is_set():
             over.set()
-            at_latest = threading.Timer(_SAY_SECONDS, end, [GO_ON])  # nobody may read what it says
+            at_latest = threading.Timer(_SAY_SECONDS, end, [GO_ON])  # its output may not be readable
             at_latest.daemon = True
             at_latest.start()
             try:
-                say("This master has lost its Lease, so that another one may act. The next pod goes on with the job.")
+                say("This master has lost its Lease, so another one may act. The next pod continues the job.")
             finally:
                 at_latest.cancel()
                 end(GO_ON)
@@ -172,12 +171,12 @@ def _renew(lease: MasterLease, over: threading.Event, lose: Callable[[], None]) 
         try:
             if not lease.renew():
                 lose()
-        except Exception as error:  # also an answer of something that is not the API server
-            logger.warning("The Lease of this master can't be renewed, which is tried again: %s", describe(error))
+        except Exception as error:  # including an answer from a server that is not the API server
+            logger.warning("The Lease of this master can't be renewed; retrying: %s", describe(error))
 
 
 def _watch(lease: MasterLease, over: threading.Event, lose: Callable[[], None]) -> None:
-    """Beside `_renew`, which may itself wait for an answer."""
+    """Runs in a separate thread from `_renew`, which may wait for an answer."""
     while not over.wait(_LOOK_SECONDS):
         if lease.is_late:
             lose()

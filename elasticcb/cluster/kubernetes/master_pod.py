@@ -1,4 +1,4 @@
-"""The master of a job that was submitted to Kubernetes, in its pod."""
+"""Runs the master of a submitted job in its pod on Kubernetes."""
 
 from __future__ import annotations
 
@@ -27,31 +27,34 @@ from elasticcb.settings import JOURNAL_FILE, JobSettings
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderInUseError
 
-_MARK = "kubernetes.json"  # in the job's folder: whose it is
+_MARK = "kubernetes.json"  # in the job's folder: identifies its owner
 
 
 def runs_in_pod() -> bool:
-    """Whether this process is the master's of a job that was submitted."""
+    """Whether this process is the master of a submitted job."""
     return POD_NAME in os.environ
 
 
 def check_rights(api: KubernetesAPI, rights: Sequence[Right]) -> None:
-    """Raises `UsageError` when this process may not do what a master must."""
+    """Raises `UsageError` if this process lacks the permissions of a master."""
     missing = api.missing_rights(rights)
     if missing:
         wanted = ", ".join(f"{right.verb} {right.resource}" for right in missing)
         raise UsageError(
-            f"{api.who.capitalize()} may not do what a master must, in the namespace {api.namespace}: {wanted}. Bind "
-            "the role of deploy/kubernetes to it, and name it by --service_account."
+            f"{api.who.capitalize()} lacks permissions of a master in the namespace {api.namespace}: {wanted}. Bind "
+            "the role in deploy/kubernetes to it, and pass it with --service_account."
         )
 
 
 def service_address(api: KubernetesAPI, job: str, say: Callable[[str], None]) -> str:
-    """The address at which pods reach a submitted job's master, whichever pod it runs in; "" if there is no service."""
+    """The address of a submitted job's master that does not depend on its pod; "" if there is no Service."""
     try:
         service = api.read("Service", job)
     except KubernetesError as error:
-        say(f"{error} Workers and servers are told the address of this pod, which the next one won't have.")
+        say(
+            f"{error} Workers and servers use the address of this pod instead, which will change if the pod is "
+            "replaced."
+        )
         return ""
     address = service["spec"].get("clusterIP", "")
     host = f"[{address}]" if ":" in address else address
@@ -59,24 +62,24 @@ def service_address(api: KubernetesAPI, job: str, say: Callable[[str], None]) ->
 
 
 def keep_in_pod(settings: JobSettings, run: Callable[[bool, float], None]) -> None:
-    """Runs a job to its end, or until its pod is to end, and the next one goes on.
+    """Runs a job until it ends, or until its pod must end and the next one continues.
 
     Args:
-        run: runs it; it is told whether it goes on with what an earlier master has begun, and when this pod was
-            made, which is when that one was lost: seconds of `time.monotonic`.
+        run: runs the job. Its arguments are whether it continues an earlier master's job, and the time
+            (`time.monotonic`) when this pod was created, which is when that master was lost.
 
-    Raises `ElasticCBError` when the job failed.
+    Raises `ElasticCBError` if the job fails.
     """
     try:
         _keep(settings, run)
     except JobDoneError:
-        say("It was done when its master was lost.")
-    except KeyboardInterrupt:  # SIGTERM, before there was anything to put down
+        say("The job was done when its master was lost.")
+    except KeyboardInterrupt:  # SIGTERM, before there was anything to save
         sys.exit(GO_ON)
     except (JobInterrupted, LostServerError, ReplacedError, KubernetesError) as error:
         if isinstance(error, KubernetesError) and error.hopeless:
             raise
-        what = str(error).splitlines()[0].partition(" To go on:")[0]
+        what = str(error).splitlines()[0].partition(" To continue it:")[0]
         say(f"{what} The master's next pod continues the job.")
         sys.exit(GO_ON)
 
@@ -100,11 +103,11 @@ def _run(settings: JobSettings, run: Callable[[bool, float], None], own: Mapping
     except FolderInUseError as error:
         if not resumed:
             raise
-        raise JobInterrupted(str(error)) from None  # the master before is cut off, and has not ended
+        raise JobInterrupted(str(error)) from None  # the previous master is disconnected, and has not ended
 
 
 def _check_not_failed(api: KubernetesAPI, job: str, own: str) -> None:
-    """Kubernetes before 1.26 starts another master for a job that has failed by itself."""
+    """Kubernetes before 1.26 starts another master after a job has failed."""
     for pod in api.list("Pod", f"{JOB_LABEL}={job},{ROLE_LABEL}=master")["items"]:
         for status in pod["status"].get("containerStatuses") or ():
             ended = status.get("state", {}).get("terminated") or {}
@@ -113,14 +116,17 @@ def _check_not_failed(api: KubernetesAPI, job: str, own: str) -> None:
 
 
 def _is_ours(folder: Path, uid: str, before: str) -> bool:
-    """Whether a master of the same Job, or of the one before it, has written the journal in a folder; marks it."""
+    """Whether a master of the same Job, or of the Job it replaces, wrote the journal in a folder; marks the folder."""
     mark = folder / _MARK
     try:
         same = durable.read_document(mark)["job"] in (uid, before or uid)
     except FileNotFoundError:
         same = False
-    except (OSError, ValueError, LookupError) as error:  # to begin anew would delete what may be this job's
-        raise JobFailedError(f"Whose folder {folder} is can't be read: {error}. Remove {mark} to begin anew.") from None
+    # starting from scratch would delete files that may belong to this job
+    except (OSError, ValueError, LookupError) as error:
+        raise JobFailedError(
+            f"The owner of the folder {folder} can't be read: {error}. Remove {mark} to start from scratch."
+        ) from None
     durable.write_document(mark, {"job": uid})
     return same and (folder / JOURNAL_FILE).exists()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 
 def patched(manifest: Any, patch: Any) -> Any:
-    """A manifest with a patch: mappings are merged, null removes, lists of things with names are merged by these, and
-    everything else is replaced."""
+    """Applies a patch to a manifest: mappings are merged, null removes a key, lists of named items are merged by name,
+    and everything else is replaced."""
     if isinstance(manifest, Mapping) and isinstance(patch, Mapping):
         merged = dict(manifest)
         for key, value in patch.items():

@@ -1,7 +1,7 @@
-"""The manifests of a job's objects on Kubernetes: pods, the Job of its master, its Service and its Secret. Pure.
+"""Manifests of a job's objects on Kubernetes: pods, the Job of its master, its Service and its Secret. Pure functions.
 
-Every pod runs the `elasticcb` command in one container, as a user without rights, with a root file system that can't
-be written to: what Kubernetes calls the restricted Pod Security Standard.
+Every pod runs the `elasticcb` command in one container, as an unprivileged user with a read-only root file system: the
+restricted Pod Security Standard of Kubernetes.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from elasticcb.process.host import POD_NAME
 from elasticcb.rpc.services import LIVE_PATH, PS_SERVICE, READY_PATH
 from elasticcb.settings import KubernetesSettings
 
-PORT, METRICS_PORT, HEALTH_PORT = 50051, 9464, 9465  # in a pod of its own; metrics are of the master
+PORT, METRICS_PORT, HEALTH_PORT = 50051, 9464, 9465  # in its own pod; metrics are those of the master
 POD_IP = "ELASTICCB_POD_IP"  # environment variable
 JOB_LABEL, ROLE_LABEL, INDEX_LABEL, NUMBER_LABEL = (f"elasticcb/{name}" for name in ("job", "role", "index", "number"))
-RESUMES = "elasticcb/resumes"  # annotation of a master: the uid of the Job whose work it goes on with
-FILES = "/etc/elasticcb"  # in pods: what the job's Secret holds, such as its certificates, and these:
+RESUMES = "elasticcb/resumes"  # annotation of a master: the uid of the Job whose work it continues
+FILES = "/etc/elasticcb"  # in pods: files of the job's Secret, such as certificates, and these:
 CONFIG, SPEC = "job.yaml", "cluster_spec.yaml"  # the job, and the patch of its pods
 JOB_DIR_FLAG = "--job_dir="  # of a master
 TOKEN_KEY = "token"  # in the job's Secret
 _VARIABLE_KEY = "env."  # before the name of a variable, likewise
-FAILED_CODES = (1, 2)  # exit codes of a master that another would not do better than
+FAILED_CODES = (1, 2)  # exit codes of a master after which a retry is useless
 GO_ON_CODE = 75
-LEASE_SECONDS = 60  # after which another master may act, though the one that holds the Lease did not give it up
+LEASE_SECONDS = 60  # after which another master may act even if the holder has not released the Lease
 _USER = 1000
-_START_SECONDS = 600  # for a master to listen, on the busiest node
-_DEAF_SECONDS = 180  # after which a master that answers nothing is killed
+_START_SECONDS = 600  # for a master to start listening, even on a busy node
+_DEAF_SECONDS = 180  # after which a master that does not answer is killed
 _PROBE_SECONDS = 10
-_GRACE_SECONDS = 60  # to put down one's work
+_GRACE_SECONDS = 60  # to save the state
 _MOST_MASTERS = 10
 _COMMAND = ["elasticcb"]
 _LONGEST_EVENT = 1024  # characters
-_REASONS = (  # what a line holds, and the reason and type of its event
+_REASONS = (  # text in a line, and the reason and type of its event
     (" was lost: ", "ProcessLost", "Warning"),
     (" leaves: ", "ProcessLost", "Warning"),
     ("Not started yet: ", "ProcessesWait", "Warning"),
@@ -60,15 +60,15 @@ _REASONS = (  # what a line holds, and the reason and type of its event
 
 @dataclass(frozen=True)
 class PodPlan:
-    """What all pods of a job have in common.
+    """The common properties of all pods of a job.
 
     Args:
         job: its name.
-        settings: from the user's flags, checked.
-        environment: variables of every process.
+        settings: checked settings from the user's flags.
+        environment: environment variables of every process.
         token_variable: the environment variable for the job's token.
-        owner: an `ownerReferences` entry, with whose end a pod is removed.
-        grpc_probes: the cluster makes gRPC health checks, as Kubernetes does from 1.24 on.
+        owner: an `ownerReferences` entry; a pod is removed with its owner.
+        grpc_probes: the cluster supports gRPC probes (Kubernetes 1.24 or later).
     """
 
     job: str
@@ -87,12 +87,12 @@ class PodPlan:
         }
 
     def pod(self, role: str, index: int, number: int, arguments: Sequence[str], ooms: int = 0) -> dict[str, Any]:
-        """A worker's or a parameter server's pod.
+        """The pod of a worker or a parameter server.
 
         Args:
-            number: how many there were before it in its place.
-            arguments: of the `elasticcb` command.
-            ooms: how many of those ran out of memory.
+            number: number of earlier pods in its slot.
+            arguments: arguments of the `elasticcb` command.
+            ooms: how many of the earlier pods ran out of memory.
         """
         manifest = self._template(role, index, arguments, ooms, probes=self._server_probes() if role == "ps" else {})
         metadata = manifest["metadata"]
@@ -117,7 +117,7 @@ class PodPlan:
         """The Job that keeps the master's pod.
 
         Args:
-            metrics_port, health_port: those of the master.
+            metrics_port, health_port: ports of the master.
         """
         template = self._template("master", 0, arguments, 0, _master_probes(metrics_port, health_port))
         scraped = {"scrape": "true", "port": str(metrics_port), "path": "/metrics"}
@@ -133,7 +133,7 @@ class PodPlan:
         }
         spec |= {name: seconds for name, seconds in limits.items() if seconds}
         template["spec"]["restartPolicy"] = policy
-        if policy == "Never":  # what Kubernetes asks for; older releases than 1.26 leave it out
+        if policy == "Never":  # required by Kubernetes; releases before 1.26 drop it
             spec["podFailurePolicy"] = {
                 "rules": [
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -144,7 +144,7 @@ class PodPlan:
         return {"apiVersion": "batch/v1", "kind": "Job", "metadata": self._metadata("master"), "spec": spec}
 
     def service(self) -> dict[str, Any]:
-        """A stable address of the master, whichever pod it runs in."""
+        """A stable address of the master, independent of its pod."""
         return {
             "apiVersion": "v1",
             "kind": "Service",
@@ -157,7 +157,7 @@ class PodPlan:
         }
 
     def server_names(self) -> dict[str, Any]:
-        """Gives each server the name JOB-ps-N.JOB-ps.NAMESPACE.svc, whichever pod is in its place."""
+        """Gives each server the name JOB-ps-N.JOB-ps.NAMESPACE.svc, independent of its pod."""
         return {
             "apiVersion": "v1",
             "kind": "Service",
@@ -186,15 +186,15 @@ class PodPlan:
         }
 
     def lease(self) -> dict[str, Any]:
-        """What the job's master must hold; nobody has it yet."""
+        """The Lease that the job's master must hold; not held yet."""
         return lease_with(self._metadata("master"))
 
     def event(self, text: str, name: str, now: str) -> dict[str, Any]:
-        """What befell the job, for those who look at what its pods belong to.
+        """An event of the owner of the job's pods.
 
         Args:
-            name: that no other event of the job has.
-            now: in UTC, by ISO 8601.
+            name: unique name among the job's events.
+            now: UTC time in ISO 8601.
         """
         reason, kind = next((found for sign, *found in _REASONS if sign in text), ("Told", "Normal"))
         return {
@@ -228,7 +228,7 @@ class PodPlan:
         spec: dict[str, Any] = {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": _GRACE_SECONDS,
-            "automountServiceAccountToken": role == "master",  # the others have nothing to ask for
+            "automountServiceAccountToken": role == "master",  # other pods need no API access
             "securityContext": {
                 "runAsNonRoot": True,
                 "runAsUser": _USER,
@@ -276,7 +276,7 @@ class PodPlan:
         return container
 
     def _volumes(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """A pod's volumes, and where its container has them."""
+        """A pod's volumes, and their mounts in its container."""
         volumes: list[dict[str, Any]] = [
             {"name": "tmp", "emptyDir": {}},
             {"name": "files", "secret": {"secretName": self.job}},
@@ -292,13 +292,13 @@ class PodPlan:
 
     @property
     def shares_network(self) -> bool:
-        """Whether servers have the network of their node, where others may hold their ports."""
+        """Whether servers use the network of their node, where other processes may hold their ports."""
         spec = patched(*(self.settings.cluster_spec.get(part) or {} for part in ("all", "ps"))).get("spec") or {}
         return bool(spec.get("hostNetwork"))
 
     def _server_probes(self) -> dict[str, Any]:
-        """The master sees by itself whether a server lives; what Kubernetes learns is whether it holds its part of the
-        model, which disruption budgets count by."""
+        """The master itself detects dead servers; Kubernetes only learns whether a server holds its shard, which
+        disruption budgets count."""
         if self.shares_network:
             return {}
         probes: dict[str, Any] = {"ports": [_port("grpc", PORT), _port("health", HEALTH_PORT)]}
@@ -324,7 +324,7 @@ class PodPlan:
 
 
 def lease_with(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What the master of a job must hold; nobody has it yet."""
+    """The name of the Lease that the master of a job must hold."""
     return {
         "apiVersion": "coordination.k8s.io/v1",
         "kind": "Lease",
@@ -339,7 +339,7 @@ def names_of_servers(job: str) -> str:
 
 
 def _master_probes(metrics_port: int, health_port: int) -> dict[str, Any]:
-    """By HTTP, which every release of Kubernetes does. Nobody else would miss a master that hangs."""
+    """An HTTP probe, which every Kubernetes release supports. Nothing else would detect a hanging master."""
 
     def probe(path: str, seconds: int) -> dict[str, Any]:
         every = {"periodSeconds": _PROBE_SECONDS, "timeoutSeconds": _PROBE_SECONDS}
@@ -368,4 +368,4 @@ def _mount(name: str, volume: Volume) -> dict[str, Any]:
 
 def _on_exit_codes(action: str, codes: Sequence[int]) -> dict[str, Any]:
     on_exit_codes = {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
-    return {"action": action, "onExitCodes": on_exit_codes, "onPodConditions": []}  # 1.26 wants both
+    return {"action": action, "onExitCodes": on_exit_codes, "onPodConditions": []}  # 1.26 requires both

@@ -1,4 +1,4 @@
-"""Follows the pods of a job: their list, then each change of it."""
+"""Follows the pods of a job: lists them, then watches changes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from elasticcb.cluster.kubernetes.api import KubernetesError
 Manifest = Mapping[str, Any]
 
 _LIST_SECONDS = 20  # until the pods are listed again
-_EXPIRED = 410  # the API server no longer knows the changes after a list
-_PAUSE_SECONDS, _LONG_PAUSE_SECONDS = 0.5, 2.0  # before they are listed again after that, and after any other error
+_EXPIRED = 410  # the API server no longer has the changes since a list
+# seconds before they are listed again, after that and after other errors
+_PAUSE_SECONDS, _LONG_PAUSE_SECONDS = 0.5, 2.0
 
 
 class PodsAPI(Protocol):
@@ -29,13 +30,13 @@ def follow_pods(
     see: Callable[[Manifest, bool], None],
     say: Callable[[str], None],
 ) -> None:
-    """Returns when `stopped` is set.
+    """Follows the pods until `stopped` is set.
 
     Args:
-        selector: of labels.
-        see_all: is given each list of the pods.
-        see: is given a pod that has changed, and whether it is gone.
-        say: shows the user a line, when the API server does not answer, and when it answers again.
+        selector: label selector.
+        see_all: called with each list of the pods.
+        see: called with a changed pod, and whether it is gone.
+        say: shows the user a line when the API server stops answering, and when it answers again.
     """
     silent = False
     while not stopped.is_set():
@@ -43,7 +44,7 @@ def follow_pods(
             listing = api.list("Pod", selector)
             see_all(listing)
             if silent:
-                say("The API server of Kubernetes answers again.")
+                say("The Kubernetes API server answers again.")
             silent = False
             for pod, gone in api.watch_pods(selector, listing["metadata"]["resourceVersion"], _LIST_SECONDS):
                 if stopped.is_set():
@@ -53,5 +54,5 @@ def follow_pods(
             expired = error.status == _EXPIRED
             if not expired and not silent and not stopped.is_set():
                 silent = True
-                say(f"{error} The job goes on; pods that end meanwhile are seen later.")
+                say(f"{error} The job continues; pods that end meanwhile are noticed later.")
             stopped.wait(_PAUSE_SECONDS if expired else _LONG_PAUSE_SECONDS)

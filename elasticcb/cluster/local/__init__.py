@@ -1,1 +1,1 @@
-"""Workers and parameter servers as processes of this machine, and the process that forks them."""
+"""Workers and parameter servers as processes on this machine, and the process that forks them."""

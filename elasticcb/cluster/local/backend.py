@@ -1,4 +1,4 @@
-"""Workers and parameter servers as processes of this machine."""
+"""Workers and parameter servers as processes on this machine."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 class LocalCluster(ClusterBackend):
-    """Processes of this machine that end with this one, however it ends.
+    """Processes on this machine that end with this process, however it ends.
 
-    Where the system allows it, they are forked by a process that has imported TensorFlow for all of them
+    Where the system supports it, they are forked by a process that has imported TensorFlow once for all of them
     (launch/fork_process.py).
 
     Args:
-        settings: how many processes share this machine.
-        directory: the job's; logs go to `logs/ROLE-INDEX.log` below it.
+        settings: number of processes that share this machine.
+        directory: the job's folder; logs go to `logs/ROLE-INDEX.log` below it.
         log_level: TensorFlow's own messages are kept quiet unless this is DEBUG.
-        fork_server: has forked this process; None starts one when processes are needed.
+        fork_server: the process that forked this one; None: start one when processes are needed.
     """
 
     name = "local"
@@ -70,14 +70,14 @@ class LocalCluster(ClusterBackend):
 
     @classmethod
     def run_master(cls, run: MasterRun) -> None:
-        """In a process that is replaced when it is killed, if the job can be resumed."""
+        """Runs the master in a process that is restarted when killed, if the job can be resumed."""
         settings = run.settings
         resumable = settings.command is Command.TRAIN and settings.checkpoint.interval_seconds
         if not (run.own_process and resumable and can_fork()):
             super().run_master(run)
             return
-        with FolderLock(Path(settings.directory), wait_seconds=ENDING_SECONDS):  # the master takes it after that
-            if not run.resumed:  # of a job before in this folder
+        with FolderLock(Path(settings.directory), wait_seconds=ENDING_SECONDS):  # afterwards, the master takes it
+            if not run.resumed:  # of an earlier job in this folder
                 Path(settings.directory, JOURNAL_FILE).unlink(missing_ok=True)
         sys.exit(keep_master(settings, run.debug, run.resumed, run.say, run.begun))
 
@@ -95,7 +95,7 @@ class LocalCluster(ClusterBackend):
         return super().host if self.access.tls or self._settings.port else self._sockets.host
 
     def start(self, role: str, index: int, master_address: str) -> None:
-        self.kill(role, index)  # one that has said goodbye, and is still there
+        self.kill(role, index)  # a process that has deregistered, and still exists
         self.prepare()
         process = RoleProcess(role=role, master=master_address, index=index, access=self.access, parent_pid=os.getpid())
         launch = Launch(process.arguments, self.environment(process), self._log_path(role, index))
@@ -103,7 +103,7 @@ class LocalCluster(ClusterBackend):
         self._children[role, index] = SpawnedChild(launch) if server is None else server.start(launch)
 
     def pid(self, role: str, index: int) -> int:
-        """The id of the process in a place, for which it waits. Raises `KeyError` when there is none."""
+        """Waits for the process with an index; returns its id. Raises `KeyError` if there is none."""
         return self._children[role, index].pid
 
     def poll(self) -> list[Exit]:
@@ -134,7 +134,7 @@ class LocalCluster(ClusterBackend):
         children = list(self._children.values())
         server, self._fork_server = self._fork_server, None
         self._children.clear()
-        with contextlib.ExitStack() as last:  # also after a second Ctrl-C
+        with contextlib.ExitStack() as last:  # even after a second Ctrl-C
             last.callback(self._sockets.remove)
             if server is not None:
                 last.callback(server.close)
@@ -149,19 +149,19 @@ class LocalCluster(ClusterBackend):
         return self._logs / f"{role}-{index}.log"
 
     def environment(self, process: RoleProcess) -> dict[str, str]:
-        """All that a process gets."""
+        """The launch specification of a process."""
         role, index = process.place
         environment = os.environ | process.environment(self._log_level)
         if self._gpus and role == "worker":
             environment[GPUS_VARIABLE] = self._gpus[index % len(self._gpus)]
             environment = SHARED_GPU | environment
-        # Servers rest while workers compute, so that workers divide the cores among themselves.
+        # Servers are idle while workers compute, so workers share all cores.
         limit_threads(environment, self._settings.num_workers + (self._settings.num_ps if role == "ps" else 0))
         return environment
 
 
 def _kill(children: list[Child]) -> None:
-    # SIGTERM would make them put down their work with care, and nobody will go on with it.
+    # SIGTERM would make them save their state carefully, but nobody will continue it.
     for child in children:
         child.send_signal(signal.SIGKILL)
     for child in children:

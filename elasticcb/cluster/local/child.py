@@ -1,4 +1,4 @@
-"""A process that `LocalCluster` has started, however that was done."""
+"""A process that `LocalCluster` has started, by any means."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from elasticcb.process.logs import FILE_VARIABLE
 
 @dataclass(frozen=True)
 class Launch:
-    """What is to be started.
+    """The specification of a process to start.
 
     Attributes:
-        arguments: of the `elasticcb` command.
-        environment: all of it, but for what names the log.
-        log: file that standard output and standard error are appended to.
-        own_path: it does not import from where this process does, which belongs to somebody else (Ray).
+        arguments: arguments of the `elasticcb` command.
+        environment: its complete environment, except the variable of the log.
+        log: file to which standard output and standard error are appended.
+        own_path: don't pass on this process's import path, which belongs to another program (Ray).
     """
 
     arguments: tuple[str, ...]
@@ -41,9 +41,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended: `reason` in words, `failed` by an error of its own.
+    """How a process ended: `reason` as text; `failed`: with an error of its own.
 
-    `code` is its exit code, or minus the signal that killed it; None when nobody knows.
+    `code` is its exit code, or minus the signal that killed it; None: unknown.
     """
 
     reason: str
@@ -52,7 +52,7 @@ class Ending:
 
     @classmethod
     def of(cls, code: int) -> Ending:
-        """From an exit code; a negative one is the signal that killed the process."""
+        """Derived from an exit code; a negative one is the signal that killed the process."""
         return cls(f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}", code > 0, code)
 
 
@@ -61,20 +61,20 @@ class Child(Protocol):
 
     @property
     def pid(self) -> int:
-        """Waits for the process to be there, if it is on its way."""
+        """Waits until the process exists, if it is being started."""
 
     def poll(self) -> Ending | None:
         """How it ended; None while it runs."""
 
     def send_signal(self, number: int) -> None:
-        """Does nothing when it has ended."""
+        """Does nothing if the process has ended."""
 
     def wait(self, seconds: float | None = None) -> bool:
         """Whether it ended within `seconds`."""
 
 
 class SpawnedChild:
-    """A process with a program of its own, started from nothing."""
+    """A process started as a new program, not forked."""
 
     def __init__(self, launch: Launch) -> None:
         with launch.log.open("ab") as log:
@@ -84,7 +84,7 @@ class SpawnedChild:
                 stdout=log,
                 stderr=log,
                 env=launch.full_environment,
-                # A session of its own: Ctrl-C reaches the master alone, which then ends the others in order.
+                # In its own session, so that Ctrl-C reaches only the master, which then ends the others in order.
                 start_new_session=True,
             )
 

@@ -1,4 +1,4 @@
-"""The side of masters, and of their supervisor, of the process that forks the others (launch/fork_process.py)."""
+"""Client of the process that forks the others (launch/fork_process.py), for masters and their supervisor."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from elasticcb.process.import_path import python_code
 logger = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 1 << 16
-_TOLD_SECONDS = 2.0  # within which the end of a process is told
-_UNKNOWN = Ending("its exit code is unknown, since the process that had started it is gone", False)
+_TOLD_SECONDS = 2.0  # within which the end of a process is reported
+_UNKNOWN = Ending("its exit code is unknown, because the process that started it is gone", False)
 
 
 def can_fork() -> bool:
-    """Whether this system has what it takes: Linux with pidfds."""
+    """Whether this system supports it: Linux with pidfds."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -38,7 +38,7 @@ def can_fork() -> bool:
 
 
 class Forked(NamedTuple):
-    """A process that was forked for a master that is gone. `watch` is its pidfd."""
+    """A process that was forked for an earlier master. `watch` is its pidfd."""
 
     number: int
     pid: int
@@ -49,16 +49,16 @@ class Forked(NamedTuple):
 class ForkServer:
     """Starts processes by forking one that has imported everything.
 
-    It takes requests at once and serves them when it is ready. When it is gone, what it has not started is started
-    from nothing, and what it has started goes on.
+    It accepts requests at once and serves them when ready. If it dies, its pending processes are started without it,
+    and running ones continue.
 
     Args:
-        control: the socket to it.
-        process: it, when it ends with this object.
-        forked: what it has started for another master, for this one to go on with.
+        control: socket to the fork process.
+        process: the fork process, if it ends with this object.
+        forked: processes that it started for another master, for this one to take over.
 
     Attributes:
-        taken_over: those, with their arguments.
+        taken_over: the processes taken over, with their arguments.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ForkServer:
         self.lost = False
         self._ended = False  # by `give_up_waiting`
         self._control, self._process = control, process
-        self._started: dict[int, ForkedChild] = {}  # by number, those that have not ended
+        self._started: dict[int, ForkedChild] = {}  # running processes, by number
         self._count = max((each.number for each in forked), default=0)
         self.taken_over: list[tuple[Sequence[str], ForkedChild]] = []
         for each in forked:
@@ -80,12 +80,12 @@ class ForkServer:
 
     @classmethod
     def launch(cls, environment: dict[str, str], log: Path, watch: int) -> ForkServer:
-        """A new one.
+        """Starts a new fork process.
 
         Args:
-            environment: what must be set before TensorFlow is imported.
-            log: file for what it writes itself.
-            watch: a file that becomes readable when it is to end, with all that it has forked.
+            environment: variables that must be set before TensorFlow is imported.
+            log: file for its own output.
+            watch: file that becomes readable when it must end with all that it forked.
         """
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as file:
@@ -102,11 +102,11 @@ class ForkServer:
 
     @property
     def files(self) -> list[int]:
-        """What becomes readable when there is something to `attend`."""
+        """A file that becomes readable when there is something to `attend`."""
         return [] if self.lost else [self._control.fileno()]
 
     def start(self, launch: Launch) -> Child:
-        """The process, which may be there some moments later."""
+        """Starts a process, which may exist only some moments later."""
         if self.lost:
             return SpawnedChild(launch)
         request = {
@@ -118,16 +118,16 @@ class ForkServer:
         try:
             return self._ask(request, launch)
         except OSError as error:  # it is gone, or the environment is too large for a message
-            logger.warning("A process is started from nothing, since it can't be forked: %s", error)
+            logger.warning("Starting a process without forking, because forking failed: %s", error)
             return SpawnedChild(launch)
 
     def start_master(self, request: dict[str, Any]) -> ForkedChild:
-        """A master, which writes to standard output and standard error of this process.
+        """Starts a master, which writes to standard output and standard error of this process.
 
         Args:
-            request: what `cli.job.run_as_master` takes, and `arguments` that it shows itself with.
+            request: arguments of `cli.job.run_as_master`, and `arguments` as its visible command line.
 
-        Raises `OSError` when it can't be asked for.
+        Raises `OSError` if the request can't be sent.
         """
         return self._ask({**request, "master": True}, None, (1, 2))
 
@@ -138,7 +138,7 @@ class ForkServer:
         return child
 
     def attend(self, seconds: float | None = 0.0) -> None:
-        """Takes in what has been told; waits up to `seconds` (None: for ever) for something."""
+        """Processes messages; waits up to `seconds` (None: forever) for one."""
         while not self.lost and _readable(seconds, self._control.fileno()):
             seconds = 0.0
             try:
@@ -153,7 +153,7 @@ class ForkServer:
     def _note(self, message: dict[str, Any], files: list[int]) -> None:
         child = self._started[message["number"]]
         if "pid" in message:
-            if not files:  # the system leaves out what there is no number for
+            if not files:  # the system drops descriptors for which there is no number
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             child.runs(message["pid"], files[0])
             return
@@ -161,7 +161,7 @@ class ForkServer:
         if "code" in message:
             child.ended(Ending.of(message["code"]))
         else:
-            logger.warning("A process is started from nothing, since it can't be forked: %s", message["error"])
+            logger.warning("Starting a process without forking, because forking failed: %s", message["error"])
             child.start_from_nothing()
 
     def _lose(self) -> None:
@@ -170,20 +170,19 @@ class ForkServer:
         children, self._started = list(self._started.values()), {}
         if children and not self._ended:
             logger.warning(
-                "The process that starts the others is gone. Those that run go on; the next ones are started from "
-                "nothing."
+                "The fork process is gone. Running processes continue; new ones are started without forking."
             )
         for child in children:
             if child.is_waited_for:
                 child.start_from_nothing()
 
     def how_ended(self) -> str:
-        """How the process of this object, which is lost, ended, in words."""
+        """How the lost fork process ended, as text."""
         assert self._process is not None
-        return f"the process that starts the others ended ({Ending.of(self._process.wait()).reason})"
+        return f"the fork process ended ({Ending.of(self._process.wait()).reason})"
 
     def give_up_waiting(self) -> None:
-        """What has not been started yet never will be."""
+        """Cancels processes that have not been started yet."""
         self.attend()
         waiting = [child for child in self._started.values() if child.is_waited_for]
         for child in waiting:
@@ -197,7 +196,7 @@ class ForkServer:
             self.attend(None)
 
     def close(self) -> None:
-        """Needs it no more, or ends it; nothing that it has started may run any more."""
+        """Releases or ends the fork process; none of its processes may still run."""
         if not self.lost:
             self._started.clear()
             self._lose()
@@ -207,22 +206,22 @@ class ForkServer:
 
 
 class ForkedChild:
-    """A process that a `ForkServer` starts. Made by it alone."""
+    """A process that a `ForkServer` starts. Only `ForkServer` creates it."""
 
     def __init__(self, server: ForkServer, launch: Launch | None) -> None:
         self._server = server
-        self._launch = launch  # to start it from nothing; None where that can't be
+        self._launch = launch  # starts it without forking; None if impossible
         self._pid = 0
         self._watch = -1  # its pidfd, once it runs
         self._ending: Ending | None = None
         self._instead: SpawnedChild | None = None
-        self.cancelled = False  # it is to end as soon as it is there
+        self.cancelled = False  # it must end as soon as it exists
 
-    # ------------------------------------------------------------ told by the server
+    # ------------------------------------------------------------ messages from the server
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether nothing has been heard of it yet."""
+        """Whether no message about it has arrived yet."""
         return not self._pid and self._ending is None and self._instead is None
 
     def runs(self, pid: int, watch: int) -> None:

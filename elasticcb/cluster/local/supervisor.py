@@ -1,8 +1,7 @@
-"""Keeps the master of a training job alive: a process that does nothing but have it started, and another when it is
-killed.
+"""Keeps the master of a training job alive: a process that starts it, and restarts it when it is killed.
 
-What starts it, and workers and servers, is a process that has imported TensorFlow (launch/fork_process.py). It lives
-with this one, so that the next master is there at once, and finds what the last one has started.
+A helper process that has imported TensorFlow forks the master, workers and servers (launch/fork_process.py). It lives
+as long as this process, so the next master starts at once and finds the running processes.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from elasticcb.process.log_files import last_lines
 from elasticcb.settings import JOURNAL_FILE, JobSettings
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MOST_VAIN_LIVES = 5  # masters that are killed one after another without having written anything down
+_MOST_VAIN_LIVES = 5  # consecutive masters that are killed without having persisted anything
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def keep_master(
     settings: JobSettings, debug: bool, resumed: bool, say: Callable[[str], None], begun: Callable[[], None]
 ) -> int:
-    """Has the master of a training job started, and another one when it is killed; the exit code of the last.
+    """Starts the master of a training job, and restarts it when it is killed; returns the exit code of the last one.
 
-    Call it in the main thread.
+    Call it from the main thread.
 
     Args:
-        debug: it shows the traceback of an error.
-        resumed: it is to go on with the job in its folder.
+        debug: show tracebacks of errors.
+        resumed: continue the job in its folder.
         say: shows a line to the user.
-        begun: hears of each master that it runs.
+        begun: called for each master when it runs.
     """
-    # What the process that starts the others leaves behind when it is killed becomes children of this one.
+    # If the fork process is killed, its children become children of this process.
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     journal = Path(settings.directory, JOURNAL_FILE)
     request: dict[str, Any] = {
@@ -66,11 +65,13 @@ def keep_master(
             what = "ended" if code == GO_ON else f"was killed by {signal.Signals(-code).name}"
             vain = 0 if _size(journal) != before else vain + 1
             if vain == _MOST_VAIN_LIVES:
-                say(f"Error: The master {what}, {vain} times without having come further. Look into its log.")
+                say(
+                    f"Error: The master {what} {vain} times in a row without progress. See its log in the job's folder."
+                )
                 return 1
             request |= {"resumed": True, "since": time.monotonic()}
             anew = code == GO_ON or processes.can_start_no_more
-            say(f"The master {what}; another one goes on with the job{', on new processes' if anew else ''}.")
+            say(f"The master {what}; a new one continues the job{' with new processes' if anew else ''}.")
             if anew:
                 processes.end()
                 processes = _Processes(settings)
@@ -79,7 +80,7 @@ def keep_master(
 
 
 class _Processes:
-    """The process that starts the others, and those, which end when this object does, or this process."""
+    """The fork process and its children, which end with this object or this process."""
 
     def __init__(self, settings: JobSettings) -> None:
         logs = Path(settings.directory, "logs")
@@ -98,13 +99,13 @@ class _Processes:
         return self._server.lost
 
     def run_master(self, request: dict[str, Any], begun: Callable[[], None]) -> int | None:
-        """Waits for a master, to which signals are passed on; its exit code, or minus the signal that killed it. None:
-        it could not be started."""
+        """Waits for a master, passing on signals; returns its exit code, or minus the signal that killed it. None: it
+        could not be started."""
         try:
             child = self._server.start_master(request)
-        except OSError:  # the process that was to fork it has just been killed
+        except OSError:  # the fork process has just been killed
             return None
-        pid = child.pid  # until then signals are for this process
+        pid = child.pid  # until then, this process handles signals
         begun()
         passed_on = _wait(child)
         ending = child.poll()
@@ -114,18 +115,18 @@ class _Processes:
         return 128 - code if code is not None and code < 0 and passed_on else code
 
     def how_ended(self) -> str:
-        """How the process that starts the others ended, in words."""
+        """How the fork process ended, as text."""
         self._server.attend()
         return self._server.how_ended()
 
     def end(self) -> None:
-        """Ends all of them at once."""
+        """Kills all of them."""
         os.close(self._lifeline)
         self._server.close()
 
 
 def _wait(child: ForkedChild) -> bool:
-    """Waits until a master has ended; whether a signal was passed on to it."""
+    """Waits until a master has ended; returns whether a signal was passed on to it."""
     passed_on = False
 
     def pass_on(number: int, frame: Any) -> None:
@@ -133,7 +134,7 @@ def _wait(child: ForkedChild) -> bool:
         passed_on = True
         child.send_signal(number)
 
-    # What a shell has made ignored stays so.
+    # Signals that a shell made ignored stay ignored.
     before = {number: signal.getsignal(number) for number in _FORWARDED}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:

@@ -1,1 +1,1 @@
-"""Workers and parameter servers as processes of the nodes of a Ray cluster."""
+"""Workers and parameter servers as processes on the nodes of a Ray cluster."""

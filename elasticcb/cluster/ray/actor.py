@@ -1,4 +1,4 @@
-"""What runs on a node of Ray, as an actor: it starts one process there, and tells how that ended."""
+"""The actor that runs on a Ray node: it starts one process there, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from elasticcb.security.private_folder import check_temporary, make_private
 from elasticcb.security.tls import TLS
 from elasticcb.storage.temporary import TemporaryFolder
 
-_LOOK_SECONDS = 1.0  # between looks at what the kernel has killed
+_LOOK_SECONDS = 1.0  # seconds between checks for processes that the kernel killed
 _LAST_LINES = 30
 
 
 class Launched(NamedTuple):
-    """A process that runs: the address of its node, its id, and whether it sees the folder of the master's job."""
+    """A running process: the address of its node, its id, and whether it sees the master's job folder."""
 
     node: str
     pid: int
@@ -30,7 +30,7 @@ class Launched(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How it ended, as `Exit` has it, and the last lines of its log."""
+    """How a process ended, with the fields of `Exit`, and the last lines of its log."""
 
     reason: str
     failed: bool
@@ -38,28 +38,28 @@ class Ended(NamedTuple):
 
 
 class PlaceOnNode:
-    """One process of a job. Its methods are called by the master, several at once.
+    """One process of a job. The master calls its methods, several at once.
 
-    The job's token and private key come by a call, not by the actor's own arguments, which Ray keeps in its tables.
+    The job's token and private key arrive by a call, not as arguments of the actor, which Ray stores in its tables.
     """
 
     def __init__(self) -> None:
         self._child: SpawnedChild | None = None
         self._launched: Launched | None = None
         self._log = Path()
-        self._keys: TemporaryFolder | None = None  # with the files of TLS
+        self._keys: TemporaryFolder | None = None  # folder with the TLS files
 
     def launch(self, process: RoleProcess, directory: str, marker: str, log_level: str, threads: int) -> Launched:
-        """Starts a process, unless it was started before.
+        """Starts the process, unless it was started before.
 
         Args:
-            process: as the master knows it; where it listens, and its files of TLS, are for this node to say.
-            directory: the job's, which is made on this node if it is not shared.
-            marker: a file in it that the master has made.
-            threads: for TensorFlow to compute with.
+            process: the master's specification; this node chooses the listening address and the paths of TLS files.
+            directory: the job's folder, which is created on this node if it is not shared.
+            marker: a file in it that the master created.
+            threads: number of TensorFlow threads.
 
-        Raises `OSError` when the folder, or the process, can't be made, and `UsageError` when the folder is another
-        user's, or other users could replace its files of TLS.
+        Raises `OSError` if the folder or the process can't be created, and `UsageError` if the folder belongs to
+        another user, or other users could replace its TLS files.
         """
         if self._launched is not None:
             return self._launched
@@ -92,7 +92,7 @@ class PlaceOnNode:
         return Ended(_reason(ending, _killed_for_memory() > before), ending.failed, self.log_tail(_LAST_LINES))
 
     def log_tail(self, lines: int) -> str:
-        """The last lines that it wrote."""
+        """The last lines of its log."""
         return last_lines(self._log, lines)
 
     def end(self) -> None:
@@ -103,7 +103,7 @@ class PlaceOnNode:
         self._remove_keys()
 
     def _own_tls(self, tls: TLS | None) -> TLS | None:
-        """The master's, in files of this node."""
+        """The master's credentials, in files of this node."""
         if tls is None:
             return None
         check_temporary(tempfile.gettempdir())
@@ -119,12 +119,12 @@ class PlaceOnNode:
 
 def _reason(ending: Ending, short_of_memory: bool) -> str:
     if ending.code == -signal.SIGKILL and short_of_memory:
-        return "out of memory: the system killed it, since its node, or its container, had no memory left"
+        return "out of memory: the system killed it because its node or container had no memory left"
     return ending.reason
 
 
 def _killed_for_memory() -> int:
-    """How many processes this system has killed since it had no memory left."""
+    """How many processes this system has killed for lack of memory."""
     try:
         counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
         return int(counts["oom_kill"])

@@ -1,4 +1,4 @@
-"""Workers and parameter servers as processes of the nodes of a Ray cluster, which has to be there."""
+"""Workers and parameter servers as processes on the nodes of an existing Ray cluster."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from elasticcb.settings import ClusterSettings
 
 logger = logging.getLogger(__name__)
 
-_NONE_FREE = "no node of Ray has a CPU free"
+_NONE_FREE = "no Ray node has a free CPU"
 
 
 def check_ray(address: str) -> None:
-    """Raises `UsageError` when Ray is not installed, or can't be reached by `address` ("": by RAY_ADDRESS)."""
+    """Raises `UsageError` if Ray is not installed, or can't be reached at `address` ("": at RAY_ADDRESS)."""
     variable = os.environ.get("RAY_ADDRESS", "")
     given = f"ray_address={address!r}" if address else f"The environment variable RAY_ADDRESS={variable!r}"
     address = address or variable
     if "://" in address:
         raise UsageError(
-            f"{given} is for programs beside the cluster, which its nodes need not reach; but workers and servers call "
-            "the master. Run the command on a node of the cluster with HOST:PORT, or without an address, or hand it in "
+            f"{given} is an address for clients outside the cluster, but workers and servers must be able to call the "
+            "master. Run the command on a node of the cluster, with HOST:PORT or without an address; or submit it "
             "with `ray job submit`."
         )
     if address not in ("", "auto") and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):\d{1,5}", address):
         raise UsageError(f"{given} is not the address of a Ray cluster. Expected HOST:PORT, such as 10.0.0.1:6379.")
     if importlib.util.find_spec("ray") is None:
         raise UsageError(
-            "To run on Ray takes the package ray, which is not installed. Run `pip install 'elasticcb[ray]'` here and "
-            "on all nodes."
+            "Running on Ray needs the package ray, which is not installed. Run `pip install 'elasticcb[ray]'` here "
+            "and on all nodes."
         )
 
 
 class RayCluster(ClusterBackend):
-    """Processes on the nodes of Ray: an actor for each, which ends with the program that has started it.
+    """Processes on Ray nodes: one actor for each, which ends with the program that started it.
 
     Args:
-        directory: the job's, which nodes may share; else it is made on each.
+        directory: the job's folder, which nodes may share; otherwise each node creates it.
         log_level: TensorFlow's own messages are kept quiet unless this is DEBUG.
-        address: of the Ray cluster, "HOST:PORT"; "" takes that of RAY_ADDRESS, or the cluster of this machine.
+        address: address of the Ray cluster, "HOST:PORT"; "": RAY_ADDRESS, or the Ray cluster of this machine.
         say: shows a line to the user.
     """
 
@@ -68,9 +68,9 @@ class RayCluster(ClusterBackend):
         self._directory, self._log_level, self._address, self._say = directory, log_level, address, say
         self._marker = f".master-{secrets.token_hex(8)}"
         self._host = ""
-        self._connected = False  # by this object, and not by the program that it is part of
+        self._connected = False  # initialized by this object, not by the surrounding program
         self._actors: dict[Place, Actor] = {}
-        self._held: list[tuple[str, int, str]] = []  # workers that are asked for when all servers have room
+        self._held: list[tuple[str, int, str]] = []  # workers that are requested once all servers are placed
         self._last_words: dict[Place, str] = {}
         self._told_unshared = False
         self._gave_way = 0.0
@@ -103,7 +103,7 @@ class RayCluster(ClusterBackend):
             _check_reachable(self._address or os.environ.get("RAY_ADDRESS", ""))
             with _handlers_kept():
                 ray.init(self._address or "auto", log_to_driver=False, configure_logging=False)
-        except Exception as error:  # Ray raises many kinds
+        except Exception as error:  # Ray raises many types
             raise UsageError(_why_unreachable(self._address, error)) from None
         self._connected = True
 
@@ -113,7 +113,7 @@ class RayCluster(ClusterBackend):
 
     def start(self, role: str, index: int, master_address: str) -> None:
         self.prepare()
-        self.kill(role, index)  # one that has said goodbye, and is still there
+        self.kill(role, index)  # a process that has deregistered, and still exists
         if role == "worker":
             self._held.append((role, index, master_address))
         else:
@@ -152,22 +152,22 @@ class RayCluster(ClusterBackend):
         return [index for (role, index), actor in self._actors.items() if role == "ps" and actor.launched is None]
 
     def _give_way(self, exits: list[Exit], now: float) -> None:
-        """Ends a worker when a server has no room: without it no worker can go on."""
+        """Ends a worker if a server can't be placed: without it, no worker can continue."""
         late = [index for index in self._waiting_servers() if self._actors["ps", index].is_late(now)]
         workers = [place for place, actor in self._actors.items() if place[0] == "worker" and actor.launched]
         if late and workers and now - self._gave_way >= PENDING_SECONDS and _why_no_room() == _NONE_FREE:
             self._gave_way = now
             place = max(workers)
             self._actors[place].end()
-            ended = Ended(f"it gave way to parameter server {min(late)}, for which there was no room", False, "")
+            ended = Ended(f"it made room for parameter server {min(late)}, which could not be placed", False, "")
             exits.append(self._remove(place, ended, True))
 
     def _check_shared(self, place: Place, launched: Launched) -> None:
         if place[0] == "ps" and not launched.sees_job and not self._told_unshared:
             self._told_unshared = True
             self._say(
-                f"Node {launched.node} does not see the job's folder {self._directory} of this machine. What a "
-                "parameter server writes down there is lost with its node; put --job_dir on a disk that all nodes "
+                f"Node {launched.node} does not see the job's folder {self._directory} on this machine. Recovery "
+                "files of a parameter server there are lost with the node. Put --job_dir on a disk that all nodes "
                 "share, or add --ps_replicas=1."
             )
 
@@ -177,7 +177,7 @@ class RayCluster(ClusterBackend):
         if not waiting:
             return {}
         held = [(role, index) for role, index, _ in self._held]
-        return dict.fromkeys(waiting, _why_no_room()) | dict.fromkeys(held, "parameter servers come first")
+        return dict.fromkeys(waiting, _why_no_room()) | dict.fromkeys(held, "parameter servers are placed first")
 
     def kill(self, role: str, index: int) -> None:
         self._held = [each for each in self._held if each[:2] != (role, index)]
@@ -217,12 +217,12 @@ def _why_no_room() -> str:
     import ray
 
     if not any(node["Alive"] and node["Resources"].get("CPU", 0) >= CPUS for node in ray.nodes()):
-        return "no node of Ray has a CPU for it, even if nothing else runs"
+        return "no Ray node has a CPU for it, even if nothing else runs"
     return _NONE_FREE if ray.available_resources().get("CPU", 0) < CPUS else "Ray has not started its actor yet"
 
 
 def _check_reachable(address: str) -> None:
-    """Raises `OSError` when nobody listens there; Ray itself would try for minutes."""
+    """Raises `OSError` if nothing listens there; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if host:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
@@ -230,17 +230,18 @@ def _check_reachable(address: str) -> None:
 
 def _why_unreachable(address: str, error: Exception) -> str:
     variable = os.environ.get("RAY_ADDRESS", "")
-    where = address or (f"{variable} (of the environment variable RAY_ADDRESS)" if variable else "of this machine")
+    where = address or (f"{variable} (from the environment variable RAY_ADDRESS)" if variable else "on this machine")
     return (
-        f"No connection to the Ray cluster {where} ({describe(error).splitlines()[0]}). Start one with `ray start "
-        "--head`, and run the command on one of its nodes; --ray_address=HOST:PORT says which. If it asks for a token: "
-        "RAY_AUTH_MODE=token, and its ~/.ray/auth_token here, too."
+        f"No connection to the Ray cluster {where} ({describe(error).splitlines()[0]}). Start a cluster with `ray "
+        "start --head`, and run the command on one of its nodes; choose another cluster with "
+        "--ray_address=HOST:PORT. If the cluster requires a token, set RAY_AUTH_MODE=token and copy its "
+        "~/.ray/auth_token here."
     )
 
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Ray sets a handler of SIGTERM of its own."""
+    """Ray installs its own SIGTERM handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

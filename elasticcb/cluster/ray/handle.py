@@ -1,4 +1,4 @@
-"""An actor on a node of Ray, as the master sees it."""
+"""The master's handle of an actor on a Ray node."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from elasticcb.errors import describe
 
 logger = logging.getLogger(__name__)
 
-CPUS = 1  # that a process reserves
-ANSWER_SECONDS = 5.0  # for an actor that was out of reach, and for one that is to end its process
-PENDING_SECONDS = 5.0  # until a process that has no room is told of, and a worker gives way to a server
-_SLOW_SECONDS = 30.0  # likewise, when there was room: Ray may be slow, and has taken the room for it already
-_CALLS = 8  # to a place at once
+CPUS = 1  # CPUs that a process reserves
+ANSWER_SECONDS = 5.0  # seconds, for an unreachable actor, and for one that must end its process
+PENDING_SECONDS = 5.0  # seconds until a pending process is reported, and a worker makes room for a server
+_SLOW_SECONDS = 30.0  # likewise, if there were free CPUs: Ray may be slow, and has reserved them already
+_CALLS = 8  # of one replica index at a time
 
 
 class Actor:
-    """A `PlaceOnNode` as the master sees it.
+    """The master's handle of a `PlaceOnNode`.
 
     Args:
-        name: for Ray's own displays.
-        launch: the arguments of `PlaceOnNode.launch`.
+        name: name in Ray's displays.
+        launch: arguments of `PlaceOnNode.launch`.
 
     Attributes:
-        launched: what it runs, once it runs.
+        launched: the process, once it runs.
     """
 
     def __init__(self, name: str, launch: tuple[Any, ...]) -> None:
@@ -37,20 +37,20 @@ class Actor:
         had_room = ray.available_resources().get("CPU", 0) >= CPUS
         self._late = time.monotonic() + (_SLOW_SECONDS if had_room else PENDING_SECONDS)
         self._launch = launch
-        # Spread, so that the loss of a node takes few of them.
+        # Spread, so that losing a node takes few of them.
         remote: Any = ray.remote
         options = {"num_cpus": CPUS, "max_concurrency": _CALLS, "scheduling_strategy": "SPREAD"}
         self._handle = remote(**options)(PlaceOnNode).options(name=name).remote()
         self._call = self._handle.launch.remote(*launch)
-        self._probe: Any = None  # a call to an actor that was out of reach
-        self._out_of_reach = 0.0  # since when, if there is a probe
+        self._probe: Any = None  # a call to an unreachable actor
+        self._out_of_reach = 0.0  # start time of the probe, if there is one
 
     def is_late(self, now: float) -> bool:
-        """Whether it should run by `now`, and does not."""
+        """Whether it should have started by `now`, but has not."""
         return self.launched is None and now >= self._late
 
     def look(self, now: float) -> tuple[Ended, bool] | None:
-        """How it ended, and whether that was its platform's doing; None while it runs or waits."""
+        """How it ended, and whether the platform ended it; None while it runs or is pending."""
         from ray import exceptions
 
         try:
@@ -61,7 +61,7 @@ class Actor:
                 self.launched, self._call = answer, self._handle.wait.remote()
             if self._probe is not None and _answer(self._probe) is not None:
                 self._probe = None
-        except exceptions.ActorUnavailableError:  # what has become of it is not known yet
+        except exceptions.ActorUnavailableError:  # its state is not known yet
             if self._probe is None:
                 self._out_of_reach = now
             self._probe = self._handle.log_tail.remote(1)
@@ -70,7 +70,7 @@ class Actor:
         except exceptions.RayError as error:
             return self._explained(error)
         if self._probe is not None and now - self._out_of_reach >= ANSWER_SECONDS:
-            return Ended(f"its node {self._node} does not answer any more", False, ""), True
+            return Ended(f"its node {self._node} does not respond any more", False, ""), True
         return None
 
     def _explained(self, error: Any) -> tuple[Ended, bool]:
@@ -78,10 +78,12 @@ class Actor:
 
         text = str(error)
         logger.info("An actor ended: %s", text)
-        if isinstance(error, exceptions.RayTaskError):  # `PlaceOnNode` could not do what it was asked
+        if isinstance(error, exceptions.RayTaskError):  # a call of `PlaceOnNode` raised
             return Ended(f"on node {error.ip}: {describe(error.cause)}", True, ""), False
         if isinstance(error, exceptions.OutOfMemoryError):
-            return Ended(f"out of memory: Ray ended it, since its node {self._node} had little left", False, ""), False
+            return Ended(
+                f"out of memory: Ray ended it because its node {self._node} had little memory left", False, ""
+            ), False
         if not isinstance(error, exceptions.RayActorError) or error._actor_init_failed:
             return Ended(f"Ray could not start it: {_last_line(text)}", True, ""), False
         if error.preempted or "node has died" in text or "node was terminated" in text:
@@ -94,7 +96,7 @@ class Actor:
         return "" if self.launched is None else self.launched.node
 
     def log_tail(self, lines: int) -> str:
-        """The last lines that its process wrote; "" if it can't be reached."""
+        """The last lines that its process wrote; "" if unreachable."""
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError):
@@ -102,7 +104,7 @@ class Actor:
         return ""
 
     def begin_end(self) -> Any:
-        """Has the process ended; a call to wait for, if there is one."""
+        """Asks the actor to end the process; returns the call to wait for, if any."""
         return None if self.launched is None else self._handle.end.remote()
 
     def end(self) -> None:
@@ -122,7 +124,7 @@ class Actor:
 
 
 def _answer(call: Any) -> Any:
-    """What a call gave back; None while it is under way."""
+    """The result of a call; None while it is running."""
     import ray
 
     return ray.get(call) if ray.wait([call], timeout=0)[0] else None

@@ -1,4 +1,4 @@
-// What is drawn: curves (uPlot), sparklines, and the tasks of workers over time.
+// Charts: curves (uPlot), sparklines, and the tasks of workers over time.
 "use strict";
 
 const color = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -42,7 +42,7 @@ class Chart {
     }
   }
 
-  // Again, as in another theme or with other series.
+  // Redraws after a change of the theme or of the series.
   again() {
     this.clear();
     if (this.data) this.show(this.data);
@@ -81,7 +81,7 @@ class Chart {
   }
 }
 
-// A canvas as large as it is shown, emptied.
+// Clears a canvas and fits it to its displayed size.
 function brush(canvas, width, height) {
   const ratio = Math.min(window.devicePixelRatio || 1, 2);
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
@@ -114,7 +114,7 @@ function colorOfTask([, , , type, outcome, , , again]) {
   return again ? "violet" : TASK_COLORS[type] || "muted";
 }
 
-// Which worker does which task when: a row for each place, up to `until`, `most` seconds of it.
+// The tasks of workers over time: a row for each index, for `most` seconds up to `until`.
 class Stream {
   constructor(canvas, tip) {
     this.canvas = canvas;

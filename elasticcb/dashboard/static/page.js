@@ -1,4 +1,4 @@
-// The page of a job: takes in what the server sends, and shows it.
+// The dashboard of a job: shows the messages of the server.
 "use strict";
 
 const $ = id => document.getElementById(id);
@@ -6,7 +6,7 @@ const MOST = { points: 3600, evaluations: 1000, tasks: 5000, events: 1000 };
 const job = { status: null, over: false, trouble: "", running: [], logs: [], folder: "", rates: {},
   points: [], evaluations: [], tasks: [], events: [] };
 
-// ---------------------------------------------------------------- words
+// ---------------------------------------------------------------- formatting
 
 const whole = value => Math.round(value).toLocaleString("en-US");
 const digits = value => (value === null ? "–" : Math.abs(value) >= 1000 ? whole(value) : String(Number(value.toPrecision(4))));
@@ -30,9 +30,9 @@ function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// ---------------------------------------------------------------- what the server sends
+// ---------------------------------------------------------------- messages of the server
 
-// The document of a job that ended with an earlier release lacks what came since.
+// The document of a job that ended with an earlier release lacks newer fields.
 function completed(status) {
   const none = { tables: {}, batches: null, records_per_second: null, seconds_per_batch: null };
   return status && { tables: {}, latencies: {}, ...status, processes: status.processes.map(each => ({ ...none, ...each })) };
@@ -96,13 +96,13 @@ async function follow() {
     }
     job.trouble = job.over
       ? `The job has ended, and so has its dashboard. To see this page again: elasticcb dashboard ${job.folder}`
-      : "The dashboard does not answer. What is shown is what it said last.";
+      : "The dashboard does not answer. This page shows its last message.";
     show();
     await new Promise(resolve => setTimeout(resolve, 2000));
   }
 }
 
-// ---------------------------------------------------------------- what is shown
+// ---------------------------------------------------------------- display
 
 const charts = {
   loss: new Chart($("loss"), [["loss", "blue"]], digits),
@@ -150,7 +150,7 @@ function showHeader(status) {
   $("done").style.width = `${share * 100}%`;
   const { workers, parameter_servers: servers, tasks, records } = status;
   const lost = workers.lost + servers.lost;
-  // name: [words, the value of the document that they show]
+  // name: [text, the value of the document that it shows]
   const figures = {
     "progress": planned && [`${Math.floor(share * 100)} %`, trained],
     "epoch": status.epochs && [`${status.epoch} of ${status.epochs}`, status.epoch],
@@ -163,7 +163,7 @@ function showHeader(status) {
     "loss": status.loss !== null && [digits(status.loss), status.loss],
     "workers": [`${workers.up} of ${workers.planned}`, workers.up],
     "servers": [`${servers.up} of ${servers.planned}`, servers.up],
-    "tasks to do": [`${whole(tasks.todo)}, ${tasks.doing} run`, tasks.todo],
+    "tasks to do": [`${whole(tasks.todo)}, ${tasks.doing} running`, tasks.todo],
     "processes lost": lost && [`${lost}, ${workers.replaced + servers.replaced} replaced`, lost],
     "records repeated": records.repeated && [`at most ${whole(records.repeated)}`, records.repeated],
     "last checkpoint": status.checkpoint_age_seconds !== null && [`${duration(Math.floor(status.checkpoint_age_seconds))} ago`, status.checkpoint_age_seconds],
@@ -222,7 +222,7 @@ function showStream(status) {
   const places = status.processes.filter(each => each.role === "worker").map(each => each.index);
   stream.draw(runs, job.events, places, status.workers.stragglers, last || Date.now() / 1000, span);
   const { tasks } = status;
-  setText($("tasks-now"), `${whole(tasks.done)} done, ${tasks.doing} run, ${whole(tasks.todo)} to do` +
+  setText($("tasks-now"), `${whole(tasks.done)} done, ${tasks.doing} running, ${whole(tasks.todo)} to do` +
     (tasks.taken_over ? `, ${tasks.taken_over} taken over` : "") + (tasks.retried ? `, ${tasks.retried} retried` : ""));
 }
 
@@ -314,7 +314,7 @@ async function showLog() {
   }
 }
 
-// ---------------------------------------------------------------- what people do
+// ---------------------------------------------------------------- user actions
 
 let hiding;
 function toast(text) {

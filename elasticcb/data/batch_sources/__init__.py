@@ -1,1 +1,1 @@
-"""The batch sources, one per file; `adapt` chooses among them."""
+"""The batch sources, one per file; `adapt` chooses one."""

@@ -1,4 +1,4 @@
-"""From the data arguments of `fit`, `evaluate` and `predict` to a source of batches."""
+"""Converts the data arguments of `fit`, `evaluate` and `predict` to a source of batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from elasticcb.data.reader import Reader
 from elasticcb.settings import Mode
 
 Purpose = Literal["fit", "validation", "evaluate", "predict"]
-# What Keras calls the number of batches of an epoch, by purpose.
+# Keras's name of the number of batches in an epoch, by purpose.
 _STEPS: dict[str, str] = {
     "fit": "steps_per_epoch", "validation": "validation_steps", "evaluate": "steps", "predict": "steps",
 }  # fmt: skip
@@ -46,17 +46,15 @@ def adapt(
     seed: int,
     service: DataService | None = None,
 ) -> BatchSource:
-    """The batches that Keras would work on, given the same arguments.
+    """The batches that Keras would use for the same arguments.
 
     Args:
-      steps: batches in an epoch: `steps_per_epoch`, `validation_steps` or `steps`. In "fit", epochs are cut from
-        the endless repetition of the data; for other purposes no record counts twice, so it is a limit.
-      shuffle: for "fit" alone.
-      folder: where data is written that workers read; on a disk that they see.
-      service: hands out the batches of a `tf.data.Dataset` or generator in "fit"; needed for these alone.
+      steps: batches in an epoch: `steps_per_epoch`, `validation_steps` or `steps`. In "fit", epochs are cut from the
+      endlessly repeated data; for other purposes it is a limit, because no record may count twice. shuffle: only for
+      "fit". folder: folder for the data that workers read; on a disk that they share. service: serves the batches of a
+      `tf.data.Dataset` or generator in "fit"; needed only for these.
 
-    Raises `ValueError` and `TypeError` as Keras does, for arguments that contradict each other or data of an unknown
-    kind.
+    Raises `ValueError` and `TypeError` like Keras, for contradictory arguments or data of an unknown type.
     """
     if isinstance(x, BatchSource):
         return x
@@ -102,16 +100,16 @@ def _of_factory(
         return StoredSource(_finite(dataset, steps, purpose), folder=folder, limit=steps)
     if not steps:
         raise ValueError(
-            "When using a `DatasetFactory`, or another function that makes a dataset, `steps_per_epoch` must "
-            "be provided in `fit`: each worker calls the function, and a step is one batch on one worker."
+            "When using a `DatasetFactory`, or another function that creates a dataset, `steps_per_epoch` must be "
+            "provided in `fit`: each worker calls the function, and a step is one batch on one worker."
         )
     return DatasetFnSource(factory, steps, class_weight)
 
 
 def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float) -> tuple[tuple[Any, ...], ...]:
-    """`(x, y, sample_weight)` to train on, and those of the last part to validate on, as Keras splits.
+    """Splits `(x, y, sample_weight)` like Keras: returns the training part, and the last part for validation.
 
-    Raises `ValueError` when the data is no arrays, or too little.
+    Raises `ValueError` if the data is not made of arrays, or is too small.
     """
     return keras_data.train_validation_split((x, y, sample_weight), validation_split)
 
@@ -119,7 +117,7 @@ def split_validation(x: Any, y: Any, sample_weight: Any, validation_split: float
 def _iterated(
     adapter: Any, steps: int | None, purpose: Purpose, folder: Path, service: DataService | None
 ) -> BatchSource:
-    """The source of what can only be iterated over."""
+    """The source of data that can only be iterated over."""
     batches: Iterable[Any]
     if isinstance(adapter, keras_data.TFDatasetAdapter):
         batches = _finite(adapter.get_tf_dataset(), steps, purpose)
@@ -128,7 +126,7 @@ def _iterated(
     else:
         batches = adapter.get_numpy_iterator()
     is_dataset = isinstance(batches, tf.data.Dataset)
-    # An iterator gives its batches once, and without `steps` each epoch needs them all.
+    # An iterator yields its batches once, but without `steps` each epoch needs all of them.
     if purpose == "fit" and (steps or is_dataset):
         if service is None:
             raise ValueError("`fit` with a tf.data.Dataset or a generator needs a DataService. Received: service=None")

@@ -1,4 +1,4 @@
-"""Batches of arrays, which are written to a file once and mapped by all workers."""
+"""Batches of arrays, which are written to a file once and memory-mapped by all workers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ from elasticcb.data.batches import PassSource, source_seed
 
 
 class ArraySource(PassSource):
-    """Batches of a nested structure of arrays with equally many rows; the last of a pass may be short.
+    """Batches of a nested structure of arrays with the same number of rows; the last batch of a pass may be short.
 
     Numbers and row splits are mapped, not loaded. A `np.memmap` is not copied: workers map its own file.
 
     Args:
-      arrays: leaves are whatever Keras takes: NumPy arrays, tensors (dense, ragged, sparse), pandas frames and
-        series, SciPy's sparse matrices; None stays None.
-      num_rows: of each array.
-      batch_size: rows in a batch.
-      shuffle: True: all rows, anew for each pass; "batch": rows inside each batch; False: none.
-      steps: see `PassSource`.
-      limit: of batches in a pass.
-      folder: where the file is written.
+      arrays: leaves of any type that Keras accepts: NumPy arrays, tensors (dense, ragged, sparse), pandas frames and
+        series, SciPy's sparse matrices; None stays None. num_rows: number of rows of each array. batch_size: number of
+      rows in a batch. shuffle: True: all rows, again for each pass; "batch": rows within each batch; False: no
+      shuffling. steps: see `PassSource`. limit: maximum number of batches in a pass. folder: folder for the file.
     """
 
     def __init__(
@@ -49,7 +45,7 @@ class ArraySource(PassSource):
         self._shuffle = shuffle
         self._seed = seed
         self._reader = BlockReader()
-        self._order: tuple[int, Any] = (-1, None)  # of the pass that was read last
+        self._order: tuple[int, Any] = (-1, None)  # order of the pass that was read last
         stored: dict[int, Column] = {}  # the same array may be features and labels
         with BlockWriter(folder) as writer:
 

@@ -1,4 +1,4 @@
-"""Arrays of one source in one file, mapped into memory by those who read them."""
+"""Arrays of one source in one file, which readers map into memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-_ALIGNMENT_BYTES = 64  # TensorFlow takes such arrays without a copy
+_ALIGNMENT_BYTES = 64  # TensorFlow uses such arrays without a copy
 _CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Block:
-    """An array in a file: bytes from `offset` on, in C order."""
+    """An array in a file: its bytes start at `offset`, in C order."""
 
     path: str
     offset: int
@@ -46,7 +46,7 @@ class BlockWriter:
         self._file.close()
 
     def write(self, array: Any, dtype: np.dtype[Any] | None = None) -> Block:
-        """The block of `array`, cast to `dtype`; in the machine's byte order."""
+        """Writes `array` as a block, cast to `dtype`, in the machine's byte order."""
         array = np.asarray(array)
         dtype = (dtype or array.dtype).newbyteorder("=")
         offset = self._file.tell()
@@ -60,7 +60,7 @@ class BlockWriter:
 
 
 class BlockReader:
-    """Maps the files of blocks, each once, when they are first asked for."""
+    """Maps the files of blocks on first use, each file once."""
 
     def __init__(self) -> None:
         self._files: dict[str, Any] = {}
@@ -83,12 +83,13 @@ class BlockReader:
 
 
 def block_of_memmap(array: Any) -> Block | None:
-    """Where the array lies, when it is (a whole part of) a memory-mapped file that others can map too."""
+    """The block of an array that is a contiguous part of a memory-mapped file that other processes can map; else
+    None."""
     if not isinstance(array, np.memmap) or array.filename is None or array._mmap is None:  # type: ignore[attr-defined]
         return None
     if array.mode == "c" or not array.flags.c_contiguous or array.dtype.hasobject:
         return None
-    # `offset` is that of the array which was opened; of a slice the address tells.
+    # `offset` is that of the originally opened array; the offset of a slice follows from its address.
     mapped = np.frombuffer(array._mmap, np.uint8)  # type: ignore[attr-defined]
     start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     inside = array.__array_interface__["data"][0] - mapped.__array_interface__["data"][0]

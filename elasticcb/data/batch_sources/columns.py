@@ -1,4 +1,4 @@
-"""Stored columns: arrays of every kind that Keras takes, from which rows are taken."""
+"""Stored columns: arrays of all types that Keras accepts, from which rows are taken."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batch_sources.blocks import Block, BlockReader, BlockWriter, block_of_memmap
 from elasticcb.data.stacking import object_array
 
-Rows = slice | np.ndarray  # consecutive ones, or their numbers
+Rows = slice | np.ndarray  # a range of rows, or row numbers
 
 
 @dataclass(frozen=True)
 class DenseColumn:
-    """Numbers: a block, cast after rows were taken."""
+    """Numbers: a block, cast after taking rows."""
 
     block: Block
     cast: np.dtype[Any] | None = None
 
     def take(self, rows: Rows, reader: BlockReader) -> Any:
-        """A NumPy array; of consecutive rows without a copy, unless they are cast."""
+        """A NumPy array; consecutive rows are not copied unless they are cast."""
         part = reader.array(self.block)[rows]
         return part if self.cast is None else part.astype(self.cast)
 
 
 @dataclass(frozen=True)
 class StringColumn:
-    """Strings of shape `(n, *row_shape)`: their bytes one after another, and where each begins."""
+    """Strings of shape `(n, *row_shape)`: their concatenated bytes, and the offset of each."""
 
     data: Block
     offsets: Block
@@ -53,7 +53,7 @@ class StringColumn:
 
 @dataclass(frozen=True)
 class RaggedColumn:
-    """A ragged tensor: row splits from outside to inside, and the flat values."""
+    """A ragged tensor: row splits from the outermost to the innermost, and the flat values."""
 
     splits: tuple[Block, ...]
     values: DenseColumn | StringColumn
@@ -68,7 +68,7 @@ class RaggedColumn:
 
 @dataclass(frozen=True)
 class SparseColumn:
-    """A sparse array as compressed rows: where each begins, the other indices, the values."""
+    """A sparse array as compressed rows: the offset of each row, the other indices, and the values."""
 
     splits: Block
     indices: Block  # int64 of shape (values, rank - 1)
@@ -86,7 +86,7 @@ Column = DenseColumn | StringColumn | RaggedColumn | SparseColumn
 
 
 def store(array: Any, writer: BlockWriter) -> Column:
-    """Writes one array of any kind. Raises `ValueError` for one that TensorFlow can't hold."""
+    """Writes one array of any type. Raises `ValueError` for one that TensorFlow can't represent."""
     block = block_of_memmap(array)
     if block is not None and block.dtype.kind in "biufc":
         # Cast batch by batch: the file may be larger than memory.
@@ -127,12 +127,12 @@ def _encoded(value: Any) -> bytes:
         return value
     raise ValueError(
         f"Failed to convert a NumPy array to a Tensor (Unsupported object type {type(value).__name__}). An array of "
-        "dtype object must hold strings alone; convert others to a numeric dtype, or to a tf.RaggedTensor."
+        "dtype object must contain only strings. Convert other arrays to a numeric dtype or to a tf.RaggedTensor."
     )
 
 
 def _rows_of_splits(splits: Any, rows: Rows) -> tuple[Any, Rows]:
-    """The row splits of `rows` alone, from 0, and the rows of the values inside."""
+    """The row splits of `rows`, starting at 0, and the corresponding rows of the inner values."""
     starts, ends = splits[:-1][rows], splits[1:][rows]
     own = np.zeros(len(starts) + 1, splits.dtype)
     np.cumsum(ends - starts, out=own[1:])

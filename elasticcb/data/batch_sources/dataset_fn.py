@@ -1,4 +1,4 @@
-"""Batches of a dataset that each worker makes for itself."""
+"""Batches of a dataset that each worker creates for itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from elasticcb.data.batches import BatchSource
 
 
 class DatasetFactory:
-    """A function that makes a `tf.data.Dataset` of batches, as data for `fit`; each worker calls it once.
+    """A function that creates a `tf.data.Dataset` of batches, as data for `fit`; each worker calls it once.
 
     Args:
-      dataset_fn: takes no argument, or a `tf.distribute.InputContext`.
+      dataset_fn: function with no argument or one, a `tf.distribute.InputContext`.
 
-    Raises `TypeError` when it can't be called.
+    Raises `TypeError` if it is not callable.
     """
 
     def __init__(self, dataset_fn: Callable[..., tf.data.Dataset]) -> None:
@@ -28,10 +28,10 @@ class DatasetFactory:
         self.dataset_fn = dataset_fn
 
     def __call__(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        """The dataset. Raises `TypeError` when the function returns something else."""
+        """The dataset. Raises `TypeError` if the function returns something else."""
         try:
             parameters = inspect.signature(self.dataset_fn).parameters.values()
-        except (TypeError, ValueError):  # some functions written in C don't tell
+        except (TypeError, ValueError):  # some functions written in C have no signature
             parameters = {}.values()
         needed = [
             p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -46,9 +46,9 @@ class DatasetFactory:
 
 
 class DatasetFnSource(BatchSource):
-    """Steps, each the next batch of the dataset of the worker that takes it; numbers only count them.
+    """Steps: each is the next batch of the dataset of the worker that takes it; batch numbers only count.
 
-    A worker's iterator goes on from range to range and from epoch to epoch, and starts again when the dataset ends.
+    A worker's iterator continues across ranges and epochs, and restarts when the dataset ends.
 
     Args:
       steps: batches in an epoch.
@@ -81,12 +81,12 @@ class DatasetFnSource(BatchSource):
 
     def _next(self) -> Any:
         if self._dataset is None:
-            # The number of workers may change at any time, so each sees the whole data.
+            # The number of workers may change at any time, so each worker sees the whole data.
             self._dataset = keras_data.weighted(self._factory(tf.distribute.InputContext()), self._class_weight)
         batch = next(self._iterator, None)
         if batch is None:
             self._iterator = iter(self._dataset)
             batch = next(self._iterator, None)
             if batch is None:
-                raise ValueError("The dataset that `dataset_fn` returned has no batch. Expected at least one.")
+                raise ValueError("The dataset that `dataset_fn` returned is empty. Expected at least one batch.")
         return keras_data.to_batch(batch)

@@ -1,4 +1,4 @@
-"""Batches as NumPy arrays alone: ragged and sparse tensors as their parts."""
+"""Encodes batches as NumPy arrays only: ragged and sparse tensors by their components."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from elasticcb.data.batch_sources import keras_data
 
 @dataclass(frozen=True)
 class _Leaf:
-    """What a leaf is put together from: `count` arrays, beginning with number `first`."""
+    """The components of a leaf: `count` arrays, starting with number `first`."""
 
     first: int
     dtypes: tuple[tf.DType, ...]
-    spec: tf.TypeSpec | None  # of a ragged or sparse tensor
+    spec: tf.TypeSpec | None  # TypeSpec of a ragged or sparse tensor
 
 
 class Layout:
-    """The structure of a source's batches, and how each is taken apart into arrays and put together."""
+    """The structure of a source's batches, and how to split them into arrays and reassemble them."""
 
     def __init__(self, batch: Any) -> None:
         self.dtypes: list[tf.DType] = []
         self._leaves = keras_data.map_arrays(self._leaf, batch)
 
     def arrays(self, batch: Any) -> list[Any]:
-        """The arrays that `batch` consists of. Raises `ValueError` when it is not like the others."""
+        """The arrays of `batch`. Raises `ValueError` if its structure differs from the others."""
         if Layout(batch) != self:
             raise ValueError(f"All batches must have the same structure and dtypes: {self}. Received: {Layout(batch)}")
         flat: list[Any] = []
@@ -37,7 +37,7 @@ class Layout:
         return flat
 
     def batch(self, arrays: Sequence[Any]) -> Any:
-        """The batch that consists of `arrays`: numbers as NumPy arrays, all else as tensors."""
+        """Reassembles a batch from `arrays`: numbers as NumPy arrays, everything else as tensors."""
 
         def join(leaf: _Leaf) -> Any:
             parts = arrays[leaf.first : leaf.first + len(leaf.dtypes)]

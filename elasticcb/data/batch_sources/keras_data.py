@@ -1,4 +1,4 @@
-"""All that is used of Keras's own handling of data; `keras.src` is imported here and nowhere else."""
+"""All uses of Keras's data handling; `keras.src` is imported only here."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ train_validation_split = array_slicing.train_validation_split
 
 
 def arrays_of(adapter: Any) -> Any:
-    """The arrays that an adapter cuts batches from, packed as `x`, `(x, y)` or `(x, y, sample_weight)`."""
+    """The arrays of an adapter, packed as `x`, `(x, y)` or `(x, y, sample_weight)`."""
     return tree.lists_to_tuples(adapter._inputs)
 
 
 def num_rows(arrays: Any) -> int:
-    """Of each array of a checked structure."""
+    """Number of rows of each array of a checked structure."""
     return next(int(array.shape[0]) for array in tree.flatten(arrays) if array is not None)
 
 
 def standardized(adapter: Any, batch: Any) -> Any:
-    """What a `PyDataset` returned, as a tuple or dict, with the sample weights that `class_weight` gives."""
+    """A batch of a `PyDataset`, as a tuple or dict, with sample weights from `class_weight`."""
     return adapter._standardize_batch(batch)
 
 
 def to_tensorflow(array: Any) -> Any:
-    """One array of any kind as what Keras gathers batches from: a NumPy array, a tensor (dense, ragged), or a
-    tuple `(sparse, ragged_indices, ragged_values)` for a sparse one; floats are cast to `floatx`."""
+    """Converts an array of any type to the form from which Keras gathers batches: a NumPy array, a tensor (dense,
+    ragged), or a tuple `(sparse, ragged_indices, ragged_values)` for a sparse array; floats are cast to `floatx`."""
     if data_adapter_utils.is_scipy_sparse(array):
-        array = array.tocsr().sorted_indices()  # Keras takes for granted that rows come in order
+        array = array.tocsr().sorted_indices()  # Keras assumes that rows are in order
     elif isinstance(array, tf.SparseTensor):
         array = tf.sparse.reorder(array)
     return array_slicing.convert_to_sliceable(array, target_backend="tensorflow")
@@ -61,19 +61,19 @@ def is_sparse(converted: Any) -> bool:
 
 
 def float_cast(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """What Keras casts an array of this dtype to; None when it leaves it."""
+    """The dtype to which Keras casts an array of this dtype; None if it does not cast it."""
     floatx = np.dtype(keras.config.floatx())
     return floatx if np.issubdtype(dtype, np.floating) and dtype != floatx else None
 
 
 def map_arrays(function: Callable[[Any], Any], structure: Any) -> Any:
-    """`function` of each leaf of a nested structure; None stays None."""
-    # Newer Keras calls the function on None as well, older Keras does not.
+    """Applies `function` to each leaf of a nested structure; None stays None."""
+    # Newer Keras also calls the function on None.
     return tree.map_structure(lambda leaf: None if leaf is None else function(leaf), structure)
 
 
 def to_batch(batch: Any) -> Any:
-    """A batch that user's code made, with tuples for lists, and leaves that are NumPy arrays or tensors."""
+    """Normalizes a batch from the user's code: lists become tuples, leaves become NumPy arrays or tensors."""
 
     def convert(leaf: Any) -> Any:
         if data_adapter_utils.is_scipy_sparse(leaf):
@@ -88,7 +88,7 @@ def to_batch(batch: Any) -> Any:
 
 
 def weighted(dataset: tf.data.Dataset, class_weight: Mapping[int, float] | None) -> tf.data.Dataset:
-    """A dataset of batches with the sample weights that `class_weight` gives."""
+    """A dataset of batches with sample weights from `class_weight`."""
     if class_weight is None:
         return dataset
     return dataset.map(tf_dataset_adapter.make_class_weight_map_fn(class_weight))
@@ -104,7 +104,7 @@ def capped_steps(steps: int | None) -> int | None:
 
 
 def warn_of_missing_data() -> None:
-    """What Keras says when data ends before `steps`."""
+    """Keras's warning when data ends before `steps`."""
     warnings.warn(
         "Your input ran out of data; interrupting training. Make sure that your dataset or generator can generate at "
         "least `steps_per_epoch * epochs` batches. You may need to use the `.repeat()` function when building your "

@@ -1,4 +1,4 @@
-"""Batches of a `keras.utils.PyDataset`, which each worker holds a copy of."""
+"""Batches of a `keras.utils.PyDataset`, of which each worker has a copy."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ _HOOKS = ("on_epoch_begin", "on_epoch_end")
 
 
 class PyDatasetSource(PassSource):
-    """Batches of a `PyDataset` by its own index.
+    """Batches of a `PyDataset`, by its own index.
 
-    Each process reads its own copy, made when the source was. The hooks are called as in `fit` (`on_epoch_end`
-    before the first epoch, then `on_epoch_begin` and `on_epoch_end` of each), in every process that reads an epoch;
-    Python's and NumPy's random states are seeded by the epoch while they run, so that all copies agree.
+    Each process reads its own copy, from when the source was created. In every process that reads an epoch, hooks are
+    called as in `fit` (`on_epoch_end` before the first epoch, then `on_epoch_begin` and `on_epoch_end` of each);
+    meanwhile, Python's and NumPy's random states are seeded by the epoch, so that all copies agree.
 
     Args:
-      dataset: one without an end (`num_batches` is None) needs `steps`, and its index counts on.
-      shuffle: read the batches of a pass in an order of their own for each pass.
-      steps: see `PassSource`.
-      limit: of batches in a pass.
-      resets: each epoch is a call of `evaluate` of its own, which calls `on_epoch_end` before it, too.
-      folder: where the pickled dataset is written.
+      dataset: an endless dataset (`num_batches` is None) needs `steps`, and its index keeps counting. shuffle: read the
+      batches in a different order in each pass. steps: see `PassSource`. limit: maximum number of batches in a pass.
+      resets: each epoch is a separate call of `evaluate`, which also calls `on_epoch_end` before it. folder: folder for
+      the pickled dataset.
 
-    Raises `TypeError` when the dataset can't be pickled.
+    Raises `TypeError` if the dataset can't be pickled.
     """
 
     def __init__(
@@ -62,13 +60,13 @@ class PyDatasetSource(PassSource):
         self._shuffle = shuffle and not self._endless
         self._resets = resets
         self._seed = seed
-        # Going back to an epoch, when a task of it is handed out again, takes a fresh copy.
+        # If a task of an earlier epoch is retried, a fresh copy is needed.
         self._stateful = any(
             getattr(type(dataset), hook) is not getattr(keras.utils.PyDataset, hook) for hook in _HOOKS
         )
         self._path = _write_pickled(dataset, folder)
         self._adapter: Any = None
-        self._epoch = -1  # which the copy is in
+        self._epoch = -1  # the epoch of the copy
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_adapter": None, "_epoch": -1}
@@ -111,8 +109,8 @@ def _write_pickled(dataset: Any, folder: Path) -> str:
         except Exception as error:
             raise TypeError(
                 f"The {type(dataset).__name__} can't be sent to workers, because it can't be pickled: "
-                f"{type(error).__name__}: {error}. Open files and connections when `__getitem__` first needs them, not "
-                "in the constructor."
+                f"{type(error).__name__}: {error}. Open files and connections in the first `__getitem__`, not in the "
+                "constructor."
             ) from error
     return file.name
 
@@ -130,7 +128,7 @@ def _call_seeded(hook: Callable[[], None], seed: list[int]) -> None:
 
 
 def _read_ahead(read: Callable[[int], Any], indices: Sequence[int], threads: int, most: int) -> Iterator[Any]:
-    """`read` of each index, in order; with several threads, `most` at once."""
+    """Yields `read(index)` for each index, in order; with several threads, `most` at once."""
     if threads <= 1:
         yield from map(read, indices)
         return

@@ -24,16 +24,16 @@ from elasticcb.settings import Mode
 if TYPE_CHECKING:
     from elasticcb.data.reader import Feed
 
-_ALL = 1 << 31  # examples in a batch: as many as there are
+_ALL = 1 << 31  # number of examples in a batch: all
 
 
 class Records:
-    """A reader together with the `feed` that turns its records into examples, as data for `fit`.
+    """A reader with the `feed` that converts its records to examples, as data for `fit`.
 
     Args:
-      reader: of any kind.
-      feed: `feed(dataset, mode, metadata)`, as in a model file: from raw records to `(features, labels[,
-        sample_weight])`, or features alone when `mode` is `Mode.PREDICTION`; not batched. Default: the reader's own.
+      reader: any reader. feed: `feed(dataset, mode, metadata)`, as in a model file: maps raw records to `(features,
+      labels[, sample_weight])`, or to features only if `mode` is `Mode.PREDICTION`; not batched. Default: the reader's
+      default feed.
     """
 
     def __init__(self, reader: Reader, feed: Feed | None = None) -> None:
@@ -51,11 +51,11 @@ class Records:
 
 
 class RecordSource(PassSource):
-    """Batches of consecutive records of one source each; the last of a source may be short.
+    """Batches of consecutive records, each from one source; the last batch of a source may be short.
 
-    A feed that keeps one example per record makes batches of `batch_size`. One that filters or multiplies them makes
-    one batch of all examples of each `batch_size` records: batches are uneven then, and a number whose records were
-    all dropped has no batch.
+    If the feed keeps one example per record, batches have `batch_size` examples. If it filters or multiplies examples,
+    each batch has all examples of `batch_size` records: batches then differ in size, and a batch whose records were all
+    dropped does not exist.
 
     Args:
       mode: the feed's second argument.
@@ -63,7 +63,7 @@ class RecordSource(PassSource):
       steps: see `PassSource`.
       limit: of batches in a pass.
 
-    Raises `DataError` when there are no records, `ModelFileError` when there is no feed.
+    Raises `DataError` if there are no records, `ModelFileError` if there is no feed.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RecordSource(PassSource):
         self._sources = [source for source in checked_sources(records.reader) if source.count]
         self.num_records = sum(source.count for source in self._sources)
         batches = [-(-source.count // batch_size) for source in self._sources]
-        self._ends = np.cumsum(batches)  # of sources, in batches
+        self._ends = np.cumsum(batches)  # cumulative numbers of batches of the sources
         size = int(self._ends[-1])
         super().__init__(min(size, limit or size), steps)
         self._batch_size = batch_size
@@ -98,7 +98,7 @@ class RecordSource(PassSource):
 
     @property
     def keeps_order(self) -> bool:  # type: ignore[override]
-        """Whether the feed keeps one example per record; else a number may have no batch."""
+        """Whether the feed keeps one example per record; if not, some batch numbers may have no batch."""
         return self._opened().keeps_order
 
     def pass_batches(self, epoch: int, number: int, start: int, end: int) -> Iterator[Any]:
@@ -130,9 +130,9 @@ class RecordSource(PassSource):
         return self._pipeline
 
     def _runs(self, indices: Any) -> Iterator[tuple[int, int]]:
-        """First and last of what can be read in one go."""
+        """Ranges that can be read at once, as (first, last)."""
         cuts = np.diff(indices) != 1
-        cuts |= np.isin(indices[1:], self._ends)  # the first batch of another source
+        cuts |= np.isin(indices[1:], self._ends)  # the first batch of the next source
         if not self.keeps_order:
             cuts[:] = True
         for run in np.split(indices, np.flatnonzero(cuts) + 1):
@@ -140,7 +140,7 @@ class RecordSource(PassSource):
 
 
 class _Pipeline:
-    """A reader's records through a feed, batched; traced once."""
+    """A reader's records, mapped by a feed and batched; traced once."""
 
     def __init__(self, records: Records, mode: str, batch_size: int, class_weight: Mapping[int, float] | None) -> None:
         self._range = ("", 0, 0)
@@ -148,8 +148,9 @@ class _Pipeline:
         feed = records.feed or records.reader.default_feed()
         if feed is None:
             raise ModelFileError(
-                f"{type(records.reader).__name__} can't tell features from labels. Pass elasticcb.data.Records(reader, "
-                "feed), where feed(dataset, mode, metadata) turns records into (features, labels)."
+                f"{type(records.reader).__name__} can't distinguish features from labels. Pass "
+                "elasticcb.data.Records(reader, feed), where feed(dataset, mode, metadata) converts records to "
+                "(features, labels)."
             )
         raw = self._stream.dataset
         try:
@@ -166,7 +167,7 @@ class _Pipeline:
         self.keeps_order = keeps_order(raw, fed)
         batched = fed.batch(batch_size if self.keeps_order else _ALL)
         if not self.keeps_order:
-            # A `map` before it would be fused with the batch, which then has memory allocated for _ALL examples.
+            # A preceding `map` would be fused with the batch, which would then allocate memory for _ALL examples.
             options = tf.data.Options()
             options.experimental_optimization.map_and_batch_fusion = False
             batched = batched.with_options(options)
@@ -182,7 +183,7 @@ class _Pipeline:
 
 
 class _RecordsPickler(cloudpickle.CloudPickler):
-    """Leaves behind what a reader holds for its own process: locks, and what it knows of opened files."""
+    """Drops process-local state of a reader: locks and open files."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type(threading.Lock())):
@@ -199,6 +200,6 @@ def _pickled(records: Records) -> bytes:
     except Exception as error:
         raise TypeError(
             f"{records} can't be sent to workers, because it can't be pickled: {type(error).__name__}: {error}. Open "
-            "files and connections when they are first read, not in the reader's constructor."
+            "files and connections on the first read, not in the reader's constructor."
         ) from error
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Batches of a `tf.data.Dataset` or a generator, which workers ask the caller's process for."""
+"""Batches of a `tf.data.Dataset` or a generator, which workers request from the caller's process."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from elasticcb.proto import elasticcb_pb2 as pb
 
 
 class ServedSource(BatchSource):
-    """Batches that are iterated over in the process that calls `fit`, each for the one worker that asks next.
+    """Batches that the process that calls `fit` iterates over; each goes to the worker that asks next.
 
-    Visitation: each batch of a pass goes to one worker, so it is seen at most once; exactly once when no worker dies.
-    The batches that a worker had read when it died, and not trained, are not handed out again: the epoch is that much
-    shorter, or, with `steps`, goes further into the data. Which numbers of batches belong to which range is only
-    settled when they are asked for.
+    Each batch of a pass goes to one worker, so it is seen at most once; exactly once if no worker dies. Batches that a
+    worker read but did not train before it died are not repeated: the epoch is shorter, or, with `steps`, reads further
+    into the data. Which batches belong to which range is decided when they are requested.
 
-    The copy that was not pickled shows the first batch alone, and takes none from the workers.
+    The original object, in the caller's process, returns only the first batch, without taking it from the workers.
 
     Args:
-      batches: an iterable, iterated over once for each pass.
-      size: batches in a pass, where it is known.
-      steps: batches in an epoch, for epochs that go on where the one before ended. None: an epoch is a pass.
+      batches: an iterable, iterated once per pass. size: number of batches in a pass, if known. steps: number of
+      batches in an epoch; each epoch then continues where the previous one ended. None: an epoch is a pass.
 
-    Raises `ValueError` when there is no batch.
+    Raises `ValueError` if there is no batch.
     """
 
     ends_early = True
@@ -51,11 +49,11 @@ class ServedSource(BatchSource):
         first_batch = keras_data.to_batch(first)
         self._layout = Layout(first_batch)
         self._first = self._layout.arrays(first_batch)
-        self._service: DataService | None = service  # in the process that serves; that copy draws nothing
-        # What was looked at belongs to the first pass; a generator could not give it again.
+        self._service: DataService | None = service  # in the serving process; this copy does not read batches
+        # The inspected batch belongs to the first pass; a generator could not yield it again.
         passes = itertools.chain([itertools.chain([first], first_pass)], map(iter, itertools.repeat(batches)))
         self._number = service.register(passes, self._arrays_of, by_epoch=steps is None)
-        self._next_batch: NextBatch | None = None  # in a process that reads
+        self._next_batch: NextBatch | None = None  # in a reading process
         self._reader = self._asked = 0
 
     def _arrays_of(self, batch: Any) -> list[Any]:

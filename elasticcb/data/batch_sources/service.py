@@ -1,6 +1,6 @@
-"""Batches of what has no index, in the process that calls `fit`: each goes to the worker that asks next.
+"""Serves batches of data without an index from the process that calls `fit`: each goes to the worker that asks next.
 
-They go by a service of the master's port, whose calls carry the job's token.
+They are sent by a service at the master's port; its calls carry the job's token.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from elasticcb.rpc.services import NEXT_BATCH
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Frame
 
-_OVER = "There are no more batches: the call that they were given to has ended."
+_OVER = "There are no more batches: the call that they belong to has ended."
 
-Arrays = list[Any]  # that a batch consists of: numbers, or objects that are bytes
+Arrays = list[Any]  # arrays of a batch: numbers, or bytes objects
 
 
 class DataService:
@@ -32,23 +32,22 @@ class DataService:
         self._registered: dict[int, _SharedBatches] = {}
 
     def frames(self) -> FrameService:
-        """By which workers ask for batches."""
+        """The RPC service from which workers request batches."""
         return FrameService({NEXT_BATCH: self._next})
 
     def register(self, passes: Iterator[Iterator[Any]], arrays_of: Callable[[Any], Arrays], *, by_epoch: bool) -> int:
-        """Serves batches, each to one process, under a number that it returns.
+        """Starts serving batches, each to one process; returns the number of the stream.
 
         Args:
-          passes: one iterator over batches after the other.
-          arrays_of: the arrays that a batch consists of.
-          by_epoch: an epoch is a pass; else epochs take what comes next, and one pass follows on the other.
+          passes: iterator of iterators over batches, one per pass. arrays_of: function that splits a batch into arrays.
+          by_epoch: an epoch is a pass; otherwise epochs continue through consecutive passes.
         """
         number = secrets.randbits(62)
         self._registered[number] = _SharedBatches(passes, arrays_of, by_epoch)
         return number
 
     def release(self, number: int) -> None:
-        """Serves these batches no more, and frees them."""
+        """Stops serving these batches, and frees them."""
         shared = self._registered.pop(number, None)
         if shared is not None:
             shared.close()
@@ -63,25 +62,26 @@ class DataService:
 
 
 class _SharedBatches:
-    """The iterator of each epoch, which all processes draw from."""
+    """The iterator of each epoch, which all processes share."""
 
     def __init__(self, passes: Iterator[Iterator[Any]], arrays_of: Callable[[Any], Arrays], by_epoch: bool) -> None:
         self._passes = passes
         self._arrays_of = arrays_of
         self._by_epoch = by_epoch
         self._iterators: dict[int, Iterator[Any]] = {}
-        self._given: dict[int, tuple[int, Arrays | None]] = {}  # the number of each reader's last batch, and the batch
-        self._error = ""  # for all who ask after it, since a generator that raised has ended
+        # for each reader, the number of its last batch, and the batch
+        self._given: dict[int, tuple[int, Arrays | None]] = {}
+        self._error = ""  # for all later requests, because a generator that raised has ended
         self._lock = threading.Lock()
 
     def next(self, epoch: int, reader: int, number: int) -> Arrays | None:
-        """The arrays that the next batch consists of; None at the end of the epoch.
+        """The arrays of the next batch; None at the end of the epoch.
 
-        Raises `DataError` for what the user's code raises.
+        Raises `DataError` if the user's code raises.
         """
         with self._lock:
             last, arrays = self._given.get(reader, (-1, None))
-            if number <= last:  # asked for again; or a first try that came late, whose answer nobody waits for
+            if number <= last:  # a repeated request, or a late first attempt whose answer nobody waits for
                 return arrays
             if not self._error:
                 try:
@@ -89,12 +89,12 @@ class _SharedBatches:
                     arrays = None if batch is None else self._arrays_of(batch)
                     self._given[reader] = number, arrays
                     return arrays
-                except Exception as error:  # whatever the user's code raises
+                except Exception as error:  # any error of the user's code
                     self._error = f"The data that `fit` was given raised {describe(error)}\n\n{user_traceback(error)}"
             raise DataError(self._error)
 
     def close(self) -> None:
-        # Without the lock: the user's code may hold it for long.
+        # Without the lock, because the user's code may take long.
         self._error = _OVER
         self._passes, self._iterators, self._given = iter(()), {}, {}
 
@@ -103,7 +103,7 @@ class _SharedBatches:
             self._iterators[epoch] = next(self._passes)
             for old in self._iterators:
                 if old < epoch - 1:
-                    self._iterators[old] = iter(())  # what nobody asked for is freed
+                    self._iterators[old] = iter(())  # frees unrequested batches
         batch = next(self._iterators[epoch], None)
         if batch is None and not self._by_epoch:
             self._iterators[epoch] = next(self._passes)
@@ -118,7 +118,7 @@ def _packed(arrays: Arrays) -> Frame[pb.NextBatchResponse]:
 
 
 def unpacked(frame: Frame[pb.NextBatchResponse]) -> Sequence[Any] | None:
-    """The arrays in an answer, copied out of it; None when it has none, since the epoch has ended."""
+    """Copies of the arrays in an answer; None if there are none because the epoch has ended."""
     if not frame.header.arrays:
         return None
     buffers = [aligned_copy(frame.tensors[str(place)]) for place in range(len(frame.tensors))]

@@ -1,4 +1,4 @@
-"""Batches that were read once, written to a file, and are read from there by number."""
+"""Batches that are read once, written to a file, and then read from it by number."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ _LARGE_BYTES = 1 << 30
 
 
 class StoredSource(PassSource):
-    """All batches of an iterable, each once in a pass, in its order.
+    """All batches of an iterable, in order, each once per pass.
 
-    They are read when the source is made, in the process that makes it, so anything can be iterated: a
-    `tf.data.Dataset`, a generator. Its files are read without being loaded as a whole.
+    They are read when the source is created, in the creating process, so any iterable works: a `tf.data.Dataset` or a
+    generator. The file is not loaded into memory as a whole.
 
     Args:
-      batches: without an end only with a `limit`.
-      limit: of batches that are read; None: all.
-      folder: where the file is written.
+      batches: an iterable; an endless one needs a `limit`. limit: maximum number of batches to read; None: all. folder:
+      folder for the file.
 
-    Raises `ValueError` when there is no batch.
+    Raises `ValueError` if there is no batch.
     """
 
     def __init__(self, batches: Iterable[Any], *, limit: int | None, folder: Path) -> None:
@@ -45,8 +44,7 @@ class StoredSource(PassSource):
                 offsets.append(file.tell())
                 if limit is None and offsets[-1] >= _LARGE_BYTES > offsets[-2]:
                     _LOGGER.warning(
-                        "%d batches of %s are written to %s so far, and it has not ended. Pass the number of steps if "
-                        "it has no end.",
+                        "Wrote %d batches of %s to %s so far. If the data is endless, pass the number of steps.",
                         len(offsets) - 1,
                         type(batches).__name__,
                         self._path,

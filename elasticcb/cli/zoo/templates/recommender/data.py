@@ -1,4 +1,4 @@
-"""Writes data/train.csv, data/test.csv and data/items.csv: which user rated which film how, and when.
+"""Writes data/train.csv, data/test.csv and data/items.csv: users' ratings of films, with times.
 
     python data.py                               # generated ratings, in which there is something to learn
     python data.py --movielens=ml-100k/u.data    # MovieLens 100k, with u.item in the same folder
@@ -6,10 +6,10 @@
 The last tenth of each user's ratings is the test data. To train on your own data, write the same columns:
 
 - train.csv, test.csv: user, item, genres, hour, item_share, rating (1 to 5). `item_share` is the item's share of all
-  ratings in train.csv, by which retrieval.py corrects for popular items.
+  ratings in train.csv, with which retrieval.py corrects for popular items.
 - items.csv: item, title, genres, item_share; each item once.
 
-Users and items are any strings without commas. Genres stand in one string, with | between them.
+Users and items are any strings without commas. Genres are one string, separated by |.
 """
 
 import argparse
@@ -26,7 +26,7 @@ TEST_SHARE = 0.1
 
 
 def generated(users, items, ratings_per_user, seed=0):
-    """Ratings of users who like some genres, and films of a kind that has no name.
+    """Generates ratings of users who like some genres, and some films by a hidden taste.
 
     Returns rows (user, item, rating, seconds) and {item: (title, genres)}.
     """
@@ -55,7 +55,7 @@ def generated(users, items, ratings_per_user, seed=0):
 
 
 def movielens(path):
-    """MovieLens 100k, in the form of `generated`. Titles and genres are in u.item, beside `path`."""
+    """MovieLens 100k, in the form of `generated`. Titles and genres are in u.item, in the folder of `path`."""
     rows = []
     for line in path.read_text().splitlines():
         user, item, rating, seconds = line.split("\t")
@@ -69,7 +69,7 @@ def movielens(path):
 
 
 def split(rows):
-    """The rows that train, and those that test: the last of each user."""
+    """Splits rows into training and test data: the last rows of each user."""
     by_user = {}
     for row in sorted(rows, key=lambda row: row[3]):
         by_user.setdefault(row[0], []).append(row)
@@ -86,9 +86,9 @@ def write(folder, rows, films):
     counts = dict.fromkeys(films, 0)
     for _, item, _, _ in train:
         counts[item] += 1
-    # One more each, so that no share is 0.
+    # Plus one, so that no share is 0.
     shares = {item: f"{(count + 1) / (len(train) + len(films)):.3e}" for item, count in counts.items()}
-    np.random.default_rng(0).shuffle(train)  # tasks are ranges of lines: each should have all kinds of users
+    np.random.default_rng(0).shuffle(train)  # tasks are ranges of lines, and each should have all kinds of users
 
     folder.mkdir(exist_ok=True)
     for name, part in (("train", train), ("test", test)):

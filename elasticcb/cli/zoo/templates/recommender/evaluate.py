@@ -1,9 +1,9 @@
-"""Says how good retrieval is: of the items in data/test.csv that a user liked, which share is among the ten best?
+"""Measures retrieval: of the items in data/test.csv that a user liked, which share is among the ten best?
 
     python evaluate.py
 
-All items compete that the user has not rated in data/train.csv. Popularity recommends the same most rated ones to
-everybody; a model is of use if it is better.
+Candidates are all items that the user has not rated in data/train.csv. The baseline, popularity, recommends the most
+rated items to everybody; a useful model is better.
 """
 
 import keras_rs

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from elasticcb.layers import Embedding
 
-MAX_GENRES = 6  # of an item; further ones are left out
+MAX_GENRES = 6  # of an item; others are ignored
 LIKED = 4.0  # from this rating on, a user liked an item
 
 
@@ -23,7 +23,7 @@ def split_genres(genres):
 
 
 def make_inputs():
-    """What both models know of a user and an item: strings, of any number of different ones."""
+    """The inputs of both models: a user and an item, as strings with an unbounded vocabulary."""
     return {
         "user": keras.Input((), name="user", dtype="string"),
         "item": keras.Input((), name="item", dtype="string"),

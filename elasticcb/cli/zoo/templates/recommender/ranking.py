@@ -1,6 +1,6 @@
-"""Ranking: how probably does this user like this item, at this hour?
+"""Ranking: the probability that this user likes this item at this hour.
 
-After Wang et al., "DCN V2" (2021): a layer that multiplies features with each other, then a network.
+After Wang et al., "DCN V2" (2021): a cross layer that multiplies features, then a dense network.
 """
 
 import keras

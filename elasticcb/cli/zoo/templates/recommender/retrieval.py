@@ -9,9 +9,9 @@ import tensorflow as tf
 from features import LIKED, embed, make_inputs, parse  # in this folder
 from keras_rs.layers import RemoveAccidentalHits, SamplingProbabilityCorrection
 
-TEMPERATURE = 0.1  # of the softmax: cosines are between -1 and 1, which by themselves are all but equal
-CORRECTION = SamplingProbabilityCorrection()  # popular items are in more batches, as negatives of others
-ACCIDENTAL_HITS = RemoveAccidentalHits()  # an item that is in the batch twice is no negative of itself
+TEMPERATURE = 0.1  # of the softmax: cosines, between -1 and 1, would be nearly equal without it
+CORRECTION = SamplingProbabilityCorrection()  # popular items occur in more batches as negatives
+ACCIDENTAL_HITS = RemoveAccidentalHits()  # an item that is in the batch twice is not a negative of itself
 
 
 def custom_model(units=32, dropout=0.3):
@@ -28,7 +28,7 @@ def custom_model(units=32, dropout=0.3):
 
 
 def feed(dataset, mode, metadata):
-    """Ratings that say that the user liked the item; labels are what the loss has to know of the item."""
+    """Ratings of items that the user liked; the labels hold what the loss needs to know about the item."""
 
     def to_example(line):
         features, share, rating = parse(line)

@@ -2,8 +2,8 @@
 
     python serve.py u0 u1 --hour=20
 
-It needs TensorFlow alone, neither Keras nor ElasticCB: models are SavedModels. With millions of items, an index of
-approximate nearest neighbours (ScaNN, FAISS) takes the place of `Recommender.candidates`.
+It needs only TensorFlow, neither Keras nor ElasticCB: models are SavedModels. With millions of items, replace
+`Recommender.candidates` by an approximate nearest-neighbour index (ScaNN, FAISS).
 """
 
 import argparse
@@ -28,18 +28,18 @@ class Recommender:
         self.vectors = self._vectors("item", np.full(len(self.items), ""), self.items, self.genres)
 
     def user_vectors(self, users):
-        """Vectors [users, units]: of equal length, as those of items are."""
+        """Vectors [users, units], normalized like those of items."""
         return self._vectors("user", users, np.full(len(users), ""), np.full((len(users), MAX_GENRES), ""))
 
     def _vectors(self, tower, users, items, genres):
-        """One tower's vectors. The model has both, so the other is given empty strings."""
+        """One tower's vectors. The model has both towers, so the other gets empty strings."""
         outputs = self.retrieval(user=tf.constant(users), item=tf.constant(items), genres=tf.constant(genres))
         return outputs[tower].numpy()
 
     def candidates(self, user, count=10, without=()):
-        """Row numbers of the items whose vectors are nearest to that of the user, nearest first: brute force.
+        """Row numbers of the items with vectors nearest to the user's, nearest first, by brute force.
 
-        Items in `without`, such as those that the user has seen, are left out.
+        Items in `without`, such as those that the user has seen, are excluded.
         """
         scores = self.vectors @ self.user_vectors([user])[0]
         scores[np.isin(self.items, list(without))] = -np.inf
@@ -82,7 +82,7 @@ def _rows(path):
 
 def main():
     parser = argparse.ArgumentParser(description="Recommends items to users.")
-    parser.add_argument("users", nargs="*", metavar="USER", help="by default the first of data/test.csv")
+    parser.add_argument("users", nargs="*", metavar="USER", help="default: the first user in data/test.csv")
     parser.add_argument("--hour", type=int, default=datetime.now().hour, help="hour of the day, 0 to 23")
     options = parser.parse_args()
     recommender = Recommender()
