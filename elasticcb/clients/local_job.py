@@ -87,10 +87,10 @@ def scale_job(folder: Path, workers: int | None, ps: int | None, on_wait: Callab
     with master_of(folder) as master:
         if workers:
             before, count = master.scale(workers), how_many(workers, "worker")
-            yield f"The job has {count} {f'from now on; there were {before}' if workers != before else 'already'}."
+            yield f"The job now has {count} (was {before})." if workers != before else f"The job already has {count}."
         if ps:
             moved = master.scale_servers(ps, on_wait)
-            yield moved or f"The job has {how_many(ps, 'parameter server')} already."
+            yield moved or f"The job already has {how_many(ps, 'parameter server')}."
 
 
 def stop_job(folder: Path, seconds: float) -> str:

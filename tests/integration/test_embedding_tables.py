@@ -239,7 +239,7 @@ def test_batch_whose_ids_a_table_cannot_hold_fails_the_job_at_its_first_try(upda
         pytest.raises(JobFailedError, match=r"is full: .* Raise max_rows, or choose another") as caught,
     ):
         servers.fit(model, np.arange(40).reshape(10, 4), np.ones((10, 1)), batch_size=8, verbose=0)
-    assert "trying again can't help" in str(caught.value)
+    assert "retrying can't help" in str(caught.value)
     assert "It was tried" not in str(caught.value)
 
 
@@ -441,7 +441,7 @@ def test_a_job_exports_its_tables_and_another_goes_on_from_its_checkpoint(tmp_pa
     assert evaluated.version == 60
     assert re.match(r"Passed over version-00000099: The manifest .* can't be read", display.messages[0])
     assert re.match(rf"Passed over version-00000098: The checkpoint file {file} is damaged", display.messages[1])
-    assert display.messages[3] == f"The model starts from {checkpoint}, version 60."
+    assert display.messages[3] == f"Training starts from {checkpoint}, version 60."
     with pytest.raises(
         CheckpointError, match=rf"The checkpoint file {file} is damaged: .*Start from another version\."
     ):

@@ -121,9 +121,7 @@ def test_killed_program_goes_on_where_it_was(program):
     again = Counter((fit, epoch) for fit, epoch, _ in first.keys() & second.keys())
     assert 0 < again.pop((2, 1)) < 60
     assert again == {(1, 0): 1, (2, 0): 1}  # the first batches, by which the model is built
-    lost = re.findall(
-        r"goes on from its recovery files; (\d+) updates of its part of the model are lost\.$", output, re.M
-    )
+    lost = re.findall(r"goes on from its recovery files; (\d+) updates to its shard were lost\.$", output, re.M)
     updates, loss = re.search(r"updates (\d+) loss (.*)", output).groups()
     assert int(updates) + sum(map(int, lost)) >= 4 * BATCHES
     assert float(loss) < 0.1

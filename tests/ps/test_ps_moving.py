@@ -187,7 +187,7 @@ def test_each_push_counts_once_while_servers_become_more_and_fewer(start):
     assert weights[4] == 1
     assert [each.buckets for each in moved] == [682, 341, 512, 768]
     assert pushes > 20
-    assert str(moved[0]).startswith("The job has 3 parameter servers from now on; there were 1. Moved 682 of 1,024")
+    assert str(moved[0]).startswith("The job now has 3 parameter servers (was 1). Moved 682 of 1,024")
 
 
 @pytest.mark.parametrize("make", [keras.optimizers.Adam, RowNorms])

@@ -122,7 +122,7 @@ def test_server_without_files_begins_anew(losing, tmp_path):
     servers.write()
     (tmp_path / "job" / "recovery" / "ps-0" / "log.json").write_text("{}")
     restored = servers.replace(version=5)
-    assert (restored.source, restored.version) == ("the first weights", 0)
+    assert (restored.source, restored.version) == ("the initial weights", 0)
     np.testing.assert_array_equal(servers.held()[0], VALUES[0])
     assert servers.push(1).version == 6
 
