@@ -138,7 +138,7 @@ def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(dat
     assert {int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)} == {TESTED}
     job.assert_no_orphans()
     assert elasticcb_main(["scale", str(data / "job"), "--workers=2"]) == 2
-    assert "is not the folder of a job that runs" in capsys.readouterr().err
+    assert "is not the folder of a running job" in capsys.readouterr().err
     assert elasticcb_main(["status", str(data / "job")]) == 0
     assert capsys.readouterr().out.startswith("linear (train): done\n  epoch 4/4, 100% (4,800/4,800 records)")
 

@@ -136,14 +136,14 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path)
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
     folder = save(tmp_path, trained(1))
-    with pytest.raises(CheckpointError, match="optimizer Adam, the model file's is SGD"):
+    with pytest.raises(CheckpointError, match="optimizer Adam, but the model file has SGD"):
         restored(folder, 1, lambda: keras.optimizers.SGD(0.1))
 
 
 def test_weights_without_slots_start_the_slots_afresh(tmp_path, caplog):
     folder = save(tmp_path, [Part(None, initial_values(BIG), BIG)])
     (part,) = restored(folder, 1)
-    assert "holds no optimizer" in caplog.text
+    assert "has no optimizer state" in caplog.text
     np.testing.assert_array_equal(part.values()[0], initial_values(BIG)[0])
 
 

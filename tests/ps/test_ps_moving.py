@@ -329,8 +329,8 @@ def test_synchronous_servers_are_not_moved(start):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"specs": [replace(SPECS[0], shape=(0, 8)), *SPECS[1:]]}, "names other variables"),
-        ({"addresses": 1}, "to 3 servers names 1 addresses"),
+        ({"specs": [replace(SPECS[0], shape=(0, 8)), *SPECS[1:]]}, "has other variables"),
+        ({"addresses": 1}, "to 3 servers has 1 addresses"),
     ],
 )
 def test_a_move_that_does_not_fit_what_a_server_holds_is_refused(start, changed, words):

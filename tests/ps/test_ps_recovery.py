@@ -133,7 +133,7 @@ def test_files_of_variables_of_other_shapes_are_refused(losing):
     servers.write()
     servers.master.servers.specs[0] = dataclasses.replace(SPECS[0], shape=(7,))
     request = servers.master._beginning(servers.master.servers.known[0], InitialModel(version=1), True)
-    with pytest.raises(CheckpointError, match=r"lack variables \[0\]: they are of another model"):
+    with pytest.raises(CheckpointError, match=r"lack variables \[0\]: they belong to another model"):
         servers.servers[0]._servicer.handlers["Initialize"](request)
     assert servers.push(1).version == 2  # the server goes on with what it holds
 

@@ -113,7 +113,7 @@ def test_link_sends_the_same_frame_as_the_same_call(cluster):
     link = Link(0, servers.servers[0].address, 1, 5.0, servers.servers[0]._access)
     frames = [Frame(pb.SetLearningRateRequest(learning_rate=0.1), {}) for _ in range(2)]
     for frame in (*frames, frames[0]):
-        with pytest.raises(Exception, match="holds no model yet"):
+        with pytest.raises(Exception, match="has no model yet"):
             link.call("SetLearningRate", frame)
     numbers = {frame.header.call for frame in frames}
     assert len(numbers) == 2

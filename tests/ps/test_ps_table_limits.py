@@ -73,7 +73,7 @@ def test_rows_of_the_same_batch_are_not_evicted_for_each_other():
 
 def test_batch_of_more_ids_than_may_be_held_is_an_error():
     table = make_table(TableLimits(memory_bytes=10 * ROW_BYTES, when_full=WhenFull.EVICT))
-    with pytest.raises(ElasticCBError, match="All rows that may go have gone"):
+    with pytest.raises(ElasticCBError, match="All rows that could be evicted were evicted"):
         table.lookup(np.arange(11), True)
 
 

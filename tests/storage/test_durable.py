@@ -346,7 +346,7 @@ def test_a_server_that_was_replaced_can_not_write_recovery_files(tmp_path):
     new = RecoveryLog(tmp_path / "ps-0", "abc")
     assert new.take_over().part.version == 3
     for _ in range(3):
-        with pytest.raises(CheckpointError, match="Another parameter server has taken the place"):
+        with pytest.raises(CheckpointError, match="Another parameter server has replaced this one"):
             old.write(Saved(part(9), {1: 9}), whole=True)
         new.write(Saved(part(5), {1: 4}), whole=True)
     assert RecoveryLog(tmp_path / "ps-0", "abc").read().part.version == 5
