@@ -107,19 +107,19 @@ UNSUPPORTED = {
     "a bound method as a loss or metric": (
         lambda: dense(metrics=[Meter().off]),
         UsageError,
-        "which workers can't be sent without a second copy of the object",
+        "which can't be sent to workers without a second copy of the object",
         "workers would get a second copy",
     ),
     "attributes that belong to one process (locks, files, connections)": (
         lambda: compiled(Locked()),
         UsageError,
-        "leave out what belongs to this process alone",
+        "Remove objects that belong to this process only",
         "they can't be pickled",
     ),
     "a `get_config` that fails": (
         lambda: compiled(Broken()),
         UsageError,
-        "Give its class .* a get_config\\(\\)",
+        "Add a get_config\\(\\)",
         "the class says how it is sent",
     ),
 }
