@@ -71,19 +71,19 @@ UNSUPPORTED = {
     f"{WITH_GRADIENTS} a `train_step` that updates a variable twice": (
         lambda: compiled(Twice()),
         ElasticCBError,
-        "a variable can be updated once per step",
+        "a variable can be updated only once per step",
         "servers apply the gradients after the step",
     ),
     f"{WITH_GRADIENTS} a `train_step` that reads a variable after its update (the DCGAN step, MoCo, mean teacher)": (
         lambda: compiled(Teacher()),
         ElasticCBError,
-        "after it has given the optimizer .* its gradient",
+        "after giving its gradient to the optimizer",
         "servers apply the gradients after the step",
     ),
     f"{WITH_GRADIENTS} an optimizer applied within `tf.cond`, a loop or a `@tf.function` of its own": (
         lambda: compiled(Sometimes()),
         ElasticCBError,
-        "where its gradients can't be taken out of",
+        "where its gradients can't be captured",
         "gradients leave the step as outputs",
     ),
     f"{WITH_GRADIENTS} `global_clipnorm` with `gradient_accumulation_steps` on several servers": (

@@ -359,7 +359,7 @@ def test_a_full_table_ends_the_job_with_words() -> None:
 
 def test_an_id_out_of_range_is_named() -> None:
     model = native_model(keras.optimizers.SGD(0.1))
-    with cluster() as servers, pytest.raises(JobFailedError, match=r"asked for the id 999.*input_dim=300"):
+    with cluster() as servers, pytest.raises(JobFailedError, match=r"called with the id 999.*input_dim=300"):
         servers.fit(model, np.where(np.arange(320)[:, None] < 300, IDS, 999), LABELS, shuffle=False, verbose=0)
 
 
