@@ -67,7 +67,7 @@ def master_of(folder: Path, start_seconds: float | None = None) -> Iterator[Mast
 def lost_master(folder: Path, error: ConnectionLostError) -> UsageError:
     """The error for a master that does not answer."""
     if has_command(folder):
-        again = "another one replaces it within seconds; try again"
+        again = "a new master replaces it within seconds; try again"
     elif (folder / JOB_FILE).is_file():
         again = f"`elasticcb resume {shlex.quote(str(folder))}` resumes the job"
     else:
@@ -126,7 +126,7 @@ def stop_job(folder: Path, seconds: float) -> str:
                 f"The job in {folder} has not ended within {seconds:g} s and is still stopping. Wait longer with "
                 f"--timeout, or kill it without a checkpoint: `kill {pid}` on {host}."
             )
-        time.sleep(_LOOK_SECONDS)  # its master was killed; another one may replace it
+        time.sleep(_LOOK_SECONDS)  # its master was killed; a new master may replace it
     if ended["phase"] == "failed":
         raise JobFailedError(f"The job in {folder} failed: {ended['error']}")
     if ended["phase"] == "done":

@@ -21,7 +21,7 @@ class MovingAverages:
         indices = {id(variable): index for index, variable in enumerate(model.weights)}
         self._momentum: dict[int, float] = {}  # by index in `model.weights`
         self._calls: Counter[int] = Counter()
-        self._thread: int | None = None  # the counting thread: another one may trace the step to find its lookups
+        self._thread: int | None = None  # the counting thread; another thread may trace the step to find its lookups
         for layer in model._flatten_layers(include_self=True, recursive=True):
             if isinstance(layer, keras.layers.BatchNormalization) and layer.built:
                 for variable in (layer.moving_mean, layer.moving_variance):

@@ -18,7 +18,7 @@ class Epochs:
     (TODO again, or DOING). Epochs still finish in order, and training after the last one.
 
     Args:
-        layout: the shards of one epoch; if the number of records is unknown, an upper bound, and `source_ended` tells
+        layout: the shards of one epoch; if the number of records is unknown, an upper bound, and `source_ended` marks
             where an epoch ends.
         settings: settings of the queue.
     """

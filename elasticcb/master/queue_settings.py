@@ -21,7 +21,7 @@ class QueueSettings:
             that is handed out again does not count again.
         shuffle_seed: epoch e is shuffled by `random.Random(f"{shuffle_seed}/{e}")`; None: no shuffling.
         max_retries: how often a task may fail; one more failure fails the job.
-        lease_seconds: a worker without progress for this long loses its leases; while it reports computing a batch,
+        lease_seconds: a worker without progress for this long times out; while it reports computing a batch,
             after twelve times as long.
         hold_epochs: epoch e + 1 begins only after `release_epoch(e)`. Without it, epochs overlap: epoch e + 1 begins
             when all tasks of epoch e are handed out.

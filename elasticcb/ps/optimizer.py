@@ -117,7 +117,7 @@ class ServerOptimizer:
             self.optimizer._iterations.assign_add(1)
 
     def clone(self, index: int, variable: keras.Variable) -> ServerOptimizer:
-        """A fresh optimizer on `variable` alone, which represents variable `index` of the model."""
+        """A fresh optimizer with the single variable `variable`, which represents variable `index` of the model."""
         return ServerOptimizer(self._make(), self._make, {index: variable}, self._undecayed)
 
     @property

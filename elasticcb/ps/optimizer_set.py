@@ -251,7 +251,7 @@ class OptimizerSet:
         if state.optimizers != self.names:
             raise CheckpointError(
                 f"The checkpoint was written with the optimizer {', '.join(state.optimizers)}, but the model file has "
-                f"{', '.join(self.names)}. Use the same optimizer, or start from weights alone: load them in "
+                f"{', '.join(self.names)}. Use the same optimizer, or start only from the weights: load them in "
                 "custom_model()."
             )
         missing = []

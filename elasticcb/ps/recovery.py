@@ -262,7 +262,7 @@ class RecoveryWriter:
         take: returns the server's content, in full or as changed after a version.
         interval_seconds: interval between files.
         warn: called each time the files can't be written.
-        replica: starts its log before a file is written, if it has none, and is told what the file contains.
+        replica: starts its log before a file is written, if it has none, and gets what the file contains.
     """
 
     def __init__(

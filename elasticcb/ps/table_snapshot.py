@@ -82,7 +82,7 @@ class TableSnapshot:
         result = np.empty((len(ids), self._rows.dim), self._rows.dtype)
         kept, places = self._kept.index.find(ids), self._rows.index.find(ids)
         known = (kept < 0) & (places >= 0) & (places < self._end)
-        # A row that was copied may have been replaced by another one.
+        # A row that was copied may have been replaced by another row.
         present = np.flatnonzero(known)
         present = present[self._marks.take(places[present]) == 0]
         changed = np.flatnonzero(kept >= 0)

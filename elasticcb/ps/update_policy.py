@@ -26,7 +26,7 @@ class PushName(NamedTuple):
 
 
 class Action(Enum):
-    APPLY = "apply"  # apply `pushes` as one update
+    APPLY = "apply"  # `pushes` as one update
     WAIT = "wait"  # accepted; more are needed for an update
     STALE = "stale"  # refused: computed on weights that are too old
 

@@ -25,8 +25,8 @@ _ERRORS = {
 # calls.
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 
-# gRPC's text for an exception in a handler that is not one of this project's. The code alone is ambiguous: gRPC also
-# uses it for some broken connections.
+# gRPC's text for an exception in a handler that is not one of this project's. The code is ambiguous by itself: gRPC
+# also uses it for some broken connections.
 _DEFECT = "Exception calling application: "
 
 

@@ -52,7 +52,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 @functools.lru_cache
 def _name_of(dtype: np.dtype[Any]) -> str:
-    return str(dtype.name)  # which NumPy builds anew each time
+    return str(dtype.name)  # which NumPy builds each time
 
 
 def to_message(array: Array, name: str = "") -> pb.Tensor:

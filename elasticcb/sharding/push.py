@@ -216,7 +216,7 @@ class Gradients:
 
 
 def knows_result(request: pb.ExchangeRequest, version: int) -> bool:
-    """Whether a server's version was made by the worker's movement alone, from a version that the worker had pulled.
+    """Whether a server's version was made only by the worker's movement, from a version that the worker had pulled.
 
     Then the worker knows the server's state. It does not for the replacement of a lost server; and with an outer
     optimizer, servers report that it does not.

@@ -1,7 +1,7 @@
 """Hooks of epochs and evaluation rounds on a worker, for callbacks placed there by `runs_on`.
 
-A worker sees tasks, not epochs and rounds: one begins with its first task, and ends when a task of another one comes,
-or no more tasks come.
+A worker sees tasks, not epochs and rounds: one begins with its first task, and ends when a task of
+another epoch or round comes, or no more tasks come.
 """
 
 from __future__ import annotations

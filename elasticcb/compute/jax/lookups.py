@@ -25,8 +25,8 @@ from elasticcb.rpc.tensors import Array
 _enable_x64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 _LOOP = (
     "it is called inside a loop, a condition or a function of its own (keras.ops.cond, scan, while_loop, map; a layer "
-    "that runs another one step by step, as TimeDistributed), where its ids can't be known before the step runs. Call "
-    "it from the model's `call` itself, on the ids of all steps at once: it takes ids of any shape."
+    "that runs an inner layer step by step, such as TimeDistributed), where its ids can't be known before the step "
+    "runs. Call it from the model's `call` itself, on the ids of all steps at once: it takes ids of any shape."
 )
 
 
@@ -116,13 +116,13 @@ class TracedIds:
         if used[len(self._variables)]:
             return (
                 "its ids depend on rows of an embedding, so that they can't be known before these rows are there. "
-                "Compute ids from the features alone."
+                "Compute ids only from the features."
             )
         paths = [variable.path for variable, is_used in zip(self._variables, used, strict=False) if is_used]
         if paths:
             return (
-                f"its ids depend on {paths[0]!r}, which changes from step to step. Compute ids from the features "
-                "alone; draw random ids in `feed`."
+                f"its ids depend on {paths[0]!r}, which changes from step to step. Compute ids only from the "
+                "features; draw random ids in `feed`."
             )
         return ""
 

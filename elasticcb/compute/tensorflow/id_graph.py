@@ -37,9 +37,9 @@ class Recording:
         if graph is not self._graph:
             self._problems.setdefault(
                 index,
-                "it is called inside a loop, a condition or a function of its own (a layer that runs another one step "
-                "by step, as TimeDistributed; @tf.function; keras.ops.cond, scan, while_loop, map), where its ids "
-                "can't be known before the step runs. Call it from the model's `call` itself, on the ids of all steps "
+                "it is called inside a loop, a condition or a function of its own (a layer that runs an inner layer "
+                "step by step, such as TimeDistributed; @tf.function; keras.ops.cond, scan, while_loop, map), where its "
+                "ids can't be known before the step runs. Call it from the model's `call` itself, on the ids of all steps "
                 "at once: it takes ids of any shape.",
             )
         before = len(graph.get_operations())
@@ -86,7 +86,7 @@ class Recording:
             if operation in self._answers:
                 return (
                     "its ids depend on rows of an embedding, so that they can't be known before these rows are there. "
-                    "Compute ids from the features alone."
+                    "Compute ids only from the features."
                 )
             if operation.type == "Placeholder" and operation.outputs:
                 own = operation.outputs[0]
@@ -94,18 +94,18 @@ class Recording:
                 if variable is not None and variable.trainable:
                     return (
                         f"its ids depend on the weights {variable.path!r}, which change from step to step. Compute ids "
-                        "from the features alone."
+                        "only from the features."
                     )
                 if any(consumer.type.startswith(_ASSIGN) for consumer in own.consumers()):
                     name = getattr(variable, "path", "a variable, as the seed of random numbers")
                     return (
-                        f"its ids depend on {name}, which the step changes. Compute ids from the features alone; draw "
+                        f"its ids depend on {name}, which the step changes. Compute ids only from the features; draw "
                         "random ids in `feed`."
                     )
             elif operation.op_def is not None and operation.op_def.is_stateful and operation.type not in _HARMLESS:
                 return (
                     f"its ids depend on the operation {operation.type}, which may give other values when the step "
-                    "runs. Compute ids from the features alone, without randomness and Python functions "
+                    "runs. Compute ids only from the features, without randomness and Python functions "
                     "(tf.numpy_function has stateful=False); or compute them in `feed`."
                 )
         return ""

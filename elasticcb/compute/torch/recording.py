@@ -120,22 +120,22 @@ class Uses(IdRecording):
             elif _ROWS in depends:
                 found[index] = (
                     "its ids depend on rows of an embedding, so that they can't be known before these rows are there. "
-                    "Compute ids from the features alone."
+                    "Compute ids only from the features."
                 )
             elif _RANDOM in depends:
                 found[index] = (
-                    "its ids depend on random numbers, which may be others when the step runs. Compute ids from the "
-                    "features alone; draw random ids in `feed`."
+                    "its ids depend on random numbers, which may be others when the step runs. Compute ids "
+                    "only from the features; draw random ids in `feed`."
                 )
             elif depends & trainable:
                 found[index] = (
                     f"its ids depend on the weights {min(depends & trainable)!r}, which change from step to step. "
-                    "Compute ids from the features alone."
+                    "Compute ids only from the features."
                 )
             elif depends & self._changed:
                 found[index] = (
-                    f"its ids depend on {min(depends & self._changed)}, which the step changes. Compute ids from the "
-                    "features alone; draw random ids in `feed`."
+                    f"its ids depend on {min(depends & self._changed)}, which the step changes. Compute ids "
+                    "only from the features; draw random ids in `feed`."
                 )
         return found
 
