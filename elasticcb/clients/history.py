@@ -37,7 +37,7 @@ class Point(NamedTuple):
 
 
 class EvaluationPoint(NamedTuple):
-    """Results of an evaluation round."""
+    """Results of an evaluation pass."""
 
     time: float
     version: int

@@ -191,7 +191,7 @@ class PSClient:
         return weights, ids
 
     def pull_snapshot(self, evaluation_round: int) -> PlacedBlocks:
-        """The weights that the servers keep for an evaluation round; sets `snapshot_version`."""
+        """The weights that the servers keep for an evaluation pass; sets `snapshot_version`."""
 
         def pull() -> PlacedBlocks:
             request = pb.ExchangeRequest(

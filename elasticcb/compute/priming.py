@@ -34,7 +34,7 @@ def prime_training(
         run_unchanged(model, functools.partial(keras.Model.test_step, model), batch)
     updated = updated_variables(model, batch, not local) if own_step or len(model_optimizers(model)) > 1 else None
     if own_step or is_overridden(model, "test_step"):
-        # Evaluation rounds need its metrics. A model without an evaluation step may still be trained, as in `fit`.
+        # Evaluation passes need its metrics. A model without an evaluation step may still be trained, as in `fit`.
         with contextlib.suppress(Exception):
             run_unchanged(model, model.test_step, batch)
     return updated

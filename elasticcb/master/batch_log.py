@@ -14,7 +14,7 @@ class BatchEvent:
     """A batch that a worker has finished."""
 
     kind: Mode
-    number: int  # epoch or evaluation round
+    number: int  # epoch or evaluation pass
     version: int  # of the model; after the push for a training batch
     size: int  # records
     logs: Mapping[str, float] = field(default_factory=dict)  # of this batch only

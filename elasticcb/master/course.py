@@ -1,9 +1,9 @@
 """The course of a job, from its first task to its last.
 
     while there are training tasks:
-        at every `evaluation_steps` versions, or at the end of an epoch: an evaluation round
+        at every `evaluation_steps` versions, or at the end of an epoch: an evaluation pass
         at every `checkpoint_steps` versions: a checkpoint
-    waiting gradients are applied, the optimizer finalizes; the last evaluation round
+    waiting gradients are applied, the optimizer finalizes; the last evaluation pass
     `on_train_end` on the master, which may restore weights; a checkpoint; the TRAIN_END task
 
 A job that evaluates or predicts has one round, or the prediction tasks, and nothing else.
@@ -68,7 +68,7 @@ class Course:
         self.served, self.checkpoints, self.queue = served, checkpoints, queue
         self._host, self._hooks = served.host, served.hooks
         self._epochs, self._autoscale = epochs, autoscale
-        self._waiting_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their evaluation round
+        self._waiting_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their evaluation pass
         self._clock = EpochClock(self._settings.training.minibatch_size)
         self._more_batches = False  # more are ready for callbacks now
         self.over = False
@@ -138,7 +138,7 @@ class Course:
         """What must finish before the number of servers can change; "": nothing. Servers keep a snapshot during a
         round."""
         with self._desk.state() as state:
-            return "" if state.rounds.running is None else "the evaluation round to end"
+            return "" if state.rounds.running is None else "the evaluation pass to end"
 
     def _why_no_servers(self, servers: int) -> str:
         """Why the job can't have `servers` parameter servers; "": it can."""
@@ -269,7 +269,7 @@ class Course:
             state.note()
             state.wake()
 
-    # ------------------------------------------------------------ evaluation rounds
+    # ------------------------------------------------------------ evaluation passes
 
     @property
     def _evaluates(self) -> bool:
@@ -287,7 +287,7 @@ class Course:
         # The servers may be a few versions ahead of the version that made the round due.
         version = self._hooks.begin_round(evaluation_round.id)
         reason = evaluation_round.reason.value
-        logger.info("Evaluation round %d is of version %d (%s)", evaluation_round.id, version, reason)
+        logger.info("Evaluation pass %d is of version %d (%s)", evaluation_round.id, version, reason)
         with self._desk.state() as state:
             state.rounds.snapshot_taken(version)
             state.evaluated_before = self.queue.accounting.records_evaluated

@@ -60,7 +60,7 @@ class MilestoneKind(str, Enum):
 
     EPOCH_DONE = "EPOCH_DONE"  # `number` is the epoch; in rising order
     TRAINING_DONE = "TRAINING_DONE"  # after the last EPOCH_DONE
-    ROUND_DONE = "ROUND_DONE"  # `number` is the evaluation round
+    ROUND_DONE = "ROUND_DONE"  # `number` is the evaluation pass
     PREDICTION_DONE = "PREDICTION_DONE"
     TRAIN_END_DONE = "TRAIN_END_DONE"
 

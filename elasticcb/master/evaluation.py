@@ -1,4 +1,4 @@
-"""When evaluation rounds start, and their results. Pure: no threads, clock, gRPC or Keras."""
+"""When evaluation passes start, and their results. Pure: no threads, clock, gRPC or Keras."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RoundReason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One evaluation round. `epoch` is the last epoch before it, if it belongs to an epoch."""
+    """One evaluation pass. `epoch` is the last epoch before it, if it belongs to an epoch."""
 
     id: int  # increasing
     version: int  # of the model; all tasks of the round see these weights

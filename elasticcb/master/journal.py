@@ -50,7 +50,7 @@ class Memory:
         version: lower bound of the model's version.
         states: metric states of each finished training task, by epoch that has not ended.
         ended_epochs: number of epochs whose end hooks have run.
-        evaluated: model version of the last finished evaluation round.
+        evaluated: model version of the last finished evaluation pass.
         learning_rate: base rate when training started, or after the last epoch ended and the next began; None with a
             schedule.
         epoch_begun: whether `on_epoch_begin` has run for the first epoch that has not ended.

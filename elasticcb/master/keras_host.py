@@ -1,4 +1,4 @@
-"""The master's Keras side: the model that callbacks see, and the metrics of evaluation rounds."""
+"""The master's Keras side: the model that callbacks see, and the metrics of evaluation passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one process that owns the tasks, the evaluation rounds and the job's state.
+"""The one process that owns the tasks, the evaluation passes and the job's state.
 
 Its workers and servers run one job after another: a command runs one, `elasticcb.Cluster` as many as requested.
 

@@ -48,7 +48,7 @@ def _job(seen: JobSnapshot) -> Iterator[Metric]:
         if seen.loss is not None:
             yield _gauge("training_loss", "Mean over the batches of a worker's last report.", seen.loss)
         values = {(name,): value for name, value in seen.metrics.items() if isinstance(value, (int, float))}
-        yield _gauge("evaluation_metric", "Metrics of the last evaluation round.", values, ("metric",))
+        yield _gauge("evaluation_metric", "Metrics of the last evaluation pass.", values, ("metric",))
         yield _gauge("stragglers", "Workers that are much slower than the others.", len(seen.stragglers))
     yield _gauge("records_planned", "Records to train over all epochs; 0: not known.", seen.records_total)
     records = {

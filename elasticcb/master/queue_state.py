@@ -90,7 +90,7 @@ class QueueState:
     # ------------------------------------------------------------ what there is to do
 
     def add_evaluation(self, round: int, sources: Sequence[tuple[str, int]]) -> int:
-        """Adds the tasks of an evaluation round, ahead of all others; returns their number.
+        """Adds the tasks of an evaluation pass, ahead of all others; returns their number.
 
         Raises `UsageError` when the round was added before and is not done.
         """
@@ -201,7 +201,7 @@ class QueueState:
         Args:
             leases: also save what workers need to continue their leases.
 
-        Functions and evaluation rounds are not saved: the metric states of their finished tasks are in the master's
+        Functions and evaluation passes are not saved: the metric states of their finished tasks are in the master's
         memory, so they start over after a restart.
         """
         records = [record for record in (*self._doing, *self._todo) if record.task.type not in _NOT_SAVED]

@@ -59,7 +59,7 @@ class ProcessCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochEnd:
-    """A finished epoch, with its evaluation round if any."""
+    """A finished epoch, with its evaluation pass if any."""
 
     epoch: int  # from 1
     epochs: int  # planned
@@ -85,12 +85,12 @@ class JobSnapshot:
     epochs: int = 0  # planned; 0: not training
     version: int = 0
     loss: float | None = None  # mean over the last batches
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation round
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation pass
     stopped_early: str = ""  # why training ended before its last epoch; "": it did not
     records_per_epoch: tuple[int, ...] = ()  # trained records of each epoch, counted once each
     records_total: int = 0  # to train over all epochs; 0: unknown
     records_per_second: float = 0.0  # recent rate
-    records_evaluated: int = 0  # in the last evaluation round, counted once each
+    records_evaluated: int = 0  # in the last evaluation pass, counted once each
     records_evaluated_before: int = 0  # in earlier rounds
     records_predicted: int = 0  # counted once each
     records_repeated: int = 0  # upper bound of records trained or predicted more than once, after losing workers

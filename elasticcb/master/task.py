@@ -23,7 +23,7 @@ class TaskType(str, Enum):
     FUNCTION = "FUNCTION"
 
 
-# A running evaluation round keeps a snapshot on the servers, so its tasks come first. TRAIN_END is handed out only when
+# A running evaluation pass keeps a snapshot on the servers, so its tasks come first. TRAIN_END is handed out only when
 # no other task is open. A job of functions has no other tasks.
 HANDING_OUT_ORDER = (
     TaskType.EVALUATION,

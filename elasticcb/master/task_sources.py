@@ -32,7 +32,7 @@ class Supply(Protocol):
 
 
 class EvaluationTasks:
-    """The tasks of evaluation rounds, in order; a round is done when all its tasks are."""
+    """The tasks of evaluation passes, in order; a round is done when all its tasks are."""
 
     def __init__(self) -> None:
         self._orders: deque[tuple[int, ShardOrder]] = deque()  # rounds with tasks to create
@@ -41,7 +41,7 @@ class EvaluationTasks:
     def add(self, round: int, layout: ShardLayout) -> list[Milestone]:
         """Raises `UsageError` when the round was added before and is not done."""
         if round in self._open:
-            raise UsageError(f"Evaluation round {round} is already running; each round needs a new number.")
+            raise UsageError(f"Evaluation pass {round} is already running; each pass needs a new number.")
         if not layout:
             return [Milestone(MilestoneKind.ROUND_DONE, round)]
         self._orders.append((round, ShardOrder(layout)))
@@ -69,7 +69,7 @@ class EvaluationTasks:
         return [Milestone(MilestoneKind.ROUND_DONE, task.evaluation_round)]
 
     def reopen(self, task: Task) -> None:
-        raise AssertionError("evaluation rounds are not saved")
+        raise AssertionError("evaluation passes are not saved")
 
 
 class PredictionTasks:

@@ -106,7 +106,7 @@ class ServedModel:
     policy: UpdatePolicy
     staged: dict[PushName, Staged]  # synchronous mode: pushes waiting for an update
     answered: Answered[PushAnswer]
-    snapshots: dict[int, Snapshot]  # by evaluation round
+    snapshots: dict[int, Snapshot]  # by evaluation pass
     held: dict[str, Part]  # by checkpoint folder, data to write there
     exported: Exported | None = None
     change: Change | None = None  # synchronous mode: a change that waits for the first server
@@ -174,7 +174,7 @@ class ServedModel:
         if snapshot is None:
             kept = ", ".join(map(str, self.snapshots)) or "none"
             raise ElasticCBError(
-                f"There is no snapshot of evaluation round {evaluation_round} (available: {kept}). The round is over, "
+                f"There is no snapshot of evaluation pass {evaluation_round} (available: {kept}). The pass is over, "
                 "or this server was restarted."
             )
         return snapshot

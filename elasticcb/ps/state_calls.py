@@ -89,7 +89,7 @@ class ReadingCalls:
 def snapshot(frame: Frame[pb.SnapshotRequest], model: ServedModel) -> Frame[Any]:
     evaluation_round = frame.header.evaluation_round
     if evaluation_round <= 0:
-        raise WireError(f"Snapshot has evaluation round {evaluation_round}; rounds are numbered from 1.")
+        raise WireError(f"Snapshot has evaluation pass {evaluation_round}; passes are numbered from 1.")
     if frame.header.release:
         released = model.snapshots.pop(evaluation_round, None)
         for table in (released.tables if released and released.tables else {}).values():

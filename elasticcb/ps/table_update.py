@@ -170,8 +170,8 @@ def _not_by_rows(kind: str, spec: VariableSpec) -> ModelFileError:
     return ModelFileError(
         f"The optimizer {kind} can't train the embedding table {spec.path!r}, because each step updates only a few "
         "rows. Optimizers need all rows if they average weights (use_ema), accumulate gradients, or treat neither "
-        "each element nor each row independently. Use another optimizer (SGD, Adagrad, Adam, Ftrl, RowWiseAdagrad, ...). "
-        "A custom class declares what its updates depend on by a class attribute: `elementwise = True` if the update of "
-        "an element depends only on the element, its gradient and its slots; `rowwise = True` if the update of a row "
-        "does, and all its slots have one entry per row, [rows, ...]."
+        "each element nor each row independently. Use another optimizer (SGD, Adagrad, Adam, Ftrl, RowWiseAdagrad, "
+        "...). A custom class declares what its updates depend on by a class attribute: `elementwise = True` if the "
+        "update of an element depends only on the element, its gradient and its slots; `rowwise = True` if the "
+        "update of a row does, and all its slots have one entry per row, [rows, ...]."
     )

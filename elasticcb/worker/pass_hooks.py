@@ -1,4 +1,4 @@
-"""Hooks of epochs and evaluation rounds on a worker, for callbacks placed there by `runs_on`.
+"""Hooks of epochs and evaluation passes on a worker, for callbacks placed there by `runs_on`.
 
 A worker sees tasks, not epochs and rounds: one begins with its first task, and ends when a task of
 another epoch or round comes, or no more tasks come.
@@ -42,7 +42,7 @@ class PassHooks:
             self._end_epoch()
 
     def enter(self, task: Any, snapshot_version: int) -> None:
-        """Begins what `task` is the first of; the weights of an evaluation round have version `snapshot_version`."""
+        """Begins what `task` is the first of; the weights of an evaluation pass have version `snapshot_version`."""
         if task.type == pb.EVALUATION and self._has_rounds and self._round is None:
             self._round, self._round_version = task.evaluation_round, snapshot_version
             self._call("on_test_begin", {})

@@ -139,7 +139,7 @@ class Session:
         self.progress.on_leave = self.input.leave
         self.progress.on_split = self.input.wake
         self.stop_told = False
-        self._snapshot: tuple[int, PlacedBlocks] | None = None  # an evaluation round and its weights
+        self._snapshot: tuple[int, PlacedBlocks] | None = None  # an evaluation pass and its weights
         self._assigned: PlacedBlocks | None = None  # the current values of the model's variables
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class Session:
         self._assigned = None
 
     def show_snapshot(self, evaluation_round: int) -> None:
-        """Sets the model to the weights of an evaluation round."""
+        """Sets the model to the weights of an evaluation pass."""
         if self._snapshot is None or evaluation_round != self._snapshot[0]:
             self._snapshot = (evaluation_round, self.ps.pull_snapshot(evaluation_round))
         self.show(self._snapshot[1])

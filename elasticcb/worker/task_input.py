@@ -202,5 +202,5 @@ class TaskInput:
 
 
 def _pass_of(task: Any) -> int:
-    """Which pass over its data a task belongs to, from 0: an epoch, or an evaluation round."""
+    """Which pass over its data a task belongs to, from 0: an epoch, or an evaluation pass."""
     return int(task.evaluation_round - 1 if task.type == pb.EVALUATION else task.epoch)

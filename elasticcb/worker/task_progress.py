@@ -26,7 +26,7 @@ class Tally:
     """A worker's counters over its tasks.
 
     Attributes:
-        present: task type, epoch and evaluation round of the last task.
+        present: task type, epoch and evaluation pass of the last task.
         batches: batches run here, by these.
         predicts: whether it has had a prediction task.
         steps: training steps.

@@ -121,8 +121,8 @@ def test_a_wish_for_servers_knows_what_it_waits_for(lines):
     master.calls.register(Role.PS, 0, "here:1", 2, "here")
     scaling = master.server_scaling
     wish = scaling.ask(2, waiting=False, seconds=0.0)
-    scaling.turn(None, "the evaluation round to end", lambda servers: "")
-    assert scaling.ask(2, waiting=True, seconds=0.0).waits_for == "the evaluation round to end"
+    scaling.turn(None, "the evaluation pass to end", lambda servers: "")
+    assert scaling.ask(2, waiting=True, seconds=0.0).waits_for == "the evaluation pass to end"
     scaling.turn(None, "", lambda servers: "")
     assert wish.waits_for == "all parameter servers to be up"
     scaling.turn(None, "", lambda servers: f"no {servers}")

@@ -153,7 +153,7 @@ def test_slots_with_names_of_another_release_start_afresh_with_both_names_in_the
     exported.slots = {(index, f"old_{name}"): value for (index, name), value in exported.slots.items()}
     part.parameters.export = lambda: exported
     restored(save(tmp_path, before), 1)
-    assert "afresh: momentums of 'embedding/embeddings'" in caplog.text
+    assert "fresh: momentums of 'embedding/embeddings'" in caplog.text
     assert "holds old_momentums of 'embedding/embeddings'" in caplog.text
     assert "another release" in caplog.text
 

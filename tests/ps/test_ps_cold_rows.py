@@ -244,7 +244,7 @@ def test_max_rows_are_those_in_memory(store):
         train_rows(table, ids, np.zeros((4, DIM), np.float32), descend, version)
     assert len(table) == 36
     assert len(table.used) <= 9
-    with pytest.raises(ElasticCBError, match=r"have gone\. Raise max_rows, or make batches"):
+    with pytest.raises(ElasticCBError, match=r"were evicted\. Raise max_rows, or use smaller batches"):
         table.lookup(np.arange(10), True)
     assert len(table) == 36
 

@@ -210,5 +210,5 @@ def test_files_of_another_training_are_refused(tmp_path):
     log.write(saved(1, [1]), whole=True)
     with pytest.raises(CheckpointError, match="another training"):
         RecoveryLog(tmp_path, "other").read()
-    with pytest.raises(CheckpointError, match="no recovery files"):
+    with pytest.raises(CheckpointError, match="No readable recovery files"):
         RecoveryLog(tmp_path / "nowhere", "run").read()

@@ -169,7 +169,7 @@ def test_a_snapshot_is_pulled_until_it_is_released(cluster):
     for mine, other in zip(one.values(snapshot=1), before, strict=True):
         assert np.array_equal(mine, other)
     one.call(0, "Snapshot", Frame(pb.SnapshotRequest(evaluation_round=1, release=True), {}))
-    with pytest.raises(ElasticCBError, match="no snapshot of evaluation round 1"):
+    with pytest.raises(ElasticCBError, match="no snapshot of evaluation pass 1"):
         one.values(snapshot=1)
 
 

@@ -38,9 +38,9 @@ class Recording:
             self._problems.setdefault(
                 index,
                 "it is called inside a loop, a condition or a function of its own (a layer that runs an inner layer "
-                "step by step, such as TimeDistributed; @tf.function; keras.ops.cond, scan, while_loop, map), where its "
-                "ids can't be known before the step runs. Call it from the model's `call` itself, on the ids of all steps "
-                "at once: it takes ids of any shape.",
+                "step by step, such as TimeDistributed; @tf.function; keras.ops.cond, scan, while_loop, map), where "
+                "its ids can't be known before the step runs. Call it from the model's `call` itself, on the ids of "
+                "all steps at once: it takes ids of any shape.",
             )
         before = len(graph.get_operations())
         rows = tf.gather(layer._embeddings._value, tf.zeros_like(ids))
