@@ -25,7 +25,7 @@ def test_predictions_go_to_a_file_whose_ending_or_flag_names_the_format(workplac
 def test_prediction_into_nothing_is_refused(workplace, complaint):
     flags = workplace.predict[:-1]
     message = complaint("predict", *flags)
-    assert "Nothing would use the predictions: " in message
+    assert "Nothing would take the predictions: " in message
     assert "linear.py has no `callbacks`, and --output is missing. Add --output=FILE" in message
     for taker in ("def callbacks(): pass", "class PredictionOutputsProcessor: pass", "from elsewhere import *"):
         workplace.write("zoo/linear/linear.py", f"def custom_model(): pass\n{taker}\n")

@@ -195,7 +195,7 @@ def test_job_that_fails_leaves_no_file(tmp_path):
 @pytest.mark.parametrize(
     ("more", "output", "message"),
     [
-        ("def callbacks(): return [keras.callbacks.Callback()]", "", "Nothing would use the predictions"),
+        ("def callbacks(): return [keras.callbacks.Callback()]", "", "Nothing would take the predictions"),
         (
             "def feed(d, mode, metadata): return d.map(lambda r: r['x']).filter(lambda x: x[0] > 5)",
             "out.csv",

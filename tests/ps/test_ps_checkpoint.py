@@ -154,7 +154,7 @@ def test_slots_with_names_of_another_release_start_afresh_with_both_names_in_the
     part.parameters.export = lambda: exported
     restored(save(tmp_path, before), 1)
     assert "fresh: momentums of 'embedding/embeddings'" in caplog.text
-    assert "holds old_momentums of 'embedding/embeddings'" in caplog.text
+    assert "It has old_momentums of 'embedding/embeddings'" in caplog.text
     assert "another release" in caplog.text
 
 
