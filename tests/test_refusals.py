@@ -122,7 +122,7 @@ def test_a_flood_of_strangers_is_counted_and_a_process_of_the_job_is_served(serv
     assert server.counts == {"without the job's token": threads * calls}
     lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert 1 <= len(lines) < 100
-    assert lines[0].startswith("Calls refused up to now, without the job's token: 1; the last one came from ipv")
+    assert lines[0].startswith("Calls refused so far, without the job's token: 1; the last one came from ipv")
     assert not [line for line in lines if "guess" in line or "secret" in line]
 
 

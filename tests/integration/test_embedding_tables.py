@@ -236,7 +236,7 @@ def test_batch_whose_ids_a_table_cannot_hold_fails_the_job_at_its_first_try(upda
     model = model_of(Embedding(4, max_rows=5, name="small"), keras.optimizers.SGD())
     with (
         cluster(embedding=tables(), updates=updates) as servers,
-        pytest.raises(JobFailedError, match=r"is full: .* Raise max_rows, or choose another") as caught,
+        pytest.raises(JobFailedError, match=r"is full: .* Raise max_rows, or set") as caught,
     ):
         servers.fit(model, np.arange(40).reshape(10, 4), np.ones((10, 1)), batch_size=8, verbose=0)
     assert "retrying can't help" in str(caught.value)

@@ -107,7 +107,7 @@ def test_a_server_whose_answers_are_late_is_waited_for_and_one_that_nobody_reach
         for source in ("master-0", "worker-0", "worker-1"):
             network.route(source, "ps").partition()
             network.route(source, "ps").cut()
-        job.wait_for_line(r"parameter server 0 .* was lost: out of reach for 3 s; restart 1 of 10")
+        job.wait_for_line(r"parameter server 0 .* was lost: unreachable for 3 s; restart 1 of 10")
         job.wait_for_line(IS_BACK)
         assert_complete(job)
         assert number(job.output, "parameter servers lost") == 1
@@ -183,5 +183,5 @@ def test_master_whose_processes_all_died_ends_soon_after_sigterm(data, start_job
     job.process.send_signal(signal.SIGTERM)
     assert job.process.wait(60) == 130
     assert job.finish() == 130
-    assert "No checkpoint could be written: Parameter server 0 is lost" in job.output
-    assert "To go on: elasticcb resume" in job.output
+    assert "The checkpoint could not be written: Parameter server 0 was lost" in job.output
+    assert "To resume it: elasticcb resume" in job.output

@@ -218,7 +218,7 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     job.wait_for_line(r"workers 1/1")
     deleted = delete_pod(api, "master")
     job.wait_for_line(rf"The master's pod {deleted}: .*Another one goes on with the job")
-    job.wait_for_line(r"Parameter server 0 goes on from its recovery files; 0 updates")
+    job.wait_for_line(r"Parameter server 0 resumes from its recovery files; 0 updates")
     job.wait_for_line(r"epoch \d+/.*workers 1/1")
     assert main(["stop", "job", here]) == 0
     job.wait_for_line(r"The master's pod .*: .*")
@@ -228,7 +228,7 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     assert "Detached; the job continues" in job.output
 
     stopped = start_job("resume", "job", here)
-    stopped.wait_for_line(r"Parameter server 0 goes on from its recovery files; 0 updates")
+    stopped.wait_for_line(r"Parameter server 0 resumes from its recovery files; 0 updates")
     stopped.wait_for_line(r"epoch \d+/.*workers 1/1")
     (folder / "job" / "fail").touch()
     assert stopped.finish() == 1

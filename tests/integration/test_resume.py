@@ -168,7 +168,7 @@ def test_processes_killed_with_the_master_are_replaced_and_all_when_the_one_that
         process.kill()
     assert not psutil.wait_procs(killed, 60)[1]
     job.master.kill()
-    job.wait_for_line(r"parameter server 1 .* was lost: it ended while there was no master")
+    job.wait_for_line(r"parameter server 1 .* was lost: it exited while there was no master")
     job.wait_for_line(r"Parameter server 1 recovered")
     job.wait_for_line(r"recovered in .*; 1 worker and 1 parameter server kept running")
     assert len(set(others(job)) & set(before)) == 2
@@ -180,7 +180,7 @@ def test_processes_killed_with_the_master_are_replaced_and_all_when_the_one_that
     job.wait_for_line(r"worker 0 .* was lost")
     job.master.kill()
     job.wait_for_line(r"another one goes on with the job, on new processes")
-    job.wait_for_line(r"Parameter server 1 goes on from its recovery files")
+    job.wait_for_line(r"Parameter server 1 resumes from its recovery files")
     assert not set(others(job)) & set(before)
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * 4
@@ -241,7 +241,7 @@ def test_interrupted_job_is_resumed_without_a_loss_where_it_can_be(data, start_j
     for _ in range(2):  # the shell's and the kernel's, when a terminal is closed
         again.process.send_signal(signal.SIGHUP)
     assert again.finish() == 130, again.output
-    assert re.findall(r"goes on from its recovery files; (\d+) updates", again.output) == ["0", "0"]
+    assert re.findall(r"resumes from its recovery files; (\d+) updates", again.output) == ["0", "0"]
 
     # Without recovery files, from the newest checkpoint of the job.
     newest = max((data / "ckpt").glob("version-*"))
@@ -297,7 +297,7 @@ def test_a_folder_has_one_job_and_a_master_that_was_cut_off_can_not_act(data, st
         (data / lock).unlink()
     monkeypatch.setenv("HELD_BY", str(second))
     new = start_job("resume", str(data / "job"))
-    new.wait_for_line(r"goes on from its recovery files")
+    new.wait_for_line(r"resumes from its recovery files")
     new.wait_for_line(r"Evaluation at version")
     second.touch()
     if end is not None:
