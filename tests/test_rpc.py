@@ -161,7 +161,7 @@ def dial():
 
 OTHER_PROTOCOL = PROTOCOL + 1
 REFUSED = (
-    rf"^The caller speaks protocol {{}}, this process speaks {PROTOCOL}; run the same release of ElasticCB in all "
+    rf"^The caller uses protocol {{}}, but this process uses {PROTOCOL}; run the same release of ElasticCB in all "
     r"processes of a job\.$"
 )
 
