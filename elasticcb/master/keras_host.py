@@ -124,9 +124,9 @@ class ModelHost:
         """Raises `ModelFileError` when nothing would use the predictions, or --output can't have one row per record."""
         if not self.collects_predictions and not takes_predictions(self.callbacks.callbacks):
             raise ModelFileError(
-                f"Nothing would take the predictions: no callback that `{settings.model.callbacks}` of {self.spec.path} "
-                "returns has an on_predict_batch_end. Add --output=FILE, such as --output=predictions.csv, or a "
-                "callback such as elasticcb.callbacks.PredictionOutputsProcessor."
+                f"Nothing would take the predictions: no callback that `{settings.model.callbacks}` of "
+                f"{self.spec.path} returns has an on_predict_batch_end. Add --output=FILE, such as "
+                "--output=predictions.csv, or a callback such as elasticcb.callbacks.PredictionOutputsProcessor."
             )
         if not settings.output:
             return
