@@ -64,7 +64,7 @@ def test_servers_become_more_and_fewer_in_the_midst_of_training_though_some_are_
     assert re.search(r"now has 3 parameter servers \(was 1\)\. Moved 682 of 1,024", done), done
     servers = job.children("ps")
     assert len(servers) == 3
-    assert "has 3 parameter servers already" in scale("--ps=3")
+    assert "already has 3 parameter servers" in scale("--ps=3")
     done = scale("--ps=2")
     assert re.search(r"now has 2 parameter servers \(was 3\)\. Moved 341 of 1,024", done), done
     gone, _ = psutil.wait_procs(servers[2:], timeout=60)
@@ -112,7 +112,7 @@ def test_a_master_that_dies_while_the_number_of_servers_changes_does_not_keep_it
             scale("--ps=2")
         job.wait_for_line(r"The master recovered")
         assert died()
-    assert "has 2 parameter servers already" in scale("--ps=2")
+    assert "already has 2 parameter servers" in scale("--ps=2")
     open_gate(data)
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * EPOCHS
