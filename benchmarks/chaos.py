@@ -184,9 +184,9 @@ def check(job: Job, epochs: int, counts: dict[str, int]) -> list[str]:
 def recoveries(job: Job) -> dict[str, list[float]]:
     """Seconds from each kill to the moment when the place was filled again, by role."""
     found: dict[str, list[float]] = {role: [] for role in SHARES}
-    found["ps"] = [float(s) for s in re.findall(r"Parameter server \d+ is back after ([\d.]+) s", job.output)]
-    there = times(job.logs["master"], r"worker \d+ \(.*is there")
-    answers = times(job.logs["master"], r"(?:Workers and servers may go on|The servers hold the model)")
+    found["ps"] = [float(s) for s in re.findall(r"Parameter server \d+ recovered in ([\d.]+) s", job.output)]
+    there = times(job.logs["master"], r"worker \d+ \(.*joined")
+    answers = times(job.logs["master"], r"(?:Workers and servers can continue|The servers hold the model)")
     for at, role in job.kills:
         after = {"worker": there, "master": answers}.get(role, [])
         later = [moment - at for moment in after if moment > at]
@@ -227,7 +227,7 @@ def _kills(job: Job, role: str) -> str:
     text, seconds = str(sum(killed == role for _, killed in job.kills)), recoveries(job)[role]
     if seconds:
         text += f"; back after {_spread(seconds)}"
-    built = [float(s) for s in re.findall(r"The master is back after ([\d.]+) s", job.output)]
+    built = [float(s) for s in re.findall(r"The master recovered in ([\d.]+) s", job.output)]
     if role == "master" and built:  # calls are answered before
         text += f", with its model after {_spread(built)}"
     return text
@@ -239,7 +239,7 @@ def _again(job: Job, wanted: int) -> str:
 
 
 def _updates_lost(job: Job) -> str:
-    lost = sum(int(n) for n in re.findall(r"; (\d+) updates of its part", job.output))
+    lost = sum(int(n) for n in re.findall(r"; (\d+) updates to its shard", job.output))
     version = re.search(r"model version +([\d,]+)", job.output)
     return f"{lost:,} of {SERVERS} x {version[1] if version else '?'}"
 

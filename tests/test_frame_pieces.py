@@ -207,7 +207,7 @@ def test_pieces_with_a_gap_are_not_taken_for_a_whole():
     with pytest.raises(UnknownPiecesError):
         pieces.answer(piece(key=b"x" * 20, count=10))
     outline = frame_pieces.InPieces(b"k" * 20, np.dtype(np.uint8), (100,))
-    with pytest.raises(UnknownPiecesError, match="whole"):
+    with pytest.raises(UnknownPiecesError, match="completely"):
         pieces.taken(Frame(pb.ExchangeRequest(), {"a": outline}))
 
 

@@ -221,7 +221,7 @@ class TestMistakes:
             (
                 {"feed": "def feed(d, mode, metadata): return d.map(lambda r: (r['x'], r['x'], r['y'], r['y']))"},
                 "training",
-                r"gives tuples of 4 in training; expected \(features, labels\)",
+                r"returns tuples of 4 in training; expected \(features, labels\)",
             ),
             (
                 {"feed": "def feed(d, mode, metadata): return d.map(lambda r: r['x'])"},
@@ -251,7 +251,7 @@ class TestMistakes:
             (
                 {"feed": "def feed(d, mode, metadata): return d.map(lambda r: (r['x'], r['y']))"},
                 "prediction",
-                "(?s)In prediction, `feed` must return features alone",
+                "(?s)In prediction, `feed` must return only features",
             ),
             (
                 {

@@ -83,7 +83,7 @@ def apply_in_a_branch(model, tape, loss):
         (both(give(1, "first"), give(1, "first")), "kernel' to the optimizer 'early' twice"),
         (both(give(1, "first"), give(2, "first")), "to two optimizers, 'early' and 'late'"),
         (both(), "gave the optimizer no gradients"),
-        (give(0, lambda model: [model.stray]), "which is no weight of the model"),
+        (give(0, lambda model: [model.stray]), "which is not a weight of the model"),
         (apply_in_a_branch, "applied inside a tf.cond"),
         (lambda model, tape, loss: model.optimizer.apply([loss], model.first.weights), "1 gradients for 2 variables"),
     ],
@@ -131,8 +131,8 @@ def in_a_condition(model, tape, loss):
 
 
 LATE = [
-    (dcgan, r"reads 'second/kernel' \(and 1 more variable\) after it has given the optimizer 'early'"),
-    (mean_teacher, r"reads 'first/bias' after it has given the optimizer 'main'"),
+    (dcgan, r"reads 'second/kernel' \(and 1 more variable\) after giving its gradient to the optimizer 'early'"),
+    (mean_teacher, r"reads 'first/bias' after giving its gradient to the optimizer 'main'"),
     (moco, r"reads 'first/kernel'.*Compute all losses before.*Cluster\.place"),
     (in_a_function, "reads 'first/"),
 ]
@@ -152,7 +152,7 @@ def test_step_that_reads_a_variable_after_its_update_is_refused(step, message, r
 
 
 def test_read_inside_a_condition_after_the_update_is_refused():
-    with pytest.raises(ModelFileError, match="after it has given the optimizer 'main'"):
+    with pytest.raises(ModelFileError, match="after giving its gradient to the optimizer 'main'"):
         updated_variables(Model(in_a_condition), BATCH)
 
 

@@ -122,7 +122,7 @@ def test_a_flood_of_strangers_is_counted_and_a_process_of_the_job_is_served(serv
     assert server.counts == {"without the job's token": threads * calls}
     lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert 1 <= len(lines) < 100
-    assert lines[0].startswith("Calls refused up to now, without the job's token: 1; the last one came from ipv")
+    assert lines[0].startswith("Calls refused so far, without the job's token: 1; the last one came from ipv")
     assert not [line for line in lines if "guess" in line or "secret" in line]
 
 
@@ -218,7 +218,7 @@ def test_every_method_of_master_and_server_refuses_another_release_in_words(mast
         for method in methods:
             code, words = status_of(address, method, *metadata)
             assert code is grpc.StatusCode.FAILED_PRECONDITION, method
-            assert f"The caller speaks protocol {other or 'none'}, this process speaks" in words
+            assert f"The caller uses protocol {other or 'none'}, but this process uses" in words
     assert master.refused_calls() == {"of another release": len(MASTER_METHODS)}
 
 
@@ -242,7 +242,7 @@ def test_a_server_refuses_a_master_that_was_replaced(ps):
     old, new, other = master("abc", 1), master("abc", 2), master("later", 1)
     assert old.refused_calls() == [{}]
     assert new.refused_calls() == [{}]
-    with pytest.raises(ReplacedError, match="Another master goes on with this job"):
+    with pytest.raises(ReplacedError, match="Another master took over this job"):
         old.links[0].call("SetLearningRate", Frame(pb.SetLearningRateRequest(learning_rate=1.0), {}))
     assert new.refused_calls() == [{"of a master that was replaced": 1}]
     assert other.refused_calls() == [{"of a master that was replaced": 1}]  # the next training begins with term 1

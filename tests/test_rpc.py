@@ -161,7 +161,7 @@ def dial():
 
 OTHER_PROTOCOL = PROTOCOL + 1
 REFUSED = (
-    rf"^The caller speaks protocol {{}}, this process speaks {PROTOCOL}; run the same release of ElasticCB in all "
+    rf"^The caller uses protocol {{}}, but this process uses {PROTOCOL}; run the same release of ElasticCB in all "
     r"processes of a job\.$"
 )
 
@@ -203,7 +203,7 @@ def test_a_caller_without_the_token_does_not_learn_the_protocol(dial, protocol, 
 
 def test_a_caller_of_another_protocol_gets_no_link(dial):
     _, call = dial("", "", OTHER_PROTOCOL, shared=True)
-    with pytest.raises(ElasticCBError, match=f"speaks protocol {OTHER_PROTOCOL}"):
+    with pytest.raises(ElasticCBError, match=f"uses protocol {OTHER_PROTOCOL}"):
         call()
     assert not [thread for thread in threading.enumerate() if thread.name == "link"]
 

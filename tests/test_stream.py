@@ -101,7 +101,7 @@ def test_where_the_other_port_is_not_reached_frames_go_by_grpc(serve_and_connect
         patch.setattr(stream.socket, "create_connection", refused)
         for value in (1.0, 2.0, 3.0):
             np.testing.assert_array_equal(ask(connection, a=np.full(50_000, value)).tensors["a"], value)
-    assert caplog.text.count("Tensors go by gRPC, slower: no other connection to 127.0.0.1") == 1
+    assert caplog.text.count("could not open a direct connection to 127.0.0.1") == 1
     assert link_of(connection) is None
     connection.transport_of(ECHO).side._ask_at = 0.0  # a while later
     ask(connection)

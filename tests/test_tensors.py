@@ -77,5 +77,5 @@ def test_a_message_holds_strings(values):
 def test_a_message_whose_size_and_shape_disagree_is_refused():
     message = to_message(np.arange(3, dtype=np.float32), "state")
     message.shape[0] = 4
-    with pytest.raises(WireError, match=r"'state' is said to be float32\[4\]"):
+    with pytest.raises(WireError, match=r"'state' is declared as float32\[4\]"):
         from_message(message)

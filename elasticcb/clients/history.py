@@ -1,6 +1,6 @@
-"""What is kept of a job's past for its page, in bounded memory: points of curves, tasks, events. Pure.
+"""A job's history for its page, in bounded memory: points of curves, tasks, events. Pure.
 
-The master keeps one `History`, and the process that serves the page another, which it fills from the master's.
+The master keeps one `History`; the process that serves the page keeps another and updates it from the master's.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Point(NamedTuple):
 
     Attributes:
         time: seconds since the epoch.
-        trained: records, each once.
-        per_second: records, of late.
-        workers, servers: how many are up.
-        push_seconds: mean of a worker's pushes to all servers since the point before; None: there was none.
+        trained: records trained, counted once each.
+        per_second: recent records per second.
+        workers, servers: number of processes that are up.
+        push_seconds: mean duration of a worker's pushes to all servers since the previous point; None: there were none.
     """
 
     time: float
@@ -37,7 +37,7 @@ class Point(NamedTuple):
 
 
 class EvaluationPoint(NamedTuple):
-    """What an evaluation round has given."""
+    """Results of an evaluation pass."""
 
     time: float
     version: int
@@ -45,13 +45,13 @@ class EvaluationPoint(NamedTuple):
 
 
 class TaskSpan(NamedTuple):
-    """A task on a worker, from its begin to its end.
+    """A task on a worker, from start to end.
 
     Attributes:
-        worker: its place.
-        ended: None: it runs.
-        outcome: "done", "failed", or "back": another worker does the rest; "": it runs.
-        again: a worker before has not finished it.
+        worker: its slot.
+        ended: None: it is running.
+        outcome: "done", "failed", or "back": requeued for another worker; "": it is running.
+        again: an earlier worker did not finish it.
     """
 
     worker: int
@@ -65,7 +65,7 @@ class TaskSpan(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that people should know of. `kind` is one of `KINDS`."""
+    """An event to show to users. `kind` is one of `KINDS`."""
 
     time: float
     kind: str
@@ -78,11 +78,11 @@ _ENTRIES: Mapping[str, Any] = {"points": Point, "evaluations": EvaluationPoint, 
 
 
 class History:
-    """The newest tasks and events, and points of the whole time: when there are too many, every other one is dropped,
-    and half as many are added from then on.
+    """The newest tasks and events, and points over the whole time: when there are too many, every other point is
+    dropped, and the interval doubles.
 
     Attributes:
-        number: of the newest entry; they count from 1.
+        number: number of the newest entry, from 1.
         interval: seconds between two points.
     """
 
@@ -98,7 +98,7 @@ class History:
         }
 
     def add(self, entry: Point | EvaluationPoint | TaskSpan | Event) -> None:
-        """A point that comes before the interval is over is passed over."""
+        """Ignores a point that comes before the interval has passed."""
         if not isinstance(entry, Point):
             self.number += 1
             name = next(name for name, kind in _ENTRIES.items() if isinstance(entry, kind))
@@ -111,19 +111,19 @@ class History:
                 self.interval *= 2
 
     def wants_point(self, time: float) -> bool:
-        """Whether the last one is so long ago."""
-        # A clock that was set back would else stop the curves for as long.
+        """Whether the interval since the last point has passed."""
+        # Otherwise a clock that was set back would stop the curves for as long.
         return not self._points or not 0 <= time - self._points[-1][1].time < self.interval
 
     def after(self, number: int) -> dict[str, Any]:
-        """What was added after the entry of that number, as JSON values: each entry with its number, in its order."""
+        """Entries added after number `number`, as JSON values, in order, each with its number."""
         found: dict[str, Any] = {"number": self.number, "points": _after(number, self._points)}
         return found | {name: _after(number, entries) for name, entries in self._rest.items()}
 
     def extend(self, news: Mapping[str, Any], after: int = 0, since: float = 0.0) -> None:
-        """Adds what another one gave by `after`, but for entries up to a number of its own, or from before a time.
+        """Adds the result of another history's `after`, except entries up to an own number, or before a time.
 
-        Raises `TypeError` or `ValueError` for what none can have given.
+        Raises `TypeError` or `ValueError` for invalid data.
         """
         for name, kind in _ENTRIES.items():
             for number, values in news.get(name, ()):
@@ -133,7 +133,7 @@ class History:
 
 
 def finite(value: Any) -> float | None:
-    """A number that JSON has; None instead of any other value."""
+    """A number that JSON supports; None for any other value."""
     try:
         number = float(value)
     except (TypeError, ValueError):

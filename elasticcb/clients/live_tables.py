@@ -1,4 +1,4 @@
-"""What a master tells of the embedding tables of its job, as a report."""
+"""Converts a master's answer about embedding tables to a report."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from elasticcb.sharding.table_state import TableState, from_tensors
 
 
 def tables_of(folder: str, answer: pb.TablesResponse, top: int) -> TablesReport:
-    """What the tables hold.
+    """Report on all tables.
 
     Args:
-        folder: of the job.
-        top: of so many ids `TableReport.top` tells.
+        folder: job directory.
+        top: number of ids in `TableReport.top`.
 
-    Raises `WireError` for an answer that can't be.
+    Raises `WireError` for an invalid answer.
     """
     servers = [{part.variable: TableCounts.from_message(part) for part in each.tables} for each in answer.counts]
     tables = tuple(
@@ -36,7 +36,7 @@ def tables_of(folder: str, answer: pb.TablesResponse, top: int) -> TablesReport:
 
 
 def id_of(folder: str, answer: pb.TablesResponse, id: int) -> IdReport:
-    """The rows of an id. Raises `WireError` for an answer that can't be."""
+    """The rows of an id. Raises `WireError` for an invalid answer."""
     states = from_tensors({each.name: from_message(each) for each in answer.found.tensors})
     none = TableState(np.empty(0, np.int64), np.empty((0, 0)))
     tables = tuple(
@@ -47,6 +47,6 @@ def id_of(folder: str, answer: pb.TablesResponse, id: int) -> IdReport:
 
 
 def _specs(answer: pb.TablesResponse) -> dict[int, VariableSpec]:
-    """Of the tables, by the index of the variable."""
+    """Specs of the tables, by variable index."""
     specs = map(VariableSpec.from_message, answer.variables)
     return {index: spec for index, spec in enumerate(specs) if spec.table}

@@ -1,4 +1,4 @@
-"""A job that runs on this machine, or by hand on several, as the commands about running jobs see it."""
+"""A job on this machine (or started manually on several), as seen by the commands about running jobs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 _PATIENCE_SECONDS = 5.0  # for an answer of a master
 _LOOK_SECONDS = 0.2
-_START_SECONDS = 60.0  # for the master of a job that is starting
-_TAKEOVER_SECONDS = 15.0  # for another master in the place of one that was killed
+_START_SECONDS = 60.0  # for the master of a starting job
+_TAKEOVER_SECONDS = 15.0  # for the replacement of a killed master
 
 
 def wait_for_start(folder: Path, seconds: float | None = None) -> None:
-    """Returns when the job in a folder is not starting, or no more. Raises `UsageError` when that takes too long."""
+    """Returns once the job in a folder is no longer starting. Raises `UsageError` when that takes too long."""
     seconds = _START_SECONDS if seconds is None else seconds
     give_up, told = time.monotonic() + seconds, False
     while is_starting(folder):
@@ -37,19 +37,19 @@ def wait_for_start(folder: Path, seconds: float | None = None) -> None:
             told = True
         if time.monotonic() > give_up:
             raise UsageError(
-                f"The job in {folder} is starting, and its master is not up after {seconds:g} s. Try again later."
+                f"The job in {folder} is starting, but its master is not up after {seconds:g} s. Try again later."
             )
         time.sleep(_LOOK_SECONDS)
 
 
 @contextlib.contextmanager
 def master_of(folder: Path, start_seconds: float | None = None) -> Iterator[MasterClient]:
-    """The master of the job in a folder, to be called; of one that is starting, when it is up.
+    """A client of the job's master; waits while the job is starting.
 
     Args:
-        start_seconds: how long to wait for that; None: a minute.
+        start_seconds: how long to wait for the start; None: a minute.
 
-    Raises `UsageError` when none is up, or it does not answer.
+    Raises `UsageError` when no master is up, or it does not answer.
     """
     from elasticcb.clients.master import MasterClient
 
@@ -65,43 +65,43 @@ def master_of(folder: Path, start_seconds: float | None = None) -> Iterator[Mast
 
 
 def lost_master(folder: Path, error: ConnectionLostError) -> UsageError:
-    """What to tell a person of a master that does not answer."""
+    """The error for a master that does not answer."""
     if has_command(folder):
-        again = "another one takes its place in some seconds: try again"
+        again = "a new master replaces it within seconds; try again"
     elif (folder / JOB_FILE).is_file():
-        again = f"`elasticcb resume {shlex.quote(str(folder))}` goes on with the job"
+        again = f"`elasticcb resume {shlex.quote(str(folder))}` resumes the job"
     else:
         again = "start it again"
     return UsageError(f"The master of {folder} does not answer: {error} If it was killed, {again}.")
 
 
 def scale_job(folder: Path, workers: int | None, ps: int | None, on_wait: Callable[[str], None]) -> Iterator[str]:
-    """Gives a job that runs more or fewer workers or parameter servers (None: as many as there are), and says what was
-    done, when it was.
+    """Changes the number of workers or parameter servers of a running job (None: unchanged); yields a message for each
+    change once it is done.
 
     Args:
-        on_wait: is told what has to come before the number of servers can change.
+        on_wait: called with what must finish before the number of servers can change.
 
-    Raises `UsageError` when no job runs there, or it can't be done.
+    Raises `UsageError` when no job runs there, or the change is not possible.
     """
     with master_of(folder) as master:
         if workers:
             before, count = master.scale(workers), how_many(workers, "worker")
-            yield f"The job has {count} {f'from now on; there were {before}' if workers != before else 'already'}."
+            yield f"The job now has {count} (was {before})." if workers != before else f"The job already has {count}."
         if ps:
             moved = master.scale_servers(ps, on_wait)
-            yield moved or f"The job has {how_many(ps, 'parameter server')} already."
+            yield moved or f"The job already has {how_many(ps, 'parameter server')}."
 
 
 def stop_job(folder: Path, seconds: float) -> str:
-    """Ends the job as Ctrl-C does, and waits until its processes are gone; says how it ended.
+    """Stops the job like Ctrl-C, and waits until its processes have exited; returns how it ended.
 
     Args:
-        seconds: to wait.
+        seconds: how long to wait.
 
     Raises:
         UsageError: no job runs there, or its master is gone.
-        JobFailedError: it has not ended in time, or ended by an error.
+        JobFailedError: it has not ended in time, or ended with an error.
     """
     give_up = time.monotonic() + seconds
     told = False
@@ -123,27 +123,27 @@ def stop_job(folder: Path, seconds: float) -> str:
             break
         if time.monotonic() > give_up:
             raise JobFailedError(
-                f"The job in {folder} has not ended within {seconds:g} s, and is still about to. Wait longer with "
-                f"--timeout, or end it at once, without a checkpoint: `kill {pid}` on {host}."
+                f"The job in {folder} has not ended within {seconds:g} s and is still stopping. Wait longer with "
+                f"--timeout, or kill it without a checkpoint: `kill {pid}` on {host}."
             )
-        time.sleep(_LOOK_SECONDS)  # its master was killed meanwhile; another one may take its place
+        time.sleep(_LOOK_SECONDS)  # its master was killed; a new master may replace it
     if ended["phase"] == "failed":
-        raise JobFailedError(f"The job in {folder} has failed: {ended['error']}")
+        raise JobFailedError(f"The job in {folder} failed: {ended['error']}")
     if ended["phase"] == "done":
-        return "The job was done before it was asked."
-    return str(ended["error"]) or "The job was interrupted before it began."
+        return "The job had already finished."
+    return str(ended["error"]) or "The job was interrupted before it started."
 
 
 def _published_at(folder: Path) -> int:
-    """When the master of a job has told where it is: another one does so again; 0: there is none, or it is about to
-    end."""
+    """When the job's master published its address (a replacement does so again); 0: there is none, or it is about to
+    exit."""
     with contextlib.suppress(OSError):
         return (folder / MASTER_FILE).stat().st_mtime_ns
     return 0
 
 
 def how_it_ended(folder: Path) -> dict[str, Any] | None:
-    """The state that the job in a folder has ended in; None: it has not, or was begun or resumed again since."""
+    """The final state of the job in a folder; None: it has not ended, or was started or resumed again since."""
     if is_starting(folder):
         return None
     try:
@@ -151,17 +151,17 @@ def how_it_ended(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UsageError(f"How the job in {folder} ended can't be read: {error}.") from None
+        raise UsageError(f"The final state of the job in {folder} can't be read: {error}.") from None
 
 
 def log_lines(folder: Path, process: str, lines: int, follow: bool) -> Iterator[str]:
-    """What a process of a job wrote: the last lines, and with `follow` those to come, until the job is over.
+    """The last log lines of a process of a job, and with `follow` new ones until the job is over.
 
     Args:
         process: "master", "worker-0", "ps-1".
 
     Raises:
-        UsageError: there is no log of it.
+        UsageError: it has no log.
     """
     path = folder / "logs" / f"{process}.log"
     try:
@@ -169,8 +169,8 @@ def log_lines(folder: Path, process: str, lines: int, follow: bool) -> Iterator[
     except OSError:
         logs = ", ".join(sorted(log.stem for log in path.parent.glob("*.log"))) or "none"
         raise UsageError(
-            f"The job in {folder} has no log of {process}; there are: {logs}. Processes that were started by hand, or "
-            "run on other machines, write where they run."
+            f"The job in {folder} has no log of {process}; logs: {logs}. Processes that were started manually or run "
+            "on other machines log there."
         ) from None
     with log:
         yield from log.last(lines)

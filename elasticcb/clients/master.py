@@ -1,4 +1,4 @@
-"""The side of workers and parameter servers in the conversation with the master."""
+"""The client of the master, for workers and parameter servers."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from elasticcb.sharding.bucket_map import BucketMap
 logger = logging.getLogger(__name__)
 
 _LONG_POLL_SECONDS = 60.0  # the master answers much earlier
-_COUNTING_SECONDS = 600.0  # for the servers to count the rows of large tables
-_BATCH_SECONDS = 86_400.0  # for the user's code to make a batch; that the master is gone is noticed earlier
+_COUNTING_SECONDS = 600.0  # for the servers to count rows of large tables
+_BATCH_SECONDS = 86_400.0  # for user code to create a batch; the loss of the master is detected earlier
 
 
 class MasterClient:
     """Calls to the master, by one process.
 
     Args:
-        address: of the master.
-        patience_seconds: how long it may be away; another one may be on its way to take its place.
-        access: to the job.
+        address: address of the master.
+        patience_seconds: how long it may be unreachable, because a killed master is replaced.
+        access: credentials of the job.
 
     Attributes:
-        lost_workers: ids of workers that the master has given up, as far as `jobs` has heard. It grows in place.
-        measures: what this process counts; the master hears of it by calls that are made anyway.
+        lost_workers: ids of workers declared lost, as of the last call of `jobs`. Updated in place.
+        measures: statistics of this process; they are sent to the master with other calls.
 
-    Raises `ConnectionLostError` from any call when the master stays out of reach.
+    Every call raises `ConnectionLostError` when the master stays unreachable.
     """
 
     def __init__(self, address: str, patience_seconds: float = 60.0, access: Access = OPEN) -> None:
         self._connection = Connection(address, "the master", patience_seconds, access)
         self.access = access
         self.id = 0  # 0 until registered
-        self.job = 0  # the present one; they count from 1
+        self.job = 0  # number of the current job, from 1
         self.lost_workers: set[int] = set()
         self.measures = Measures()
         self.measures.certificate_expires = access.certificate_expires
 
     def jobs(self) -> Iterator[JobSettings]:
-        """The settings of one job after another, each when it begins; ends when no more will come.
+        """The settings of each job when it begins; ends when no more jobs will come.
 
-        Whoever asks for the next job is done with the last one.
+        Requesting the next job means that this process has finished the last one.
         """
         while True:
             request = pb.GetSettingsRequest(after_job=self.job, id=self.id, known_lost=len(self.lost_workers))
@@ -71,9 +71,9 @@ class MasterClient:
 
     @contextlib.contextmanager
     def joining(self) -> Iterator[None]:
-        """Raises `JobOverError` for what fails before this process has joined a job that is over meanwhile.
+        """Raises `JobOverError` for errors that occur before joining a job that has ended meanwhile.
 
-        Such a job's files may be gone.
+        The files of such a job may be gone.
         """
         try:
             yield
@@ -85,26 +85,26 @@ class MasterClient:
             raise
 
     def program(self, dataset: int = 0) -> bytes:
-        """What the present job runs, if it has no model file (elasticcb/model/program.py).
+        """The current job's serialized job, if it has no model file (elasticcb/model/program.py).
 
         Args:
-            dataset: the number of a per-worker dataset: what makes it, instead.
+            dataset: number of a per-worker dataset: returns the function that creates it instead.
         """
         request = pb.GetProgramRequest(job=self.job, dataset=dataset)
         return bytes(self._call("GetProgram", request).program)
 
     def index_of(self, mode: str, file: str) -> bytes:
-        """Where records of a file of the job's data begin; b"" when the master does not know that, or not yet."""
+        """Byte offsets of the records of a data file; b"" if the master does not know them (yet)."""
         request = pb.GetIndexRequest(job=self.job, mode=mode, file=file)
         return bytes(self._call("GetIndex", request).index)
 
     def next_batch(self, request: pb.NextBatchRequest) -> Frame[pb.NextBatchResponse]:
-        """Asks for a batch of data without an index (elasticcb/data/batch_sources/service.py)."""
+        """Requests a batch of data without an index (elasticcb/data/batch_sources/service.py)."""
         answer: Frame[pb.NextBatchResponse] = self._connection.call(NEXT_BATCH, Frame(request, {}), _BATCH_SECONDS)
         return answer
 
     def register(self, role: pb.Role, index: int, address: str = "") -> int:
-        """Joins the present job, ready to serve or to work; returns the place taken."""
+        """Joins the current job, ready to serve or to work; returns the assigned slot."""
         request = pb.RegisterRequest(
             role=role,
             index=index,
@@ -122,8 +122,8 @@ class MasterClient:
         """Waits until all parameter servers hold the model; returns the `GetClusterResponse`.
 
         Args:
-            unreachable: the id of a server that does not answer here.
-            map_version: of the map by which they hold it, at least.
+            unreachable: id of a server that does not answer this process.
+            map_version: minimum version of the shard map by which they hold the model.
         """
         while True:
             request = pb.GetClusterRequest(id=self.id, unreachable=unreachable, map_version=map_version)
@@ -132,11 +132,11 @@ class MasterClient:
                 return answer
 
     def find_server(self, index: int, unreachable: int) -> tuple[str, int]:
-        """Where the parameter server in a place is now, and its id; waits while a lost one is replaced. "" and 0 when
-        there are fewer places by now.
+        """Current address and id of the parameter server with an index; waits while a lost one is replaced. "" and 0
+        when there are fewer servers now.
 
         Args:
-            unreachable: the id of the one that does not answer.
+            unreachable: id of the process that does not answer.
         """
         cluster = self.wait_for_cluster(unreachable)
         if index >= len(cluster.ps_ids):
@@ -144,11 +144,11 @@ class MasterClient:
         return cluster.ps_addresses[index], cluster.ps_ids[index]
 
     def find_map(self, version: int) -> Places:
-        """The parameter servers by a map of at least this version."""
+        """The parameter servers of a shard map of at least this version."""
         return places_of(self.wait_for_cluster(map_version=version))
 
     def get_task(self, leases: Iterable[int]) -> Any:
-        """The `GetTaskResponse`; waits for some time when there is nothing to do."""
+        """The `GetTaskResponse`; waits for a while when there is nothing to do."""
         request = pb.GetTaskRequest(worker_id=self.id, leases=leases)
         return self._call("GetTask", request, _LONG_POLL_SECONDS)
 
@@ -158,7 +158,7 @@ class MasterClient:
         return self._call("ReportProgress", progress)
 
     def split_task(self, lease: int, end: int) -> Any:
-        """This worker will do the first `end` records of the leased shard, and no more."""
+        """This worker will only process the first `end` records of the leased shard."""
         request = pb.SplitTaskRequest(worker_id=self.id, split=pb.Split(lease=lease, end=end))
         return self._call("SplitTask", request)
 
@@ -182,11 +182,11 @@ class MasterClient:
         fatal: bool = False,
         asked: bool = False,
     ) -> None:
-        """Says goodbye.
+        """Deregisters this process.
 
         Args:
-            fatal: with an error that another process in this place would end with too.
-            asked: it was told to end, while the job goes on.
+            fatal: the error would also occur in a replacement.
+            asked: it was asked to stop while the job continues.
         """
         request = pb.LeaveRequest(
             id=self.id, error=error, traceback=traceback, fatal=fatal, role=role, index=index, asked=asked
@@ -194,7 +194,7 @@ class MasterClient:
         self._call("Leave", request, deadline_seconds=5.0, patience_seconds=1.0)
 
     def warn(self, subject: str, text: str) -> None:
-        """Shows the user something, once for each `subject`, if the master can be reached now."""
+        """Shows the user a warning, once per `subject`, if the master can be reached now."""
         logger.warning("%s", text)
         warning = pb.CallbackWarning(subject=subject, text=text)
         request = pb.ReportProgressRequest(worker_id=self.id, warnings=[warning])
@@ -202,17 +202,17 @@ class MasterClient:
             self._call("ReportProgress", request, deadline_seconds=5.0, patience_seconds=1.0)
 
     def scale(self, workers: int) -> int:
-        """Asks for another number of workers; answers how many there were to be."""
+        """Changes the number of workers; returns the previous number."""
         return int(self._call("Scale", pb.ScaleRequest(workers=workers)).before)
 
     def scale_servers(self, servers: int, on_wait: Callable[[str], None]) -> str:
-        """Asks for another number of parameter servers, and waits until they hold the model; says what was done, ""
-        when there were as many.
+        """Changes the number of parameter servers, and waits until they hold the model; returns a message, "" if
+        nothing changed.
 
         Args:
-            on_wait: is told what has to come before it, when that takes its time.
+            on_wait: called with what must finish first, if that takes time.
 
-        Raises `UsageError` when it can't be done.
+        Raises `UsageError` when the change is not possible.
         """
         request = pb.ScaleRequest(servers=servers)
         told = ""
@@ -228,27 +228,27 @@ class MasterClient:
             request.waiting = True
 
     def stop(self) -> tuple[int, str]:
-        """Asks for the end of the job, as Ctrl-C does; answers the master's process id, and its machine's name.
+        """Stops the job like Ctrl-C; returns the process id and host name of the master.
 
-        Raises `UsageError` when the job can't be ended so.
+        Raises `UsageError` when the job can't be stopped this way.
         """
         answer = self._call("Stop", pb.StopRequest())
         return answer.pid, answer.host
 
     def status(self) -> dict[str, Any]:
-        """The job's state, as `elasticcb status --json` shows it."""
+        """The job's state, as shown by `elasticcb status --json`."""
         document: dict[str, Any] = json.loads(self._call("Status", pb.StatusRequest()).status)
         return document
 
     def status_and_past(self, after: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As `status`, and what has happened since the entry of that number, as `History.after` gives it."""
+        """The state, and the history after entry `number`, as in `History.after`."""
         answer = self._call("Status", pb.StatusRequest(past_after=after))
         return json.loads(answer.status), json.loads(answer.past)
 
     def tables(self, top: int, id: int | None = None) -> pb.TablesResponse:
-        """What the embedding tables hold, with the `top` ids that were looked up most; or the rows of `id`.
+        """Statistics of the embedding tables, with the `top` most frequently looked-up ids; or the rows of `id`.
 
-        Raises `UsageError` when that can't be told now.
+        Raises `UsageError` when that is not possible now.
         """
         answer: pb.TablesResponse = self._call("Tables", pb.TablesRequest(top=top, id=id), _COUNTING_SECONDS)
         return answer
@@ -263,6 +263,6 @@ class MasterClient:
 
 
 def places_of(cluster: Any) -> Places:
-    """The parameter servers in a `GetClusterResponse`."""
+    """The parameter servers of a `GetClusterResponse`."""
     buckets = BucketMap.from_bytes(len(cluster.ps_ids), cluster.buckets, cluster.map_version)
     return Places(tuple(map(ServerPlace, cluster.ps_addresses, cluster.ps_ids)), buckets)

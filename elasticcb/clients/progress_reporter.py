@@ -1,4 +1,4 @@
-"""What a worker tells the master beside its work: how far it is, batches that callbacks are to hear of, warnings."""
+"""What a worker reports to the master while it works: progress, batches for callbacks, warnings."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ logger = logging.getLogger(__name__)
 
 _EVENTS_PER_REPORT = 2_000
 _REPORT_SECONDS = 0.5  # between reports
-_MAX_EVENTS = 100_000  # that wait to be sent
+_MAX_EVENTS = 100_000  # maximum number of unsent events
 
 
 class ProgressReporter:
-    """Tells the master at intervals how far the present task is; a sign of life between tasks.
+    """Reports the progress of the current task at intervals; sends heartbeats between tasks.
 
     Args:
-        interval_seconds: between reports; None: half a second.
+        interval_seconds: interval between reports; None: half a second.
 
     Attributes:
-        on_leave: called when the master wants this worker to leave.
-        on_split: called when others wait for the rest of a task.
-        lost_leases: that the master took away, or that the job's end did.
-        splits: by lease, how many records this worker should leave it at.
+        on_leave: called when the master asks this worker to leave.
+        on_split: called when idle workers wait for the rest of a task.
+        lost_leases: leases revoked by the master, or by the end of the job.
+        splits: by lease, the number of records after which to split.
     """
 
     def __init__(self, client: MasterClient, interval_seconds: float | None = None) -> None:
         self._client = client
         self._interval = _REPORT_SECONDS if interval_seconds is None else interval_seconds
-        self._lock = threading.Lock()  # of `_progress`
+        self._lock = threading.Lock()  # protects `_progress`
         self._sending = threading.Lock()  # one report at a time, so that they arrive in order
         self._progress = pb.ReportProgressRequest()
         self._events: list[pb.BatchEvent] = []  # not sent yet
-        self._warnings: dict[str, pb.CallbackWarning] = {}  # likewise, by subject
+        self._warnings: dict[str, pb.CallbackWarning] = {}  # not sent yet, by subject
         self._wake = threading.Event()
         self._stopped = False
         self.on_leave: Callable[[], None] = lambda: None
         self.on_split: Callable[[], None] = lambda: None
         self.lost_leases: set[int] = set()
         self.splits: dict[int, int] = {}
-        self._computing_since: float | None = None  # the present batch
+        self._computing_since: float | None = None  # start of the current batch
         self._error: Exception | None = None  # why reporting ended
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         self._thread.start()
@@ -63,16 +63,16 @@ class ProgressReporter:
         event: pb.BatchEvent | None = None,
         seconds: float = 0.0,
     ) -> None:
-        """Notes progress, to be sent with the next report; at once if `urgent`.
+        """Records progress for the next report; sends it at once if `urgent`.
 
         Args:
-            seconds: that the batch took, if that was measured.
+            seconds: duration of the batch, if measured.
         """
         with self._lock:
             if event is not None:
-                # Together with the version: the master takes it that all batches before it are told.
+                # Together with the version: the master assumes that all earlier batches are reported.
                 if len(self._events) == _MAX_EVENTS:
-                    logger.warning("The master is slow to take reports: callbacks there will miss batches")
+                    logger.warning("The master accepts reports too slowly: its callbacks will miss batches")
                 if len(self._events) <= _MAX_EVENTS:
                     self._events.append(event)
                 urgent = urgent or len(self._events) == _EVENTS_PER_REPORT
@@ -90,9 +90,9 @@ class ProgressReporter:
 
     @contextlib.contextmanager
     def computing(self, lease: int) -> Iterator[None]:
-        """A batch of the leased task is computed in the context, which may take long without progress."""
+        """Marks that a batch of the leased task is being computed, which may take long without progress."""
         with self._lock:
-            if self._progress.lease != lease:  # it is the first one
+            if self._progress.lease != lease:  # the first one
                 self._progress.lease, self._progress.records_done = lease, 0
             self._computing_since = time.monotonic()
         try:
@@ -101,26 +101,26 @@ class ProgressReporter:
             self._computing_since = None
 
     def clear(self) -> None:
-        """No task runs now. No report on the last one is under way any more when this returns."""
+        """No task runs now. When this returns, no report on the last one is being sent."""
         self.update(0, 0, self._progress.version)
         with self._sending:
             pass
 
     def warn(self, subject: str, text: str, errors: int = 0) -> None:
-        """Notes something that the user should see; `errors` of a subject add up until the next report."""
+        """Records a warning for the user; `errors` of a subject add up until the next report."""
         with self._lock:
             warning = self._warnings.setdefault(subject, pb.CallbackWarning(subject=subject, text=text))
             warning.errors += errors
 
     def flush(self) -> None:
-        """Sends all batch events and warnings that were noted."""
+        """Sends all recorded batch events and warnings."""
         while self._events or self._warnings:
             self.send()
-        with self._sending:  # what the other thread may have taken is under way no more
+        with self._sending:  # waits for a report being sent by the other thread
             pass
 
     def send(self) -> None:
-        """Sends what was noted, now."""
+        """Sends everything recorded, now."""
         with self._sending:
             with self._lock:
                 progress = pb.ReportProgressRequest()
@@ -131,7 +131,7 @@ class ProgressReporter:
                 progress.computing_seconds = 0.0 if since is None else time.monotonic() - since
                 progress.batch_events.extend(self._events[:_EVENTS_PER_REPORT])
                 del self._events[:_EVENTS_PER_REPORT]
-                if self._events:  # the version would say that they are told
+                if self._events:  # the version would imply that they are reported
                     progress.version = progress.batch_events[-1].version
                 progress.warnings.extend(self._warnings.values())
                 self._warnings.clear()
@@ -145,7 +145,7 @@ class ProgressReporter:
                 self.on_leave()
 
     def raise_error(self) -> None:
-        """Raises what ended the reporting, if something did: the master refuses this process, or is lost."""
+        """Raises the error that ended reporting, if any: the master refuses this process, or is lost."""
         if self._error is not None:
             raise self._error
 
@@ -160,7 +160,7 @@ class ProgressReporter:
                 return
 
     def stop(self) -> None:
-        """Ends the reporting; warnings of the last hooks are still sent."""
+        """Stops reporting; warnings of the last hooks are still sent."""
         self._stopped = True
         self._wake.set()
         self._thread.join()

@@ -30,10 +30,10 @@ class PushResult:
 
     Attributes:
         status: a `pb.PushStatus`.
-        version: of the model after it.
-        rows: of embedding tables, by variable: the rows [n, dim] of the ids that were asked for.
-        optimizers: after a movement, the steps and rates of the servers' optimizers; None: nobody else has moved the
-            model since the worker's last exchange, so that it holds what the servers hold.
+        version: version of the model after it.
+        rows: requested rows of embedding tables, by variable: [n, dim] each.
+        optimizers: after a movement, the steps and rates of the servers' optimizers; None: nobody else has changed the
+            model since the worker's last exchange, so it already has them.
     """
 
     status: int
@@ -44,24 +44,24 @@ class PushResult:
 
 
 class PSClient:
-    """The model that all parameter servers of a job hold.
+    """The model held by all parameter servers of a job.
 
     Args:
-        servers: of the job.
-        client_id: the worker's id; names the origin of pushes.
-        synchronous: pushes to several servers then are staged, and decided by the first server.
-        measures: how long calls take, and how many rows are looked up.
-        outer: an outer optimizer decides what comes of a movement, also of one that no other joins.
-        rounding: of what travels; None: none.
+        servers: the servers of the job.
+        client_id: id of the worker, part of the name of each push.
+        synchronous: whether pushes to several servers are staged, and decided on by the first server.
+        measures: statistics of call durations and looked-up rows.
+        outer: an outer optimizer determines the result of a movement, even if no other joins it.
+        rounding: how arrays are rounded for transport; None: not at all.
 
     Attributes:
-        version: of the model, as the first server counts it.
+        version: version of the model on the first server.
         learning_rate: the base rate.
         staged: pushes go to the other servers first, and the first one decides.
-        learning_rate_version: rises when the master sets the base rate.
-        snapshot_version: of the weights that `pull_snapshot` fetched last.
+        learning_rate_version: increases when the master sets the base rate.
+        snapshot_version: version of the weights last fetched by `pull_snapshot`.
 
-    Its methods raise as those of `ServerGroup`.
+    Its methods raise the errors of `ServerGroup`.
     """
 
     def __init__(
@@ -88,38 +88,38 @@ class PSClient:
 
     @property
     def blocks(self) -> PlacedBlocks:
-        """The newest weights pulled."""
+        """The newest pulled weights."""
         return self.servers.blocks
 
     @property
     def weights_version(self) -> int:
-        """Of the newest weights pulled, as the first server counts it; -1: none of the present one."""
+        """Version of the newest pulled weights on the first server; -1: unknown."""
         return self.servers.known[0].version
 
     @property
     def versions(self) -> list[int]:
-        """Of the newest weights pulled, by server."""
+        """Versions of the newest pulled weights, by server."""
         return [server.version for server in self.servers.known]
 
     def _measured(self, call: str, function: Callable[[], Any]) -> Any:
-        """`by_present_map`, and how long it takes."""
+        """Like `by_present_map`, and measures the duration."""
         begun = time.perf_counter()
         answer = self.servers.by_present_map(function)
         self._measures.histograms[call].observe(time.perf_counter() - begun)
         return answer
 
     def pull(self, exact: bool = False) -> PlacedBlocks:
-        """Fetches what is newer than the weights at hand.
+        """Fetches weights that are newer than the current ones.
 
         Args:
-            exact: weights that were rounded for the way are fetched again as they are.
+            exact: fetch weights that were rounded for transport again, unrounded.
         """
         with self._exchanging:
             self._measured(PULL, lambda: self._pull(exact=exact))
             return self.blocks
 
     def pull_with_optimizers(self) -> tuple[PlacedBlocks, OptimizerState]:
-        """The same, and what the servers' optimizers hold of all but embedding tables."""
+        """Like `pull`, with the optimizer state except that of embedding tables."""
         with self._exchanging:
             state: OptimizerState = self._measured(PULL, lambda: self._pull(with_optimizers=True))
             return self.blocks, state
@@ -134,7 +134,7 @@ class PSClient:
         return self._optimizers_found() if with_optimizers else OptimizerState()
 
     def _optimizers_found(self) -> OptimizerState:
-        """What the last exchange has brought of them."""
+        """The optimizer state of the last exchange."""
         states = [server.optimizers for server in self.servers.known]
         return join_states(states, self.servers.specs, self.servers.partition)
 
@@ -143,9 +143,9 @@ class PSClient:
 
         Args:
             ids: by variable, unique ids (int64 [n]).
-            create: ids that have no row get one, as in training.
-            evaluation_round: of whose snapshot the rows are; 0: as they are now.
-            pull: fetch newer weights, too.
+            create: create missing rows, as in training.
+            evaluation_round: read from the snapshot of this round; 0: current rows.
+            pull: also fetch newer weights.
         """
         with self._exchanging:
             found: dict[int, Array] = self._measured(LOOKUP, lambda: self._lookup(ids, create, evaluation_round, pull))
@@ -159,7 +159,7 @@ class PSClient:
             if evaluation_round:
                 header.pull = False
             frames.append(Frame(header, wanted.of_server(server.index)))
-        if evaluation_round:  # whose version is not the present one
+        if evaluation_round:  # its version is not the current one
             for server, answer in zip(self.servers.known, self._exchanged(self.servers.known, frames), strict=True):
                 server.rows = by_index(TABLE, answer.tensors)
         else:
@@ -172,7 +172,7 @@ class PSClient:
         return rows
 
     def read_table(self, variable: int, rows: int = 65_536) -> Iterator[tuple[Array, Array]]:
-        """All (ids [n], rows [n, dim]) of an embedding table, in pieces of so many `rows`, as `table_pieces`."""
+        """All (ids [n], rows [n, dim]) of an embedding table, in pieces of `rows` rows, as in `table_pieces`."""
         for piece in table_pieces(self.servers, variable, rows):
             yield piece.ids, piece.rows
 
@@ -180,7 +180,7 @@ class PSClient:
         """All weights, in the order of the specs, and the ids of embedding tables, both as in `ModelState`.
 
         Args:
-            blocks: of all but tables; None pulls them.
+            blocks: all weights except tables; None: pull them.
         """
         weights = unpack_weights(self.pull() if blocks is None else blocks, self.servers.specs, self.servers.partition)
         ids: dict[int, Array] = {}
@@ -191,7 +191,7 @@ class PSClient:
         return weights, ids
 
     def pull_snapshot(self, evaluation_round: int) -> PlacedBlocks:
-        """The weights that the servers keep for an evaluation round; `snapshot_version` is theirs."""
+        """The weights that the servers keep for an evaluation pass; sets `snapshot_version`."""
 
         def pull() -> PlacedBlocks:
             request = pb.ExchangeRequest(
@@ -203,7 +203,7 @@ class PSClient:
             )
             answers = self._exchanged(self.servers.known, [Frame(request, {}) for _ in self.servers.known])
             self.snapshot_version = answers[0].header.version
-            # They are kept while others come.
+            # They are kept while others are received.
             kept = [{name: aligned_copy(block) for name, block in answer.tensors.items()} for answer in answers]
             return PlacedBlocks(kept, self.servers.partition)
 
@@ -213,16 +213,16 @@ class PSClient:
     def push(
         self, push: Gradients, learning_rate: float | None, pull: bool = True, ids: Ids | None = None
     ) -> PushResult:
-        """Hands over the gradients of one step on `blocks`, and by default fetches the weights after it.
+        """Sends the gradients of one step on `blocks`, and by default fetches the weights after it.
 
         Args:
-            learning_rate: for this push only; None takes the servers' base rate.
-            ids: of embedding tables, by variable: whose rows after the update to fetch along (`create`d, as in
-                training); unique int64 [n].
+            learning_rate: for this push only; None: the servers' base rate.
+            ids: of embedding tables, by variable: rows to fetch after the update (created as in training); unique int64
+                [n].
         """
         with self._exchanging:
             self._sequence += 1
-            # Servers that have taken the push under its name, by the last map, don't apply it again.
+            # Servers that applied the push under its name with the previous map don't apply it again.
             result: PushResult = self._measured(
                 PUSH,
                 lambda: self._push(
@@ -235,13 +235,13 @@ class PSClient:
         servers, wanted = self.servers, WantedRows(ids, self.servers)
         # Staged pushes change the other servers only once the first one has decided.
         pull_along = pull and not self.staged
-        # While an update goes from server to server, a pull may find them at different versions.
+        # While an update propagates, a pull may find the servers at different versions.
         oldest = min(server.version for server in servers.known) if self.staged else None
         frames = []
         for index, server in enumerate(servers.known):
             header = self._request(server, push, pull_along, creates=not self.staged).header
             if self._outer and push.batches:
-                header.known_version = -1  # so that what came of it is sent back
+                header.known_version = -1  # so that the result is sent back
             header.version = server.version if oldest is None else oldest
             header.staged = self.staged and index > 0
             part = push.part(index, servers.specs, server.slices, servers.buckets, server.state_base, learning_rate)
@@ -260,7 +260,7 @@ class PSClient:
             headers = self._exchange(servers.known[:1], frames[:1])
         decided = refused or headers[0]
         if decided.status == pb.ACCEPTED and not pull and not frames[0].header.pull and push.batches is None:
-            # Until the next pull the worker goes on with the state that it has come to.
+            # Until the next pull, the worker continues with its own state.
             answers = [decided] * len(servers.known) if self.staged else headers
             for server, answer, state, shares in zip(servers.known, answers, push.state, push.shares, strict=False):
                 server.state_base = answer.version
@@ -280,15 +280,15 @@ class PSClient:
         """Waits until a server has merged a movement, which may wait for those of other workers.
 
         Args:
-            frame: of the movement.
-            pushed: the header of the answer to it.
+            frame: frame of the movement.
+            pushed: header of its answer.
 
         Returns:
-            That header, another one if the movement had to be sent again; and whether no other answer came after it.
+            That header, or a new one if the movement had to be sent again; and whether no other answer came after it.
         """
         answer, pause = pushed, 0.0005
         while answer.waits or answer.unknown:
-            if answer.unknown:  # this server took the place of one that was lost
+            if answer.unknown:  # the server has replaced a lost one
                 (answer,) = (pushed,) = self._exchange([server], [frame])
                 continue
             time.sleep(pause)
@@ -301,11 +301,11 @@ class PSClient:
     def _after_movement(
         self, push: Gradients, frames: Sequence[Frame[Any]], at_once: Sequence[bool]
     ) -> OptimizerState | None:
-        """What `PushResult.optimizers` is to be after a movement.
+        """The value of `PushResult.optimizers` after a movement.
 
         Args:
-            at_once: by server, whether it merged the movement without letting the worker wait. The others have sent
-                what they hold.
+            at_once: by server, whether it merged the movement without making the worker wait. Other servers have sent
+                their state.
         """
         known = [
             merged and knows_result(frame.header, server.version)

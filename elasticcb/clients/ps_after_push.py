@@ -1,4 +1,4 @@
-"""What servers hold after a push that nobody else's came before: the worker works it out instead of fetching it."""
+"""Computes the servers' state after a push when no other push came in between, instead of fetching it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elasticcb.sharding.push import Gradients
 
 
 def note_state(server: KnownServer, state: Mapping[str, Array], shares: Mapping[str, Array]) -> None:
-    """The state of layers after a step."""
+    """Updates the state of layers after a step."""
     before = of_kind(STATE, server.blocks)
     after = {dtype: moved_state(before[dtype], state[dtype], shares[dtype], 0) for dtype in shares}
     server.blocks = {**server.blocks, **named(STATE, after)}
@@ -22,10 +22,10 @@ def note_state(server: KnownServer, state: Mapping[str, Array], shares: Mapping[
 def note_movement(
     server: KnownServer, servers: ServerGroup, movement: Gradients, received: Mapping[str, Array]
 ) -> None:
-    """All but embedding tables, and what the server's optimizers hold, after a worker's movement.
+    """Updates everything except embedding tables, and the optimizer state, after a worker's movement.
 
     Args:
-        received: the arrays of the movement's frame as the server has them, rounded for the way.
+        received: arrays of the movement's frame as the server got them, rounded for transport.
     """
     moved = of_kind(GRADIENTS, received)
     after = {dtype: block + moved[dtype] for dtype, block in of_kind(WEIGHTS, server.blocks).items()}

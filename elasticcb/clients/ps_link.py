@@ -10,8 +10,8 @@ from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import Access
 
-# A server's first update may take minutes to compile, and whatever else it is asked waits for it. That a machine is
-# gone is found out by gRPC's keepalive.
+# A server's first update may take minutes to compile, and other calls wait for it. A dead machine is detected by gRPC's
+# keepalive.
 _DEADLINE_SECONDS = 600.0
 
 
@@ -19,8 +19,8 @@ class Link:
     """The connection to one process that is a server.
 
     Args:
-        index: of the server.
-        id: of the process.
+        index: index of the server.
+        id: id of the process.
     """
 
     def __init__(self, index: int, address: str, id: int, patience_seconds: float, access: Access) -> None:
@@ -34,7 +34,7 @@ class Link:
         patience_seconds: float | None = None,
         deadline_seconds: float = _DEADLINE_SECONDS,
     ) -> Frame[Any]:
-        """The server's answer. A frame that is given again, after an error, is the same call, which is done once."""
+        """The server's answer. A frame that is sent again after an error is the same call, which is executed once."""
         called = PS_METHODS[method]
         if called.is_numbered and not frame.header.call:
             frame.header.call = secrets.randbits(62) + 1

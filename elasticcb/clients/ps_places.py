@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 class ServerPlace(NamedTuple):
-    """Where the server in a place is, and which process that is."""
+    """Address and process id of a server."""
 
     address: str
     id: int
 
 
 class Places(NamedTuple):
-    """Which processes are the servers, by index, and which rows of embedding tables they hold."""
+    """The server processes, by index, and which embedding rows they hold."""
 
     servers: Sequence[ServerPlace]
     buckets: BucketMap

@@ -1,4 +1,4 @@
-"""In how many bits the arrays of a worker's exchanges travel, both ways (`--wire_dtype`)."""
+"""The precision in which a worker's arrays are transferred, in both directions (`--wire_dtype`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from elasticcb.sharding.wire_codec import narrowed, widened
 
 
 class Rounding:
-    """What one client asks for, sends and gets.
+    """The precision of one client's requests, pushes and answers.
 
     Args:
-        wire_dtype: of gradients and movements, and of rows of embedding tables for training.
-        weights: those that are pulled travel so, too.
-        seed: of the noise that rounds gradients.
+        wire_dtype: of gradients, movements, and embedding rows for training.
+        weights: whether pulled weights use it too.
+        seed: seed of the noise that rounds gradients.
     """
 
     def __init__(self, wire_dtype: WireDtype = WireDtype.SAME, weights: bool = False, seed: int = 0) -> None:
@@ -28,25 +28,25 @@ class Rounding:
         self._weights_dtype = wire_dtype if weights else WireDtype.SAME
 
     def ask(self, request: pb.ExchangeRequest) -> None:
-        """Says how the answer is to travel. Rows that are not for training are not rounded."""
+        """Requests the precision of the answer. Rows that are not for training are not rounded."""
         request.rows_dtype = (self._wire_dtype if request.create_rows else WireDtype.SAME).value
         request.weights_dtype = self._weights_dtype.value
 
     def ask_for_exact(self, request: pb.ExchangeRequest) -> None:
-        """Says that weights are to come as they are, also those that the client has rounded."""
+        """Requests unrounded weights, including those that the client has rounded."""
         if self._weights_dtype is not WireDtype.SAME:
             request.known_version, request.weights_dtype = -1, WireDtype.SAME.value
 
     def sent(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """The arrays of a push as they travel."""
+        """The arrays of a push, as transferred."""
         return narrowed(arrays, self._wire_dtype, self._noise)
 
     def received(self, arrays: Mapping[str, Array], specs: Sequence[VariableSpec]) -> Mapping[str, Array]:
-        """What the other end makes of arrays that travelled so."""
+        """The arrays as the receiver decodes them."""
         return arrays if self._wire_dtype is WireDtype.SAME else widened(arrays, specs)
 
     def answers(self, frames: Sequence[Frame[Any]], specs: Sequence[VariableSpec]) -> list[Frame[Any]]:
-        """The servers' answers with what they have sent."""
+        """Decodes the servers' answers."""
         if self._wire_dtype is WireDtype.SAME:
             return list(frames)
         return [Frame(frame.header, self.received(frame.tensors, specs)) for frame in frames]

@@ -1,4 +1,4 @@
-"""Rows of embedding tables, asked of the servers that hold them, and put together again."""
+"""Rows of embedding tables, requested from the servers that hold them and reassembled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WantedRows:
 
     def __init__(self, ids: Ids, servers: ServerGroup) -> None:
         self._ids, self._servers = ids, servers.known
-        # By server and table, where the ids that the server holds are among all.
+        # By server and table, the positions of the server's ids among all ids.
         self._places: list[dict[int, Any]] = [{} for _ in self._servers]
         for table, own in ids.items():
             owners = servers.buckets.server_of(own) if len(self._servers) > 1 else None
@@ -31,7 +31,7 @@ class WantedRows:
         return named(WANTED, {table: own[self._places[index][table]] for table, own in self._ids.items()})
 
     def found(self) -> dict[int, Array]:
-        """What the last exchange has brought, in the order of the ids."""
+        """The rows of the last exchange, in the order of the ids."""
         if len(self._servers) == 1:
             return {table: self._servers[0].rows[table] for table in self._ids}
         found: dict[int, Array] = {}

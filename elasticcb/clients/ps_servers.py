@@ -1,4 +1,4 @@
-"""All parameter servers of a job as one: who they are now, and calls to one, some or all of them."""
+"""All parameter servers of a job as a group: who they are now, and calls to one, some or all of them."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-_MOST_CALLS = 1_000  # at once; threads for them start as they are needed
-_MOVING_PAUSE_SECONDS = 0.01  # before a server that hands over what it holds is asked again
-_PAUSE_SECONDS = 0.1  # before a server that does not answer, and is not replaced, is asked again
+_MOST_CALLS = 1_000  # at once; threads start as needed
+_MOVING_PAUSE_SECONDS = 0.01  # before retrying a server that is handing over its data
+_PAUSE_SECONDS = 0.1  # before retrying a server that does not answer and is not replaced
 
 
 class MapChangedError(ElasticCBError):
-    """A server holds its part by another map than the client's: of at least `version`."""
+    """A server uses another shard map than the client, of at least `version`."""
 
     def __init__(self, version: int) -> None:
-        super().__init__(f"The servers hold the model by a map of version {version} or later.")
+        super().__init__(f"The servers use a shard map of version {version} or later.")
         self.version = version
 
 
 class ServerReplacedError(ElasticCBError):
-    """A server was replaced in the midst of calls that belong together."""
+    """A server was replaced during calls that belong together."""
 
 
 @dataclass
 class KnownServer:
-    """One server as its client knows it."""
+    """One server, as known by its client."""
 
     index: int
     slices: Sequence[Slice]
@@ -55,13 +55,13 @@ class KnownServer:
     blocks: dict[str, Array] = field(default_factory=dict)
     version: int = -1
     state_version: int = -1
-    state_base: int = -1  # the last version that the state in `blocks` builds on
-    rows: dict[int, Array] = field(default_factory=dict)  # of embedding tables, that the last exchange brought
-    optimizers: OptimizerState = field(default_factory=OptimizerState)  # that the last exchange brought
-    pulled: bool = False  # whether `blocks` are there
+    state_base: int = -1  # the last version on which the state in `blocks` is based
+    rows: dict[int, Array] = field(default_factory=dict)  # of embedding tables, from the last exchange
+    optimizers: OptimizerState = field(default_factory=OptimizerState)  # from the last exchange
+    pulled: bool = False  # whether `blocks` are valid
 
     def note_answer(self, request: pb.ExchangeRequest, answer: Frame[Any]) -> None:
-        """Takes what an exchange has brought."""
+        """Stores the results of an exchange."""
         if request.pull:
             self.version, self.state_version = answer.header.version, answer.header.state_version
             self.state_base = answer.header.version
@@ -78,21 +78,21 @@ class ServerGroup:
     """The parameter servers of a job.
 
     Args:
-        places: of the servers.
+        places: the servers' addresses and ids.
         specs: the model's weights.
-        split: whether variables may be cut between servers.
-        patience_seconds: how long one may be out of reach.
-        access: to the job.
-        find: by index, and the id of the process that gave no answer, the address and the id of the process that is
-            the server now, "" and 0 when there is none in this place any more. It waits while a lost server is
-            replaced; calls then go on with the new one. None: servers are not replaced.
-        find_map: gives the servers by a map of at least a version, when their number changes while they are in use;
+        split: whether variables may be split between servers.
+        patience_seconds: how long a server may be unreachable.
+        access: credentials of the job.
+        find: called with an index and the id of a process that gave no answer; returns address and id of the current
+            process, or "" and 0 when the index no longer exists. It waits while a lost server is replaced; calls then
+            continue with the new one. None: servers are not replaced.
+        find_map: returns the servers of a map of at least a version, if their number may change while they are in use;
             None: it does not.
 
     Attributes:
-        known: the servers, by index; another list when their number changes.
+        known: the servers, by index; replaced by a new list when their number changes.
 
-    Its calls raise `ConnectionLostError` when a server stays out of reach, `WireError` when it refuses a message.
+    Its calls raise `ConnectionLostError` when a server stays unreachable, `WireError` when it refuses a message.
     """
 
     def __init__(
@@ -117,20 +117,20 @@ class ServerGroup:
 
     @property
     def links(self) -> list[Link]:
-        """To the servers, by index."""
+        """Connections to the servers, by index."""
         return [server.link for server in self.known]
 
     @property
     def partition(self) -> Sequence[Sequence[Slice]]:
-        """What each of them holds of all but embedding tables."""
+        """The part of each server, except embedding tables."""
         return [server.slices for server in self.known]
 
-    # ------------------------------------------------------------ what was pulled from them
+    # ------------------------------------------------------------ pulled weights
 
     @property
     def blocks(self) -> PlacedBlocks:
-        """The newest weights pulled."""
-        servers = self.known  # which another thread may replace meanwhile
+        """The newest pulled weights."""
+        servers = self.known  # another thread may replace it
         if not all(server.pulled for server in servers):  # their number has changed
             return self._blocks_before
         return PlacedBlocks([server.blocks for server in servers], [server.slices for server in servers])
@@ -140,10 +140,10 @@ class ServerGroup:
         """Whether the number of servers has changed since the last pull."""
         return bool(self._blocks_before) and not all(server.pulled for server in self.known)
 
-    # ------------------------------------------------------------ who they are
+    # ------------------------------------------------------------ the servers
 
     def follow(self, places: Places) -> None:
-        """Speaks to these servers from now on."""
+        """Switches to these servers."""
         if self.known:
             self._blocks_before = self.blocks
         self.buckets = places.buckets
@@ -157,7 +157,7 @@ class ServerGroup:
             link.close()
 
     def by_present_map(self, function: Callable[[], Answer]) -> Answer:
-        """Does what `function` does, again when the number of servers has changed meanwhile."""
+        """Calls `function`, again if the number of servers has changed meanwhile."""
         while True:
             try:
                 return function()
@@ -165,16 +165,16 @@ class ServerGroup:
                 if self._find_map is None:
                     raise
                 self.follow(self._find_map(max(changed.version, self.buckets.version + 1)))
-                logger.info("There are %d parameter servers now", len(self.known))
+                logger.info("The job now has %d parameter servers", len(self.known))
 
     def link(self, index: int, address: str, id: int, patience_seconds: float | None = None) -> Link:
-        """A connection of its own to a process that is, or will be, the server in a place."""
+        """A separate connection to a process that is, or will be, the server with an index."""
         return Link(index, address, id, self._patience if patience_seconds is None else patience_seconds, self._access)
 
     # ------------------------------------------------------------ calls
 
     def each(self, function: Callable[..., Answer], *arguments: Iterable[Any]) -> list[Answer]:
-        """As `map`, with a thread for each call."""
+        """Like `map`, with a thread for each call."""
         return list(self._pool.map(function, *arguments))
 
     def on_all(self, method: str, header: Any) -> list[Any]:
@@ -182,18 +182,18 @@ class ServerGroup:
         return self.each(lambda server: self.call(server, method, header).header, self.known)
 
     def first_then_others(self, method: str, header: Any) -> Any:
-        """For what the first server passes on to the others; the header that it answers with."""
+        """For calls that the first server forwards to the others; its answer's header."""
         first, *others = self.known
         answer = self.call(first, method, header).header
         self.each(lambda server: self.call(server, method, header), others)
         return answer
 
     def call(self, server: KnownServer, method: str, header: Any) -> Frame[Any]:
-        """A server's answer to a frame without arrays; `header` stays as it is."""
+        """A server's answer to a frame without arrays; `header` is not modified."""
         return self.send(server, Frame(copy.deepcopy(header), {}), method)
 
     def send(self, server: KnownServer, frame: Frame[Any], method: str = "Exchange") -> Frame[Any]:
-        """A server's answer, or that of the process that takes its place meanwhile."""
+        """The answer of a server, or of its replacement."""
         begun = time.monotonic()
         while True:
             link = server.link
@@ -216,7 +216,7 @@ class ServerGroup:
                     time.sleep(_PAUSE_SECONDS)
 
     def ask(self, server: KnownServer, method: str, header: Any, seconds: float) -> Frame[Any]:
-        """As `call`, but a server that is there and has not answered for so long is not asked again."""
+        """Like `call`, but does not retry a server that is up and has not answered in this time."""
         while True:
             link = server.link
             try:
@@ -226,7 +226,7 @@ class ServerGroup:
                     raise
 
     def _moved(self, server: KnownServer, failed: Link) -> bool:
-        """Whether another process is the server now, which has taken the place of the one that `failed`."""
+        """Whether the server process that `failed` was replaced by another."""
         with server.moving:
             if server.link is not failed:
                 return True
@@ -236,26 +236,26 @@ class ServerGroup:
                 raise MapChangedError(0)
             if id == failed.id:
                 return False
-            logger.info("Parameter server %d is at %s now", server.index, address)
+            logger.info("Parameter server %d is now at %s", server.index, address)
             server.link = self.link(server.index, address, id)
-            # The new one counts for itself.
+            # The new process has its own retry budget.
             server.version = server.state_version = server.state_base = -1
             failed.close()
             return True
 
     def end_calls(self, index: int) -> None:
-        """Ends those to a server that is lost, without waiting for it; `find` then gives the one in its place."""
-        known = self.known  # which another thread may replace meanwhile
+        """Aborts calls to a lost server; `find` then returns its replacement."""
+        known = self.known  # another thread may replace it
         if index < len(known):
             threading.Thread(target=known[index].link.close, name="end-calls", daemon=True).start()
 
     def free_memory(self) -> None:
-        """Frees memory that is shared with the servers, after large frames."""
+        """Frees memory shared with the servers, after large frames."""
         for link in self.links:
             link.free_memory()
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         self._closed = True
         self._pool.shutdown(wait=False)
         for link in self.links:

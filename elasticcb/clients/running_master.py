@@ -1,4 +1,4 @@
-"""How a command finds the master of a job that runs: by a file in the job's folder, which its owner alone can read."""
+"""How a command finds the master of a running job: through a file in the job's folder that only its owner can read."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ COMMAND_LOCK = ".command.lock"
 
 
 class RunningMaster(NamedTuple):
-    """Where the master of a job listens, the token that calls to it must carry, and the files of TLS, if any.
+    """Address of a job's master, the token for calls, and its TLS files, if any.
 
     Attributes:
-        metrics: where it serves its metrics, "host:port"; "" if it does not.
-        health: where it answers health checks, likewise.
+        metrics: address of its metrics, "host:port"; "" if disabled.
+        health: address of its health checks, likewise.
     """
 
     address: str
@@ -41,44 +41,44 @@ class RunningMaster(NamedTuple):
         return cls(address, access.token, files, metrics, health)
 
     def at_same_ports(self, cluster: ClusterSettings) -> ClusterSettings:
-        """Settings by which another master listens where this one did."""
+        """Settings for another master to listen on the same ports."""
         addresses = {"port": self.address, "metrics_port": self.metrics, "health_port": self.health}
         ports: dict[str, Any] = {name: port_of(address) for name, address in addresses.items() if address}
         return dataclasses.replace(cluster, **ports)
 
     @property
     def access(self) -> Access:
-        """Raises `UsageError` when the files can't be used."""
+        """Raises `UsageError` when the files are unusable."""
         return Access(self.token, None if self.tls is None else TLS.load(TLSFiles(**self.tls)))
 
 
 @contextlib.contextmanager
 def command_runs(folder: Path) -> Iterator[None]:
-    """Within it, other commands see that one runs a job in `folder`, also before its master is up, and while a master
-    that was killed is replaced."""
+    """While active, other commands see that a job runs in `folder`, even before its master is up, and while a killed
+    master is replaced."""
     with contextlib.ExitStack() as until_end:
-        with contextlib.suppress(FolderInUseError, OSError):  # masters keep each other away by a lock of their own
+        with contextlib.suppress(FolderInUseError, OSError):  # masters exclude each other by their own lock
             until_end.enter_context(FolderLock(folder, file=COMMAND_LOCK))
         yield
 
 
 def is_starting(folder: Path) -> bool:
-    """Whether a command runs a job in a folder whose first master is not up yet. What is written there of how a job has
-    ended, or where a master is, is then of an earlier one."""
+    """Whether a command runs a job in a folder whose first master is not up yet. Any final state or master address
+    found there belongs to an earlier job."""
     began = _written_at(folder / COMMAND_LOCK)  # its owner has written to it
     earlier = all(_written_at(folder / name) < began for name in (MASTER_FILE, STATUS_FILE))
     return earlier and has_command(folder)
 
 
 def has_command(folder: Path) -> bool:
-    """Whether a command runs the job in a folder; false also where that can't be told."""
+    """Whether a command runs the job in a folder; False also if unknown."""
     with contextlib.suppress(OSError):
         return is_owned(folder, COMMAND_LOCK)
     return False
 
 
 def _written_at(path: Path) -> int:
-    """In nanoseconds; -1: there is no such file."""
+    """In nanoseconds; -1: no such file."""
     with contextlib.suppress(OSError):
         return path.stat().st_mtime_ns
     return -1
@@ -86,40 +86,41 @@ def _written_at(path: Path) -> int:
 
 @contextlib.contextmanager
 def published(folder: Path, master: RunningMaster) -> Iterator[None]:
-    """Within it, commands of the same user find `master` by the job's folder."""
+    """While active, commands of the same user find `master` through the job's folder."""
     durable.write_document(folder / MASTER_FILE, master._asdict())
     try:
         yield
     finally:
         with contextlib.suppress(OSError, UsageError):
-            if running_master(folder) == master:  # else it is another one's
+            if running_master(folder) == master:  # else it belongs to another master
                 (folder / MASTER_FILE).unlink()
 
 
 def running_master(folder: str | Path) -> RunningMaster:
-    """That of the job in a folder. Raises `UsageError` when no job runs there."""
+    """The master of the job in a folder. Raises `UsageError` when no job runs there."""
     try:
         return RunningMaster(**durable.read_document(Path(folder, MASTER_FILE)))
     except (OSError, ValueError, TypeError):
-        raise UsageError(f"{folder} is not the folder of a job that runs. {_why_not(Path(folder))}") from None
+        raise UsageError(f"{folder} is not the folder of a running job. {_why_not(Path(folder))}") from None
 
 
 def _why_not(folder: Path) -> str:
     if (folder / STATUS_FILE).is_file():
-        return f"It has ended: `elasticcb status {shlex.quote(str(folder))}` shows how."
+        return f"The job has ended: `elasticcb status {shlex.quote(str(folder))}` shows how."
     if (folder / JOB_FILE).is_file() and has_ended(folder):
-        return f"It was not finished: `elasticcb resume {shlex.quote(str(folder))}` goes on with it."
+        return f"The job was not finished: `elasticcb resume {shlex.quote(str(folder))}` resumes it."
     return (
-        f"Expected one with the file {MASTER_FILE}, which a job has when it has started, some seconds after its begin."
+        f"Pass the job directory that `elasticcb train` printed. Its file {MASTER_FILE} appears some seconds after the "
+        "job starts."
     )
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether no master owns the folder of a job, and no command: all processes are gone. Where nobody knows of the
-    command, another master may be about to take the folder."""
+    """Whether no master and no command own the folder of a job: all processes are gone. If the command is unknown,
+    another master may be about to take the folder."""
     try:
         return not (has_command(folder) or is_owned(folder))
     except FileNotFoundError:
         return True
     except OSError:
-        return not (folder / MASTER_FILE).exists()  # this file system knows no locks
+        return not (folder / MASTER_FILE).exists()  # this file system does not support locks

@@ -1,1 +1,1 @@
-"""The seam to the framework that computes: `backend.py` is the interface, each backend stands in `registry.py`."""
+"""The interface to the framework that computes: `backend.py` defines it, `registry.py` lists the backends."""

@@ -1,8 +1,8 @@
-"""What is asked of the framework that computes: a few operations, on batches and NumPy arrays.
+"""The interface to the framework that computes: a few operations on batches and NumPy arrays.
 
-Servers that apply gradients ask for a `GradientComputation`, whose optimizers apply nothing: they hand gradients over.
-What is set by other means, as moving averages, comes out of a step as it is after it. With local updates a
-`LocalComputation` trains as Keras does, and tells where it has come to.
+If servers apply gradients, a `GradientComputation` is used: its optimizers hand over gradients instead of applying
+them. Variables that are changed in other ways, such as moving averages, are returned as they are after the step. With
+local updates, a `LocalComputation` trains as Keras does, and its weights are read afterwards.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Prepared:
     """A batch that is ready for a step of its mode.
 
     Attributes:
-        data: as the backend takes it.
-        records: how many it holds.
+        data: the batch in the backend's form.
+        records: number of records.
         ids: by embedding table, the unique ids (int64 [n]) whose rows the step needs.
-        places: the backend's own: where in the step the rows go.
+        places: backend-specific: the positions of the rows in the step.
     """
 
     data: Any
@@ -47,13 +47,13 @@ class Prepared:
 
 @dataclass
 class StepResult:
-    """What a training step came to.
+    """The result of a training step.
 
     Attributes:
-        logs: the batch's own, as Python numbers.
-        states: of the metrics, over this batch alone.
+        logs: logs of this batch, as Python numbers.
+        states: metric states of this batch only.
         rows: gradients of some rows of a variable.
-        shared: `OptimizerState.shared` as it was before the step, of local training where there are such gradients.
+        shared: `OptimizerState.shared` before the step, in local training with gradients of rows.
     """
 
     logs: dict[str, Any]
@@ -64,15 +64,16 @@ class StepResult:
 
 @dataclass
 class GradientResult(StepResult):
-    """One whose gradients go to the servers. Flat arrays are in the order of `sharding.partition.layout`.
+    """The result of a step whose gradients go to the servers. Flat arrays are in the order of
+    `sharding.partition.layout`.
 
     Attributes:
-        gradients: by server and dtype, those of `dense_variables`, flat; of the plain loss, clipped, and of the wire's
-            dtype.
+        gradients: by server and dtype, gradients of `dense_variables`, flat; of the plain loss, clipped, in the dtype
+            used for transfer.
         dense_variables: indices of variables, in the order of the model.
         state: by server and dtype, the variables that no optimizer updates, after the step, flat.
-        decays: of moving averages, by variable: how much of its old value the step's new one is made of.
-        overflow: why the gradients can't be used: those of the scaled loss are not finite; "" where they can.
+        decays: of moving averages, by variable: the weight of the old value in the new one.
+        overflow: why the gradients are unusable: those of the scaled loss are not finite; "" if they are usable.
     """
 
     gradients: list[dict[str, Array]]
@@ -83,88 +84,88 @@ class GradientResult(StepResult):
 
 
 class Computation(ABC):
-    """The steps of one model. All but `prepare` is called by one thread."""
+    """The steps of one model. Only `prepare` may be called by several threads."""
 
     @abstractmethod
     def prepare(self, data: Any, mode: Mode) -> Prepared:
-        """A batch of the input pipeline, ready for a step. May be called in another thread, during a step.
+        """Prepares a batch of the input pipeline for a step. May be called in another thread, during a step.
 
         Args:
-            data: as the model's step gets it from Keras; `keras.utils.unpack_x_y_sample_weight` takes it apart.
+            data: the batch as Keras passes it to the model's step, for `keras.utils.unpack_x_y_sample_weight`.
 
         Raises:
-            ModelFileError: the ids that it looks up can't be known, or are out of range.
+            ModelFileError: its ids can't be determined, or are out of range.
         """
 
     @abstractmethod
     def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
-        """Adds a batch to the metrics, at the weights that were set last.
+        """Adds a batch to the metrics, with the current weights.
 
         Returns:
-            Present logs, and `(labels, predictions[, weight])` if a metric needs them to travel; else `()`.
+            Current logs, and `(labels, predictions[, weight])` if a metric needs them on the master; else `()`.
         """
 
     @abstractmethod
     def predict(self, batch: Prepared, rows: TableRows) -> Any:
-        """What the model's `predict_step` gives for a batch: a structure of NumPy arrays."""
+        """The result of the model's `predict_step` for a batch: a structure of NumPy arrays."""
 
     @abstractmethod
     def set_weights(self, weights: PlacedBlocks) -> None:
-        """Makes the model hold `weights`; its variables are Keras's, which anybody can read."""
+        """Sets the model to `weights`; its variables are Keras variables, readable by anyone."""
 
     @abstractmethod
     def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
-        """Makes the model one that holds all rows of its embedding tables; no further step comes.
+        """Loads all rows of the embedding tables into the model; no more steps follow.
 
         Args:
-            tables: (variable, ids [n], rows [n, dim]). The arrays are not changed afterwards.
+            tables: (variable, ids [n], rows [n, dim]). The arrays do not change afterwards.
         """
 
 
 class GradientComputation(Computation):
-    """A model whose gradients go to servers, which apply them."""
+    """A model whose gradients are applied by servers."""
 
     @abstractmethod
     def train(self, batch: Prepared, weights: PlacedBlocks, version: int, rows: TableRows) -> GradientResult:
-        """Gradients of a batch at `weights`, which become the model's.
+        """Gradients of a batch at `weights`, to which the model is set.
 
         Args:
-            version: of the weights; the `iterations` of the optimizers.
-            rows: of the embedding tables, by the ids of the batch.
+            version: version of the weights; used as `iterations` of the optimizers.
+            rows: rows of the embedding tables, for the ids of the batch.
         """
 
 
 class LocalComputation(Computation):
-    """A model that its own optimizers train, but for the rows of embedding tables."""
+    """A model trained by its own optimizers, except the rows of embedding tables."""
 
     @abstractmethod
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
-        """Trains the model on a batch, as Keras does.
+        """Trains the model on a batch, like Keras.
 
         Args:
-            rows: of the embedding tables, by the ids of the batch. Their gradients alone are handed over.
+            rows: rows of the embedding tables, for the ids of the batch. Only their gradients are returned.
         """
 
     @property
     @abstractmethod
     def decays(self) -> Mapping[int, float]:
-        """Of moving averages, by variable: how much of its old value that after a batch is made of."""
+        """Of moving averages, by variable: the weight of the old value in the value after a batch."""
 
     @abstractmethod
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
-        """The model's present weights, cut for servers."""
+        """The model's current weights, cut for servers."""
 
     @abstractmethod
     def optimizer_state(self) -> OptimizerState:
-        """What the optimizers hold of all but embedding tables."""
+        """The optimizer state, except that of embedding tables."""
 
     @abstractmethod
     def shared_optimizer_state(self) -> Mapping[str, Array]:
-        """What they hold of no variable: `OptimizerState.shared`."""
+        """The optimizer state that belongs to no variable: `OptimizerState.shared`."""
 
     @abstractmethod
     def set_optimizer_state(self, state: OptimizerState) -> None:
-        """Makes the optimizers hold `state`; what it lacks stays as it is, and so does a learning rate."""
+        """Sets the optimizer state; missing parts stay unchanged, and so does the learning rate."""
 
 
 class PlacedComputation(ABC):
@@ -172,18 +173,18 @@ class PlacedComputation(ABC):
 
     @abstractmethod
     def set_weights(self, weights: Sequence[Array]) -> None:
-        """Makes the model hold these, in the order of `model.weights`."""
+        """Sets the weights, in the order of `model.weights`."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What an optimizer of a `PlacedComputation` was given.
+    """The arguments of an optimizer of a `PlacedComputation`.
 
     Attributes:
-        gradients: dense ones, by variable; of the plain loss, clipped.
+        gradients: dense gradients, by variable; of the plain loss, clipped.
         rows: gradients of some rows of a variable.
-        state: the variables that no optimizer updates, as they are now, by index.
-        usable: whether gradients are finite, as far as the loss scale can tell.
+        state: current values of the variables that no optimizer updates, by index.
+        usable: whether gradients are finite, according to the loss scale.
     """
 
     gradients: dict[int, Array]
@@ -196,13 +197,13 @@ Exchange = Callable[[Applied], Sequence[Array]]  # all weights after an update, 
 
 
 class HeldModel(NamedTuple):
-    """A model whose weights servers hold.
+    """A model whose weights are on servers.
 
     Attributes:
         model: built; compiled if it is to be trained.
-        metrics: of the model.
-        specs: of `model.weights`, as the master gives them.
-        partition: by server, the slices of `model.weights` that it holds at first.
+        metrics: metrics of the model.
+        specs: specs of `model.weights`, as sent by the master.
+        partition: initial slices of `model.weights`, by server.
     """
 
     model: keras.Model
@@ -215,8 +216,8 @@ class Backend(ABC):
     """A framework.
 
     Attributes:
-        not_placed: why it has no `placed`, and what to do; "" where it has.
-        forks_with_gpus: whether a process may import it, and what that forks use GPUs.
+        not_placed: why it has no `placed`, and what to do instead; "" if it has.
+        forks_with_gpus: whether a process may import it, and then fork processes that use GPUs.
     """
 
     not_placed = ""
@@ -228,24 +229,24 @@ class Backend(ABC):
     ) -> dict[int, int] | None:
         """Builds what Keras builds lazily (weights of a subclass model, metrics), with one real batch.
 
-        Metrics then hold that batch: reset them.
+        Afterwards, metrics include that batch: reset them.
 
         Args:
-            model: of `spec`, compiled unless `mode` is `PREDICTION`.
-            batch: of the input pipeline.
-            local: in training, workers apply gradients themselves, so that their steps may do what Keras does.
+            model: the model of `spec`, compiled unless `mode` is `PREDICTION`.
+            batch: a batch of the input pipeline.
+            local: in training, workers apply gradients themselves, so steps may do everything that Keras allows.
 
         Returns:
-            In training, for a model whose step is its own or that has several optimizers: the index of the optimizer
-            that updates a variable, by index in `model.weights`.
+            In training, for a model with its own step or several optimizers: the index of the optimizer that updates
+            each variable, by index in `model.weights`.
 
         Raises:
-            ModelFileError: the model, its loss or its metrics can't take the batch.
+            ModelFileError: the model, its loss or its metrics do not accept the batch.
         """
 
     @abstractmethod
     def outputs(self, model: keras.Model, batch: Any) -> Any:
-        """What the `predict_step` of a built model gives for a batch of the input pipeline, as it is now."""
+        """The current result of `predict_step` of a built model for a batch of the input pipeline."""
 
     @abstractmethod
     def find_tables(
@@ -258,32 +259,32 @@ class Backend(ABC):
         local: bool = False,
     ) -> dict[int, TableSpec]:
         """The embedding tables of a model, by index in `model.weights`: all `elasticcb.layers.Embedding`, and each
-        `keras.layers.Embedding` that is large enough and whose results do not change when servers hold its rows.
+        `keras.layers.Embedding` that is large enough and gives the same results with its rows on servers.
 
         Args:
-            model, batch, mode, local: as in `build`, which comes before.
-            threshold_bytes: size from which a keras.layers.Embedding is one.
-            allowed: whether one may be moved.
+            model, batch, mode, local: as in `build`, which must be called before.
+            threshold_bytes: minimum size of a keras.layers.Embedding to become a table.
+            allowed: whether a layer may be moved.
 
         Raises:
-            NotServableError: an `elasticcb.layers.Embedding` is used in a way that needs all of its rows, or its ids
-                can't be known before the step.
+            NotServableError: an `elasticcb.layers.Embedding` is used in a way that needs all its rows, or its ids can't
+                be determined before the step.
         """
 
     @abstractmethod
     def computation(self, held: HeldModel) -> GradientComputation:
-        """The steps of a model. Rows of its embedding tables come from elsewhere from now on.
+        """The steps of a model. The rows of its embedding tables are provided for each step from now on.
 
         Raises:
-            ModelFileError: the model can't be trained on so many servers.
+            ModelFileError: the model can't be trained with this number of servers.
         """
 
     @abstractmethod
     def local_computation(self, held: HeldModel) -> LocalComputation:
-        """The steps of a model that trains here. Raises as `computation`."""
+        """The steps of a model that is trained here. Raises the same errors as `computation`."""
 
     @abstractmethod
     def placed(
         self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange
     ) -> PlacedComputation:
-        """Lets `exchange` do what the optimizers of a built model did. Raises as `computation`."""
+        """Replaces the optimizers' updates of a built model by `exchange`. Raises the same errors as `computation`."""

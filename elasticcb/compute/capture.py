@@ -1,4 +1,4 @@
-"""What a model's `train_step` hands to its optimizers: kept, instead of applied."""
+"""Captures the gradients that a model's `train_step` passes to its optimizers, instead of applying them."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ from elasticcb.sharding.partition import VariableSpec
 
 
 class Update(NamedTuple):
-    """The gradient of one variable, as the model computed it: of the scaled loss, if the optimizer scales it."""
+    """The gradient of one variable, as computed by the model: of the scaled loss, if the optimizer scales it."""
 
     optimizer: int  # index in `model_optimizers(model)`
-    gradient: Any  # as the framework has it
+    gradient: Any  # in the framework's form
 
 
 class ReadWatch(Protocol):
-    """Watches one step from the first gradients on that it gives to an optimizer.
+    """Watches a step from the first time that it passes gradients to an optimizer.
 
-    Servers apply gradients after the step, so what it reads later in it are values from before the update.
+    Servers apply gradients after the step, so later reads in the step see values from before the update.
     """
 
     def refused(self) -> contextlib.AbstractContextManager[None]:
-        """A step in the context that reads such a variable is an error: `ModelFileError`."""
+        """Inside the context, it is an error if a step reads such a variable: `ModelFileError`."""
 
     def given(self, variables: Sequence[Any], optimizer: str) -> None:
-        """The optimizer of that name was given gradients of these."""
+        """The optimizer called `name` was given gradients of these variables."""
 
 
 class OptimizerCapture(ABC):
-    """Makes every optimizer of a model keep what it is given, from now on.
+    """Makes all optimizers of a model store the gradients that they are given.
 
     Args:
-        model: whose optimizers these are.
-        late_reads: of its step.
-        variables: indices in `model.weights` of those whose gradients are kept, alone; the optimizers apply the others
-            as ever. None: all are kept.
-        refuses: steps are refused that servers can't do by gradients. Others may do what Keras does.
+        model: the model with these optimizers.
+        late_reads: watches its step.
+        variables: indices in `model.weights` of variables whose gradients are stored; the optimizers apply the others
+            as usual. None: all are stored.
+        refuses: whether to refuse steps that can't be done by gradients on servers. Otherwise they may do everything
+        that Keras allows.
 
     Attributes:
-        optimizers: of the model; `Update.optimizer` counts them.
+        optimizers: optimizers of the model, indexed by `Update.optimizer`.
     """
 
     def __init__(
@@ -67,14 +68,14 @@ class OptimizerCapture(ABC):
 
     @abstractmethod
     def _plain(self, optimizer: keras.optimizers.Optimizer, gradient: Any) -> Any:
-        """A gradient of the loss as `optimizer` has scaled it, as that of the loss itself."""
+        """Converts a gradient of the loss scaled by `optimizer` to one of the plain loss."""
 
     def _place(self) -> Any:
-        """Where gradients are given now, for `_check_place`."""
+        """The place where gradients are currently given, for `_check_place`."""
         return None
 
-    def _check_place(self, optimizer: int, place: Any) -> None:  # noqa: B027 most frameworks have no such places
-        """Raises `ModelFileError` when gradients that were given there can't be taken out of the step."""
+    def _check_place(self, optimizer: int, place: Any) -> None:  # noqa: B027 most frameworks need no check
+        """Raises `ModelFileError` when gradients given there can't be captured."""
 
     def _replace_apply(self, index: int) -> None:
         optimizer = self.optimizers[index]
@@ -84,8 +85,8 @@ class OptimizerCapture(ABC):
                 trainable_variables = getattr(optimizer, "_trainable_variables", None) or self._model.trainable_weights
             if len(grads) != len(trainable_variables):
                 raise ModelFileError(
-                    f"The optimizer {optimizer.name!r} was given {len(grads)} gradients for "
-                    f"{len(trainable_variables)} variables; there must be one for each, or None."
+                    f"The optimizer {optimizer.name!r} got {len(grads)} gradients for {len(trainable_variables)} "
+                    "variables; there must be one for each, or None."
                 )
             place = self._place()
             pairs = list(zip(grads, trainable_variables, strict=True))
@@ -97,11 +98,11 @@ class OptimizerCapture(ABC):
                     [variable for gradient, variable in pairs if gradient is not None], optimizer.name
                 )
 
-        # Keras's own `apply_gradients` calls it. Around Keras's __setattr__, which tracks what it is given.
+        # Keras's own `apply_gradients` calls it. Bypasses Keras's __setattr__, which tracks values.
         object.__setattr__(optimizer, "apply", apply)
 
     def _apply_others(self, optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """Applies the gradients that are not to be kept; answers the others, of the plain loss."""
+        """Applies the gradients that are not stored; returns the others, for the plain loss."""
         keys = {key_of(self._model.weights[index]) for index in self._variables or ()}
         kept = [
             (self._plain(optimizer, gradient), variable)
@@ -114,30 +115,30 @@ class OptimizerCapture(ABC):
                 type(each).apply(each, *zip(*own, strict=True))
             else:
                 unwrapped(each)._iterations.assign_add(1)
-        if isinstance(optimizer, MultiOptimizer):  # it counts for itself
+        if isinstance(optimizer, MultiOptimizer):  # it counts by itself
             optimizer._iterations.assign_add(1)
         return kept
 
     def release(self) -> None:
-        """Gives the optimizers their own `apply` back."""
+        """Restores the optimizers' own `apply`."""
         for optimizer in self.optimizers:
             vars(optimizer).pop("apply", None)
 
     def train_step(self, batch: Any) -> tuple[dict[str, Any], dict[int, Update]]:
-        """The logs of the model's `train_step`, and the gradients that it gave, by index in `model.weights`.
+        """The logs of the model's `train_step`, and its gradients, by index in `model.weights`.
 
         Raises:
-            ModelFileError: there are none, or servers can't apply them as `train_step` wants it.
+            ModelFileError: there are none, or servers can't apply them as `train_step` intends.
         """
         self._given.clear()
         with self._late_reads.refused():
             logs = self._model.train_step(batch)
-            updates = self._take()  # what it refuses is told first
+            updates = self._take()  # report its errors first
         return flat_logs(logs), updates
 
     def _take(self) -> dict[int, Update]:
         given, self._given = self._given, []
-        # Now, since layers may have been built in the step.
+        # Only now, because layers may have been built in the step.
         indices = {key_of(variable): index for index, variable in enumerate(self._model.weights)}
         updates: dict[int, Update] = {}
         for optimizer, gradient, variable, place in given:
@@ -151,8 +152,8 @@ class OptimizerCapture(ABC):
             self._check_place(optimizer, place)
             if index is None:
                 raise ModelFileError(
-                    f"The optimizer {self.named(optimizer)} was given a gradient of {path_of(variable)!r}, which is no "
-                    "weight of the model, so that no server holds it. Make it a keras.Variable that is an attribute "
+                    f"The optimizer {self.named(optimizer)} was given a gradient of {path_of(variable)!r}, which is "
+                    "not a weight of the model, so no server holds it. Make it a keras.Variable that is an attribute "
                     "of the model or of one of its layers."
                 )
             if index in updates:
@@ -160,8 +161,8 @@ class OptimizerCapture(ABC):
             updates[index] = Update(optimizer, gradient)
         if not updates and self._refuses:
             raise ModelFileError(
-                "The model's train_step gave the optimizer no gradients. Either no layer is trainable, or the "
-                "loss does not depend on the weights, or its optimizer is no attribute of the model: it must be "
+                "The model's train_step gave the optimizer no gradients. Either no layer is trainable, or the loss "
+                "does not depend on the weights, or the optimizer is not an attribute of the model: it must be "
                 "`model.optimizer`, or an attribute of the model or of one of its layers."
             )
         return updates
@@ -172,9 +173,9 @@ class OptimizerCapture(ABC):
             which = f"to two optimizers, {self.named(first)} and {self.named(second)}"
         return ModelFileError(
             f"The model's train_step gives gradients of {path_of(variable)!r} {which}. A step runs on weights that "
-            "were pulled before it, and servers apply its gradients after it, so a variable can be updated once per "
-            "step. Add up the gradients and apply them once; or do one update per batch (of a critic that is to be "
-            "updated more often than a generator: train it on every batch, and give the generator's gradients weight "
+            "were pulled before it, and servers apply its gradients after it, so a variable can be updated only once "
+            "per step. Add up the gradients and apply them once; or do one update per batch (if a critic must be "
+            "updated more often than a generator, train it on every batch, and multiply the generator's gradients by "
             "zero in the others)."
         )
 
@@ -184,7 +185,7 @@ class OptimizerCapture(ABC):
 
 @contextlib.contextmanager
 def unchanged(variables: Sequence[keras.Variable]) -> Iterator[None]:
-    """Gives the variables their values back at the end."""
+    """Restores the variables' values at the end."""
     before = [(variable, variable.numpy()) for variable in variables]
     try:
         yield
@@ -194,7 +195,7 @@ def unchanged(variables: Sequence[keras.Variable]) -> Iterator[None]:
 
 
 def check_updated(updates: Iterable[int], specs: Sequence[VariableSpec]) -> None:
-    """Raises `ModelFileError` when a step gives gradients of variables that it gave none of when the model was built.
+    """Raises `ModelFileError` when a step gives gradients of variables for which it gave none when the model was built.
 
     Args:
         updates: indices in `model.weights`, as `specs`.
@@ -208,7 +209,8 @@ def check_updated(updates: Iterable[int], specs: Sequence[VariableSpec]) -> None
 
 
 def _by_optimizer(optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, list[tuple[Any, Any]]]]:
-    """Gradients by the optimizer that applies them. Those inside a MultiOptimizer, which itself takes all or none."""
+    """Gradients by the optimizer that applies them. A MultiOptimizer passes all gradients, or none, to the optimizers
+    inside."""
     if not isinstance(optimizer, MultiOptimizer):
         return [(optimizer, pairs)]
     inner = [each for each in optimizer.optimizers if each.built]
@@ -216,10 +218,10 @@ def _by_optimizer(optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[An
 
 
 def key_of(variable: Any) -> int:
-    """The same for a Keras variable and the framework's own within it, which a GradientTape lists."""
+    """A key shared by a Keras variable and its framework variable, which a GradientTape lists."""
     return id(getattr(variable, "_value", variable))
 
 
 def path_of(variable: Any) -> str:
-    """What messages call either of them."""
+    """The name of either in messages."""
     return str(getattr(variable, "path", None) or variable.name)

@@ -1,4 +1,4 @@
-"""What a worker clips of the gradients of a step."""
+"""Gradient clipping on workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elasticcb.sharding.partition import VariableSpec
 
 @dataclass(frozen=True)
 class Clipping:
-    """By the global norm of the gradients of these variables."""
+    """Clipping by the global norm of the gradients of some variables."""
 
     norm: float
     variables: frozenset[int]
@@ -25,10 +25,10 @@ class Clipping:
 def clippings(
     model: keras.Model, specs: Sequence[VariableSpec], optimizers: Sequence[keras.optimizers.Optimizer], num_ps: int
 ) -> list[Clipping]:
-    """What the worker clips, because a server sees only its own part of the gradients.
+    """The clipping that the worker does because a server only sees its part of the gradients.
 
     Raises:
-        ModelFileError: it is for the server to clip, and there are several of them.
+        ModelFileError: only the server could clip, but there are several servers.
     """
     found = []
     for place, optimizer in enumerate(optimizers):
@@ -44,18 +44,18 @@ def clippings(
 def _check_one_server(optimizer: keras.optimizers.Optimizer, num_ps: int) -> None:
     if num_ps > 1:
         raise ModelFileError(
-            f"The optimizer {optimizer.name!r} has global_clipnorm and gradient_accumulation_steps both. The norm is "
-            f"that of all accumulated gradients, and each of the {num_ps} parameter servers holds only a part of them. "
+            f"The optimizer {optimizer.name!r} has both global_clipnorm and gradient_accumulation_steps. The norm is "
+            f"that of all accumulated gradients, and each of the {num_ps} parameter servers has only a part of them. "
             "Use one parameter server (--num_ps=1), or clipnorm or clipvalue instead of global_clipnorm."
         )
 
 
 def check_local_clipping(optimizers: Sequence[Any]) -> None:
-    """Of a model with tables. Raises `ModelFileError` for clipping what a worker and what a server applies together."""
+    """For a model with tables. Raises `ModelFileError` for clipping across gradients applied by worker and servers."""
     for optimizer in map(unwrapped, optimizers):
         if optimizer.global_clipnorm:
             raise ModelFileError(
                 f"The optimizer {optimizer.name!r} has global_clipnorm, and the model has embedding tables on the "
-                "servers. With --updates=local a worker applies all gradients but those of their rows, so it can't "
+                "servers. With --updates=local a worker applies all gradients except those of their rows, so it can't "
                 "clip them together. Use clipnorm or clipvalue, keras.layers.Embedding, or --updates=async."
             )

@@ -1,4 +1,4 @@
-"""Batches of tf.data as dense arrays of numbers, for frameworks that have no other tensors."""
+"""Batches of tf.data as dense numeric arrays, for frameworks without other tensor types."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from elasticcb.rpc.tensors import Array
 
 
 def arrays_of(batch: Any) -> Any:
-    """A batch of the input pipeline, with NumPy arrays for tensors. Raises `ModelFileError` for what Keras
-    takes on TensorFlow alone."""
+    """A batch of the input pipeline, with tensors as NumPy arrays. Raises `ModelFileError` for tensors that Keras
+    supports only on TensorFlow."""
     return keras.tree.map_structure(_array, batch)
 
 
 def records_in(batch: Any) -> int:
-    """How many records a batch of arrays holds."""
+    """Number of records in a batch of arrays."""
     return len(next(array for array in keras.tree.flatten(batch) if array is not None))
 
 
 def repeated(batch: Any, size: int) -> Any:
-    """A batch of `size` records, made of those of `batch`."""
+    """A batch of `size` records, repeating those of `batch`."""
     places = np.arange(size) % records_in(batch)
     return keras.tree.map_structure(lambda array: None if array is None else array[places], batch)
 
@@ -35,13 +35,13 @@ def _array(leaf: Any) -> Array | None:
     for attribute, kind, instead in _NOT_DENSE:
         if hasattr(leaf, attribute):
             raise ModelFileError(
-                f"A batch holds a {kind} tensor, which Keras does not take on {chosen_backend()}. Give dense "
+                f"A batch holds a {kind} tensor, which Keras does not support on {chosen_backend()}. Give dense "
                 f"tensors: {instead} in `feed`."
             )
     array = np.asarray(leaf)
     if array.dtype.kind in "OSU":
         raise ModelFileError(
-            f"A batch holds strings, which Keras does not take on {chosen_backend()}. Turn them into numbers in "
+            f"A batch holds strings, which Keras does not support on {chosen_backend()}. Turn them into numbers in "
             "`feed`: tf.strings.to_hash_bucket_fast, or keras.layers.StringLookup within dataset.map."
         )
     return array

@@ -1,4 +1,4 @@
-"""Checks of the first batch that a model is built with, and what is told when the model can't take it."""
+"""Checks the first batch, with which a model is built, and explains errors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from elasticcb.settings import Mode
 
 
 def check_batch(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
-    """Raises `ModelFileError` when a batch of the input pipeline is of another structure than the model takes."""
+    """Raises `ModelFileError` when a batch of the input pipeline does not have the structure that the model expects."""
     _check_structure(spec, batch, mode)
     features = keras.utils.unpack_x_y_sample_weight(batch)[0] if isinstance(batch, tuple) else batch
     inputs = _count_inputs(model)
     if inputs and isinstance(features, tuple) and len(features) > inputs:
-        # Keras would take the first and pass over the others.
+        # Keras would use the first and ignore the others.
         raise ModelFileError(
-            f"`feed` in {spec.path} gives {len(features)} features in {mode}, and the model has {inputs} "
+            f"`feed` in {spec.path} returns {len(features)} features in {mode}, but the model has {inputs} "
             f"input{'s' if inputs > 1 else ''}.{_shown(batch, mode)}"
         )
     _allow_one_named_feature(model, features)
@@ -32,10 +32,10 @@ def check_batch(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
 def told_with_batch(
     spec: Spec, batch: Any, mode: Mode, explain: Callable[[Exception], str] = lambda error: ""
 ) -> Iterator[None]:
-    """What a model raises on its first batch becomes a `ModelFileError` that shows the batch.
+    """Converts an error of the model on its first batch to a `ModelFileError` that shows the batch.
 
     Args:
-        explain: what to do about an error, where the backend knows it; "" where it does not.
+        explain: advice about an error, from the backend; "" if it has none.
     """
     try:
         yield
@@ -52,7 +52,7 @@ def told_with_batch(
 
 
 def fixed_batch_size(model: keras.Model) -> int | None:
-    """How many records a batch must have, where the model takes batches of one size only."""
+    """The number of records that a batch must have, if the model only accepts batches of one size."""
     try:
         size = model.inputs[0].shape[0]
     except (AttributeError, ValueError, TypeError, IndexError):
@@ -63,15 +63,15 @@ def fixed_batch_size(model: keras.Model) -> int | None:
 def _check_structure(spec: Spec, batch: Any, mode: Mode) -> None:
     if mode is not Mode.PREDICTION and isinstance(batch, tuple) and not 1 <= len(batch) <= 3:
         raise ModelFileError(
-            f"`feed` in {spec.path} gives tuples of {len(batch)} in {mode}; expected (features, labels) or "
-            "(features, labels, sample_weight). Put several features into a dict, or into a tuple of their own."
+            f"`feed` in {spec.path} returns tuples of {len(batch)} in {mode}; expected (features, labels) or "
+            "(features, labels, sample_weight). Put several features into a dict or a nested tuple."
         )
 
 
 def _allow_one_named_feature(model: keras.Model, features: Any) -> None:
-    """Keras warns when a dict of one feature is given to a model of one input, though nothing can be mixed up.
+    """Keras warns when a model with one input is given a dict with one feature, although this is unambiguous.
 
-    The name is worth keeping: the exported signature takes the feature by it.
+    The name is useful: the exported signature uses it.
     """
     if not isinstance(features, dict) or len(features) != 1:
         return
@@ -80,7 +80,7 @@ def _allow_one_named_feature(model: keras.Model, features: Any) -> None:
 
 
 def _count_inputs(model: keras.Model) -> int:
-    """How many tensors a functional or Sequential model takes; 0 where that can't be told."""
+    """Number of input tensors of a functional or Sequential model; 0 if unknown."""
     try:
         return len(model.inputs or ())
     except (AttributeError, ValueError):
@@ -96,7 +96,7 @@ def _shown(batch: Any, mode: Mode) -> str:
     if mode is Mode.PREDICTION and isinstance(batch, tuple) and len(batch) == 1:
         hint = " A step gets them as `(features,)`: there are no labels in prediction."
         if isinstance(batch[0], tuple):
-            hint = " In prediction, `feed` must return features alone, without labels."
+            hint = " In prediction, `feed` must return only features, without labels."
     return f"\nThe batch ({mode}): {shown}.{hint}"
 
 

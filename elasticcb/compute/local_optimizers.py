@@ -1,4 +1,4 @@
-"""The optimizers of a model that they train in this process."""
+"""A model's optimizers, for training in this process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from elasticcb.rpc.tensors import Array
 
 
 def prepared(held: HeldModel, optimizers: Sequence[keras.optimizers.Optimizer]) -> OptimizerState:
-    """What they hold, as variables, when they are ready to train. Raises `ModelFileError` when they can't."""
+    """Builds the optimizers for training; returns their variables. Raises `ModelFileError` when that fails."""
     if any(spec.table for spec in held.specs):
         check_local_clipping(optimizers)
     weights = held.model.weights
     variables = held_variables(optimizers, weights, [spec.optimizer for spec in held.specs])
     for optimizer in map(unwrapped, optimizers):
-        # What `exclude_from_weight_decay` was told, the master has worked out.
+        # The master has resolved `exclude_from_weight_decay`.
         optimizer._exclude_from_weight_decay_cache = {
             optimizer._var_key(variable): not spec.no_weight_decay
             for variable, spec in zip(weights, held.specs, strict=True)
@@ -31,10 +31,10 @@ def prepared(held: HeldModel, optimizers: Sequence[keras.optimizers.Optimizer]) 
 
 
 class HoldsOptimizers(LocalComputation):
-    """One whose optimizers' variables can be read and set at any time.
+    """A computation whose optimizer variables can be read and set at any time.
 
     Args:
-        variables: what `prepared` gave.
+        variables: result of `prepared`.
     """
 
     def __init__(self, variables: OptimizerState) -> None:
@@ -56,5 +56,5 @@ class HoldsOptimizers(LocalComputation):
 
 
 def copied(variables: Mapping[Any, keras.Variable]) -> dict[Any, Array]:
-    """Their values, which a step does not change."""
+    """Copies of their values, which a step does not change."""
     return {key: np.array(keras.ops.convert_to_numpy(variable.value)) for key, variable in variables.items()}

@@ -18,7 +18,7 @@ from elasticcb.sharding.table_spec import TableSpec
 logger = logging.getLogger(__name__)
 
 Step = Callable[[Any], Any]
-# Of a step, a batch and layers by variable: why rows can't be known before the step, by variable.
+# From a step, a batch and layers by variable: why rows can't be determined before the step, by variable.
 FindProblems = Callable[[Step, Any, Mapping[int, TableLayer]], dict[int, str]]
 
 
@@ -31,19 +31,20 @@ def movable(
     problems_of: FindProblems,
 ) -> dict[int, TableSpec]:
     """The tables of a model: all `elasticcb.layers.Embedding`, and each `keras.layers.Embedding` that is large enough
-    and whose results do not change when servers hold its rows.
+    and
+        gives the same results with its rows on servers.
 
     Args:
         model: built, and compiled for training.
-        step: its training step, which takes a batch.
+        step: its training step, a function of a batch.
         batch: `(features, labels[, sample_weight])`.
-        threshold_bytes: size from which a keras.layers.Embedding is one.
-        allowed: whether one may be moved, by index in `model.weights`.
-        problems_of: finds out how a step uses the variables of layers.
+        threshold_bytes: minimum size of a keras.layers.Embedding to become a table.
+        allowed: whether a layer may be moved, by index in `model.weights`.
+        problems_of: determines how a step uses the variables of layers.
 
     Raises:
-        NotServableError: an `elasticcb.layers.Embedding` is used in a way that needs all of its rows, or its ids can't
-            be known before the step.
+        NotServableError: an `elasticcb.layers.Embedding` is used in a way that needs all its rows, or its ids can't be
+            determined before the step.
     """
     layers: dict[int, TableLayer] = {}
     for index, found in table_layers(model).items():
@@ -55,8 +56,8 @@ def movable(
         return {}
     try:
         problems = _problems(model, step, batch, layers, problems_of)
-    except Exception as error:  # what is wrong with the step itself is told where it runs
-        why = f"the step can't be traced, as it must be to know the ids beforehand: {describe(error)}"
+    except Exception as error:  # errors of the step itself are reported where it runs
+        why = f"the step can't be traced, which is needed to determine the ids beforehand: {describe(error)}"
         problems = dict.fromkeys(layers, why)
     tables = {}
     for index, layer in layers.items():
@@ -94,7 +95,7 @@ def _problems(
 ) -> dict[int, str]:
     features = (batch[0],) if isinstance(batch, tuple) else (batch,)
     problems = problems_of(step, batch, layers)
-    # Evaluation may use a variable in other ways than training: a model that ranks all items multiplies with the table.
+    # Evaluation may use a variable differently than training: a ranking model multiplies with the whole table.
     for other, given in ((model.test_step, batch), (model.predict_step, features)):
         try:
             problems = {**problems_of(other, given, layers), **problems}

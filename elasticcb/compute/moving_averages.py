@@ -12,16 +12,16 @@ import keras
 
 
 class MovingAverages:
-    """Those of a model's BatchNormalization layers.
+    """The moving averages of a model's BatchNormalization layers.
 
-    A layer that a step calls several times moves its averages as often, which only the step tells.
+    A layer called several times in a step updates its averages as often, which is only known from the step.
     """
 
     def __init__(self, model: keras.Model) -> None:
         indices = {id(variable): index for index, variable in enumerate(model.weights)}
         self._momentum: dict[int, float] = {}  # by index in `model.weights`
         self._calls: Counter[int] = Counter()
-        self._thread: int | None = None  # that counts: another one may trace the step to see which rows it needs
+        self._thread: int | None = None  # the counting thread; another thread may trace the step to find its lookups
         for layer in model._flatten_layers(include_self=True, recursive=True):
             if isinstance(layer, keras.layers.BatchNormalization) and layer.built:
                 for variable in (layer.moving_mean, layer.moving_variance):
@@ -41,7 +41,7 @@ class MovingAverages:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """A step, traced or run in the context."""
+        """Counts updates of a step that is traced or run inside the context."""
         self._calls.clear()
         self._thread = threading.get_ident()
         try:
@@ -51,7 +51,7 @@ class MovingAverages:
 
     @property
     def decays(self) -> dict[int, float]:
-        """By index in `model.weights`: how much of its old value each has after the last step that was counted."""
+        """By index in `model.weights`: how much of its old value each variable keeps after the last counted step."""
         return {
             index: momentum ** self._calls[index] for index, momentum in self._momentum.items() if self._calls[index]
         }

@@ -19,11 +19,11 @@ from elasticcb.sharding.partition import VariableSpec
 
 
 class PlacedOptimizers(PlacedComputation):
-    """Takes the place of each optimizer's `apply`.
+    """Replaces each optimizer's `apply`.
 
     Args:
-        model, specs, num_ps, exchange: as of `Backend.placed`.
-        scale: makes the loss scale of an optimizer.
+        model, specs, num_ps, exchange: as in `Backend.placed`.
+        scale: creates the loss scale of an optimizer.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class PlacedOptimizers(PlacedComputation):
         self._clipped = clippings(model, specs, optimizers, num_ps)
         for optimizer in optimizers:
             apply = functools.partial(self._apply, optimizer, scale(optimizer))
-            # Keras's own `apply_gradients` calls it. Around Keras's __setattr__, which tracks what it is given.
+            # Keras's own `apply_gradients` calls it. Bypasses Keras's __setattr__, which tracks values.
             object.__setattr__(optimizer, "apply", apply)
 
     @abstractmethod
     def _update(self, gradients: dict[int, Any], usable: Any) -> None:
-        """Exchanges gradients of the plain loss, by variable; `usable` is as `LossScale.unscale` tells it."""
+        """Exchanges gradients of the plain loss, by variable; `usable` as in `LossScale.unscale`."""
 
     def _apply(
         self,
@@ -69,7 +69,7 @@ class PlacedOptimizers(PlacedComputation):
         index = self._indices.get(key_of(variable))
         if index is None or not self._specs[index].trainable:
             raise ModelFileError(
-                f"The optimizer {optimizer.name!r} was given a gradient of {path_of(variable)!r}, which is no "
-                "trainable weight of the model that was placed, so that no server applies it."
+                f"The optimizer {optimizer.name!r} was given a gradient of {path_of(variable)!r}, which is not a "
+                "trainable weight of the model that was placed, so no server applies it."
             )
         return index

@@ -1,4 +1,4 @@
-"""Steps that run once, on the first batch, for what Keras builds in them; of frameworks that change variables."""
+"""Steps that run once on the first batch, to build what Keras builds lazily; for frameworks with mutable variables."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ def prime_training(
     run_unchanged: Callable[[keras.Model, Callable[[Any], Any], Any], None],
     updated_variables: Callable[[keras.Model, Any, bool], dict[int, int]],
 ) -> dict[int, int] | None:
-    """Builds what training and evaluation need; gives what `Backend.build` does.
+    """Builds everything needed for training and evaluation; returns the result of `Backend.build`.
 
     Args:
-        run_unchanged: runs a step of a model on a batch, within `kept`.
-        updated_variables: by index in `model.weights`, the optimizer to which `train_step` gives the gradient; whether
-            steps are refused that servers can't do by gradients.
+        run_unchanged: runs a step of a model on a batch, inside `kept`.
+        updated_variables: optimizer of each variable whose gradient `train_step` gives, by index in `model.weights`;
+            and whether to refuse steps that can't be done by gradients on servers.
     """
     own_step = is_overridden(model, "train_step")
     if not own_step:
-        # Does all that the stock train_step does to the model, and changes no weights.
+        # Does everything that the stock train_step does to the model, without changing weights.
         run_unchanged(model, functools.partial(keras.Model.test_step, model), batch)
     updated = updated_variables(model, batch, not local) if own_step or len(model_optimizers(model)) > 1 else None
     if own_step or is_overridden(model, "test_step"):
-        # Evaluation rounds need its metrics. A model that can't do it may train: `fit` asks for it as late as that.
+        # Evaluation passes need its metrics. A model without an evaluation step may still be trained, as in `fit`.
         with contextlib.suppress(Exception):
             run_unchanged(model, model.test_step, batch)
     return updated
 
 
 def kept(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """A step of it in the context changes nothing that lasts: what layers change in `call`, and the seeds they draw
-    from."""
+    """Undoes lasting changes of a step in the context: those by layers in `call`, and the seeds that they use."""
     return unchanged([*model.non_trainable_variables, *_rnn_states(model)])
 
 

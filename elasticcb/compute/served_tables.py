@@ -1,4 +1,4 @@
-"""The rows of embedding tables come from elsewhere, for each step those of its batch."""
+"""Provides the rows of embedding tables for each step, for its batch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from elasticcb.sharding.table_spec import TableSpec
 
 
 class ServedTables(ABC):
-    """The tables of a model, whose rows come from elsewhere for each step.
+    """The tables of a model, whose rows are provided for each step.
 
     Args:
         model: built.
-        tables: by index in `model.weights`.
+        tables: tables by index in `model.weights`.
 
     Raises:
         ModelFileError: an index is not that of an embedding layer's variable.
@@ -32,7 +32,7 @@ class ServedTables(ABC):
     def __init__(self, model: keras.Model, tables: Mapping[int, TableSpec]) -> None:
         self._model = model
         self._layers = layers = _layers_of(model, tables)
-        # One thread may look for the ids of the next batch while another one is in a step.
+        # One thread may determine the ids of the next batch while another runs a step.
         self._answering = threading.local()
         # The model is traced, or run, by one thread at a time.
         self.tracing = threading.RLock()
@@ -46,9 +46,9 @@ class ServedTables(ABC):
             source = getattr(self._answering, "source", None)
             if source is None:
                 raise ModelFileError(
-                    f"The model was called outside a step of the job, and with it the embedding layer {layer.name!r}, "
-                    "whose rows are on the parameter servers. Call the model in train_step, test_step or predict_step; "
-                    "a callback can do so in a hook that runs on the master."
+                    f"The model was called outside a step of the job, but its embedding layer {layer.name!r} has its "
+                    "rows on the parameter servers. Call the model in train_step, test_step or predict_step; a "
+                    "callback can do so in a hook that runs on the master."
                 )
             return source.lookup(index, ids)
 
@@ -67,7 +67,7 @@ class ServedTables(ABC):
         """Raises `ModelFileError` when an id is out of range.
 
         Args:
-            ids: of one table, int64.
+            ids: ids of one table, int64.
         """
         layer = self._layers[index]
         limit = np.inf if layer.input_dim is None else layer.input_dim
@@ -75,18 +75,18 @@ class ServedTables(ABC):
         if len(outside):
             below = "" if layer.input_dim is None else f", below its input_dim={layer.input_dim}"
             raise ModelFileError(
-                f"The embedding layer {layer.name!r} was asked for the id {outside[0]}. Expected ids from 0 on"
-                f"{below}. Check `feed`; a larger input_dim, or keras.layers.Hashing or IntegerLookup before the "
-                "layer, takes ids of any size."
+                f"The embedding layer {layer.name!r} was called with the id {outside[0]}. Expected ids from 0"
+                f"{below}. Check `feed`, use a larger input_dim, or put keras.layers.Hashing or IntegerLookup in front "
+                "of the layer."
             )
 
     @contextlib.contextmanager
     def serving(self, rows: Mapping[int, Any], positions: Mapping[int, Sequence[Any]]) -> Iterator[None]:
-        """Within it, layers take their rows from what was fetched for the batch. For one step.
+        """Inside the context, layers use the rows fetched for the batch. For one step.
 
         Args:
-            rows: by table, of its unique ids, [n, dim].
-            positions: by table, as `lookups` gives them.
+            rows: by table, rows of its unique ids, [n, dim].
+            positions: by table, as returned by `lookups`.
         """
         with self.tracing:
             for index, value in rows.items():
@@ -97,18 +97,18 @@ class ServedTables(ABC):
             serving.check()
 
     def release(self) -> None:
-        """Makes the layers native again: without rows (elasticcb.layers), or with all rows zero (Keras's)."""
+        """Restores the layers: without rows (elasticcb.layers), or with all rows zero (Keras's)."""
         for index, layer in self._layers.items():
             stop_answering(layer)
             make_native(layer, self._sizes[index])
 
     @abstractmethod
     def _hold(self, layer: TableLayer, rows: Any) -> None:
-        """Gives a layer the rows of a step, [n, dim]."""
+        """Sets a layer's rows for a step, [n, dim]."""
 
     @abstractmethod
     def _gather(self, layer: TableLayer, places: Any, ids: Any) -> Any:
-        """The rows, [..., dim], at `places` [...] among those that a layer was given; `ids` are what it asked for."""
+        """The rows, [..., dim], at `places` [...] among the layer's rows; `ids` are the requested ids."""
 
 
 class _Serving:
@@ -129,8 +129,8 @@ class _Serving:
         given = self._positions.get(index, ())
         if call >= len(given):
             raise NotServableError(
-                f"The step calls the embedding layer {layer.name!r} more often than the {len(given)} times for which "
-                "rows were fetched. How often a step calls a layer must not change."
+                f"The step calls the embedding layer {layer.name!r} more than the {len(given)} times for which "
+                "rows were fetched. The number of calls must not change."
             )
         self._calls[index] = call + 1
         return self._gather(layer, given[call], ids)
@@ -139,8 +139,8 @@ class _Serving:
         for index, given in self._positions.items():
             if self._calls[index] < len(given):
                 raise NotServableError(
-                    f"The step calls the embedding layer {self._layers[index].name!r} {self._calls[index]} times, and "
-                    f"rows were fetched for {len(given)} calls. How often a step calls a layer must not change."
+                    f"The step calls the embedding layer {self._layers[index].name!r} {self._calls[index]} times, but "
+                    f"rows were fetched for {len(given)} calls. The number of calls must not change."
                 )
 
 
@@ -153,7 +153,7 @@ def _layers_of(model: keras.Model, tables: Mapping[int, TableSpec]) -> dict[int,
     unknown = [model.weights[index].path for index in tables if index not in layers]
     if unknown:
         raise ModelFileError(
-            f"{', '.join(map(repr, unknown))} should be held as embedding tables, and are not variables of embedding "
-            "layers in this process's model. custom_model() must give the same model in every process."
+            f"{', '.join(map(repr, unknown))} should be embedding tables, but are not variables of embedding layers in "
+            "this process's model. custom_model() must return the same model in every process."
         )
     return {index: layers[index][0] for index in tables}

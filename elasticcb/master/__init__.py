@@ -1,1 +1,1 @@
-"""The master: the task queue, the evaluation rounds, the roster, and the thin service around them."""
+"""The master: the task queue, the evaluation passes, the roster, and the gRPC service around them."""

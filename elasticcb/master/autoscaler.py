@@ -1,7 +1,7 @@
 """How many workers a job should have: a search by measured throughput. Pure; time is an argument.
 
-The search doubles the workers while that pays, and then halves the gap between a number that paid and one that did
-not. It takes it that a worker more brings no more than the one before, so that some 2 log2(n) measurements do.
+The search doubles the worker count while throughput keeps up, then bisects between the largest count that was worth it
+and the smallest that was not. It assumes diminishing returns per worker, so about 2 log2(n) measurements suffice.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ from statistics import mean, stdev
 
 from elasticcb.process.wording import how_many
 
-_WARM_UP_SECONDS = 3.0  # after a change, before it counts
-_SAMPLE_SECONDS = 4.0  # workers report each half second
-_FEWEST_SAMPLES, _MOST_SAMPLES = 3, 10  # of a measurement
-_PRECISION = 0.03  # standard error of a measurement, of its mean, that is enough
-# Of what a worker did before, that each one more must bring: with less they go, with so much they stay.
+_WARM_UP_SECONDS = 3.0  # ignored after each change
+_SAMPLE_SECONDS = 4.0  # workers report every half second
+_FEWEST_SAMPLES, _MOST_SAMPLES = 3, 10  # per measurement
+_PRECISION = 0.03  # a measurement ends at this relative standard error of the mean
+# Minimum marginal throughput, as a share of the previous per-worker rate: below the first, scale down; above the
+# second, keep.
 _LEAST_SHARE, _GOOD_SHARE = 0.25, 0.75
-_LEAST_SECONDS_LEFT = 30.0  # of the job; with less, no worker is added
-_OTHER_LOAD = 0.3  # by so much of it the throughput has changed: look again
-_LOOK_AGAIN_SECONDS = 900.0  # after a search; twice as long after each that ends where it began
+_LEAST_SECONDS_LEFT = 30.0  # do not add workers when the job ends sooner than this
+_OTHER_LOAD = 0.3  # search again when throughput changes by this share
+_LOOK_AGAIN_SECONDS = 900.0  # after a search; doubled after each search that changed nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a job looks like at one moment.
+    """The state of a job at one moment.
 
     Attributes:
-        records: trained up to now.
-        records_left: to train.
-        busy: all workers that there are to be have tasks, and nothing else (an evaluation, the end of an epoch)
-            takes from their time.
+        records: records trained so far.
+        records_left: records still to train.
+        busy: whether all planned workers have tasks and nothing else (an evaluation, the end of an epoch) slows them
+            down.
     """
 
     records: int
@@ -40,17 +41,17 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """From now on there are to be so many workers, and why. `workers` may be what it was: the search is over."""
+    """The new number of workers, and why. `workers` may be unchanged when a search ends."""
 
     workers: int
     reason: str
 
 
 class Throughput:
-    """Measures records per second over spans in which nothing disturbs.
+    """Measures records per second over undisturbed intervals.
 
     Args:
-        warm_from: nothing before it (seconds) counts; None: from the next span on.
+        warm_from: ignore everything before this time, in seconds; None: start with the next interval.
     """
 
     def __init__(self, warm_from: float | None = None) -> None:
@@ -59,7 +60,7 @@ class Throughput:
         self._start: tuple[float, int] | None = None
 
     def observe(self, now: float, sight: Sight) -> float | None:
-        """Records per second, when they are known well enough."""
+        """Records per second, once known precisely enough; else None."""
         if not sight.busy:
             self._start = None
             self._warm_from = None if self._warm_from is None else max(self._warm_from, now)
@@ -87,16 +88,16 @@ class Throughput:
 
 @dataclass
 class _Search:
-    """What one search has found.
+    """Results of one search.
 
     Attributes:
-        began_with: workers.
-        good: the number that others are compared with.
-        pays: whether it is known that the last workers of `good` pay.
-        too_many: the smallest number that does not pay.
-        climbs: whether no number has been found yet that does not pay in full.
+        began_with: number of workers at the start.
+        good: the best number so far, with which others are compared.
+        pays: whether the last workers of `good` are known to be worth it.
+        too_many: the smallest number known to be too large.
+        climbs: whether every number so far was fully worth it.
         rates: records per second by number of workers.
-        settled: since when it is over.
+        settled: when the search ended; None while it runs.
     """
 
     began_with: int
@@ -109,14 +110,14 @@ class _Search:
 
 
 class Autoscaler:
-    """Searches for the largest number of workers of which the last ones pay.
+    """Searches for the largest number of workers at which the last ones still add enough throughput.
 
     Args:
-        least, most: workers, at least 1.
-        workers: that there are now, within these.
+        least, most: range of the number of workers; at least 1.
+        workers: current number, within this range.
 
     Attributes:
-        workers: that there should be.
+        workers: the number to run with.
     """
 
     def __init__(self, least: int, most: int, workers: int) -> None:
@@ -130,9 +131,9 @@ class Autoscaler:
         return _Search(self.workers, self.workers, pays=self.workers == self._least, too_many=self._most + 1)
 
     def observe(self, now: float, sight: Sight) -> Scaling | None:
-        """What to change now, if anything. Call it some times a second."""
+        """The change to make now, if any. Call it several times a second."""
         if self._search.settled is not None and now >= self._search.settled + self._wait_seconds:
-            return self._search_again("it is time to")
+            return self._search_again("periodic check")
         rate = self._throughput.observe(now, sight)
         if rate is None:
             return None
@@ -142,7 +143,7 @@ class Autoscaler:
             if abs(rate - before) <= _OTHER_LOAD * before:
                 return None
             self._wait_seconds = _LOOK_AGAIN_SECONDS
-            return self._search_again(f"{rate:,.0f} records/s are no longer the {before:,.0f} of before")
+            return self._search_again(f"throughput changed from {before:,.0f} to {rate:,.0f} records/s")
         if sight.records_left < _LEAST_SECONDS_LEFT * rate:
             return None
         self._search.rates[self.workers] = rate
@@ -150,10 +151,10 @@ class Autoscaler:
 
     def _search_again(self, why: str) -> Scaling:
         self._search, self._throughput = self._begin(), Throughput()
-        return Scaling(self.workers, f"looks again whether {self.workers} is the best number: {why}")
+        return Scaling(self.workers, f"searching again from {how_many(self.workers, 'worker')}: {why}")
 
     def _decide(self, now: float) -> Scaling:
-        """The present number is measured: where to go from here."""
+        """Continues the search from the rate just measured."""
         here, following = self.workers, self.workers
         story = f"{_do(here)} {self._search.rates[here]:,.0f} records/s"
         while following in self._search.rates:
@@ -168,7 +169,7 @@ class Autoscaler:
         return Scaling(following, f"{here} -> {how_many(following, 'worker')}: {story}")
 
     def _compare(self, number: int) -> str:
-        """Compares `number` with the good one, which it may become; answers what was found."""
+        """Compares `number` with the best number so far, and replaces it if better; returns the result as text."""
         search = self._search
         fewer, more = sorted((number, search.good))
         ratio = search.rates[more] / search.rates[fewer]
@@ -177,7 +178,7 @@ class Autoscaler:
         if share >= _GOOD_SHARE or (pays and more == fewer + 1):
             search.good, search.pays = more, True
         else:
-            # The first brings most, so that none does when all of them together bring less than it would have to.
+            # Diminishing returns: if all added workers together bring too little, so does each of them.
             first_may_pay = share * (more - fewer) >= _LEAST_SHARE
             search.too_many, search.climbs = (more + pays if first_may_pay else fewer + 1), False
             search.good, search.pays = (
@@ -188,7 +189,7 @@ class Autoscaler:
         return f"{_do(more)} {search.rates[more]:,.0f} records/s, {times}{'' if pays else ', which is not enough'}"
 
     def _next(self) -> int:
-        """The number to measure next; the good one when the search is over."""
+        """The number to measure next; `good` when the search is over."""
         search = self._search
         if search.climbs and search.good < self._most:
             return min(2 * search.good, self._most)

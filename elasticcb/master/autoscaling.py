@@ -1,4 +1,4 @@
-"""Carries out what the autoscaler decides, for the thread that drives the job."""
+"""Applies the autoscaler's decisions, on the thread that drives the job."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Autoscaling:
     """Changes the number of workers of a training job.
 
     Args:
-        desk: of the job.
-        limits: of the number of workers.
-        records: to train in all.
-        say: shows a line to the user.
+        desk: desk of the job.
+        limits: minimum and maximum number of workers.
+        records: total records to train.
+        say: prints a line to the user.
     """
 
     def __init__(self, desk: Desk, limits: WorkerRange, records: int, say: Callable[[str], None]) -> None:
@@ -33,13 +33,13 @@ class Autoscaling:
         self._scaler = Autoscaler(limits.least, limits.most, workers)
 
     def turn(self) -> None:
-        """Looks at the job, some times a second, and changes the number of workers when that is due."""
+        """Observes the job, several times a second, and changes the number of workers when due."""
         with self._desk.state() as state:
             if not state.autoscales or state.queue is None or state.over:
                 return
             before = state.roster.size(Role.WORKER)
             if any(state.roster.state(Role.WORKER, place) is PlaceState.GIVEN_UP for place in range(before)):
-                state.end_autoscaling("a worker is lost for good")
+                state.end_autoscaling("a worker was lost and its restarts are used up")
                 return
             scaling = self._scaler.observe(time.monotonic(), self._sight(state))
             workers = self._scaler.workers if scaling is None else scaling.workers

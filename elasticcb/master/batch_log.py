@@ -1,4 +1,4 @@
-"""The batches of all workers in one order, for callbacks that follow them on the master; pure."""
+"""The batches of all workers in one order, for batch callbacks on the master. Pure."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from elasticcb.settings import Mode
 
 @dataclass(frozen=True, slots=True)
 class BatchEvent:
-    """A batch that a worker has done."""
+    """A batch that a worker has finished."""
 
     kind: Mode
-    number: int  # of the epoch, or of the evaluation round
-    version: int  # of the model; of a training batch after its push
+    number: int  # epoch or evaluation pass
+    version: int  # of the model; after the push for a training batch
     size: int  # records
-    logs: Mapping[str, float] = field(default_factory=dict)  # of this batch alone
+    logs: Mapping[str, float] = field(default_factory=dict)  # of this batch only
 
 
 @dataclass(frozen=True, slots=True)
 class NumberedBatch:
-    """A batch with its place among those of all workers."""
+    """A batch with its position among those of all workers."""
 
     event: BatchEvent
-    index: int  # in its epoch or round, from 0
-    means: Mapping[str, float]  # of `logs` over the records of the epoch up to this batch
+    index: int  # position in its epoch or round, from 0
+    means: Mapping[str, float]  # running means of `logs` over the records of the epoch
 
 
 class BatchLog:
-    """Puts training batches in order of version, as long as nothing is lost by waiting.
+    """Orders training batches by version, without waiting longer than needed.
 
-    A worker's versions never fall, and it reports in order. So a batch can be overtaken only by one of a worker
-    that trains and whose newest report is older; when there is none, the batch is given out. Batches of
-    evaluations and predictions have no order, and are given out as they come.
+    A worker's versions never decrease, and it reports in order. So a batch can still be overtaken only by a batch of a
+    worker that is training and whose newest report is older. Once there is no such worker, the batch is released.
+    Batches of evaluations and predictions have no order and are released on arrival.
 
     Args:
-        limit: so many batches wait at most; beyond, the oldest are given out.
+        limit: maximum number of waiting batches; beyond it, the oldest are released.
     """
 
     def __init__(self, limit: int = 100_000) -> None:
@@ -45,16 +45,16 @@ class BatchLog:
         self._waiting: list[tuple[int, int, BatchEvent]] = []  # a heap
         self._unordered: list[BatchEvent] = []
         self._arrived = 0
-        self._reported: dict[int, int] = {}  # worker -> the version that it has reported all its batches up to
+        self._reported: dict[int, int] = {}  # worker -> version up to which it has reported all its batches
         self._open: dict[tuple[Mode, int], _Means] = {}
-        self._closed: dict[Mode, int] = {}  # newest number that is over
+        self._closed: dict[Mode, int] = {}  # newest epoch or round that is over, by mode
 
     def add(self, worker: int, version: int, events: Iterable[BatchEvent]) -> None:
-        """`worker` has reported `events`, and will report no more of versions before `version`."""
+        """`worker` reported `events`, and will report nothing more of versions before `version`."""
         self._reported[worker] = max(version, self._reported.get(worker, 0))
         for event in events:
             if event.number <= self._closed.get(event.kind, -1):
-                continue  # of a worker that was given up; what comes after its epoch's end can't be told any more
+                continue  # of a worker declared lost; its epoch is over, so callbacks can't see it any more
             self._arrived += 1
             if event.kind is Mode.TRAINING:
                 heapq.heappush(self._waiting, (event.version, self._arrived, event))
@@ -62,11 +62,11 @@ class BatchLog:
                 self._unordered.append(event)
 
     def __len__(self) -> int:
-        """Batches that wait."""
+        """Number of waiting batches."""
         return len(self._waiting) + len(self._unordered)
 
     def take(self, training: Collection[int], most: int | None = None) -> list[NumberedBatch]:
-        """What can't be overtaken any more while `training` are the workers with training tasks; `most` at once."""
+        """At most `most` batches that can no longer be overtaken, if the workers in `training` have training tasks."""
         certain = min((self._reported.get(worker, -1) for worker in training), default=None)
         taken, self._unordered = self._unordered[:most], self._unordered[most:] if most else []
         while self._waiting and len(taken) != most:
@@ -77,7 +77,7 @@ class BatchLog:
         return [self._numbered(event) for event in taken]
 
     def end(self, kind: Mode, number: int) -> list[NumberedBatch]:
-        """The epoch or round is over, and all its batches are reported: the rest of them."""
+        """The epoch or round is over and all its batches are reported: returns the remaining ones."""
         rest = [event for event in self._unordered if _is_of(event, kind, number)]
         rest += [event for _, _, event in sorted(self._waiting) if _is_of(event, kind, number)]
         self._unordered = [event for event in self._unordered if not _is_of(event, kind, number)]
@@ -99,7 +99,7 @@ def _is_of(event: BatchEvent, kind: Mode, number: int) -> bool:
 
 
 class _Means:
-    """Means of logs over the batches of a pass, by records."""
+    """Record-weighted running means of the logs of a pass."""
 
     def __init__(self) -> None:
         self.batches = 0

@@ -1,4 +1,4 @@
-"""The arrays that callbacks on the master remember, as `EarlyStopping`'s best weights: in a file beside the journal."""
+"""Arrays that callbacks on the master save, such as `EarlyStopping`'s best weights: in a file next to the journal."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from elasticcb.rpc.tensors import Array
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 1 << 30  # that are kept
+MOST_BYTES = 1 << 30  # maximum total size
 _PATTERN = "callbacks-*.safetensors"
 
 
 class CallbackArrays:
-    """Keeps arrays in a file of its own for each time that they have changed; the journal names the one that counts.
+    """Writes arrays to a new file whenever they change. The journal names the current file.
 
     Args:
-        folder: where the files are; it is made.
-        entry: what `keep` answered to an earlier master; None: nothing.
-        say: shows a line to the user.
+        folder: where the files are written; created if missing.
+        entry: return value of `keep` under an earlier master; None: nothing was saved.
+        say: prints a line to the user.
     """
 
     def __init__(self, folder: Path, entry: Mapping[str, Any] | None, say: Callable[[str], None]) -> None:
@@ -35,28 +35,28 @@ class CallbackArrays:
         self._warned = False
 
     def load(self) -> dict[str, Array]:
-        """By name, what was kept; nothing when the file is gone or damaged, which the user is told."""
+        """Saved arrays by name; empty (with a warning to the user) if the file is missing or damaged."""
         if self._entry is None:
             return {}
         saved = SavedFile.of(self._entry)
         try:
             return read_part(self._folder / saved.name, saved).shared
         except CheckpointError as error:
-            self._say(f"What callbacks kept in arrays is lost: {error}")
+            self._say(f"The arrays that callbacks had saved are lost: {error}")
             self._entry = None
             return {}
 
     def keep(self, arrays: Mapping[str, Array]) -> dict[str, Any] | None:
-        """Writes `arrays`, unless they are those that were written last; answers an entry for the journal.
+        """Writes `arrays` unless they are unchanged; returns an entry for the journal.
 
-        None when there are none, or they can't be kept: for want of room, or since they are too many.
+        None when there are none, or they can't be saved: disk full, or too large.
         """
         size, digest = sum(array.nbytes for array in arrays.values()), _digest(arrays)
         if not arrays:
             self._entry = None
         elif size > MOST_BYTES:
             self._entry = None
-            self._warn(f"{size / 2**30:.1f} GiB are more than {MOST_BYTES / 2**30:.0f} GiB")
+            self._warn(f"{size / 2**30:.1f} GiB exceed the limit of {MOST_BYTES / 2**30:.0f} GiB")
         elif self._entry is None or self._entry["digest"] != digest:
             self._entry = self._write(arrays, digest)
         return self._entry
@@ -75,19 +75,19 @@ class CallbackArrays:
         return {"name": saved.name, "bytes": saved.bytes, "sha256": saved.sha256, "digest": digest}
 
     def drop_others(self) -> None:
-        """Removes the files that no longer count, once the journal says so."""
+        """Removes outdated files; call it after the journal names the new one."""
         kept = None if self._entry is None else self._entry["name"]
         for path in self._folder.glob(_PATTERN):
             if path.name != kept:
                 path.unlink(missing_ok=True)
 
     def _warn(self, reason: str) -> None:
-        logger.warning("The arrays of callbacks are not kept: %s", reason)
+        logger.warning("Arrays of callbacks are not saved: %s", reason)
         if not self._warned:
             self._warned = True
             self._say(
-                f"What callbacks on the master hold in arrays would not survive it, and is not kept: {reason}. "
-                "Training goes on."
+                f"Arrays of callbacks on the master are not saved, and would be lost if the master died: {reason}. "
+                "Training continues."
             )
 
 

@@ -1,7 +1,7 @@
-"""Calls the hooks that run on the master, on a model that holds what the servers hold.
+"""Calls the hooks that run on the master, on a model with the servers' weights.
 
-What a hook changes goes to the servers: weights and the optimizer's state by `load_state`, the learning rate as
-the new base rate, `stop_training` to the task queue.
+Changes that a hook makes are sent back: weights and optimizer state by `load_state`, the learning rate as the new base
+rate, `stop_training` to the task queue.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from elasticcb.master.keras_host import ModelHost
     from elasticcb.rpc.tensors import Array
 
-# Of the batches of a mode: on_…_batch_begin and on_…_batch_end.
+# Batch hooks of a mode: on_…_batch_begin and on_…_batch_end.
 _HOOKS = {Mode.TRAINING: "train", Mode.EVALUATION: "test", Mode.PREDICTION: "predict"}
 
 
 class MasterHooks:
-    """The hooks of a job on the master.
+    """The hooks of a job that run on the master.
 
     Args:
-        host: has the model and the callbacks.
-        ps: of the servers, which hold the model.
-        stop_training: takes a reason.
-        reached_version: takes a version that the model was brought to from here.
+        host: holds the model and the callbacks.
+        ps: controls the servers, which hold the model.
+        stop_training: called with a reason.
+        reached_version: called with the version after a change made here.
 
     Attributes:
-        base_learning_rate: that of the servers; None where a schedule rules it, or they have no optimizer.
+        base_learning_rate: base rate of the servers; None with a schedule, or without an optimizer.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class MasterHooks:
         self._host, self._ps = host, ps
         self._stop_training, self._reached_version = stop_training, reached_version
         self._callbacks = host.callbacks
-        self._shown: Blocks | None = None  # what the model holds; None: something else
-        self._weights: list[Array] = []  # of it
-        self._state: OptimizerState | None = None  # that the optimizer was given for the present hook
-        self._iterations_ahead = 0  # of the optimizer, compared with the version
-        self._round_changed = False  # whether `on_test_begin` gave the round other weights
+        self._shown: Blocks | None = None  # state that the model was last set to; None: unknown
+        self._weights: list[Array] = []  # weights at that time
+        self._state: OptimizerState | None = None  # optimizer state set for the current hook
+        self._iterations_ahead = 0  # the optimizer's iterations minus the version
+        self._round_changed = False  # whether `on_test_begin` changed the weights for the round
         self.base_learning_rate: float | None = None
 
     def call(self, hook: str, *args: Any, **options: Any) -> None:
-        """Calls a hook of training or prediction; `options` are those of `Dispatcher.call`."""
+        """Calls a hook of training or prediction; `options` as in `Dispatcher.call`."""
         if self._callbacks.wants(hook):
             reads = bool(self._callbacks.readers(hook))
             if reads:
@@ -68,11 +68,11 @@ class MasterHooks:
                 self._send_changes()
 
     def call_again(self, hook: str, *args: Any, learning_rate: float | None = None) -> None:
-        """Calls a hook of training that an earlier process of the job has called: the callback gets ready, but what it
-        sets on the model is not sent. The servers hold what it set then, and what was trained since.
+        """Calls a training hook that an earlier process of the job already called, to prepare the callback. Changes
+        that it makes to the model are not sent: the servers already hold them, and what was trained since.
 
         Args:
-            learning_rate: the base rate that the hook found then; None: the present one.
+            learning_rate: the base rate that the hook saw then; None: the current one.
         """
         if self._callbacks.wants(hook):
             if self._callbacks.readers(hook):
@@ -88,9 +88,9 @@ class MasterHooks:
                 variable.assign(not_cached(self.base_learning_rate))
 
     def begin_round(self, evaluation_round: int) -> int:
-        """Calls `on_test_begin`, and makes the servers keep the weights of the round; returns their version.
+        """Calls `on_test_begin` and makes the servers snapshot their weights for the round; returns the version.
 
-        Weights that the hook sets are those of the round, and of nothing else.
+        Weights that the hook sets are used only for this round.
         """
         self._round_changed = False
         weights = None
@@ -98,7 +98,7 @@ class MasterHooks:
             self._show(self._ps.client.pull(), self._callbacks.needs_optimizer_state("on_test_begin"))
             self._callbacks.call("on_test_begin", {})
             self._carry_out()
-            weights, _ = self._changed_weights()  # rows of embedding tables are evaluated as the servers hold them
+            weights, _ = self._changed_weights()  # embedding rows are always evaluated as the servers hold them
             self._round_changed = weights is not None
             self._forget()
         else:
@@ -107,7 +107,7 @@ class MasterHooks:
         return self._ps.snapshot(evaluation_round, weights)
 
     def end_round(self, evaluation_round: int, logs: dict[str, Any]) -> None:
-        """Calls `on_test_end` on the weights of the round, which the servers then forget."""
+        """Calls `on_test_end` with the weights of the round; the servers then drop the snapshot."""
         if not self._callbacks.readers("on_test_end"):
             self._callbacks.call("on_test_end", logs)
             self._carry_out()
@@ -116,15 +116,15 @@ class MasterHooks:
             self._show(self._ps.client.pull_snapshot(evaluation_round), needs_state)
             self._callbacks.call("on_test_end", logs)
             self._carry_out()
-            if not self._round_changed:  # else it undid what `on_test_begin` did
+            if not self._round_changed:  # else the hook would undo what `on_test_begin` did
                 self._send_changes()
             self._forget()
         self._ps.release_snapshot(evaluation_round)
 
     def batches(self, batches: Sequence[NumberedBatch]) -> None:
-        """Calls the hooks of batches that workers have done, in their order.
+        """Calls the hooks of batches that workers have finished, in order.
 
-        The model is at least as new as each batch; it is fetched once for all of them.
+        The model is at least as new as each batch; it is pulled once for all of them.
         """
         if not batches:
             return
@@ -148,7 +148,7 @@ class MasterHooks:
             self._send_changes()
 
     def adopt_learning_rate(self, rate: float) -> None:
-        """The servers' base rate becomes that of the model on the master."""
+        """Sets the servers' base rate to the learning rate of the model on the master."""
         variable = self._host.learning_rate
         if variable is not None and self._host.trains:
             variable.assign(not_cached(rate))
@@ -164,7 +164,7 @@ class MasterHooks:
     # ------------------------------------------------------------ the model
 
     def _show(self, blocks: Blocks, with_state: bool) -> None:
-        """Makes the model hold `blocks`, and its optimizer what the servers' optimizers hold, if that is asked for."""
+        """Sets the model to `blocks`, and its optimizer to the servers' optimizer state if requested."""
         if self._shown is None or any(new is not old for new, old in zip(blocks, self._shown, strict=True)):
             self._weights, ids = self._ps.client.weights(blocks)
             self._host.assign(self._weights, ids)
@@ -186,7 +186,7 @@ class MasterHooks:
             unwrapped(self._host.optimizer)._iterations.assign(not_cached(steps))
 
     def _optimizers(self) -> tuple[list[Any], list[Any], list[int]]:
-        """Those of the model, its variables, and by which of them each is updated."""
+        """The model's optimizers, its variables, and which optimizer updates each variable."""
         owners = [spec.optimizer for spec in self._host.variables]
         return self._host.optimizers, self._host.model.weights, owners
 
@@ -195,7 +195,7 @@ class MasterHooks:
             self._iterations_ahead = int(unwrapped(self._host.optimizer)._iterations.numpy()) - version
 
     def _changed_weights(self) -> tuple[list[Array] | None, dict[int, Array]]:
-        """The model's weights, if they are not those that were shown, and the ids of embedding tables."""
+        """The model's weights if a hook changed them, and the ids of embedding tables."""
         weights, ids = self._host.weights()
         same = all(_same(new, old) for new, old in zip(weights, self._weights, strict=True))
         return None if same else weights, ids
@@ -221,7 +221,7 @@ class MasterHooks:
     def _forget(self) -> None:
         self._shown, self._state = None, None
 
-    # ------------------------------------------------------------ what else a hook may set
+    # ------------------------------------------------------------ other things that a hook may set
 
     def _carry_out(self) -> None:
         if self._callbacks.stop_requested:
@@ -239,12 +239,12 @@ class MasterHooks:
 
 
 def _is_rate(name: Any) -> bool:
-    """The learning rate goes its own way, which costs less."""
+    """The learning rate is sent separately, which is cheaper."""
     return isinstance(name, str) and name.rpartition("/")[2] == "learning_rate"
 
 
 def _same(new: Array, old: Array) -> bool:
-    """Whether two arrays hold the same bytes: NaN is the same as NaN."""
+    """Whether two arrays hold the same bytes: NaN equals NaN."""
     if new.shape != old.shape or new.dtype != old.dtype:
         return False
     return bool(np.array_equal(_bytes_of(new), _bytes_of(old)))

@@ -1,4 +1,4 @@
-"""What workers, servers and people ask of the master, by the lock of its state; long polls wait here."""
+"""Calls of workers, servers and users to the master, under the lock of its state. Long polls wait here."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ logger = logging.getLogger(__name__)
 
 
 class Calls:
-    """Answers calls, in their threads.
+    """Answers calls, each in the thread of its caller.
 
     Args:
-        desk: of the master.
+        desk: desk of the master.
     """
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._interrupted = False  # somebody has asked for the end
+        self._interrupted = False  # a stop was requested
 
     # ------------------------------------------------------------ processes
 
     def next_job(self, after: int, id: int, seconds: float, known_lost: int = 0) -> tuple[int, JobSettings | None]:
-        """Waits up to `seconds` for a job newer than `after`; process `id` (0: it has none) is done with that one.
+        """Waits up to `seconds` for a job newer than `after`; process `id` (0: not registered) has finished that one.
 
         Args:
-            known_lost: of a server, of how many lost workers it knows; it does not wait when there are more.
+            known_lost: for a server, how many lost workers it knows of; it returns at once when there are more.
         """
         with self._desk.state() as state:
             if id:
@@ -63,17 +63,17 @@ class Calls:
             return (state.number, state.settings) if state.number > after and not state.closing else (0, None)
 
     def program_of(self, job: int, dataset: int = 0) -> bytes:
-        """What the job runs, or the function that makes a per-worker dataset."""
+        """The serialized job, or the function that creates a per-worker dataset."""
         with self._desk.state() as state:
             state.check_is_present(job)
             if dataset and dataset not in state.datasets:
                 raise WireError(
-                    f"There is no per-worker dataset {dataset}; there are {sorted(state.datasets) or 'none'}."
+                    f"Per-worker dataset {dataset} does not exist. Known datasets: {sorted(state.datasets) or 'none'}."
                 )
             return state.datasets[dataset] if dataset else state.program
 
     def index_of(self, job: int, mode: str, file: str) -> bytes:
-        """Where records of a file begin, for workers; b"" while that is not known here."""
+        """Byte offsets of a file's records, for workers; b"" while unknown."""
         with self._desk.state() as state:
             state.check_is_present(job)
             if state.over:
@@ -82,7 +82,7 @@ class Calls:
         return find(mode, file)
 
     def register(self, role: Role, index: int, address: str, pid: int, host: str, job: int = 1) -> Member:
-        """A process is there, and takes a place."""
+        """Registers a process in a slot."""
         with self._desk.state() as state:
             state.check_is_present(job)
             member = state.roster.register(role, index, address, pid, host, time.monotonic(), job)
@@ -90,7 +90,7 @@ class Calls:
             return member
 
     def wait_for_cluster(self, id: int, seconds: float, map_version: int = 0) -> ServedCluster | None:
-        """The servers, when all hold the model, by a map of at least this version."""
+        """The servers, once all hold the model by a shard map of at least this version."""
         with self._desk.state() as state:
             state.seen(id, time.monotonic())
             job = state.roster.job_of(id)
@@ -98,12 +98,12 @@ class Calls:
                 lambda state: state.serves(map_version) or state.closing or job != state.number, seconds
             )
             if state.closing:
-                raise JobFailedError("The job ended before it began.")
+                raise JobFailedError("The job ended before it started.")
             state.check_is_present(job)
             return state.cluster if state.serves(map_version) else None
 
     def leave(self, id: int, error: str, traceback: str, fatal: bool, asked: bool = False) -> None:
-        """A process ends, by an `error` or without; or since it was `asked` to."""
+        """A process exits, with or without an `error`; or because it was `asked` to."""
         with self._desk.state() as state:
             member = state.roster.member(id)
             if asked and member is not None and not state.closing:
@@ -111,7 +111,7 @@ class Calls:
             elif error and member is not None and not state.closing:
                 logger.warning("%s leaves: %s\n%s", member, error, traceback)
                 try:
-                    if fatal or state.over:  # what it failed in would fail, or is not done, again
+                    if fatal or state.over:  # would fail again, or needs no retry
                         state.roster.left(id)
                         when = " after its last task" if state.over else ""
                         raise JobFailedError(f"{member} failed{when}: {error}")
@@ -125,12 +125,12 @@ class Calls:
             state.wake()
 
     def not_started(self, role: Role, index: int, error: str, traceback: str) -> None:
-        """A process failed before it could register; another one would fail the same way."""
+        """A process failed before it could register; a replacement would fail the same way."""
         place = f"{role.value} {index}" if index >= 0 else f"a {role.value}"
         failure = JobFailedError(f"{place} could not start: {error}", traceback)
         with self._desk.state() as state:
             if not self._desk.backend.watches:
-                state.say(str(failure))  # whoever started it may try again
+                state.say(str(failure))  # whoever started it may retry
             elif not state.closing:
                 state.error = failure
                 state.wake()
@@ -147,7 +147,7 @@ class Calls:
                 now = time.monotonic()
                 if not waits():
                     state.seen(worker, now)
-                    return TaskDecision(DecisionKind.WAIT, None, "the worker has hung up")
+                    return TaskDecision(DecisionKind.WAIT, None, "the worker closed the call")
                 decision = state.get_task(worker, held, now)
                 if decision.kind is not DecisionKind.WAIT or now >= give_up:
                     return decision
@@ -167,7 +167,7 @@ class Calls:
         warnings: Sequence[CallbackWarning] = (),
         computing: float = 0.0,
     ) -> Answer:
-        """A sign of life, and how far a worker is; `losses`: their mean over so many batches since the last one."""
+        """A heartbeat with a worker's progress; `losses`: their mean over the batches since the last report."""
         with self._desk.state() as state:
             now = time.monotonic()
             state.seen(worker, now)
@@ -178,7 +178,7 @@ class Calls:
                 return Answer(True, "no task")
             answer = state.queue.report_progress(worker, lease, records_done, now, progressed, computing)
             member = state.roster.member(worker)
-            # A thread is never taken for hung.
+            # Threads never count as hung.
             if answer.long_batch and member is not None and self._desk.backend.separate:
                 text = f"Worker {member.index} {answer.reason}"
                 state.warn(CallbackWarning(f"batch of lease {lease} from {records_done}", text, 0))
@@ -186,20 +186,21 @@ class Calls:
             return answer
 
     def report_done(self, worker: int, lease: int, result: TaskResult) -> Outcome:
-        """A worker has done a task."""
-        with self._staged(result.outputs) as staged, self._desk.state() as state:  # it may be large, so before the lock
+        """A worker has finished a task."""
+        # possibly slow, so before taking the lock
+        with self._staged(result.outputs) as staged, self._desk.state() as state:
             outcome = state.report_done(worker, lease, time.monotonic(), result)
             output = state.prediction_output
             if outcome.counts and outcome.task is not None and staged is not None and output is not None:
                 try:
                     output.commit(staged, outcome.task.shard, result.outputs)
                 except ElasticCBError as error:
-                    state.error = error  # without this part the file can't be complete
+                    state.error = error  # without this part, the output file would be incomplete
             return outcome
 
     @contextlib.contextmanager
     def _staged(self, outputs: list[Outputs]) -> Iterator[Path | None]:
-        """A part of `--output`, which counts when it is committed."""
+        """A part of `--output`; it counts once committed."""
         with self._desk.state() as state:
             output = state.prediction_output
         if output is None or not outputs:
@@ -211,36 +212,36 @@ class Calls:
         finally:
             output.discard(path)
 
-    # ------------------------------------------------------------ people
+    # ------------------------------------------------------------ users
 
     def scale(self, workers: int) -> int:
-        """Has another number of workers from now on; answers how many there were to be.
+        """Changes the number of workers; returns the previous number.
 
-        Raises `UsageError` when that is no number of workers that the job can have.
+        Raises `UsageError` when the job can't have that number.
         """
         with self._desk.state() as state:
             before, most = state.roster.size(Role.WORKER), max(self._desk.cluster.num_workers, MOST_WORKERS)
             if not 1 <= workers <= most:
-                raise UsageError(f"The job can't have {workers} workers. Expected from 1 to {most}.")
+                raise UsageError(f"{workers} workers is invalid: must be from 1 to {most}.")
             check_under_way(state)
             if state.settings is not None and state.settings.command is Command.CALL:
-                raise UsageError("Functions of Cluster.schedule run; their workers can't be scaled.")
+                raise UsageError("The workers of Cluster.schedule can't be scaled.")
             if workers != before:
                 self._desk.resize(Role.WORKER, workers)
-                state.say(f"The job has {how_many(workers, 'worker')} from now on; there were {before}.")
+                state.say(f"The job now has {how_many(workers, 'worker')} (was {before}).")
             if state.autoscales:
-                state.end_autoscaling("the number of workers was set by hand")
+                state.end_autoscaling("the number of workers was set manually")
             return before
 
     def interrupt(self) -> None:
-        """Ends the job as Ctrl-C does, which would come to the main thread, whatever it does; a second time is none.
+        """Stops the job like Ctrl-C, by interrupting the main thread; repeated calls have no effect.
 
-        Raises `UsageError` when this process is not that of a command.
+        Raises `UsageError` when this process does not belong to a command.
         """
         with self._desk.state() as state:
             if signal.getsignal(signal.SIGTERM) is not interrupt:
-                raise UsageError("The job is one of a Python program. End that program.")
+                raise UsageError("A Python program runs this job. Stop that program instead.")
             if not self._interrupted and not state.closing:
                 self._interrupted = True
-                logger.info("Asked to stop")
+                logger.info("Stop requested")
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Checkpoints that could not be written: training continues, whichever folder they were for."""
+"""Checkpoints that could not be written: training continues, locally or remotely."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointFailures:
-    """Counts them, and tells the user of the first one, and of the end.
+    """Counts failures; reports the first one to the user, and the recovery.
 
     Args:
-        count: is called for each.
-        written: is called when a checkpoint is where it belongs.
-        say: shows a line to the user.
+        count: called for each failure.
+        written: called when a checkpoint is complete at its destination.
+        say: prints a line to the user.
 
     Attributes:
-        newest: why the last checkpoint could not be written; None: it could, or there was none.
+        newest: why the last checkpoint failed; None: it succeeded, or there was none.
     """
 
     def __init__(self, count: Callable[[], None], written: Callable[[], None], say: Callable[[str], None]) -> None:
@@ -29,17 +29,17 @@ class CheckpointFailures:
         self.newest: CheckpointError | None = None
 
     def add(self, error: CheckpointError, again: bool = False) -> None:
-        """A checkpoint could not be written; `again`: the same one as before."""
+        """A checkpoint could not be written; `again`: a retry of the same one."""
         logger.warning("%s", error, exc_info=error)
         with self._lock:
             is_first, self.newest = self.newest is None, error
         if not again:
             self._count()
         if is_first:
-            self._say(f"{error} The job continues without this checkpoint, and tries again when the next one is due.")
+            self._say(f"{error} The job continues without this checkpoint and tries again when the next one is due.")
 
     def end(self) -> None:
-        """A checkpoint is where it belongs."""
+        """A checkpoint is complete at its destination."""
         with self._lock:
             was, self.newest = self.newest, None
         self._written()

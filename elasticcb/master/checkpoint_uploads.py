@@ -1,4 +1,4 @@
-"""Copies checkpoints to a remote folder, beside training."""
+"""Uploads checkpoints to a remote folder in the background."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointUploads:
-    """Copies the newest checkpoint of a folder to a remote one, in a thread of its own.
+    """Uploads the newest checkpoint of a local folder, in a thread of its own.
 
-    While one is under way, others may become due: the newest of them follows it. One that can't be copied stays on the
-    disk until the next one is there.
+    During an upload others may become due; only the newest of them is uploaded next. A checkpoint that can't be
+    uploaded stays on disk until a later one is uploaded.
 
     Args:
-        folder: where checkpoints are written on a disk.
-        url: of the remote folder.
-        keep_max: versions that are kept there; 0: all.
-        failures: is told of those that can't be copied.
-        resumed: those that are in `folder` are of this job; the newest is copied first.
+        folder: local folder where checkpoints are written.
+        url: remote folder.
+        keep_max: number of versions to keep remotely; 0: all.
+        failures: notified of failed uploads.
+        resumed: existing checkpoints in `folder` belong to this job; the newest is uploaded first.
 
     Attributes:
-        newest: URL of the newest one that was copied; "": none was.
+        newest: URL of the newest uploaded checkpoint; "" if none.
     """
 
     def __init__(self, folder: Path, url: str, keep_max: int, failures: CheckpointFailures, resumed: bool) -> None:
         self._folder, self._url, self._keep_max, self._failures = folder, url, keep_max, failures
         self.newest = ""
-        self._error: CheckpointError | None = None  # of the last one
-        self._own = find_versions(folder) if resumed else []  # on the disk, oldest first
+        self._error: CheckpointError | None = None  # of the last upload
+        self._own = find_versions(folder) if resumed else []  # on disk, oldest first
         self._next: Path | None = self._own[-1] if self._own else None
         self._copying: Path | None = None
         self._closed = False
@@ -46,40 +46,40 @@ class CheckpointUploads:
         self._thread.start()
 
     def add(self, version: Path) -> None:
-        """A version is whole; it is copied soon, in the place of one that waits."""
+        """A version is complete; uploads it soon, replacing one that waits."""
         with self._changed:
             self._own = [*(own for own in self._own if own != version), version]
             self._next = version
             self._changed.notify_all()
 
     def let_go(self, version: Path) -> None:
-        """Waits while `version` is copied."""
+        """Waits while `version` is being uploaded."""
         with self._changed:
             self._changed.wait_for(lambda: self._copying != version)
 
     @property
     def has_some(self) -> bool:
-        """Whether there are checkpoints on the disk that wait, or could not be copied."""
+        """Whether checkpoints on disk still wait, or could not be uploaded."""
         with self._changed:
             return bool(self._own)
 
     def finish(self) -> None:
-        """Waits until the newest checkpoint is copied, and removes those on the disk.
+        """Waits until the newest checkpoint is uploaded, then removes the local ones.
 
-        Raises `CheckpointError` when it can't be copied; it stays on the disk then.
+        Raises `CheckpointError` when the upload fails; the checkpoint then stays on disk.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._next is None and self._copying is None)
             if self._error is not None:
                 raise CheckpointError(
-                    f"{self._error} The last checkpoint is kept in {self._own[-1]}: copy this folder to {self._url}."
+                    f"{self._error} The last checkpoint is in {self._own[-1]}. Copy this folder to {self._url}."
                 )
             self._remove(len(self._own))
-        with contextlib.suppress(OSError):  # it holds something else
+        with contextlib.suppress(OSError):  # not empty
             self._folder.rmdir()
 
     def close(self) -> None:
-        """Copies no more."""
+        """Stops uploading."""
         with self._changed:
             self._closed, self._next = True, None
             self._changed.notify_all()
@@ -99,7 +99,7 @@ class CheckpointUploads:
                 self._changed.notify_all()
 
     def _remove(self, count: int) -> None:
-        """Deletes the oldest so many on the disk."""
+        """Deletes the oldest `count` versions on disk."""
         for version in self._own[:count]:
             shutil.rmtree(version, ignore_errors=True)
         del self._own[:count]
@@ -107,7 +107,7 @@ class CheckpointUploads:
     def _copy(self, version: Path) -> None:
         try:
             self.newest, self._error = remote_checkpoint.put(self._url, version, self._keep_max), None
-            logger.info("Checkpoint %s is written", self.newest)
+            logger.info("Checkpoint %s was written", self.newest)
             self._failures.end()
         except CheckpointError as error:
             self._error = error

@@ -1,4 +1,4 @@
-"""The checkpoints that a job writes: when, and of what."""
+"""Writes the checkpoints of a job when they are due."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoints_on_disk(settings: JobSettings) -> Path:
-    """The folder into which a job's checkpoints are written, whether or not they are copied from there."""
+    """The local folder where a job writes its checkpoints, whether or not they are uploaded from there."""
     directory = settings.checkpoint.directory
     return Path(settings.directory, CHECKPOINTS_FOLDER) if is_url(directory) else Path(directory)
 
 
 class CheckpointWriter:
-    """Has the servers write their parts, and makes a valid checkpoint of them.
+    """Makes the servers write their parts, and combines them into a valid checkpoint.
 
-    Those that go to a remote folder are written into the job's, and copied from there.
+    Checkpoints for a remote folder are written to the job's folder and uploaded from there.
 
     Args:
-        settings: of the job.
-        control: of the servers, which hold the model.
-        failures: is told of those that can't be written.
-        resumed: the job goes on with what an earlier master has begun.
-        check_may_write: raises `ReplacedError` when another master goes on with the job.
+        settings: settings of the job.
+        control: controls the servers, which hold the model.
+        failures: notified of checkpoints that can't be written.
+        resumed: the job continues a job of an earlier master.
+        check_may_write: raises `ReplacedError` when another master has taken over the job.
 
     Attributes:
-        wanted: whether the job writes checkpoints at all.
-        newest: path of the newest one on a disk; "" before the first.
+        wanted: whether the job writes checkpoints.
+        newest: path of the newest local checkpoint; "" before the first.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CheckpointWriter:
         self._control = control
         self._failures = failures
         self._resumed, self._check_may_write = resumed, check_may_write
-        self._missing: CheckpointError | None = None  # why the last one is not on the disk
+        self._missing: CheckpointError | None = None  # why the last one is not on disk
         self._due = self._next(control.client.version)
         self.wanted = bool(self._settings.directory)
         self.newest = ""
@@ -71,26 +71,26 @@ class CheckpointWriter:
         return bool(self._settings.steps) and version >= self._due
 
     def write(self, version: int, tasks: dict[str, Any], again: bool = False) -> None:
-        """Writes a checkpoint of the present weights, slots and `tasks`, and prunes old ones.
+        """Writes a checkpoint of the current weights, slots and `tasks`, and prunes old ones.
 
         Args:
-            version: of the model, as far as the master knows; the servers may be ahead.
-            tasks: the task queue, as JSON values.
-            again: it is the one that could not be written before.
+            version: of the model, as known to the master; the servers may be ahead.
+            tasks: the task queue as JSON values.
+            again: retry of a checkpoint that could not be written.
 
-        One that can't be written leaves nothing behind; training continues, and the next one is due as ever.
+        A failed checkpoint leaves nothing behind; training continues, and the next one is due as usual.
         """
         self._due = self._next(version)
         try:
             path, version = self._written(version, tasks)
         except (CheckpointError, OSError) as error:
             if not isinstance(error, CheckpointError):
-                error = CheckpointError(f"No checkpoint can be written: {error}.")
+                error = CheckpointError(f"The checkpoint could not be written: {error}.")
             self._missing = error
             self._failures.add(error, again)
             return
         if self._uploads is None:
-            with contextlib.suppress(OSError):  # the next one tries again
+            with contextlib.suppress(OSError):  # the next checkpoint retries it
                 prune(self._folder, self._settings.keep_max)
             self._failures.end()
         else:
@@ -98,10 +98,10 @@ class CheckpointWriter:
         self._missing = None
         self.newest = str(path)
         self._due = self._next(version)
-        logger.info("Checkpoint %s is written", path)
+        logger.info("Checkpoint %s was written", path)
 
     def _written(self, version: int, tasks: dict[str, Any]) -> tuple[Path, int]:
-        """The folder of a whole checkpoint, and its version."""
+        """Writes a complete checkpoint; returns its folder and version."""
         begun: list[Path] = []
 
         def take() -> list[Any]:
@@ -112,7 +112,7 @@ class CheckpointWriter:
             answers = self._control.in_step(take, lambda answer: int(answer.version))
             version = int(answers[0].version)
             self._check_may_write()
-            if self._uploads is not None:  # else the same version might change while it is copied
+            if self._uploads is not None:  # else the same version might change during its upload
                 self._uploads.let_go(self._folder / version_folder(version))
             path = finish_version(
                 begun[-1],
@@ -130,17 +130,17 @@ class CheckpointWriter:
 
     @property
     def place(self) -> str:
-        """Where the newest one is that a later job can start from; "": there is none."""
+        """The newest checkpoint that a later job can start from; "" if none."""
         return self.newest if self._uploads is None else self._uploads.newest
 
     def finish(self, version: int, tasks: dict[str, Any], retry: bool = True) -> None:
-        """Waits until the last one is where it belongs.
+        """Waits until the last checkpoint is at its destination.
 
         Args:
-            version, tasks: as for `write`.
-            retry: one that could not be written is tried once more.
+            version, tasks: as in `write`.
+            retry: try a failed checkpoint once more.
 
-        Raises `CheckpointError` when it can't get there.
+        Raises `CheckpointError` when that fails.
         """
         if not self.wanted:
             return
@@ -153,7 +153,7 @@ class CheckpointWriter:
             raise self._missing
 
     def close(self) -> None:
-        """Copies no more."""
+        """Stops uploading."""
         if self._uploads is not None:
             self._uploads.close()
 

@@ -1,4 +1,4 @@
-"""What the master tells of its servers, and counts of its processes."""
+"""What the master reports about its servers, and totals over its processes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedCluster:
-    """What a worker must know of the servers."""
+    """What a worker needs to know about the servers."""
 
     servers: Sequence[ServerPlace]
     variables: Sequence[VariableSpec]
     split: bool
-    batch_events: bool = False  # whether it is to report each batch
-    predictions: bool = False  # whether it is to report what it predicts
-    buckets: BucketMap | None = None  # which server holds which rows of embedding tables; None: the even map
+    batch_events: bool = False  # whether to report each batch
+    predictions: bool = False  # whether to report predictions
+    buckets: BucketMap | None = None  # maps embedding rows to servers; None: the even map
 
     @property
     def map_version(self) -> int:
@@ -30,29 +30,29 @@ class ServedCluster:
 
 @dataclass
 class Totals:
-    """What is counted over the whole job, beyond the task queue's own accounting."""
+    """Totals over the whole job, besides the task queue's accounting."""
 
     gradients_rejected: int = 0
     batches_skipped: int = 0
     callback_errors: int = 0
-    checkpoints_failed: int = 0  # that could not be written; training went on
-    stragglers: list[int] = field(default_factory=list)  # places of workers that ever were
-    longest_recovery: float = 0.0  # seconds from a server's loss to the moment when another held the model
-    updates_lost: int = 0  # with servers, as far as the master knew the version
+    checkpoints_failed: int = 0  # that could not be written; training continued
+    stragglers: list[int] = field(default_factory=list)  # slots of workers that were ever stragglers
+    longest_recovery: float = 0.0  # seconds from the loss of a server until its replacement held the model
+    updates_lost: int = 0  # upper bound, as the master knows the version
 
     def recovered(self, seconds: float, updates_lost: int) -> None:
-        """Another server holds the model in the place of a lost one."""
+        """Another server has replaced a lost one and holds its part."""
         self.longest_recovery = max(self.longest_recovery, seconds)
         self.updates_lost += updates_lost
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """JSON values."""
         saved = asdict(self)
         longest, lost = saved.pop("longest_recovery"), saved.pop("updates_lost")
         return {**saved, "recoveries": {"seconds": [longest], "updates_lost": lost}}
 
     def count_earlier(self, saved: dict[str, Any]) -> None:
-        """Goes on from what an earlier master counted."""
+        """Adds the totals of an earlier master."""
         earlier, recoveries = dict(saved), saved["recoveries"]
         del earlier["recoveries"]
         for name, value in earlier.items():
@@ -62,14 +62,14 @@ class Totals:
 
 @dataclass
 class Wish:
-    """That there be another number of parameter servers.
+    """A request to change the number of parameter servers.
 
     Attributes:
-        servers, before: how many there are to be, and were.
-        attempts: that failed.
-        waits_for: what has to come before it, in words; "": nothing.
-        moved: what was done, in words; "" before.
-        error: why it was not.
+        servers, before: requested and previous number.
+        attempts: failed attempts.
+        waits_for: what must finish first, as text; "": nothing.
+        moved: the result as text; "" until done.
+        error: why it failed; "" unless it did.
     """
 
     servers: int

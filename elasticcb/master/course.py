@@ -1,9 +1,9 @@
 """The course of a job, from its first task to its last.
 
     while there are training tasks:
-        at every `evaluation_steps` versions, or at the end of an epoch: an evaluation round
+        at every `evaluation_steps` versions, or at the end of an epoch: an evaluation pass
         at every `checkpoint_steps` versions: a checkpoint
-    waiting gradients are applied, the optimizer finalizes; the last evaluation round
+    waiting gradients are applied, the optimizer finalizes; the last evaluation pass
     `on_train_end` on the master, which may restore weights; a checkpoint; the TRAIN_END task
 
 A job that evaluates or predicts has one round, or the prediction tasks, and nothing else.
@@ -34,24 +34,24 @@ from elasticcb.settings import Command, Mode
 
 logger = logging.getLogger(__name__)
 
-_BATCHES_PER_TURN = 100  # that callbacks hear of before the master looks after its processes again
-_LARGE_BACKLOG = 20_000  # batches that callbacks have not heard of
+_BATCHES_PER_TURN = 100  # per turn of the loop, so that processes are still looked after
+_LARGE_BACKLOG = 20_000  # batches not yet seen by callbacks
 
 
 class Course:
-    """Drives a job whose servers hold the model.
+    """Drives a job once its servers hold the model.
 
     Args:
         order: the job.
         served: the model.
-        queue: of the job; changed under the lock alone.
-        epochs: calls their hooks.
-        checkpoints: writes them.
-        autoscale: looks whether another number of workers is better.
+        queue: task queue of the job; change it only under the lock.
+        epochs: calls the epoch hooks.
+        checkpoints: writes checkpoints.
+        autoscale: checks whether the number of workers should change.
 
     Attributes:
-        over: all is done.
-        follows_batches: callbacks on the master hear of batches.
+        over: whether the job is done.
+        follows_batches: whether callbacks on the master have batch hooks.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Course:
         self.served, self.checkpoints, self.queue = served, checkpoints, queue
         self._host, self._hooks = served.host, served.hooks
         self._epochs, self._autoscale = epochs, autoscale
-        self._waiting_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their round
+        self._waiting_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their evaluation pass
         self._clock = EpochClock(self._settings.training.minibatch_size)
-        self._more_batches = False  # for callbacks to hear of, at once
+        self._more_batches = False  # more are ready for callbacks now
         self.over = False
         self.follows_batches = any(map(self._host.callbacks.wants, BATCH_HOOKS))
 
     def begin(self, initial_epoch: int) -> None:
-        """The first hooks and the first round, before workers take tasks."""
+        """The first hooks and the first round, before workers get tasks."""
         memory, callbacks = self._order.memory, self._host.callbacks
         if self._settings.command is Command.TRAIN:
             if callbacks.stop_requested:
@@ -98,7 +98,7 @@ class Course:
             self._hooks.call("on_predict_begin", {})
 
     def finish(self) -> None:
-        """There are no more tasks."""
+        """Marks the job as having no more tasks."""
         with self._desk.state() as state:
             state.finish()
         self.over = True
@@ -106,7 +106,7 @@ class Course:
     # ------------------------------------------------------------ one turn of the loop
 
     def turn(self) -> None:
-        """Does what is due now, or waits a moment. Raises what ends the job."""
+        """Does what is due, or waits briefly. Raises the error that ends the job."""
         with self._desk.state() as state:
             self._desk.tend()
             milestones = self.queue.take_milestones()
@@ -135,21 +135,22 @@ class Course:
 
     @property
     def _why_servers_wait(self) -> str:
-        """What has to come before their number may change; "": nothing. They keep a snapshot for a round."""
+        """What must finish before the number of servers can change; "": nothing. Servers keep a snapshot during a
+        round."""
         with self._desk.state() as state:
-            return "" if state.rounds.running is None else "the evaluation round to end"
+            return "" if state.rounds.running is None else "the evaluation pass to end"
 
     def _why_no_servers(self, servers: int) -> str:
-        """Why the job can't have so many parameter servers; "": it can."""
+        """Why the job can't have `servers` parameter servers; "": it can."""
         if self.queue.training_done:
-            return "The job's training has ended; its parameter servers stay as they are."
+            return "Training has ended, so the number of parameter servers can't change any more."
         optimizers = model_optimizers(self._host.model)
         tables = any(spec.table for spec in self._host.variables)
         clips = any(clips_on_server(each) or (tables and not may_serve_rows(each, servers)) for each in optimizers)
         if servers > 1 and clips:
             return (
-                "The model's optimizer clips gradients by their norm on the parameter server, which has all of them "
-                "only where it is the only one."
+                "The optimizer clips gradients by their norm on the parameter server. This needs all gradients on one "
+                "server, so the job can't have several."
             )
         return ""
 
@@ -171,7 +172,7 @@ class Course:
         self._hooks.batches(batches)
 
     def _apply_waiting_gradients(self) -> None:
-        """Those that waited for more, before the last epoch's round."""
+        """Applies gradients that wait for others, before the round of the last epoch."""
         finalize = not self._order.evaluates_as_keras
         self._desk.reached_version(self.served.ps.finish_training(finalize=finalize))
 
@@ -204,7 +205,7 @@ class Course:
 
     def _epoch_done(self, epoch: int) -> None:
         self._clock.trained(epoch, *self._progress())
-        self.served.ps.persist()  # what is trained in a whole epoch is not to be lost with a server
+        self.served.ps.persist()  # so that the loss of a server can't lose a whole epoch
         self._end_batches(Mode.TRAINING, epoch)
         if self.queue.ran_out(epoch):
             self._host.warn_of_missing_data()
@@ -217,26 +218,26 @@ class Course:
             with self._desk.state() as state:
                 decision = state.rounds.epoch_ended(epoch, state.version)
         if decision is not None and not self._settings.training.evaluation_steps:
-            self._waiting_logs[epoch] = logs  # `on_epoch_end` waits for the round
+            self._waiting_logs[epoch] = logs  # `on_epoch_end` runs after the round
             self._begin_round(decision.round)
         else:
             self._end_epoch(epoch, logs)
 
     def _end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
-        """It is trained, and evaluated if it is to be."""
+        """The epoch is trained, and evaluated if due."""
         seconds, steps = self._clock.take(epoch)
         epochs = self._settings.training.num_epochs
         self._order.display.epoch_ended(
             EpochEnd(epoch=epoch + 1, epochs=epochs, seconds=seconds, steps=steps, logs=logs)
         )
         with self._desk.state():
-            waits = self.queue.epoch == epoch  # for the hooks: nobody trains meanwhile
+            waits = self.queue.epoch == epoch  # whether workers wait for the hooks
         self._epochs.end(epoch, logs)
         if waits:
             self._clock.begin(*self._progress())
 
     def _progress(self) -> tuple[float, int]:
-        """The time, and how many records are trained over all epochs."""
+        """The time, and the records trained over all epochs."""
         with self._desk.state():
             return time.monotonic(), sum(self.queue.accounting.records_trained.values())
 
@@ -254,12 +255,12 @@ class Course:
             all_done = state.rounds.all_done
         self._begin_round(decision.round)
         if all_done:
-            self._end_training()  # else the end of the last round goes on from there
+            self._end_training()  # else training ends after the last round
 
     def _end_training(self) -> None:
         if self._order.evaluates_as_keras:
             self._desk.reached_version(self.served.ps.finish_training())
-        # Before the checkpoint and the export, which so have the weights that a callback restored.
+        # Before the checkpoint and the export, so that these have weights restored by a callback.
         self._hooks.call("on_train_end", self._epochs.last_logs, after_export=False)
         if self.checkpoints.wanted:
             self.save_checkpoint()
@@ -268,7 +269,7 @@ class Course:
             state.note()
             state.wake()
 
-    # ------------------------------------------------------------ evaluation rounds
+    # ------------------------------------------------------------ evaluation passes
 
     @property
     def _evaluates(self) -> bool:
@@ -283,10 +284,10 @@ class Course:
             return
         with self._desk.state() as state:
             state.note(evaluation_round=evaluation_round.id)
-        # The servers may be some versions ahead of what made the round due.
+        # The servers may be a few versions ahead of the version that made the round due.
         version = self._hooks.begin_round(evaluation_round.id)
         reason = evaluation_round.reason.value
-        logger.info("Evaluation round %d is of version %d (%s)", evaluation_round.id, version, reason)
+        logger.info("Evaluation pass %d is of version %d (%s)", evaluation_round.id, version, reason)
         with self._desk.state() as state:
             state.rounds.snapshot_taken(version)
             state.evaluated_before = self.queue.accounting.records_evaluated
@@ -323,18 +324,19 @@ class Course:
     # ------------------------------------------------------------ checkpoints, and the end
 
     def save_checkpoint(self) -> None:
-        """Writes one of the present weights and tasks."""
+        """Writes a checkpoint of the current weights and tasks."""
         self.checkpoints.write(*self._position())
         self.served.origin.checkpoint = self.checkpoints.newest
         self._desk.tell(checkpoint_path=self.checkpoints.place)
 
     def _position(self) -> tuple[int, dict[str, Any]]:
-        """Where the job is, for a checkpoint."""
+        """Version and tasks for a checkpoint."""
         with self._desk.state() as state:
             return state.version, self.queue.to_dict()
 
     def finish_checkpoints(self, retry: bool = True) -> CheckpointError | None:
-        """Waits until they are where they belong; why the last one is not, if so. `retry` as in `finish`."""
+        """Waits for pending checkpoints; returns the error if the last one failed. `retry` as in
+        `CheckpointWriter.finish`."""
         try:
             self.checkpoints.finish(*self._position(), retry)
         except CheckpointError as error:
@@ -344,7 +346,7 @@ class Course:
         return None
 
     def drain(self, seconds: float) -> None:
-        """Hands out no more training tasks, and waits for those that run."""
+        """Stops handing out training tasks, and waits for running ones, up to `seconds`."""
         give_up = time.monotonic() + seconds
         with self._desk.state():
             self.queue.pause()
@@ -356,8 +358,8 @@ class Course:
 
 def _backlog_warning(waiting: int, names: list[str]) -> CallbackWarning:
     text = (
-        f"{waiting} batches wait in memory for callbacks on the master, which take longer than the batches: "
-        f"{', '.join(names)}. Workers go on; the end of the epoch waits for the callbacks. Limit their hooks of "
-        "batches with elasticcb.callbacks.every(n)."
+        f"{waiting} batches are queued in memory because these callbacks on the master are slower than training: "
+        f"{', '.join(names)}. Workers keep training, but each epoch ends only after its callbacks. Call their batch "
+        "hooks less often with elasticcb.callbacks.every(n)."
     )
     return CallbackWarning("callbacks on the master are slow", text)

@@ -1,4 +1,4 @@
-"""What a task queue says: decisions and answers, with their reasons, and the milestones of a job."""
+"""Answers of the task queue: decisions with their reasons, and the milestones of a job."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from elasticcb.master.task import Lease, Task
 
 
 class DecisionKind(str, Enum):
-    """The answers to `get_task`."""
+    """Kinds of answers to `get_task`."""
 
-    TASK = "TASK"  # here is one
-    WAIT = "WAIT"  # none now; there may be one later
-    FINISHED = "FINISHED"  # there will never be one again
+    TASK = "TASK"  # a task
+    WAIT = "WAIT"  # none now; maybe later
+    FINISHED = "FINISHED"  # none, ever again
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class TaskDecision:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Whether a worker may go on with its lease, and why (not).
+    """Whether a worker may continue its lease, and why (not).
 
-    After a `long_batch`, which the user should know of, the reason is what to tell them of the worker.
+    With `long_batch`, the reason is to be shown to the user as a warning about the worker.
     """
 
     accepted: bool
@@ -39,9 +39,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a report. `task` is the task reported on, None when the report was refused.
+    """The result of a report. `task` is the reported task; None when the report was refused.
 
-    A `duplicate` repeats a report that was accepted before, and has no effect: don't count its metrics.
+    A `duplicate` repeats an accepted report and has no effect: don't count its metrics.
     """
 
     accepted: bool
@@ -51,23 +51,23 @@ class Outcome:
 
     @property
     def counts(self) -> bool:
-        """Whether what the report brought is to be counted."""
+        """Whether the reported results count."""
         return self.accepted and not self.duplicate and self.task is not None
 
 
 class MilestoneKind(str, Enum):
-    """What a queue can have reached."""
+    """Kinds of milestones."""
 
     EPOCH_DONE = "EPOCH_DONE"  # `number` is the epoch; in rising order
     TRAINING_DONE = "TRAINING_DONE"  # after the last EPOCH_DONE
-    ROUND_DONE = "ROUND_DONE"  # `number` is the evaluation round
+    ROUND_DONE = "ROUND_DONE"  # `number` is the evaluation pass
     PREDICTION_DONE = "PREDICTION_DONE"
     TRAIN_END_DONE = "TRAIN_END_DONE"
 
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """Something that happens once and that the master acts on."""
+    """A one-time event that the master acts on."""
 
     kind: MilestoneKind
     number: int = 0

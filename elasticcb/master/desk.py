@@ -1,4 +1,4 @@
-"""Where the present job's state lies, under its lock, and what follows from it for journal, processes and user."""
+"""Holds the current job's state under its lock, and applies its effects to journal, processes and user."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from elasticcb.sharding.bucket_map import BucketMap
 
 logger = logging.getLogger(__name__)
 
-_TICK_SECONDS = 0.25  # between looks at processes and deadlines when nothing happens
+_TICK_SECONDS = 0.25  # between checks of processes and deadlines when nothing happens
 
 
 class Desk:
-    """One job after another, as those see it who work for the master: its servicer, its watchdog, and the thread that
+    """One job after another, as seen by the threads that work for the master: servicer, watchdog, and the thread that
     drives the job.
 
     Args:
-        cluster: how many processes.
+        cluster: how many processes to run.
         backend: starts and watches the processes.
-        show: shows a line to the user.
-        address: of the master.
-        access: by which it and its processes know each other.
+        show: prints a line to the user.
+        address: address of the master.
+        access: credentials shared by the master and its processes.
     """
 
     def __init__(
@@ -53,10 +53,8 @@ class Desk:
     ) -> None:
         self.cluster, self.backend, self.address, self.access = cluster, backend, address, access
         self.past_before: Mapping[str, Any] = {}  # of a job that is resumed
-        self.ready = False  # as `JobState.ready`; for those who wait for no lock
-        self.end_calls: Callable[[int], None] = lambda index: (
-            None
-        )  # the job's own, to a server that is lost, by its place
+        self.ready = False  # as `JobState.ready`; readable without the lock
+        self.end_calls: Callable[[int], None] = lambda index: None  # called with the index of each lost server
         self._show = show
         self._journal: Journal | None = None  # of a job that can be resumed
         roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts, cluster.max_ps_restarts)
@@ -65,55 +63,55 @@ class Desk:
         self._guarded = Guarded(JobState(Crew(roster)), self._settle)
 
     def state(self) -> AbstractContextManager[JobState]:
-        """The only way to the present job: `with desk.state() as state:` holds the lock of the master."""
+        """The only access to the current job: `with desk.state() as state:` holds the master's lock."""
         return self._guarded()
 
     def wait(self, seconds: float) -> JobState:
-        """Within a block: until something changed, at most for `seconds`; returns the present job's state."""
+        """Inside a block: waits for a change, at most `seconds`; returns the current job's state."""
         return self._guarded.wait(seconds)
 
     def wait_for(self, condition: Callable[[JobState], bool], seconds: float | None = None) -> JobState:
-        """Within a block: until `condition` holds, at most for `seconds`; returns the present job's state."""
+        """Inside a block: waits until `condition` holds, at most `seconds`; returns the current job's state."""
         return self._guarded.wait_for(condition, seconds)
 
     def wait_a_tick(self) -> None:
-        """Within a block of the thread that drives the job: until something changed, or it is time to `tend`."""
+        """Inside a block of the driving thread: waits for a change, or until it is time to `tend`."""
         self._guarded.wait_as_driver(_TICK_SECONDS)
 
     @property
     def version(self) -> int:
-        """Of the model, as far as the master knows."""
+        """Version of the model, as known to the master."""
         with self.state() as state:
             return state.version
 
     def reached_version(self, version: int) -> None:
-        """The model is at `version`, or was."""
+        """The model is, or was, at `version`."""
         with self.state() as state:
             state.reached_version(version)
 
     def stop_training(self, reason: str) -> None:
-        """Training is to end."""
+        """Requests the end of training."""
         with self.state() as state:
             state.stop_training(reason)
 
     def warn(self, warning: CallbackWarning) -> None:
-        """Counts it; the first of each subject is shown."""
+        """Counts the warning; shows the first one of each subject."""
         with self.state() as state:
             state.warn(warning)
 
     def checkpoint_failed(self) -> None:
-        """One could not be written."""
+        """A checkpoint could not be written."""
         with self.state() as state:
             state.totals.checkpoints_failed += 1
 
     def checkpoint_written(self) -> None:
-        """One is where it belongs."""
+        """A checkpoint is complete at its destination."""
         with self.state() as state:
             state.checkpoint_written = time.monotonic()
             state.past.happened("checkpoint", f"A checkpoint is written, at version {state.version}.")
 
     def say(self, text: str, kind: str = "note") -> None:
-        """Shows the user a line about the job, which its page keeps as an event of this kind."""
+        """Prints a line about the job; the job's page keeps it as an event of this kind."""
         self.happened(kind, text)
         self._say(text)
 
@@ -122,7 +120,7 @@ class Desk:
         self.backend.note(text)
 
     def happened(self, kind: str, text: str) -> None:
-        """As `Past.happened`."""
+        """See `Past.happened`."""
         with self.state() as state:
             state.past.happened(kind, text)
 
@@ -151,7 +149,7 @@ class Desk:
         datasets: Mapping[int, bytes] | None = None,
         started: float | None = None,
     ) -> None:
-        """Makes the processes begin a job, with the arguments of `JobState`; those of the last one are done with it."""
+        """Starts a job on the processes, with the arguments of `JobState`; the previous job must be done."""
         started = time.monotonic() if started is None else started
         with self.state() as last:
             self._journal = None
@@ -162,34 +160,34 @@ class Desk:
             self._guarded.replace(state)
 
     def tell(self, **news: Any) -> None:
-        """As `JobState.tell`."""
+        """See `JobState.tell`."""
         with self.state() as state:
             state.tell(**news)
 
     def keep(self, journal: Journal | None) -> None:
-        """Where the job stands is written down from now on; None: no more."""
+        """Persists the job's state in this journal from now on; None: stop doing so."""
         with self.state() as state:
             self._journal, state.has_journal = journal, journal is not None
 
     def sync_journal(self) -> None:
-        """Returns when what the journal was last shortened to is on the disk, without the lock. Raises
+        """Returns once the last compaction of the journal is on disk; does not hold the lock. Raises
         `JobFailedError`."""
         journal = self._journal
         if journal is not None:
             journal.sync()
 
     def close(self) -> None:
-        """Answers what waits, and tells everybody that no job will come any more."""
+        """Releases all waiting calls, and announces that no more jobs will come."""
         with self.state() as state:
             state.crew.closing = True
             state.wake()
 
     def take_over(self, journal: Journal, queue: TaskQueue, running: Mapping[tuple[str, int], int | str]) -> None:
-        """Goes on with the workers and servers of another master, which was killed, and with its queue.
+        """Takes over the workers and servers of a killed master, with its queue.
 
         Args:
-            journal: of that master.
-            running: processes that live, by role and place.
+            journal: journal of that master.
+            running: live processes, by role and index.
         """
         memory = journal.memory
         with self.state() as state:
@@ -197,30 +195,30 @@ class Desk:
             self.keep(journal)
             state.take_over(memory, queue, now)
             self._processes.take_over(running)
-            if memory.workers:  # it may be newer than the roster
+            if memory.workers:  # may be newer than the roster
                 self._processes.resize(Role.WORKER, memory.workers)
-            self._processes.resize(Role.PS, len(memory.servers))  # others hold nothing
+            self._processes.resize(Role.PS, len(memory.servers))  # additional ones hold no data yet
             for index, (_, id) in enumerate(memory.servers):
                 server = state.roster.at(Role.PS, index)
-                if server is None or server.id != id:  # it may be there, but holds no model yet
+                if server is None or server.id != id:  # may be up, but holds no model yet
                     state.lost_ps.setdefault(index, now)
 
     # ------------------------------------------------------------ processes
 
     def start_processes(self) -> None:
-        """Has those processes started that are missing. Threads wait until `tend` starts them: TensorFlow can't
-        be imported by several at once, and the seeds that a model sets are those of the process."""
+        """Requests missing processes. With threads, `tend` starts them: TensorFlow can't be imported by several threads
+        at once, and a model's seeds are global to the process."""
         if self.backend.separate:
             with self.state():
                 self._processes.start_missing(self.address)
 
     def tend(self) -> None:
-        """Looks after processes and leases. Raises what ends the job."""
+        """Checks processes and leases. Raises the error that ends the job."""
         with self.state() as state:
             state.raise_error()
             if state.queue is not None:
                 self._raise_failure(state)
-                # A thread without progress may stand at a breakpoint; nobody could end it anyway.
+                # A thread without progress may be at a breakpoint, and can't be killed anyway.
                 for lease in state.queue.expire(time.monotonic(), state.lacks_servers) if self.backend.separate else ():
                     logger.warning("Worker %d made no progress on %s; its lease is over", lease.worker, lease.task)
                     member = state.roster.member(lease.worker)
@@ -229,7 +227,7 @@ class Desk:
             try:
                 self._processes.check()
             except JobFailedError as failure:
-                state.error = failure  # the next call raises it, too, should the caller pass over it
+                state.error = failure  # raise it again at the next call, in case the caller ignores it
                 raise
             self._processes.start_missing(self.address)
             state.note_roster()
@@ -242,7 +240,7 @@ class Desk:
             raise failure.to_error(self._processes.where(failure.worker))
 
     def wait_until(self, condition: Callable[[JobState], bool], seconds: float) -> None:
-        """Waits for processes to end their work, and notes those that end themselves; gives up after `seconds`."""
+        """Waits for processes to finish, noting those that exit by themselves; gives up after `seconds`."""
         give_up = time.monotonic() + seconds
         with self.state() as state:
             while not condition(state) and time.monotonic() < give_up:
@@ -250,7 +248,7 @@ class Desk:
                 self._processes.note_ended()
 
     def resize(self, role: Role, size: int) -> None:
-        """Has another number of workers, or of parameter servers, from now on."""
+        """Changes the number of workers or parameter servers."""
         with self.state() as state:
             self._processes.resize(role, size)
             if role is Role.WORKER:
@@ -258,13 +256,13 @@ class Desk:
             state.wake()
 
     def servers_have_moved(self, servers: Sequence[ServerPlace], buckets: BucketMap) -> None:
-        """These servers hold the model from now on; others may leave."""
+        """These servers now hold the model; the others may leave."""
         with self.state() as state:
             state.servers_have_moved(servers, buckets)
             self._processes.resize(Role.PS, len(servers))
 
     def replace(self, member: Member, reason: str) -> None:
-        """Ends a process that hangs; another takes its place."""
+        """Kills a hung process; another replaces it."""
         with self.state() as state:
             try:
                 self._processes.replace(member, reason)
@@ -273,14 +271,14 @@ class Desk:
             state.wake()
 
     def lost(self, id: int, reason: str) -> None:
-        """A process is gone; another takes its place. Raises `JobFailedError` when none can."""
+        """A process is lost; another replaces it. Raises `JobFailedError` when none can."""
         with self.state():
             self._processes.lost(id, reason)
 
     def asked_to_end(self, member: Member, reason: str) -> None:
-        """A process has put down its work, since somebody wants its machine; another takes its place."""
+        """A process stopped because its machine is needed; another replaces it."""
         with self.state() as state:
-            if state.over and member.role is Role.WORKER:  # nobody needs another one
+            if state.over and member.role is Role.WORKER:  # no replacement needed
                 state.roster.left(member.id)
                 return
             state.worker_left(member)
@@ -301,9 +299,9 @@ class Desk:
 
 
 def _recovers_ps(settings: JobSettings) -> bool:
-    """Whether a server can take the place of a lost one: from its recovery files, or with weights that did not change.
+    """Whether a replacement can restore a lost server: from recovery files, or from weights that never change.
 
-    In synchronous mode several servers must stand at one version, which those files can't tell.
+    In synchronous mode, several servers must be at the same version, which recovery files can't guarantee.
     """
     if settings.command in (Command.EVALUATE, Command.PREDICT):
         return True

@@ -1,4 +1,4 @@
-"""How long epochs take. Pure: the caller tells the time."""
+"""How long epochs take. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 
 class Pace(NamedTuple):
-    """Of an epoch: seconds of training, and batches that all workers trained meanwhile."""
+    """Of an epoch: seconds of training, and batches trained by all workers in that time."""
 
     seconds: float
     steps: int
 
 
 class EpochClock:
-    """Times epochs one after another.
+    """Times consecutive epochs.
 
-    Epochs may overlap: workers begin the next one while others have tasks of this one. Each counts from the end of the
-    one before, with all that was trained meanwhile.
+    Epochs may overlap: some workers begin the next epoch while others still have tasks of this one. Each epoch is timed
+    from the end of the previous one, and counts everything trained in that time.
 
     Args:
         minibatch_size: records per step.
@@ -28,14 +28,14 @@ class EpochClock:
         self._paces: dict[int, Pace] = {}
 
     def begin(self, now: float, records: int) -> None:
-        """An epoch begins; `records` were trained before, over all epochs."""
+        """An epoch begins; `records` were trained before it, over all epochs."""
         self._begun, self._records = now, records
 
     def trained(self, epoch: int, now: float, records: int) -> None:
-        """All records of `epoch` are trained; the next one begins, unless `begin` says so later."""
+        """All records of `epoch` are trained; the next epoch begins now, unless `begin` is called later."""
         self._paces[epoch] = Pace(now - self._begun, -(-(records - self._records) // self._minibatch_size))
         self.begin(now, records)
 
     def take(self, epoch: int) -> Pace:
-        """Of an epoch that was `trained`, once."""
+        """The pace of an epoch that was `trained`; returned once."""
         return self._paces.pop(epoch)

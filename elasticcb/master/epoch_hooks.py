@@ -1,4 +1,4 @@
-"""The hooks of epochs on the master, and what the journal is told of them."""
+"""The epoch hooks on the master, and their journal entries."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from elasticcb.master.desk import Desk
 
 
 class EpochHooks:
-    """Calls `on_epoch_begin` and `on_epoch_end`, one epoch after another.
+    """Calls `on_epoch_begin` and `on_epoch_end`, epoch by epoch.
 
     Args:
-        desk: of the job.
-        hooks: that run on the master.
-        states: what callbacks remember.
-        arrays: keeps the arrays among that.
-        num_epochs: after which none begins.
+        desk: desk of the job.
+        hooks: the hooks that run on the master.
+        states: saved states of callbacks.
+        arrays: stores the arrays of these states.
+        num_epochs: total number of epochs.
         has_journal: whether the job can be resumed.
-        last_logs: of the last epoch that ended, before another master took the job over.
+        last_logs: logs of the last finished epoch of an earlier master.
 
     Attributes:
-        entry: of the epoch that has begun, for the journal.
-        last_logs: of the last epoch that ended.
+        entry: journal entry of the epoch that has begun.
+        last_logs: logs of the last finished epoch.
     """
 
     def __init__(
@@ -43,25 +43,26 @@ class EpochHooks:
         self.last_logs = last_logs
 
     def begin(self, epoch: int) -> None:
-        """Calls `on_epoch_begin`, unless that epoch is not to be."""
+        """Calls `on_epoch_begin`, unless there is no such epoch."""
         if epoch < self._num_epochs:
             self.entry = {"epoch_begun": True, "learning_rate_before": self._hooks.base_learning_rate}
             self._hooks.call("on_epoch_begin", epoch, {})
 
     def begin_again(self, epoch: int, learning_rate: float | None) -> None:
-        """Another master has called it, and the journal knows; `learning_rate`: the base rate before that."""
+        """An earlier master already called it, according to the journal; `learning_rate`: the base rate before that
+        call."""
         self.entry = {}
         self._hooks.call_again("on_epoch_begin", epoch, {}, learning_rate=learning_rate)
 
     def end(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Calls `on_epoch_end`, and `on_epoch_begin` of the next one unless training is done."""
+        """Calls `on_epoch_end`, and `on_epoch_begin` of the next epoch unless training is done."""
         logs = self.last_logs = dict(sorted(logs.items()))  # Keras's order
         if self._has_journal:
-            # If this master dies in a hook, the next one calls it again, and a rate must not be changed twice.
+            # If this master dies in a hook, its replacement calls it again, and must not change the rate twice.
             with self._desk.state() as state:
                 state.note(learning_rate_at_end=self._hooks.base_learning_rate)
             self._desk.sync_journal()
-        self._hooks.call("on_epoch_end", epoch, dict(logs))  # what a callback adds, those after it see, and `History`
+        self._hooks.call("on_epoch_end", epoch, dict(logs))  # later callbacks, and `History`, see what earlier ones add
         # Before `on_epoch_begin`, which runs again when the job is resumed.
         callbacks = self._callback_states()
         self.entry = {"epoch_begun": False}
@@ -73,7 +74,7 @@ class EpochHooks:
         with self._desk.state() as state:
             assert state.queue is not None
             state.queue.release_epoch(epoch)
-            state.epoch_states.forget(epoch)  # not before: the journal holds them until the epoch is ended
+            state.epoch_states.forget(epoch)  # only now: the journal keeps them until the epoch has ended
             state.note(
                 ended_epochs=epoch + 1,
                 learning_rate=self._hooks.base_learning_rate,
@@ -89,7 +90,7 @@ class EpochHooks:
             self._arrays.drop_others()
 
     def _callback_states(self) -> dict[str, Any]:
-        """What callbacks remember, for the journal."""
+        """States of callbacks, for the journal."""
         if not self._has_journal:
             return {}
         arrays: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The training metrics of epochs, as workers report their states task by task."""
+"""Training metrics of epochs, from the states that workers report for each task."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 class EpochStates:
-    """Adds up the states of metrics, epoch by epoch, until an epoch is ended.
+    """Sums metric states by epoch, until the epoch has ended.
 
     Attributes:
-        merging: metrics whose states don't simply add up: those of each task are kept.
+        merging: metrics whose states can't be summed: the states of each task are kept.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class EpochStates:
         self._by_epoch: dict[int, dict[str, list[Any]]] = {}
 
     def add(self, epoch: int, states: Mapping[str, Sequence[Any]]) -> None:
-        """A task of `epoch` has brought these, by metric."""
+        """Adds the states of a task of `epoch`, by metric."""
         total = self._by_epoch.setdefault(epoch, {})
         for name, values in states.items():
             if name in self.merging:
@@ -33,15 +33,15 @@ class EpochStates:
             ]
 
     def of(self, epoch: int) -> Mapping[str, list[Any]]:
-        """By metric the sums, or the states of each task."""
+        """Sums by metric, or the states of each task."""
         return self._by_epoch.get(epoch, {})
 
     def forget(self, epoch: int) -> None:
-        """It is ended."""
+        """The epoch has ended."""
         self._by_epoch.pop(epoch, None)
 
     def to_journal(self) -> list[tuple[int, dict[str, list[Any]]]]:
-        """Epoch and states for `add`, as few as make the same of an empty one."""
+        """Epochs and states that rebuild this from an empty one through `add`, as few as possible."""
         return [
             (epoch, {name: states})
             for epoch, by_name in self._by_epoch.items()

@@ -1,4 +1,4 @@
-"""The training tasks of all epochs: made one by one, and counted until each epoch is done."""
+"""The training tasks of all epochs: created lazily, and counted until each epoch is done."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from elasticcb.master.task import Task, TaskType
 
 
 class Epochs:
-    """Makes the training tasks, epoch after epoch, and says when an epoch and when training is done.
+    """Creates the training tasks, epoch after epoch, and reports when epochs and training are done.
 
-    Epochs overlap: when all tasks of epoch e are made, those of epoch e + 1 follow, while some of e are
-    still open (TODO again, or DOING). Yet epochs are done in their order, and training after the last.
+    Epochs overlap: once all tasks of epoch e are created, those of epoch e + 1 follow while some of e are still open
+    (TODO again, or DOING). Epochs still finish in order, and training after the last one.
 
     Args:
-        layout: the shards of one epoch; where nobody knows how many records it has, only an upper bound, and
-            `source_ended` tells where an epoch ends.
-        settings: of the queue.
+        layout: the shards of one epoch; if the number of records is unknown, an upper bound, and `source_ended` marks
+            where an epoch ends.
+        settings: settings of the queue.
     """
 
     def __init__(self, layout: ShardLayout, settings: QueueSettings) -> None:
         self._layout, self._settings = layout, settings
         first = settings.initial_epoch
-        self.current = first - 1  # the one that tasks are being made of; one less before the first task
-        self.done = not layout or first >= settings.num_epochs  # all tasks that there will ever be are closed
+        self.current = first - 1  # epoch whose tasks are being created; one less before the first task
+        self.done = not layout or first >= settings.num_epochs  # whether all tasks are closed
         self.stop_reason: str | None = None
         self.batches_made = 0
-        self.ended_by_source: set[int] = set()  # epochs in which the source had no more to give
+        self.ended_by_source: set[int] = set()  # epochs whose source ended early
 
-        self._order = ShardOrder(ShardLayout((), 1, 1))  # what is left to make of `current`
+        self._order = ShardOrder(ShardLayout((), 1, 1))  # tasks of `current` still to create
         self._open: dict[int, int] = {}  # epoch -> tasks that are TODO or DOING
-        self.epochs_done = first  # those before it are done
-        self._released = first - 1  # newest epoch that was released
+        self.epochs_done = first  # number of finished epochs
+        self._released = first - 1  # newest released epoch
 
-    # ------------------------------------------------------------ making
+    # ------------------------------------------------------------ creating tasks
 
     def make(self, task_id: int) -> Task | None:
         """The next task; None when there is none (now)."""
@@ -56,12 +56,12 @@ class Epochs:
 
     @property
     def is_held(self) -> bool:
-        """Whether an epoch is still to come, which, when nothing is open, must be for want of a release."""
+        """Whether epochs remain; if no task is open, the next one waits for its release."""
         return not self.done and self.stop_reason is None and self.current + 1 < self._settings.num_epochs
 
     @property
     def to_make(self) -> int:
-        """Tasks that are not made yet, of all epochs; an estimate where `max_batches` will cut them off."""
+        """Tasks still to create, over all epochs; an estimate if `max_batches` will end training early."""
         if self.stop_reason is not None or not self._batches_left():
             return 0
         tasks = self._order.left + (self._settings.num_epochs - 1 - self.current) * len(self._layout)
@@ -71,7 +71,7 @@ class Epochs:
         return tasks
 
     def _within_max_batches(self, shard: Shard) -> Shard:
-        """`shard`, cut if it would go beyond `max_batches`; counts its batches."""
+        """`shard`, cut to fit `max_batches`; counts its batches."""
         size = self._layout.minibatch_size
         batches = -(-shard.records // size)
         if self._settings.max_batches:
@@ -91,7 +91,7 @@ class Epochs:
         return not used_up and bool(self._layout)
 
     def _goes_on(self) -> bool:
-        """Whether more tasks of the current epoch will be made."""
+        """Whether the current epoch has more tasks to create."""
         return self.stop_reason is None and self._order.left > 0 and self._batches_left()
 
     def _more_epochs(self) -> bool:
@@ -100,31 +100,31 @@ class Epochs:
     # ------------------------------------------------------------ ending
 
     def close(self, task: Task) -> list[Milestone]:
-        """The task is done; answers what that brings about."""
+        """The task is done; returns the milestones reached."""
         self._open[task.epoch] -= 1
         return self.settle()
 
     def unmade(self) -> tuple[int, int]:
-        """(tasks, records) of the current epoch that are not made yet, but would be."""
+        """(tasks, records) of the current epoch that are still to be created."""
         if self._settings.open_ended:
-            return 0, 0  # nobody knows
+            return 0, 0  # unknown
         return (self._order.left, self._order.records_left) if self._goes_on() else (0, 0)
 
     def source_ended(self, epoch: int) -> None:
-        """The source gives no more in `epoch`: no further task of it is made."""
+        """The source has ended in `epoch`: no more tasks of it are created."""
         self.ended_by_source.add(epoch)
         if epoch == self.current:
             self._order = ShardOrder(ShardLayout((), 1, 1))
 
     def stop(self, reason: str, dropped: Iterable[Task]) -> list[Milestone]:
-        """Makes no more tasks, and forgets `dropped`, which are open; answers what that brings about."""
+        """Creates no more tasks, and drops the open tasks `dropped`; returns the milestones reached."""
         self.stop_reason = reason
         for task in dropped:
             self._open[task.epoch] -= 1
         return self.settle()
 
     def settle(self) -> list[Milestone]:
-        """Which epochs are done by now, in their order, and whether training is."""
+        """Milestones of the epochs that are done by now, in order, and of training."""
         milestones: list[Milestone] = []
         while self.epochs_done <= self.current:
             epoch = self.epochs_done
@@ -141,7 +141,7 @@ class Epochs:
     # ------------------------------------------------------------ saving
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values; open tasks are saved by who has them."""
+        """JSON values; open tasks are saved elsewhere."""
         return {
             "epoch": self.current,
             "drawn": self._order.drawn,
@@ -152,9 +152,9 @@ class Epochs:
         }
 
     def restore(self, saved: dict[str, Any], batches_made: int) -> None:
-        """Goes on where `to_dict` was called; each task that was open then is to be reopened."""
+        """Restores the state saved by `to_dict`; each task that was open then must be reopened."""
         self.current = saved["epoch"]
-        if saved["drawn"]:  # else all of it is made
+        if saved["drawn"]:  # else all its tasks are created
             self._order = self._order_of(self.current)
             for _ in range(saved["drawn"]):
                 self._order.draw()

@@ -1,4 +1,4 @@
-"""When evaluation rounds start, and what comes out of them; pure: no threads, clock, gRPC or Keras."""
+"""When evaluation passes start, and their results. Pure: no threads, clock, gRPC or Keras."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from elasticcb.errors import UsageError, WireError
 
 Array = npt.NDArray[Any]
 States = dict[str, list[Array]]  # by metric: one array per metric variable
-Outputs = Mapping[str, Array]  # labels, predictions and weights of a batch, by their paths
+Outputs = Mapping[str, Array]  # labels, predictions and weights of a batch, by path
 Merge = Callable[[str, list[list[Array]]], list[Array]]  # (metric, states of each task) -> states
 
 
 class RoundReason(str, Enum):
-    """Why a round is held."""
+    """Why a round is run."""
 
-    STEPS = "evaluation steps"  # `evaluation_steps` versions since the last one
+    STEPS = "evaluation steps"  # every `evaluation_steps` versions
     EPOCH_END = "end of epoch"
     TRAINING_END = "end of training"
-    REQUESTED = "requested"  # the job evaluates and nothing else
+    REQUESTED = "requested"  # the job only evaluates
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One evaluation round. `epoch` is the last epoch that ended before it, if it is held for an epoch."""
+    """One evaluation pass. `epoch` is the last epoch before it, if it belongs to an epoch."""
 
-    id: int  # rising
-    version: int  # of the model; all its tasks see the weights of this version
+    id: int  # increasing
+    version: int  # of the model; all tasks of the round see these weights
     reason: RoundReason
     epoch: int | None = None
 
@@ -47,7 +47,7 @@ class RoundDecision:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """Whether the metric states of a task were taken, and why (not)."""
+    """Whether the metric states of a task were accepted, and why (not)."""
 
     accepted: bool
     reason: str
@@ -57,8 +57,8 @@ class Collected:
 class Merged:
     """The metrics of a whole round.
 
-    `states` holds the metric variables, in the shapes and dtypes in which they came. `batches` holds what tasks sent
-    for metrics without mergeable state, batch by batch in the order of task ids.
+    `states` holds the metric variables, in their original shapes and dtypes. `batches` holds the outputs for metrics
+    without mergeable state, batch by batch in order of task ids.
     """
 
     states: States
@@ -69,25 +69,24 @@ class Merged:
 class EvaluationRounds:
     """Starts rounds one at a time, and collects each task's metric states exactly once.
 
-    What asks for a round while one is running is remembered, and becomes one round after it.
+    Rounds requested while one runs are merged into the next one.
 
     Args:
         evaluation_steps: model versions between rounds; 0: one round at the end of each epoch.
-        start_version: the version that training starts from; the first round is due
-            `evaluation_steps` later.
-        merge: joins the states that the tasks of a round sent for one metric; by default they are added
-            up. With a function of one's own the states of all tasks are kept until the round is merged.
-        first_id: of rounds; workers and servers may know those of an earlier master.
+        start_version: version at which training starts; the first round is due `evaluation_steps` later.
+        merge: merges the states that the tasks of a round sent for one metric; they are summed by default. With a
+            custom function, the states of all tasks are kept until the round is merged.
+        first_id: first round id; workers and servers may know ids of an earlier master.
 
     Attributes:
-        collection: what the tasks of the running round have brought.
+        collection: results of the running round.
     """
 
     def __init__(
         self, *, evaluation_steps: int = 0, start_version: int = 0, merge: Merge | None = None, first_id: int = 1
     ) -> None:
         if evaluation_steps < 0:
-            raise UsageError(f"evaluation_steps is {evaluation_steps}; expected 0 or more model versions.")
+            raise UsageError(f"evaluation_steps={evaluation_steps} is invalid: must be 0 or more model versions.")
         self._steps = evaluation_steps
         self._merge = merge
         self._last_version: int | None = None  # of the newest round
@@ -105,7 +104,7 @@ class EvaluationRounds:
 
     @property
     def all_done(self) -> bool:
-        """Whether training has ended and no round is running or due: TRAIN_END may come."""
+        """Whether training has ended and no round is running or due: TRAIN_END may be handed out."""
         return self._training_ended and self._running is None
 
     def is_due(self, version: int) -> bool:
@@ -115,7 +114,7 @@ class EvaluationRounds:
     def version_reached(self, version: int) -> RoundDecision:
         """The model has reached `version`."""
         if not self._steps:
-            return RoundDecision(None, "rounds are held at the end of epochs")
+            return RoundDecision(None, "evaluation runs at the end of each epoch")
         if self._training_ended:
             return RoundDecision(None, "training has ended")
         due = self._steps_from + self._steps
@@ -126,25 +125,25 @@ class EvaluationRounds:
     def epoch_ended(self, epoch: int, version: int) -> RoundDecision:
         """All tasks of `epoch` are done, and the model is at `version`."""
         if self._steps:
-            return RoundDecision(None, f"rounds are held every {self._steps} versions")
+            return RoundDecision(None, f"evaluation runs every {self._steps} versions")
         self._pending_epoch = epoch
         return self._ask(RoundReason.EPOCH_END, version)
 
     def training_ended(self, version: int, evaluates: bool = True) -> RoundDecision:
-        """The last training task is done; `version` is the model's last. `evaluates`: one more round is to see it."""
+        """Training has ended at `version`. `evaluates`: one more round evaluates this version."""
         self._training_ended = True
         if not evaluates:
-            return RoundDecision(None, "rounds are held for epochs alone")
+            return RoundDecision(None, "evaluation runs only at the end of epochs")
         if version == self._last_version:
-            return RoundDecision(None, f"round {self._next_id - 1} saw the last version, {version}")
+            return RoundDecision(None, f"round {self._next_id - 1} evaluated the last version, {version}")
         return self._ask(RoundReason.TRAINING_END, version)
 
     def requested(self, version: int) -> RoundDecision:
-        """Somebody wants a round, whatever the version."""
+        """Requests a round, at any version."""
         return self._ask(RoundReason.REQUESTED, version)
 
     def snapshot_taken(self, version: int) -> None:
-        """The running round is of `version`, which may be later than the one that made it due."""
+        """The running round evaluates `version`, which may be later than the version that made it due."""
         assert self._running is not None
         self._running = replace(self._running, version=version)
         self._last_version = self._steps_from = version
@@ -156,26 +155,26 @@ class EvaluationRounds:
         states: Mapping[str, Sequence[Array]],
         batches: Sequence[Outputs] = (),
     ) -> Collected:
-        """Takes what one task of the running round brought; a second time for the same task is refused.
+        """Accepts the results of one task of the running round; refuses a second report of the same task.
 
         Args:
             states: by metric, the arrays of `metric.variables` over the task's records.
-            batches: what metrics without a mergeable state are updated with, for each batch of the task.
+            batches: inputs of metrics without mergeable state, for each batch of the task.
 
-        Raises `WireError` when metrics, shapes of states or paths of outputs differ from those of the round's other
-        tasks; nothing is taken then.
+        Raises `WireError`, and accepts nothing, when metrics, shapes of states or paths of outputs differ from those of
+        the round's other tasks.
         """
         if self._running is None or round_id != self._running.id:
             return Collected(False, f"round {round_id} is not running")
         if not self.collection.add(task_id, states, batches):
-            return Collected(False, f"task {task_id} was counted in round {round_id} before")
+            return Collected(False, f"task {task_id} was already counted in round {round_id}")
         return Collected(True, f"task {task_id} is counted in round {round_id}")
 
     def finish(self, version: int) -> RoundDecision:
-        """Ends the running round; the answer holds the next one if one became due meanwhile.
+        """Ends the running round; returns the next one if it became due meanwhile.
 
         Args:
-            version: of the model now, which the next round will see.
+            version: current version of the model, which the next round evaluates.
         """
         self._running = None
         self.collection = Collection(self._merge)
@@ -187,7 +186,7 @@ class EvaluationRounds:
         if self._running is not None:
             if self._pending is None or _WEIGHT[reason] > _WEIGHT[self._pending]:
                 self._pending = reason
-            return RoundDecision(None, f"round {self._running.id} is running; the next one follows it")
+            return RoundDecision(None, f"round {self._running.id} is running; another follows it")
         self._running = Round(self._next_id, version, reason, self._pending_epoch)
         self._next_id += 1
         self._last_version = self._steps_from = version
@@ -196,10 +195,10 @@ class EvaluationRounds:
 
 
 class Collection:
-    """What the tasks of one round bring, each once.
+    """The results of the tasks of one round, each counted once.
 
     Args:
-        merge: as for `EvaluationRounds`.
+        merge: as in `EvaluationRounds`.
     """
 
     def __init__(self, merge: Merge | None) -> None:
@@ -210,7 +209,7 @@ class Collection:
         self._outputs: dict[int, Sequence[Outputs]] = {}  # by task
 
     def add(self, task_id: int, states: Mapping[str, Sequence[Array]], batches: Sequence[Outputs]) -> bool:
-        """Whether it was taken, for the first time. Raises as `EvaluationRounds.collect`."""
+        """Whether the results were accepted. Raises the same errors as `EvaluationRounds.collect`."""
         if task_id in self._tasks:
             return False
         self._check(task_id, states, batches)
@@ -238,34 +237,34 @@ class Collection:
 
     def _check(self, task_id: int, states: Mapping[str, Sequence[Array]], batches: Sequence[Outputs]) -> None:
         known = {*self._sums, *self._states}
-        # A task whose records `feed` drops has states, of no records, but no outputs.
+        # A task whose records `feed` drops has states (of no records) but no outputs.
         paths = next(({*batch} for batch in batches), set())
         others = next(({*task[0]} for task in self._outputs.values()), paths)
         if self._tasks and (known != {*states} or (paths and paths != others)):
             raise WireError(
-                f"Evaluation task {task_id} brought states of {sorted(states)} and outputs at {sorted(paths)}; the "
-                f"other tasks of its round brought {sorted(known)} and {sorted(others)}. The model file must give the "
-                "same metrics in every process."
+                f"Evaluation task {task_id} returned states of {sorted(states)} and outputs at {sorted(paths)}; the "
+                f"other tasks of its round returned {sorted(known)} and {sorted(others)}. The model file must create "
+                "the same metrics in every process."
             )
         for name, arrays in states.items():
             expected = self._sums[name].shapes if name in self._sums else None
             if name in self._states:
                 expected = [array.shape for array in next(iter(self._states[name].values()))]
-            # A merge function of one's own may know what to do with states of different shapes.
+            # A custom merge function may handle states of different shapes.
             given = [np.shape(array) for array in arrays]
             if expected is not None and (len(given) != len(expected) or (not self._merge and given != expected)):
                 raise WireError(
-                    f"Evaluation task {task_id} brought states of the shapes {given} for metric {name!r}; the other "
-                    f"tasks of its round brought {expected}. The metric must have the same variables in every process."
+                    f"Evaluation task {task_id} returned states of the shapes {given} for metric {name!r}; the other "
+                    f"tasks of its round returned {expected}. The metric must have the same variables in every process."
                 )
 
 
-# Which of several reasons a round is named after.
+# Precedence when a round has several reasons.
 _WEIGHT = {reason: weight for weight, reason in enumerate(RoundReason)}
 
 
 class _Sums:
-    """Sums of a metric's variables, in double precision so that the order of tasks doesn't show."""
+    """Sums of a metric's variables, in double precision so that the order of tasks does not matter."""
 
     def __init__(self) -> None:
         self._sums: list[Array] = []

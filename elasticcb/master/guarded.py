@@ -1,4 +1,4 @@
-"""A value that is reached only under its lock, and how threads wait for it to change."""
+"""A value protected by a lock, and waiting for its changes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Generic, TypeVar
 
 from elasticcb.process.signals import raise_if_interrupted, uninterrupted
 
-_LOOK_SECONDS = 0.1  # between looks for Ctrl-C, which ends no wait by itself here
+_LOOK_SECONDS = 0.1  # between checks for Ctrl-C, which does not interrupt waits here
 
 Value = TypeVar("Value")
 
 
 class Wake(IntEnum):
-    """Whom a change matters to: each one includes those before it."""
+    """Which threads a change concerns; each value includes those before it."""
 
     NOBODY = 0
-    DRIVER = 1  # the thread that drives the job; most reports matter to it alone
-    ALL = 2  # workers that wait for a task too, of which there may be hundreds
+    DRIVER = 1  # the driving thread; most reports concern only it
+    ALL = 2  # also workers that wait for a task, of which there may be hundreds
 
 
 class Guarded(Generic[Value]):
-    """`with guarded() as value:` is the only way to the value. Blocks of one thread may be nested.
+    """`with guarded() as value:` is the only access to the value. Blocks of one thread may be nested.
 
     Args:
-        value: the first one.
-        settle: carries out what follows from the changes of a block, still under the lock, and says whom to wake. It
-            is called when a block ends, and before it waits.
+        value: initial value.
+        settle: applies the effects of a block, still under the lock, and returns which threads to wake. It is called
+            when a block ends, and before it waits.
     """
 
     def __init__(self, value: Value, settle: Callable[[Value], Wake]) -> None:
@@ -48,20 +48,20 @@ class Guarded(Generic[Value]):
                 self._end()
 
     def replace(self, value: Value) -> None:
-        """Another value takes the place of the present one; who waits sees that one when it goes on."""
+        """Replaces the value; waiting threads see the new one when they wake up."""
         with uninterrupted(), self._all:
             self._end()
             self._value = value
             self._end()
 
     def wait(self, seconds: float) -> Value:
-        """Within a block: until something changed, at most for `seconds`; returns the value that is there then."""
+        """Inside a block: waits for a change, at most `seconds`; returns the value at that time."""
         self._end()
         _wait(self._all, seconds)
         return self._value
 
     def wait_for(self, condition: Callable[[Value], bool], seconds: float | None = None) -> Value:
-        """Within a block: until `condition` holds, at most for `seconds`; returns the value that is there then."""
+        """Inside a block: waits until `condition` holds, at most `seconds`; returns the value at that time."""
         give_up = None if seconds is None else time.monotonic() + seconds
         while not condition(self._value) and (give_up is None or time.monotonic() < give_up):
             self._end()
@@ -69,7 +69,7 @@ class Guarded(Generic[Value]):
         return self._value
 
     def wait_as_driver(self, seconds: float) -> None:
-        """Within a block of the thread that drives the job: until something changed, at most for `seconds`."""
+        """Inside a block of the driving thread: waits for a change, at most `seconds`."""
         self._end()
         _wait(self._driver, seconds)
 
@@ -82,7 +82,7 @@ class Guarded(Generic[Value]):
 
 
 def _wait(changed: threading.Condition, seconds: float) -> None:
-    """Waits, up to `seconds`; raises `KeyboardInterrupt` in the main thread when it is to end."""
+    """Waits up to `seconds`; in the main thread, raises `KeyboardInterrupt` when interrupted."""
     give_up = time.monotonic() + seconds
     in_main = threading.current_thread() is threading.main_thread()
     most = _LOOK_SECONDS if in_main else math.inf

@@ -1,4 +1,4 @@
-"""Prediction tasks that are done, and whose results a worker's callbacks may still hold in memory."""
+"""Finished prediction tasks whose results a worker's callbacks may still hold in memory."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from elasticcb.master.task_record import TaskRecord
 
 
 class HeldResults:
-    """What each worker has predicted since the `on_predict_end` of its callbacks is due.
+    """Tasks that each worker has predicted, until the `on_predict_end` hooks of its callbacks have run.
 
-    Results are safe once that hook has run. Those of a worker that is lost before are lost with it.
+    Then the results are safe. If the worker is lost before, its results are lost too.
     """
 
     def __init__(self) -> None:
         self._by_worker: dict[int, list[TaskRecord]] = {}
 
     def hold(self, worker: int, record: TaskRecord) -> None:
-        """`worker` has reported the task done."""
+        """`worker` has reported the task as done."""
         self._by_worker.setdefault(worker, []).append(record)
 
     def take(self, worker: int) -> list[TaskRecord]:
-        """The tasks of `worker`, in the order of its reports; they are held no longer."""
+        """Removes and returns the tasks of `worker`, in the order of its reports."""
         return self._by_worker.pop(worker, [])
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""A model as parameter servers are given it."""
+"""A model as it is sent to parameter servers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from elasticcb.sharding.table_state import to_tensors as tables_to
 
 
 class InitialModel(NamedTuple):
-    """Where servers have the model from: weights in the order of the specs, or the folder of a checkpoint version.
+    """Where servers get the model from: weights in the order of the specs, or the folder of a checkpoint version.
 
     Attributes:
-        optimizer_state: what the optimizers start with, beside weights; what it lacks starts afresh.
-        version: of the model, beside weights.
+        optimizer_state: initial optimizer state, with weights; missing parts start fresh.
+        version: version of the model, with weights.
         ids, used: as in `ModelState`.
     """
 
@@ -34,7 +34,7 @@ class InitialModel(NamedTuple):
     used: Mapping[int, Array] | None = None
 
     def part(self, servers: ServerGroup, index: int) -> dict[str, Array]:
-        """What one server holds of weights and state, as it travels; without weights the optimizers' state alone."""
+        """One server's part of weights and state, serialized; without weights, only the optimizer state."""
         specs, slices, state = servers.specs, servers.partition[index], self.optimizer_state or OptimizerState()
         tensors = pack_weights(self.weights, specs, slices) if self.weights else {}
         tables = {

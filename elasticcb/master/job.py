@@ -1,5 +1,4 @@
-"""A job as a sequence of phases: it is opened (`opening.py`), takes its course (`course.py`), and ends, as it should or
-not."""
+"""A job as a sequence of phases: it opens (`opening.py`), runs (`course.py`), and ends, normally or with an error."""
 
 from __future__ import annotations
 
@@ -37,25 +36,25 @@ from elasticcb.settings import RECOVERY_FOLDER, Command, JobSettings
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_SECONDS = 5.0  # for tasks that run when the user interrupts
-_RESTORE_SECONDS = 20.0  # for servers that are lost when the user interrupts
-_LEAVE_SECONDS = 30.0  # for workers to end by themselves when the job is over
+_DRAIN_SECONDS = 5.0  # for running tasks when the user interrupts
+_RESTORE_SECONDS = 20.0  # for lost servers when the user interrupts
+_LEAVE_SECONDS = 30.0  # for workers to exit by themselves after the job
 
 
 class Job:
     """One job.
 
     Args:
-        settings: of the job.
-        master: started; its processes will do the job.
-        display: as `cli.progress.Display`.
-        make_host: makes the Keras side of the master; it is called once the processes are on their way.
-        make_program: makes what the job runs instead of a model file (elasticcb/model/program.py), once the model of
-            the host is built.
-        journal: of training that can be resumed, and that this job goes on with if it tells of tasks. Of training
-            that was over, the servers get the model, and no hook is called.
-        goes_on_by: what the user does to go on with the job of the journal; "": the command `elasticcb resume`.
-        takeover: what another master has left, for this job to go on with; `master` is not started then.
+        settings: settings of the job.
+        master: a started master whose processes will run the job.
+        display: a `cli.progress.Display`.
+        make_host: creates the master's Keras side; called once the processes are starting.
+        make_program: creates the serialized job to run instead of a model file (elasticcb/model/program.py), once the
+            host's model is built.
+        journal: journal of resumable training; the job continues it if it contains tasks. If its training was over, the
+            servers get the model and no hook is called.
+        goes_on_by: how the user resumes the job, as text; "": the command `elasticcb resume`.
+        takeover: what a killed master left running, which this job takes over; `master` is not started in that case.
     """
 
     def __init__(
@@ -86,16 +85,16 @@ class Job:
             arrays=CallbackArrays(Path(settings.directory, RECOVERY_FOLDER), kept, display.message),
             goes_on_by=goes_on_by,
         )
-        self._course: Course | None = None  # until the servers hold the model, and workers take tasks
+        self._course: Course | None = None  # None until the servers hold the model and workers get tasks
 
     def run(self) -> JobSnapshot:
-        """Returns when the job is done.
+        """Runs the job to its end.
 
         Raises:
-            JobFailedError: it can't go on.
-            JobInterrupted: the user asked it to end.
-            LastCheckpointError: all is done but the last checkpoint.
-            ElasticCBError: the model file, the data or the checkpoint is not usable.
+            JobFailedError: the job can't continue.
+            JobInterrupted: the user stopped it.
+            LastCheckpointError: everything is done except the last checkpoint.
+            ElasticCBError: the model file, the data or the checkpoint is unusable.
         """
         try:
             course = self._course = open_job(self._order)
@@ -112,11 +111,11 @@ class Job:
         return self._finish(course)
 
     def model_state(self) -> ModelState | None:
-        """What the servers hold now; None before they hold the model."""
+        """The servers' current state; None before they hold the model."""
         return None if self._course is None else self._course.served.ps.export()
 
     def close(self) -> None:
-        """Ends the connections to the servers."""
+        """Closes the connections to the servers."""
         order = self._order
         order.until_end.close()
         order.desk.keep(None)  # workers may still report
@@ -128,7 +127,7 @@ class Job:
             order.journal.close()
 
     def _finish(self, course: Course) -> JobSnapshot:
-        """Waits for workers and checkpoints, and sums up."""
+        """Waits for workers and checkpoints; returns the summary."""
         order, desk, journal = self._order, self._order.desk, self._order.journal
         desk.wait_until(lambda state: not state.roster.busy(Role.WORKER), _LEAVE_SECONDS)
         with desk.state() as state:
@@ -144,44 +143,44 @@ class Job:
             state.tell(saved_model_path=exported if os.path.isdir(exported) else "")
         summary = order.master.observe()
         if missing is not None and order.make_program is None:
-            again = f" When it can be written to again, run: {order.how_to_go_on}" if journal is not None else ""
-            raise LastCheckpointError(f"The job is done, but for its last checkpoint: {missing}{again}", summary)
+            again = f" After fixing this, run: {order.how_to_go_on}" if journal is not None else ""
+            raise LastCheckpointError(f"The job finished without its last checkpoint: {missing}{again}", summary)
         if journal is not None:
             with desk.state():
                 journal.add(over=True)
         if missing is not None:
-            raise LastCheckpointError(f"The model is trained, but its last checkpoint is missing: {missing}", summary)
+            raise LastCheckpointError(f"The model was trained, but its last checkpoint is missing: {missing}", summary)
         return summary
 
     def _explained(self, error: ElasticCBError) -> ElasticCBError:
-        """The error with what the user can do about it."""
+        """The error, with advice for the user."""
         order = self._order
         if isinstance(error, ConnectionLostError):
             try:
-                order.desk.tend()  # which knows why a server does not answer
+                order.desk.tend()  # raises the reason why a server does not answer
             except JobFailedError as cause:
                 error = cause
         hints = ""
         newest = "" if self._course is None else self._course.checkpoints.place
         if newest:
             hints += (
-                f"\nThe newest checkpoint is {newest}. To go on from it: "
+                f"\nThe newest checkpoint is {newest}. To start a job from it: "
                 f"--checkpoint_dir_for_init={order.settings.checkpoint.directory}"
             )
         if self._is_resumable:
-            hints += f"\nTo go on where the job stands: {order.how_to_go_on}"
+            hints += f"\nTo resume the job: {order.how_to_go_on}"
         kind = type(error) if isinstance(error, JobFailedError) else ClusterLostError
         return kind(f"{error}{hints}", error.user_traceback) if hints else error
 
     def _check_not_replaced(self) -> None:
-        """Raises `ReplacedError` when another master goes on with the job, to whom its processes and files belong."""
+        """Raises `ReplacedError` when another master has taken over the job, its processes and files."""
         journal = self._order.journal
         if journal is not None:
             with self._order.desk.state():
                 journal.check_not_replaced()
 
     def _interrupted(self) -> NoReturn:
-        """Drains, saves, and ends the job by raising `JobInterrupted`."""
+        """Drains, checkpoints, and ends the job by raising `JobInterrupted`."""
         saved = ""
         try:
             if self._course is not None and self._order.settings.command is Command.TRAIN:
@@ -191,20 +190,20 @@ class Job:
         except ReplacedError:
             raise
         except ElasticCBError as error:
-            saved = f" No checkpoint could be written: {error}"
+            saved = f" The checkpoint could not be written: {error}"
         if self._is_resumable:
-            saved += f" To go on: {self._order.how_to_go_on}"
+            saved += f" To resume it: {self._order.how_to_go_on}"
         raise JobInterrupted(f"The job was interrupted at version {self._order.desk.version}.{saved}")
 
     def _saved(self, course: Course) -> str:
-        """Has all that is trained written down; says where, to a person."""
+        """Saves the trained state; returns where, as text for the user."""
         order = self._order
         again = "" if order.goes_on_by else " (press Ctrl-C again to end at once)"
         order.display.message(f"Interrupted: finishing running tasks{again}.")
         course.served.servers.give_up_after(_RESTORE_SECONDS)
         course.drain(_DRAIN_SECONDS)
         if order.journal is not None:
-            course.served.ps.finish_training(finalize=False)  # after which all is in the recovery files
+            course.served.ps.finish_training(finalize=False)  # so that the recovery files contain everything
         if not course.checkpoints.wanted:
             return ""
         course.save_checkpoint()
@@ -219,7 +218,7 @@ class Job:
 
 
 def _host_of_model_file(settings: JobSettings) -> Any:
-    # Keras is imported here, not above: the other processes import it meanwhile.
+    # Keras is imported here, not above: other processes import it in parallel.
     from elasticcb.master.keras_host import ModelHost
 
     return ModelHost(settings)

@@ -1,6 +1,6 @@
-"""What is known of one job, and what follows from its changes; pure: no threads, clock, gRPC or Keras.
+"""The state of one job, and the effects of its changes. Pure: no threads, clock, gRPC or Keras.
 
-Times are seconds of one rising clock, and arguments.
+Times are arguments, in seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Crew:
 
     Attributes:
         waiting: workers that wait for a task.
-        stats: by id of a process, what it said last of itself.
-        closing: no job will come any more.
+        stats: last statistics of each process, by id.
+        closing: no more jobs will come.
     """
 
     roster: Roster
@@ -49,13 +49,13 @@ class Crew:
 
 @dataclass
 class Effects:
-    """What follows from changes of the state.
+    """Effects of changes of the state.
 
     Attributes:
-        entries: for the journal, in their order; "states" are pairs of an epoch and metric states.
-        shortens: whether the journal is to be made as short as it can be.
-        lines: for the user.
-        driver, everybody: whether to wake the thread that drives the job, and all that wait.
+        entries: journal entries, in order; "states" are pairs of an epoch and metric states.
+        shortens: whether to compact the journal.
+        lines: lines for the user.
+        driver, everybody: whether to wake the driving thread, or all waiting threads.
     """
 
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -66,38 +66,38 @@ class Effects:
 
 
 class JobRecord:
-    """What is known of one job, and what follows from changes for its journal, its user and those who wait.
+    """The state of one job, and the effects of its changes on journal, user and waiting threads.
 
     Args:
-        crew: the processes that do it.
-        number: of the job, from 1; 0: there is none yet.
-        settings: of the job; None before the first one.
-        program: what it runs instead of a model file (elasticcb/model/program.py).
-        datasets: functions that make per-worker datasets, pickled, by number.
-        started: when the job began.
+        crew: the processes that run it.
+        number: number of the job, from 1; 0: none yet.
+        settings: settings of the job; None before the first one.
+        program: the serialized job to run instead of a model file (elasticcb/model/program.py).
+        datasets: pickled functions that create per-worker datasets, by number.
+        started: when the job started.
 
     Attributes:
-        told: what the thread that drives the job tells people of it.
-        speed: in records that count.
-        speeds: of workers, by id, in batches.
-        past: for the job's page.
-        evaluated_before: records that were evaluated before the last round.
-        start_version: of the model, when the job began.
+        told: fields of the snapshot that the driving thread sets.
+        speed: records per second.
+        speeds: batches per second of each worker, by id.
+        past: history for the job's page.
+        evaluated_before: records evaluated before the last round.
+        start_version: version of the model when the job started.
         queue: None until the model is built.
-        cluster: what workers must know of the servers; None until those hold the model.
-        find_index: what the data reader knows of a file, by mode and name; b"" while it does not.
-        lost_ps: when servers were lost in whose places no other holds the model yet, by place.
-        wish: for another number of servers, the last one.
-        checkpoint_written: when the newest checkpoint was, or the job began.
+        cluster: what workers need to know of the servers; None until these hold the model.
+        find_index: returns the data reader's index of a file, by mode and name; b"" while unknown.
+        lost_ps: when each lost server was lost, by index, until its replacement holds the model.
+        wish: the last request to change the number of servers.
+        checkpoint_written: when the newest checkpoint was written, or the job started.
         loss: mean over the batches of the last report.
-        loss_jumps: finds them, where several workers apply gradients late.
-        autoscales: the number of workers follows the throughput.
+        loss_jumps: detects loss jumps, where several workers apply gradients late.
+        autoscales: whether the number of workers follows the throughput.
         epoch_states: training metrics.
-        calls, results: of functions, by number: what to call, while it is not done; what came of it, until it is taken.
-        prediction_output: takes predictions in place of `predictions`: by first unit of a task, outputs by batch.
-        error: found while answering a call; ends the job.
+        calls, results: of FUNCTION tasks by id: functions still to call; results until fetched.
+        prediction_output: receives predictions instead of `predictions`: outputs by batch, by first unit of a task.
+        error: an error found while answering a call; ends the job.
         over: there are no more tasks in this job.
-        has_journal: entries are written down.
+        has_journal: whether entries are persisted.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class JobRecord:
         self.over = False
         self.has_journal = False
         self._effects = Effects()
-        self._warned: set[str] = set()  # subjects
+        self._warned: set[str] = set()  # warned subjects
         self._noted_totals: dict[str, Any] = {}
         self._noted_roster: dict[str, Any] = {}
 
@@ -154,32 +154,32 @@ class JobRecord:
 
     @property
     def ready(self) -> bool:
-        """Whether the servers hold the model, and tasks are handed out."""
+        """Whether the servers hold the model and tasks are handed out."""
         return self.cluster is not None and self.queue is not None and not self.closing
 
     # ------------------------------------------------------------ effects
 
     def take_effects(self) -> Effects:
-        """What is to be carried out now."""
+        """Removes and returns the effects to apply now."""
         taken, self._effects = self._effects, Effects()
         return taken
 
     def wake(self) -> None:
-        """All that wait are to look again."""
+        """Wakes all waiting threads."""
         self._effects.everybody = True
 
     def wake_driver(self) -> None:
-        """Something changed that no worker waits for."""
+        """Wakes only the driving thread: no worker waits for this change."""
         self._effects.driver = True
 
     def say(self, text: str) -> None:
-        """Shows the user a line about the job."""
+        """Prints a line about the job to the user."""
         self._effects.lines.append(text)
 
     def note(self, **entry: Any) -> None:
-        """Writes down where the job stands, with `entry`. The job ends when that is not possible.
+        """Persists the job's state, with `entry`. Ends the job when that is not possible.
 
-        Of a task that failed, nothing: when the job goes on, the task is to be tried again.
+        Failed tasks are not persisted: a resumed job tries them again.
         """
         if self.has_journal and self.queue is not None and self.queue.failure is None:
             totals = self._all_totals()
@@ -188,13 +188,13 @@ class JobRecord:
             self._write(queue=self.queue.to_dict(leases=True), version=self.version, **entry)
 
     def note_roster(self) -> None:
-        """Writes down who is there, if that has changed."""
+        """Persists the roster if it has changed."""
         if self.has_journal and (roster := self.roster.to_dict()) != self._noted_roster:
             self._noted_roster = roster
             self._write(roster=roster, next_id=self.roster.next_id)
 
     def shorten_journal(self) -> None:
-        """Makes it as short as it can be."""
+        """Compacts the journal."""
         self._effects.shortens = True
 
     def _write(self, **entry: Any) -> None:
@@ -202,25 +202,25 @@ class JobRecord:
             self._effects.entries.append(entry)
 
     def _all_totals(self) -> dict[str, Any]:
-        """What the summary tells beside the queue's accounting, as JSON values."""
+        """Totals of the summary besides the queue's accounting, as JSON values."""
         lost = {role.name: [self.roster.losses.lost[role], self.roster.losses.replaced[role]] for role in Role}
         return {**self.totals.to_dict(), **lost}
 
-    # ------------------------------------------------------------ what the user hears
+    # ------------------------------------------------------------ messages to the user
 
     def warn(self, warning: CallbackWarning) -> None:
-        """Counts it; the first of each subject is shown."""
+        """Counts the warning; shows the first one of each subject."""
         self.totals.callback_errors += warning.errors
         if warning.subject not in self._warned:
             self._warned.add(warning.subject)
             self.say(warning.text)
 
     def tell(self, **news: Any) -> None:
-        """What people are to see of the job besides, by name of a field of the snapshot."""
+        """Sets fields of the snapshot, by name."""
         self.told = replace(self.told, **news)
 
     def note_progress(self, now: float) -> None:
-        """What can be told only by one who looks again and again."""
+        """Updates values that must be sampled regularly."""
         if self.settings is None or self.settings.command is not Command.TRAIN:
             return
         if self.told.seconds_to_first_step is None and self.version > self.start_version:
@@ -231,7 +231,7 @@ class JobRecord:
     # ------------------------------------------------------------ after another master
 
     def resume(self, memory: Memory) -> None:
-        """Takes over what an earlier master knew of training."""
+        """Adopts an earlier master's knowledge of the training."""
         self.version = max(self.version, memory.version)
         totals = dict(memory.totals)
         if totals:
@@ -243,7 +243,7 @@ class JobRecord:
                 self.epoch_states.add(epoch, states)
 
     def take_over(self, memory: Memory, queue: TaskQueue, now: float) -> None:
-        """Goes on with the workers and servers of another master, which was killed, and with its queue."""
+        """Takes over the workers and servers of a killed master, with its queue."""
         assert memory.roster is not None
         self.queue, self.has_journal = queue, True
         self.epoch_states.merging = frozenset(memory.merging_units)

@@ -1,6 +1,6 @@
-"""What happens to one job: events come in, answers and effects come out; pure: no threads, clock, gRPC or Keras.
+"""The events of one job: calls come in, answers and effects go out. Pure: no threads, clock, gRPC or Keras.
 
-Times are seconds of one rising clock, and arguments.
+Times are arguments, in seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LATE = "it is of a job that is over"
+LATE = "its job has ended"
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a worker reports of a task that it has done.
+    """A worker's report of a finished task.
 
     Attributes:
-        version: of the model, as the worker knows it.
-        states: of metrics, over the task's records.
-        outputs: by batch: predictions, or what metrics without a mergeable state are updated with.
-        gradients_rejected, batches_skipped: on the way.
-        ended_after: so many records there were before the source ended; None: it did not.
-        function_result: what a function returned, pickled.
+        version: version of the model, as known to the worker.
+        states: metric states over the task's records.
+        outputs: by batch: predictions, or inputs of metrics without mergeable state.
+        gradients_rejected, batches_skipped: during this task.
+        ended_after: number of records after which the source ended; None: it did not.
+        function_result: pickled return value of a function.
     """
 
     version: int
@@ -62,47 +62,47 @@ class TaskResult:
 
 
 class JobState(JobRecord):
-    """One job, as workers, servers and people act on it. `Guarded` holds the one of the present job."""
+    """One job, as workers, servers and users act on it. `Guarded` holds the current job's."""
 
     # ------------------------------------------------------------ what ends the job
 
     def raise_error(self) -> None:
-        """Raises what was found while calls were answered, and when the cluster was closed."""
-        if self.closing:  # and nothing may be started any more
-            raise JobFailedError("The cluster was closed before the job was done.")
+        """Raises an error found while answering calls, or when the cluster was closed."""
+        if self.closing:  # no process may be started any more
+            raise JobFailedError("The cluster was closed before the job finished.")
         if self.error is not None:
             raise self.error
 
     def raise_if_nobody_is_left(self) -> None:
-        """A worker whose callbacks have ended takes no task any more, although predictions may come back."""
+        """Raises if predictions must be repeated but all workers have ended their callbacks and take no more tasks."""
         if self.queue is None or not self.queue.has_returned or self.roster.any_left(Role.WORKER, self.number):
             return
         tasks = self.queue.counts()[TaskType.PREDICTION][TaskState.TODO]
         raise ClusterLostError(
-            f"{tasks} prediction tasks have to be done again, and no worker is left to do them: one was lost before "
-            "the `on_predict_end` of its callbacks had run, the others have run theirs, and all restarts are used up. "
-            "Run the job again, with more restarts (--max_worker_restarts)."
+            f"{tasks} prediction tasks must be repeated, but no worker is left to run them. A worker was lost before "
+            "the `on_predict_end` hooks of its callbacks ran, the other workers have finished, and all restarts are "
+            "used up. Run the job again with more restarts (--max_worker_restarts)."
         )
 
     def check_is_present(self, job: int) -> None:
-        """Raises `JobOverError` when the process is of another job."""
+        """Raises `JobOverError` when the process belongs to another job."""
         if job != self.number:
-            raise JobOverError(f"Job {job} is over; the present one is {self.number}.")
+            raise JobOverError(f"Job {job} is over; the current job is {self.number}.")
 
     def seen(self, id: int, now: float) -> None:
-        """A process gives a sign of life. Raises `UsageError` when it is not one of the job."""
+        """A heartbeat of a process. Raises `UsageError` when it does not belong to the job."""
         sighting = self.roster.seen(id, now)
         if not sighting.accepted:
             raise UsageError(f"The master refuses process {id}: {sighting.reason}.")
 
     def has(self, id: int) -> bool:
-        """Whether a process does the present job."""
+        """Whether a process works on the current job."""
         return self.roster.job_of(id) == self.number
 
     # ------------------------------------------------------------ processes
 
     def idle(self, id: int, now: float) -> None:
-        """A process is done with its job."""
+        """A process has finished its job."""
         self.seen(id, now)
         if self.queue is not None and self.has(id):
             self.queue.results_kept(id)
@@ -110,30 +110,30 @@ class JobState(JobRecord):
         self.wake()
 
     def register(self, member: Member) -> None:
-        """A process is there."""
-        logger.info("%s is there", member)
-        self.past.happened("joined", f"{member} is there.")
+        """A process has registered."""
+        logger.info("%s joined", member)
+        self.past.happened("joined", f"{member} joined.")
         self.note_roster()
         self.wake()
 
     def server_lost(self, index: int, now: float) -> None:
-        """Another is to take its place."""
+        """A server is lost; another will replace it."""
         self.lost_ps.setdefault(index, now)
         settings = self.settings
         if settings is not None and settings.cluster.ps_replicas and settings.command is Command.TRAIN:
             before = (index - 1) % settings.cluster.num_ps
-            self.say(f"Parameter server {before} has no replica until parameter server {index} is back.")
+            self.say(f"Parameter server {before} has no replica until parameter server {index} recovers.")
         self.wake()
 
     def server_is_back(self, index: int, place: ServerPlace) -> None:
-        """Another server in this place holds the model."""
+        """The replacement of a lost server holds its part of the model."""
         self.lost_ps.pop(index, None)
         if self.cluster is not None:
             servers = [*self.cluster.servers]
             servers[index] = place
             self.cluster = replace(self.cluster, servers=servers)
             self._write(servers=servers)
-            self.past.happened("recovery", f"Parameter server {index} holds its part of the model again.")
+            self.past.happened("recovery", f"Parameter server {index} has its part of the model again.")
         self.wake()
 
     def servers_have_moved(self, servers: Sequence[ServerPlace], buckets: BucketMap) -> None:
@@ -144,21 +144,21 @@ class JobState(JobRecord):
 
     @property
     def servers_in_use(self) -> int:
-        """How many servers hold a part of the model."""
+        """Number of servers that hold a part of the model."""
         return 0 if self.cluster is None else len(self.cluster.servers)
 
     def serves(self, map_version: int) -> bool:
-        """Whether all servers hold the model, by a map of at least this version."""
+        """Whether all servers hold the model, by a shard map of at least this version."""
         known = self.cluster is not None and self.cluster.map_version >= map_version
         return known and not self.lacks_servers
 
     @property
     def lacks_servers(self) -> bool:
-        """Whether a part of the model is with no server, since the one that held it was lost."""
+        """Whether a part of the model is unavailable because its server was lost."""
         return any(index < self.servers_in_use for index in self.lost_ps)
 
     def worker_lost(self, worker: int) -> None:
-        """Its tasks go back."""
+        """A worker is lost; its tasks are requeued."""
         if self.queue is not None:
             _log_back(self.queue.worker_lost(worker))
         self._forget(worker)
@@ -166,28 +166,28 @@ class JobState(JobRecord):
         self.wake()
 
     def worker_left(self, member: Member) -> None:
-        """It was asked to end, and has put down its work."""
+        """A process was asked to stop, and has finished its work."""
         if self.queue is not None and member.role is Role.WORKER:
             _log_back(self.queue.worker_left(member.id))
         if member.role is Role.WORKER:
             self._forget(member.id)
 
     def left(self, id: int) -> None:
-        """A process has ended, as it should."""
+        """A process exited normally."""
         self.roster.left(id)
         if self.queue is not None:
             self.queue.worker_lost(id)
 
     def end_autoscaling(self, reason: str) -> None:
-        """The number of workers stays what it is."""
+        """Stops autoscaling; the number of workers stays."""
         self.autoscales = False
         self.note(autoscale=False)
-        self.say(f"Autoscale: off, since {reason}.")
+        self.say(f"Autoscale: off, because {reason}.")
 
     # ------------------------------------------------------------ tasks
 
     def get_task(self, worker: int, held: Any, now: float) -> TaskDecision:
-        """A task for `worker`, which has those leases already; or why there is none."""
+        """A task for `worker`, which already holds `held` leases; or why there is none."""
         self.seen(worker, now)
         if self.closing or not self.has(worker):
             return TaskDecision(DecisionKind.FINISHED, None, "the job is over")
@@ -202,7 +202,7 @@ class JobState(JobRecord):
         return decision
 
     def idle_workers(self) -> list[int]:
-        """Those that wait for a task, and have none."""
+        """Workers that wait for a task and hold none."""
         if self.queue is None:
             return []
         return [
@@ -210,7 +210,7 @@ class JobState(JobRecord):
         ]
 
     def split_for(self, worker: int) -> Split | None:
-        """What `worker` should leave to workers that wait."""
+        """How `worker` should split its task for idle workers, if it should."""
         queue = self.queue
         if not self.crew.waiting or queue is None or queue.has_returned:
             return None
@@ -218,7 +218,7 @@ class JobState(JobRecord):
         return plan_split(worker, queue.batches_left(), idle, self.paces) if idle else None
 
     def split(self, worker: int, lease: int, end: int, now: float) -> Answer:
-        """`worker` will do the first `end` records of its lease, and no more."""
+        """`worker` will only process the first `end` records of its lease."""
         self.seen(worker, now)
         if self.queue is None or not self.has(worker):
             return Answer(False, LATE)
@@ -229,7 +229,7 @@ class JobState(JobRecord):
         return answer
 
     def note_pace(self, worker: int, batches: int, seconds: float, now: float) -> None:
-        """`worker` has trained so many batches in so many seconds."""
+        """`worker` has trained `batches` batches in `seconds` seconds."""
         member = self.roster.member(worker)
         verdict = self.paces.note(worker, batches, seconds)
         if self.paces.knows(worker):
@@ -247,12 +247,12 @@ class JobState(JobRecord):
             self.past.left(member.index)
 
     def note_stats(self, id: int, stats: Stats) -> None:
-        """What a process has counted since it started."""
+        """Statistics of a process since its start."""
         if self.roster.member(id) is not None:
             self.crew.stats[id] = stats
 
     def reached_version(self, version: int) -> None:
-        """The model is at `version`, or was."""
+        """The model is, or was, at `version`."""
         if version > self.version:
             self.version = version
             self.wake_driver()
@@ -265,7 +265,7 @@ class JobState(JobRecord):
         events: Sequence[BatchEvent],
         warnings: Sequence[CallbackWarning],
     ) -> None:
-        """What a worker tells beside the progress of its task."""
+        """Handles what a worker reports besides the progress of its task."""
         self.reached_version(version)
         self.batch_log.add(worker, version, events)
         for warning in warnings:
@@ -282,7 +282,7 @@ class JobState(JobRecord):
                 self.say(as_user_writes(sign, self.settings))
 
     def report_done(self, worker: int, lease: int, now: float, result: TaskResult) -> Outcome:
-        """A worker has done a task. Predictions are kept here only where there is no `prediction_output`."""
+        """A worker has finished a task. Predictions are kept here only without a `prediction_output`."""
         self.seen(worker, now)
         if self.queue is None or not self.has(worker):
             return Outcome(False, LATE)
@@ -297,7 +297,7 @@ class JobState(JobRecord):
             self.note(**({"states": [(task.epoch, result.states)]} if task.type is TaskType.TRAINING else {}))
         if self.queue.is_idle or self.queue.has_returned or (task is not None and task.type is TaskType.FUNCTION):
             self.wake()
-        else:  # nothing that could be handed out has come of it
+        else:  # nothing to hand out resulted
             self.wake_driver()
         return outcome
 
@@ -308,7 +308,7 @@ class JobState(JobRecord):
             try:
                 self.rounds.collect(task.evaluation_round, task.id, result.states, result.outputs)
             except ElasticCBError as error:
-                self.error = error  # a task that is done but not counted: the round can't be right any more
+                self.error = error  # a finished task that is not counted would make the round wrong
         elif task.type is TaskType.PREDICTION:
             if self.prediction_output is None and result.outputs:
                 self.predictions[task.shard.start] = result.outputs
@@ -317,12 +317,12 @@ class JobState(JobRecord):
             del self.calls[task.function]
 
     def take_predictions(self) -> dict[int, list[Outputs]]:
-        """What the job predicted, by first unit of a task: outputs by batch. They may be large, and are not kept."""
+        """Removes and returns the predictions (possibly large): outputs by batch, by first unit of a task."""
         taken, self.predictions = self.predictions, {}
         return taken
 
     def report_failed(self, worker: int, lease: int, now: float, error: str, traceback: str, fatal: bool) -> Outcome:
-        """A worker has failed in a task."""
+        """A worker failed in a task."""
         self.seen(worker, now)
         if self.queue is None or not self.has(worker):
             return Outcome(False, LATE)
@@ -334,16 +334,16 @@ class JobState(JobRecord):
         return outcome
 
     def stop_training(self, reason: str) -> None:
-        """Training is to end."""
-        if self.queue is None or self.queue.stop_reason is None:  # a hook that asked for it asks each time
-            logger.info("Training is asked to stop: %s", reason)
+        """Requests the end of training."""
+        if self.queue is None or self.queue.stop_reason is None:  # a hook repeats its request at each call
+            logger.info("Training was asked to stop: %s", reason)
         if self.queue is not None:
             self.queue.stop_training(reason)
             self.note()
         self.wake()
 
     def finish(self) -> None:
-        """There are no more tasks."""
+        """Marks the job as having no more tasks."""
         if self.queue is not None:
             self.queue.finish()
         self.over = True
@@ -352,4 +352,4 @@ class JobState(JobRecord):
 
 def _log_back(tasks: Sequence[Task]) -> None:
     for task in tasks:
-        logger.info("%s goes back", task)
+        logger.info("%s is back in the queue", task)

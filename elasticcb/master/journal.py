@@ -1,8 +1,8 @@
-"""What a master writes down, so that another can go on with its job after it was killed.
+"""The journal from which another master resumes the job of a killed one.
 
-An append-only file of JSON values, each on a line behind its checksum (CRC-32). A line goes to the operating system
-before what it tells of is answered: it survives the end of any process. `rewrite`, once an epoch, puts a new file in
-its place, and onto the disk.
+An append-only file with one JSON value per line, preceded by its CRC-32 checksum. An entry is handed to the operating
+system before the call it records is answered, so it survives the death of any process. `rewrite`, once an epoch,
+replaces the file by a compacted one and syncs it to disk.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ logger = logging.getLogger(__name__)
 
 States = dict[str, list[Array]]  # by metric
 _LARGE_BYTES = 32 << 20
-_FORMAT = 2  # before, no entry told the format and the term
+_FORMAT = 2  # 1: without format and term
 
 
 @dataclass
 class Memory:
-    """What the entries of a journal tell together.
+    """The combined content of a journal's entries.
 
     Attributes:
-        term: of the last master that wrote.
-        run: names the training, in the recovery files of the servers.
-        next_id: of processes; lower ones were given out.
-        workers: how many the job was scaled to; 0: it never was.
-        autoscale: whether that may still go by itself, if it was asked for.
-        buckets, map_version: of the map by which the servers hold the model, if their number has changed: what
-            `BucketMap.to_bytes` gives, as hex digits.
+        term: term of the last master that wrote.
+        run: name of the training in the servers' recovery files.
+        next_id: next process id; lower ones were used.
+        workers: number of workers after the last scaling; 0: never scaled.
+        autoscale: whether autoscaling, if requested, is still on.
+        buckets, map_version: shard map by which the servers hold the model, if their number has changed:
+            `BucketMap.to_bytes` in hex.
         queue: `TaskQueue.to_dict`; None: no task was handed out yet.
-        version: of the model, at least.
-        states: by epoch that is not ended, the metric states of each training task that was done.
-        ended_epochs: epochs before it are ended: the hooks of their end have run.
-        evaluated: the version that the last finished evaluation round saw.
-        learning_rate: the base rate when training began, or when the last epoch had ended and the next one had begun;
-            None: a schedule rules it.
-        epoch_begun: whether `on_epoch_begin` has run for the epoch after those that are ended.
-        learning_rate_before: the base rate before that.
-        learning_rate_at_end: the base rate when the hooks of an epoch's end were called; None: they have run, or were
-            not called yet.
-        logs: of the last epoch that ended.
-        callbacks: of each on the master, what `saved_states` gave at the end of the last epoch.
-        callback_arrays: the file with the arrays among it (`CallbackArrays.keep`); None: there are none.
-        totals: what the summary tells beside the queue's accounting, of all masters of the job.
-        over: the job was done.
-        roster: `Roster.to_dict`; None: nobody was there yet.
-        servers: of each parameter server that held the model, by place, its address and its id.
+        version: lower bound of the model's version.
+        states: metric states of each finished training task, by epoch that has not ended.
+        ended_epochs: number of epochs whose end hooks have run.
+        evaluated: model version of the last finished evaluation pass.
+        learning_rate: base rate when training started, or after the last epoch ended and the next began; None with a
+            schedule.
+        epoch_begun: whether `on_epoch_begin` has run for the first epoch that has not ended.
+        learning_rate_before: the base rate before that hook.
+        learning_rate_at_end: the base rate when the end hooks of an epoch were called; None: they have finished, or
+            were not called yet.
+        logs: logs of the last epoch that ended.
+        callbacks: `saved_states` of each callback on the master at the end of the last epoch.
+        callback_arrays: the file with their arrays (`CallbackArrays.keep`); None: none.
+        totals: totals besides the queue's accounting, over all masters of the job.
+        over: whether the job was done.
+        roster: `Roster.to_dict`; None: no process had registered.
+        servers: address and id of each parameter server that held the model, by index.
         merging_units: as `EpochStates.merging`.
-        evaluation_round: the last one that was begun; 0: none.
+        evaluation_round: the last round that began; 0: none.
     """
 
     term: int = 0
@@ -100,13 +100,13 @@ class Memory:
         return self.learning_rate_at_end if self.epoch_begun else self.learning_rate
 
     def bucket_map(self) -> BucketMap | None:
-        """That of the servers; None: the even one."""
+        """The servers' bucket map; None: the even one."""
         if not self.buckets:
             return None
         return BucketMap.from_bytes(len(self.servers), bytes.fromhex(self.buckets), self.map_version)
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Takes one entry in."""
+        """Applies one entry."""
         for name in entry.keys() & vars(self).keys() - {"states", "queue"}:
             setattr(self, name, entry[name])
         if "queue" in entry:
@@ -118,7 +118,7 @@ class Memory:
 
 
 def _plain_states(states: Sequence[tuple[int, Mapping[str, Sequence[Array]]]]) -> list[Any]:
-    """Metric states of training tasks, each behind its epoch, as JSON values."""
+    """Metric states of training tasks with their epochs, as JSON values."""
     return [
         [epoch, [[name, [_plain(array) for array in arrays]] for name, arrays in by_name.items()]]
         for epoch, by_name in states
@@ -128,15 +128,15 @@ def _plain_states(states: Sequence[tuple[int, Mapping[str, Sequence[Array]]]]) -
 class Journal:
     """The journal of a job.
 
-    Each master begins with a file of its own, which tells its term: one that it has replaced still holds the file
-    before, and can't write any more.
+    Each master starts a new file with its own term. A replaced master still has the old file open, and can't write any
+    more.
 
     Args:
-        path: of the file; what it holds is read first. It is made if it is missing, else left as it is until
-            `begin`, or the first entry.
+        path: journal file; its content is read first. A missing file is created; an existing one is left unchanged
+            until `begin`, or the first entry.
 
     Attributes:
-        memory: what the entries told that were there.
+        memory: content of the entries found.
         term: number of this master, from 1.
 
     Raises `JobFailedError` when the file is damaged, of a later release, or can't be read or written.
@@ -145,7 +145,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.memory = Memory()
-        self._latest: dict[str, Any] = {}  # of each value but states
+        self._latest: dict[str, Any] = {}  # by value; without states
         self._descriptor: int | None = None  # of the file of this master
         self._size = 0
         self._failure: JobFailedError | None = None
@@ -154,7 +154,7 @@ class Journal:
             if is_there:
                 self._read()
         except OSError as error:
-            raise JobFailedError(f"The journal {path} can't be opened: {error}.") from error
+            raise JobFailedError(f"The journal {path} could not be opened: {error}.") from error
         except NewerFormatError as error:
             raise JobFailedError(str(error)) from error
         self.term = self.memory.term + 1
@@ -162,7 +162,7 @@ class Journal:
             self._replace([])
 
     def _read(self) -> None:
-        """Takes in all entries; a last one that was cut off while it was written was never answered for."""
+        """Reads all entries. A truncated last entry is ignored: its call was never answered."""
         good = 0
         with self._path.open("rb") as file:
             for line in file:
@@ -176,7 +176,11 @@ class Journal:
                 elif whole or not good or checksum == _checksum(text[:-1] + b"\n"):
                     raise self._damaged(good)
                 else:
-                    logger.warning("The last entry of the journal %s, from byte %d on, was cut off", self._path, good)
+                    logger.warning(
+                        "The last entry of the journal %s, from byte %d, is incomplete and was ignored",
+                        self._path,
+                        good,
+                    )
                     break
                 good += len(line)
         if not good:
@@ -185,19 +189,19 @@ class Journal:
     def _damaged(self, good: int) -> JobFailedError:
         if not self._path.stat().st_size:
             return JobFailedError(
-                f"The journal {self._path} is empty. If the job ended before its first batch, begin it again with the "
-                "command that began it; else put back a copy of the journal. Nothing was changed."
+                f"The journal {self._path} is empty. If the job ended before its first batch, run its original command "
+                "again. Otherwise, restore the journal from a backup. Nothing was changed."
             )
         cut = (
-            f" To go on with what is before the damage, cut the rest off: `truncate --size={good} "
-            f"{shlex.quote(str(self._path))}`; what the job did after that is done again."
+            f" To resume from the last entry before the damage, truncate the file: `truncate --size={good} "
+            f"{shlex.quote(str(self._path))}`. Work that was done after that entry is repeated."
             if good
             else ""
         )
         return JobFailedError(
-            f"The journal {self._path} is damaged from byte {good:,} on: it does not hold what was written to it. "
-            "Nothing was changed, and all other files of the job are as they were. Put back a copy of it, and go on as "
-            "before; or begin a new job, in another folder, from the newest checkpoint (--checkpoint_dir_for_init)."
+            f"The journal {self._path} is damaged from byte {good:,} on: a checksum does not match. Nothing was "
+            "changed, and the other files of the job are intact. Restore the journal from a backup and resume the "
+            "job; or start a new job in another folder from the newest checkpoint (--checkpoint_dir_for_init)."
             f"{cut}"
         )
 
@@ -208,16 +212,16 @@ class Journal:
             self._latest["queue"] = queue
 
     def begin(self) -> None:
-        """Makes the file this master's; who has written it before can't any more. Raises `JobFailedError` as `add`."""
+        """Makes the file this master's; earlier masters can't write any more. Raises the same errors as `add`."""
         if self._descriptor is None:
             earlier = [(epoch, states) for epoch, tasks in self.memory.states.items() for states in tasks]
             self._replace(_plain_states(earlier))
 
     def add(self, **entry: Any) -> None:
-        """Writes an entry; of the queue, whose sources may be thousands, what has changed. "states" are the metric
-        states of training tasks, each behind its epoch.
+        """Appends an entry; of the queue (which may have thousands of sources) only what changed. "states" are the
+        metric states of training tasks, each with its epoch.
 
-        Raises `JobFailedError` when that is not possible, and at each call after that: no entry may be left out.
+        Raises `JobFailedError` on failure, and at every later call: no entry may be skipped.
         """
         self.begin()
         assert self._descriptor is not None
@@ -234,16 +238,16 @@ class Journal:
 
     @property
     def is_large(self) -> bool:
-        """Whether it should be rewritten."""
+        """Whether it should be compacted."""
         return self._size > _LARGE_BYTES
 
     def rewrite(self, states: Sequence[tuple[int, Mapping[str, Sequence[Array]]]]) -> None:
-        """Replaces all entries by one, and forces it onto the disk; under its name after `sync`.
+        """Replaces all entries by one, and syncs it; `sync` completes the replacement.
 
         Args:
-            states: metric states of all epochs that are not ended, each behind its epoch.
+            states: metric states of all epochs that have not ended, each with its epoch.
 
-        Raises `JobFailedError` as `add`; the entries are still there then.
+        Raises the same errors as `add`; the old entries are kept in that case.
         """
         self._replace(_plain_states(states))
 
@@ -257,28 +261,28 @@ class Journal:
         self._size = len(line)
 
     def sync(self) -> None:
-        """Returns when what was rewritten is what a machine has that ends now. Raises `JobFailedError`."""
+        """Returns once the rewritten file would survive a crash of the machine. Raises `JobFailedError`."""
         with self._writing():
             durable.sync(self._path.parent)
 
     def check_is_ours(self) -> None:
-        """Raises `ReplacedError` when another master has begun a file of its own; `JobFailedError` as `add`."""
+        """Raises `ReplacedError` when another master has started its own file; else the same errors as `add`."""
         if self._descriptor is not None:
             with self._writing():
                 durable.append(self._descriptor, b"")
 
     def check_not_replaced(self) -> None:
-        """Raises `ReplacedError` as `check_is_ours`, and nothing else."""
+        """Raises `ReplacedError` like `check_is_ours`, and no other error."""
         try:
             self.check_is_ours()
         except ReplacedError:
             raise
         except JobFailedError as error:
-            logger.debug("%s", error)  # told by what has failed
+            logger.debug("%s", error)  # reported by the operation that failed
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """What can't be written is the end of the job."""
+        """A failed write ends the job."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -292,13 +296,13 @@ class Journal:
             if isinstance(error, durable.ReplacedFileError) or (
                 self._descriptor is not None and not os.fstat(self._descriptor).st_nlink
             ):
-                # Who replaces this master removes what it was writing, too.
+                # The master that replaces this one also removes its unfinished files.
                 return ReplacedError(
-                    f"Another master goes on with the job in {self._path.parent}; this one, of term {self.term}, ends."
+                    f"Another master took over the job in {self._path.parent}; this one (term {self.term}) exits."
                 )
         return JobFailedError(
-            f"The journal {self._path} can't be written: {error}. What it holds is whole. Make room, or let it be "
-            "written to."
+            f"The journal {self._path} can't be written: {error}. Its entries are intact. Free disk space, or make it "
+            "writable."
         )
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The master's Keras side: the model that callbacks see, and the metrics that rounds end in."""
+"""The master's Keras side: the model that callbacks see, and the metrics of evaluation passes."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ from elasticcb.sharding.table_spec import TableSpec
 
 
 class ModelHost:
-    """Builds the model once, and holds it for callbacks, metrics and the first weights.
+    """Builds the model once, and holds it for callbacks, metrics and the initial weights.
 
     Args:
-        settings: of the job.
-        spec: what brings model, data and callbacks, if it is not the model file.
+        settings: settings of the job.
+        spec: provides model, data and callbacks instead of the model file.
 
     Raises:
-        ModelFileError: the model file is not usable.
+        ModelFileError: the model file is unusable.
         DataError: the data can't be read.
     """
 
@@ -105,23 +105,23 @@ class ModelHost:
                 in_program=not settings.model.definition,
             )
             self.metrics.give_directions(self.callbacks.callbacks)
-            # In callbacks on workers, until they end.
+            # Callbacks on workers may hold results until their hooks have ended.
             self.holds_predictions = predicts and holds_predictions(self.callbacks.callbacks)
             if predicts:
                 self._check_predictions(settings, pipeline)
             on_error.pop_all()
 
     def _build(self, pipeline: Pipeline, mode: Mode) -> tuple[Any, Mapping[int, int] | None]:
-        """Builds the model with its first batch; returns that, and which variables are updated by which optimizer."""
+        """Builds the model with its first batch; returns the batch, and which optimizer updates which variable."""
         try:
             batch = pipeline.first_batch()
             return batch, backend().build(self.spec, self.model, batch, mode, self._is_local)
         except ElasticCBError:
-            self._counts.result()  # damaged data is the better explanation
+            self._counts.result()  # damaged data explains the error better
             raise
 
     def _check_predictions(self, settings: JobSettings, pipeline: Pipeline) -> None:
-        """Raises `ModelFileError` when nothing would take them, or there is no row per record to write."""
+        """Raises `ModelFileError` when nothing would use the predictions, or --output can't have one row per record."""
         if not self.collects_predictions and not takes_predictions(self.callbacks.callbacks):
             raise ModelFileError(
                 f"Nothing would take the predictions: no callback that `{settings.model.callbacks}` of "
@@ -133,8 +133,8 @@ class ModelHost:
         if not pipeline.keeps_order:
             raise ModelFileError(
                 f"`{settings.model.feed}` in {self.spec.path} drops, multiplies or reorders records in prediction, so "
-                "nobody can tell which record a row of --output belongs to. Give one example per record, in their "
-                "order, when `mode` is Mode.PREDICTION; or take the predictions in a callback."
+                "rows of --output can't be matched to records. When `mode` is Mode.PREDICTION, return one example per "
+                "record, in their order; or process the predictions in a callback."
             )
         for column in columns_of(
             flatten_outputs(backend().outputs(self.model, pipeline.first_batch())), names_of_outputs(self.model)
@@ -142,7 +142,7 @@ class ModelHost:
             check(column, settings.output_format)
 
     def prediction_output(self, settings: JobSettings) -> PredictionOutput:
-        """Takes what workers predict, for --output."""
+        """Collects workers' predictions for --output."""
         return PredictionOutput(
             Path(settings.output),
             settings.output_format,
@@ -154,8 +154,8 @@ class ModelHost:
     def _find_tables(
         self, settings: JobSettings, batch: Any, mode: Mode, updated: Mapping[int, int] | None
     ) -> dict[int, TableSpec]:
-        """Which variables are embedding tables, by index: those of the checkpoint that the job starts from, else the
-        large ones."""
+        """Which variables are embedding tables, by index: as in the checkpoint that the job starts from, else by
+        size."""
         optimizers = model_optimizers(self.model)
         num_ps = settings.cluster.num_ps
 
@@ -163,7 +163,7 @@ class ModelHost:
             if not self.trains:
                 return True
             optimizer = optimizers[(updated or {}).get(index, 0)]
-            if self._is_local and unwrapped(optimizer).global_clipnorm:  # of all gradients, which a worker clips
+            if self._is_local and unwrapped(optimizer).global_clipnorm:  # over all gradients, which a worker clips
                 return False
             return may_serve_rows(optimizer, num_ps) and (updated is None or index in updated)
 
@@ -185,14 +185,14 @@ class ModelHost:
         return with_settings(found, paths, settings)
 
     def weights(self) -> tuple[list[Array], dict[int, Array]]:
-        """All weights, and the ids that the rows of embedding tables are of, as in `ModelState`."""
+        """All weights, and the ids of embedding table rows, as in `ModelState`."""
         return [variable.numpy() for variable in self.model.weights], {
             index: ids for index in self.tables if (ids := held_ids(self.model, index)) is not None
         }
 
     def used(self) -> dict[int, Array]:
-        """When the rows of embedding tables were last trained, as in `ModelState`."""
-        if not self._continues:  # versions count anew
+        """When embedding table rows were last trained, as in `ModelState`."""
+        if not self._continues:  # versions restart at 0
             return {}
         return {index: used for index in self.tables if (used := held_used(self.model, index)) is not None}
 
@@ -207,39 +207,39 @@ class ModelHost:
                 variable.assign(value)
 
     def _batches(self, settings: JobSettings) -> int | None:
-        """Of an epoch, or of all records that are evaluated or predicted; None when nobody knows."""
+        """Batches of an epoch, or of all evaluated or predicted records; None if unknown."""
         if self.open_ended:
             return None
         size = settings.training.minibatch_size
         return sum(-(-count // size) for _, count in self.sources[Mode.of(settings.command)])
 
     def saved_model_inputs(self) -> tuple[SavedModelInput, ...]:
-        """What the exported model will take; nothing when it can't be exported."""
+        """Inputs of the exported model; empty when it can't be exported."""
         try:
             specs = serving_inputs(self.model, self._features_spec)
         except CallbackError:
-            return ()  # the exporter will say why
+            return ()  # the exporter reports why
         return tuple(SavedModelInput(name=spec.name, dtype=spec.dtype.name, shape=tuple(spec.shape)) for spec in specs)
 
     @property
     def exports(self) -> bool:
-        """Whether the job will write a SavedModel."""
+        """Whether the job will export a SavedModel."""
         return any(isinstance(callback, SavedModelExporter) for callback in self.callbacks.callbacks)
 
     @property
     def version(self) -> int:
-        """Of the model that the job starts with: how many updates its optimizers have made."""
+        """Version of the model at the start: how many updates its optimizers have made."""
         return steps_made(self.optimizers) if self.trains else 0
 
     def optimizer_state(self) -> OptimizerState | None:
-        """What the optimizers have learned before; None of fresh ones."""
+        """State of the optimizers at the start; None if fresh."""
         if not self._continues:
             return None
         owners = [spec.optimizer for spec in self.variables]
         return read_optimizers(model_optimizers(self.model), self.model.weights, owners)
 
     def fresh_state(self) -> tuple[ModelState, set[Key]]:
-        """The weights of a model that was not trained yet, and which slots its optimizers have, of what classes."""
+        """Weights of an untrained model, and the slots and classes of its optimizers."""
         owners = [spec.optimizer for spec in self.variables]
         held = held_variables(model_optimizers(self.model), self.model.weights, owners)
         weights, ids = self.weights()
@@ -250,35 +250,35 @@ class ModelHost:
         return self.version > 0
 
     def set_state(self, state: ModelState) -> None:
-        """Makes the model and its optimizers hold what the servers hold."""
+        """Sets the model and its optimizers to the servers' state."""
         self.assign(state.weights, state.ids, state.used)
         if self.trains:
             owners = [spec.optimizer for spec in self.variables]
             write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, owners)
         if state.ids:
-            self.model.train_function = None  # what Keras has traced knows slots of fewer rows
+            self.model.train_function = None  # functions traced by Keras have slots with fewer rows
 
     def find_index(self, mode: Mode, file: str) -> bytes:
-        """Where records of a file begin, as `FileIndex.to_bytes`; b"" when that is not known."""
+        """Byte offsets of a file's records, as `FileIndex.to_bytes`; b"" if unknown."""
         return self._counts.find_index(mode, file)
 
     def release(self) -> None:
-        """Leaves the model to its owner, as it was."""
+        """Returns the model to its owner, in its original state."""
         self.metrics.release()
 
     @property
     def may_split(self) -> bool:
-        """Whether weights may be cut between servers."""
+        """Whether weights may be split between servers."""
         return self.optimizer is not None and all(map(may_split, [*model_optimizers(self.model), *self._outer]))
 
     @property
     def learning_rate(self) -> keras.Variable | None:
-        """The optimizer's learning rate; None when a schedule rules it."""
+        """The optimizer's learning rate; None with a schedule."""
         return learning_rate_variable(self.optimizer)
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """All that the model holds; `VariableSpec.optimizer` is an index into them."""
+        """All optimizers of the model; `VariableSpec.optimizer` is an index into them."""
         return model_optimizers(self.model)
 
     @property
@@ -287,20 +287,20 @@ class ModelHost:
 
     @property
     def merges_by_itself(self) -> bool:
-        """Whether some metric's states don't simply add up."""
+        """Whether some metric's states can't be summed."""
         return bool(self.metrics.merging_units)
 
     def round_logs(self, merged: Merged, version: int) -> dict[str, Any]:
-        """`logs` of `on_test_end` from the states of all tasks of a round."""
+        """`logs` of `on_test_end`, from the states of all tasks of a round."""
         self.metrics.load(merged.states, map(unflatten_outputs, merged.batches))
         return {**self.metrics.results(), "metrics": self.metrics.nested_results(), "version": version}
 
     def warn_of_missing_data(self) -> None:
-        """Says as Keras does that training data ended too early."""
+        """Warns, like Keras, that training data ended too early."""
         warn_of_missing_data()
 
     def training_logs(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Training loss and metrics over the states of an epoch's tasks; of no batch, they are 0."""
+        """Training loss and metrics from the states of an epoch's tasks; 0 if there were no batches."""
         merging = self.metrics.merging_units
         states = {
             name: self.metrics.merge_states(name, values) if name in merging else values

@@ -1,4 +1,4 @@
-"""What the embedding tables of a running job hold, as its parameter servers tell."""
+"""The content of a running job's embedding tables, as reported by its parameter servers."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import to_message
 from elasticcb.sharding.bucket_map import even
 
-_PATIENCE_SECONDS = 2.0  # with a server that gives no sign of life
-_RESTORE_SECONDS = 30.0  # for another server to take the place of a lost one
+_PATIENCE_SECONDS = 2.0  # with an unresponsive server
+_RESTORE_SECONDS = 30.0  # for the replacement of a lost server
 
 
 class LiveTables:
-    """Asks the servers of the present job, beside the thread that drives it.
+    """Queries the servers of the current job, independently of the driving thread.
 
     Args:
-        desk: of the job.
+        desk: desk of the job.
     """
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
 
     def ask(self, top: int, id: int | None, seconds: float = _RESTORE_SECONDS) -> pb.TablesResponse:
-        """What all tables hold, or the rows of one id.
+        """The content of all tables, or the rows of one id.
 
         Args:
-            top: how many of the ids that were looked up most are told.
-            id: whose rows; None: what the tables hold.
-            seconds: to wait for servers that are lost.
+            top: how many of the most frequently looked-up ids to return.
+            id: the id whose rows to return; None: report on the tables.
+            seconds: how long to wait for lost servers.
 
         Raises `UsageError` when servers are missing.
         """
@@ -48,14 +48,12 @@ class LiveTables:
                 cluster, why_not = state.cluster, _why_not(state)
                 memory_bytes = 0 if state.settings is None else state.settings.embedding.memory_bytes
             if why_not or cluster is None:
-                raise UsageError(f"What the embedding tables hold can't be told now: {why_not}.")
+                raise UsageError(f"The embedding tables can't be read now: {why_not}.")
             try:
                 return self._answer(cluster, top, id, memory_bytes)
             except ConnectionLostError as error:
                 if time.monotonic() > give_up:
-                    raise UsageError(
-                        f"A parameter server may have been lost a moment ago: {error} Ask again."
-                    ) from error
+                    raise UsageError(f"A parameter server may just have been lost: {error} Try again.") from error
 
     def _answer(self, cluster: ServedCluster, top: int, id: int | None, memory_bytes: int) -> pb.TablesResponse:
         answer = pb.TablesResponse(memory_bytes=memory_bytes)
@@ -84,15 +82,14 @@ def _is_over(state: JobState) -> bool:
 
 
 def _why_not(state: JobState) -> str:
-    """Why the servers can't be asked; "": they can."""
+    """Why the servers can't be queried; "": they can."""
     if _is_over(state):
         return "the job is over"
     if state.cluster is None:
-        return "the job is starting, and its parameter servers hold no model yet. Ask again when it trains"
+        return "the job is starting, and its parameter servers have no model yet. Try again once it trains"
     lost = [index for index in state.lost_ps if index < state.servers_in_use]
     if lost:
         return (
-            f"parameter server {', '.join(map(str, lost))} was lost, and no other has its part of the model yet. Ask "
-            "again in some seconds"
+            f"parameter server {', '.join(map(str, lost))} was lost and is not restored yet. Try again in a few seconds"
         )
     return ""

@@ -1,4 +1,4 @@
-"""What follows from the loss of a process: another in its place, or the end of the job. Pure."""
+"""What happens when a process is lost: a replacement, or the end of the job. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from elasticcb.master.members import Role
 
 
 class Consequence(str, Enum):
-    """What a loss leads to."""
+    """Consequence of a loss."""
 
-    RESTART = "restart"  # start another process in its place
-    FAIL = "fail"  # the job can't go on
-    IGNORE = "ignore"  # nothing is to be done
+    RESTART = "restart"  # start a replacement
+    FAIL = "fail"  # the job can't continue
+    IGNORE = "ignore"  # do nothing
 
 
 @dataclass(frozen=True, slots=True)
 class LossDecision:
-    """What to do about a loss, and why. `index` is the place of the process."""
+    """What to do about a loss, and why. `index` is the process's slot."""
 
     kind: Consequence
     role: Role
@@ -29,15 +29,15 @@ class LossDecision:
 
 
 class Losses:
-    """Counts lost processes, and decides what follows from each loss.
+    """Counts lost processes, and decides the consequence of each loss.
 
     Args:
-        max_restarts: by role, processes that may be started in the place of lost ones, over the whole job.
+        max_restarts: by role, maximum number of restarts over the whole job.
 
     Attributes:
-        recovers_ps: whether the part of the model that a lost server held can be had again.
-        lost: processes, by role.
-        replaced: places of lost processes that were taken again, by role.
+        recovers_ps: whether the part of the model on a lost server can be restored.
+        lost: number of lost processes, by role.
+        replaced: number of lost processes that were replaced, by role.
     """
 
     def __init__(self, max_restarts: Mapping[Role, int]) -> None:
@@ -46,18 +46,18 @@ class Losses:
         self.replaced = dict.fromkeys(Role, 0)
         self._max_restarts = max_restarts
         self._restarts = dict.fromkeys(Role, 0)
-        self._vacated: set[tuple[Role, int]] = set()  # places that were not taken again yet
+        self._vacated: set[tuple[Role, int]] = set()  # slots not yet taken again
 
     def decide(self, role: Role, index: int, story: str, taken_away: bool, others: int) -> LossDecision:
-        """What follows from the loss that `story` tells.
+        """The consequence of the loss described by `story`.
 
         Args:
-            taken_away: others wanted its machine; no restart is used up.
-            others: processes of the role that are there, or will be.
+            taken_away: the machine was needed elsewhere; this does not use up a restart.
+            others: number of processes of the role that are up, or will be.
         """
         self.lost[role] += 1
         if role is Role.PS and not self.recovers_ps:
-            return LossDecision(Consequence.FAIL, role, index, f"{story}; its part of the model is gone")
+            return LossDecision(Consequence.FAIL, role, index, f"{story}; its part of the model is lost")
         most = self._max_restarts[role]
         if taken_away or self._restarts[role] < most:
             if not taken_away:
@@ -70,26 +70,26 @@ class Losses:
         if role is Role.PS:
             return LossDecision(Consequence.FAIL, role, index, story)
         if others:
-            return LossDecision(Consequence.IGNORE, role, index, f"{story}, {others} other workers go on")
-        return LossDecision(Consequence.FAIL, role, index, f"{story} and no worker is left")
+            return LossDecision(Consequence.IGNORE, role, index, f"{story}, {others} other workers continue")
+        return LossDecision(Consequence.FAIL, role, index, f"{story} and no workers are left")
 
     def taken_again(self, role: Role, index: int) -> None:
-        """A process is in a place, which may be that of a lost one."""
+        """A process took a slot, possibly that of a lost one."""
         if (role, index) in self._vacated:
             self._vacated.remove((role, index))
             self.replaced[role] += 1
 
     def forget(self, role: Role, index: int) -> None:
-        """There is no such place any more."""
+        """The slot no longer exists."""
         self._vacated.discard((role, index))
 
     def count_earlier(self, role: Role, lost: int, replaced: int) -> None:
-        """Adds those that were lost, and whose places were taken again, under an earlier master."""
+        """Adds the losses and replacements under an earlier master."""
         self.lost[role] += lost
         self.replaced[role] += replaced
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """JSON values."""
         return {
             "counts": [[self._restarts[role], self.lost[role], self.replaced[role]] for role in Role],
             "vacated": sorted([role.value, index] for role, index in self._vacated),

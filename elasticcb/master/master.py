@@ -1,9 +1,9 @@
-"""The one process that owns the tasks, the evaluation rounds and the job's state.
+"""The one process that owns the tasks, the evaluation passes and the job's state.
 
-Its workers and servers do one job after another: a command has one, `elasticcb.Cluster` as many as it is asked.
+Its workers and servers run one job after another: a command runs one, `elasticcb.Cluster` as many as requested.
 
-gRPC threads feed the state of the present job under one lock (`desk.py`). Everything slow (Keras, parameter servers,
-files, callbacks) happens in the thread that drives the job (`job.py`), which wakes up when the queue reaches something.
+gRPC threads update the state of the current job under one lock (`desk.py`). Everything slow (Keras, parameter servers,
+files, callbacks) runs in the thread that drives the job (`job.py`), which wakes up when the queue reaches a milestone.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from elasticcb.settings import MOST_WORKERS, ClusterSettings
 
 logger = logging.getLogger(__name__)
 
-_LARGEST_MESSAGE = 2**31 - 1  # bytes; protobuf takes no more
+_LARGEST_MESSAGE = 2**31 - 1  # bytes; the limit of protobuf
 
 
 class Master:
-    """What lasts over jobs: the ports at which it answers, and the desk with the state of the present job.
+    """What outlives a single job: the listening ports, and the desk with the state of the current job.
 
     Args:
-        cluster: how many processes, and where to listen.
+        cluster: how many processes to run, and where to listen.
         backend: starts and watches the processes.
-        say: shows a line to the user.
-        access: by which it and its processes know each other.
+        say: prints a line to the user.
+        access: credentials shared by the master and its processes.
 
     Attributes:
-        desk: of the present job.
-        calls: what processes ask.
-        server_scaling: takes wishes for another number of servers.
-        watchdog: misses processes that are silent.
+        desk: desk of the current job.
+        calls: answers calls of processes.
+        server_scaling: handles requests to change the number of servers.
+        watchdog: detects silent processes.
     """
 
     def __init__(
         self, cluster: ClusterSettings, backend: ClusterBackend, say: Callable[[str], None], access: Access = OPEN
     ) -> None:
-        # Each worker may have a long poll under way and two more calls; so may each server.
-        threads = 8 + 4 * (max(cluster.num_workers, MOST_WORKERS) + cluster.num_ps)  # those that are needed start
+        # Each worker and each server may have one long poll and two more calls running.
+        threads = 8 + 4 * (max(cluster.num_workers, MOST_WORKERS) + cluster.num_ps)  # threads start on demand
         host = cluster.host or backend.host
         self._server = Server(host, cluster.port, threads, access, _LARGEST_MESSAGE)
         self.desk = Desk(cluster, backend, say, self._server.address, access)
@@ -76,11 +76,11 @@ class Master:
         )
         self._server.grpc_server.add_generic_rpc_handlers((MessageService(MASTER_METHODS, servicer),))
         if is_folder(host):
-            host = "127.0.0.1"  # where others look for metrics and health
+            host = "127.0.0.1"  # where metrics and health checks are expected
         self._metrics: MetricsServer | None = None
         if cluster.metrics_port is not None:
             self._metrics = MetricsServer(self.observe, lambda: self.desk.ready, host, cluster.metrics_port)
-            exposed = "" if is_loopback(host) else ", to everybody on that network"
+            exposed = "" if is_loopback(host) else ", open to everyone on that network"
             say(f"Metrics are served at http://{self._metrics.address}/metrics{exposed}.")
         self._health: HealthServer | None = None
         if cluster.health_port is not None:
@@ -92,43 +92,43 @@ class Master:
         return self._server.address
 
     def add(self, service: FrameService) -> None:
-        """Serves it at the same port, from `start` on."""
+        """Adds a service on the same port; takes effect at `start`."""
         self._server.add(service)
 
     @property
     def metrics_address(self) -> str:
-        """Where it serves its metrics; "" if it does not."""
+        """Address of its metrics; "" if disabled."""
         return "" if self._metrics is None else self._metrics.address
 
     @property
     def health_address(self) -> str:
-        """Where it answers health checks; "" if it does not."""
+        """Address of its health checks; "" if disabled."""
         return "" if self._health is None else self._health.address
 
     def refused_calls(self) -> dict[str, int]:
-        """How many calls it has refused, by reason in words."""
+        """Number of refused calls, by reason (text)."""
         return self._server.refused.counts()
 
     def observe(self) -> JobSnapshot:
-        """The present job as it is now."""
+        """A snapshot of the current job."""
         with self.desk.state() as state:
             settings, seen = state.settings, observe(state, self.refused_calls(), time.monotonic())
         expires = self.desk.access.certificate_expires()
         return replace(seen, free_disk_bytes=free_disk_bytes(settings), certificate_expires=expires)
 
     def past_after(self, number: int) -> dict[str, Any]:
-        """What has happened in the present job, as `Past.after` gives it."""
+        """Events of the current job, as in `Past.after`."""
         with self.desk.state() as state:
             return state.past.after(number)
 
     def start(self) -> None:
-        """Answers calls from now on."""
+        """Starts answering calls."""
         self._server.start()
-        if self.desk.backend.separate:  # a thread may stand at a breakpoint
+        if self.desk.backend.separate:  # else a thread may be at a breakpoint
             self.watchdog.start()
 
     def shut_down(self, grace_seconds: float) -> None:
-        """Ends all processes, by and by."""
+        """Ends all processes gracefully."""
         try:
             self.desk.close()
             if not self.desk.backend.watches:
@@ -138,15 +138,15 @@ class Master:
             self.stop()
 
     def stop(self) -> None:
-        """Ends the server."""
+        """Stops the gRPC server."""
         self.desk.close()
         self.abandon()
 
     def abandon(self) -> None:
-        """Ends the server, and tells nobody that the job is over: another master goes on with it."""
+        """Stops the gRPC server without announcing the end of the job: another master takes over."""
         self.watchdog.stop()
         self._server.stop()
-        self.desk.close()  # calls that wait for an answer, which reaches nobody any more, would keep this process
+        self.desk.close()  # otherwise pending calls, whose answers no longer matter, would keep this process alive
         for server in (self._metrics, self._health):
             if server is not None:
                 server.stop()

@@ -1,6 +1,6 @@
-"""The processes of a job: what they do, where they stand, and who they are.
+"""The processes of a job: their roles, states and identities.
 
-A place is (role, index); a member is one process that took a place.
+A slot is (role, index); a member is one process that occupies a slot.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from enum import Enum
 
 
 class Role(str, Enum):
-    """What a process of the job does, besides the master."""
+    """The role of a process, besides the master."""
 
     WORKER = "worker"
     PS = "parameter server"
 
     @property
     def label(self) -> str:
-        """As machines read it, and cluster backends: "worker", "ps"."""
+        """Machine-readable name, also for cluster backends: "worker", "ps"."""
         return self.name.lower()
 
     @classmethod
@@ -26,28 +26,28 @@ class Role(str, Enum):
 
 
 class PlaceState(str, Enum):
-    """Where a place stands."""
+    """The state of a slot."""
 
-    PLANNED = "planned"  # somebody has to start a process for it
-    REQUESTED = "requested"  # that was asked for; it has not registered yet
+    PLANNED = "planned"  # a process must be started for it
+    REQUESTED = "requested"  # the start was requested; the process has not registered yet
     UP = "up"
-    LEFT = "left"  # its process said goodbye; nobody takes its place
+    LEFT = "left"  # its process deregistered and is not replaced
     GIVEN_UP = "given up"  # its process was lost, and the restarts are used up
 
     @property
     def label(self) -> str:
-        """As machines read it: "given_up"."""
+        """Machine-readable name, such as "given_up"."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process that registered."""
+    """A registered process."""
 
     id: int  # unique in the job, from 1
     role: Role
-    index: int  # its place: 0 .. number of its role - 1
-    address: str  # where it serves, "host:port"; "" for a worker
+    index: int  # its slot: 0 .. number of processes of its role - 1
+    address: str  # where it listens, "host:port"; "" for a worker
     pid: int
     host: str
 

@@ -1,4 +1,4 @@
-"""Serves the job's metrics to Prometheus by HTTP, and says whether the master lives and is ready."""
+"""Serves the job's metrics to Prometheus over HTTP, and liveness and readiness checks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.rpc.services import LIVE_PATH, READY_PATH
 
 _MOST_CONNECTIONS = 32
-_QUIET_SECONDS = 5.0  # of a connection between two parts of a request
+_QUIET_SECONDS = 5.0  # timeout between two parts of a request
 
 
 class _Handler(WSGIRequestHandler):
     timeout = _QUIET_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The log tells nothing of scrapes."""
+        """Scrapes are not logged."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Each connection has a thread; where there are too many, the oldest one is ended, so that a new one is served."""
+    """One thread per connection; at the limit, the oldest connection is closed to serve a new one."""
 
     daemon_threads = True
-    request_queue_size = 128  # connections that wait for a thread; with five, a scrape waits seconds behind a flood
+    # connections waiting for a thread; with the default 5, a scrape waits for seconds during a flood
+    request_queue_size = 128
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -40,7 +41,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         self._connections.append(request)
         if len(self._connections) > _MOST_CONNECTIONS:
-            with contextlib.suppress(OSError):  # it has ended by itself
+            with contextlib.suppress(OSError):  # already closed
                 self._connections.popleft().shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
@@ -50,17 +51,17 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """The other side has gone, or says nothing."""
+        """The client is gone, or timed out."""
 
 
 class MetricsServer:
-    """Answers scrapes from now on, in threads of its own, and the checks at `LIVE_PATH` and `READY_PATH`.
+    """Answers scrapes, in its own threads, and the checks at `LIVE_PATH` and `READY_PATH`.
 
     Args:
-        observe: gives the job that the metrics are of.
-        ready: whether the servers hold the model, and tasks are handed out; it waits for no lock.
+        observe: returns the job's snapshot.
+        ready: whether the servers hold the model and tasks are handed out; must not wait for a lock.
         host: interface to listen on.
-        port: 0 takes any free one.
+        port: 0 picks a free one.
 
     Attributes:
         address: "host:port".
@@ -69,7 +70,7 @@ class MetricsServer:
     """
 
     def __init__(self, observe: Callable[[], JobSnapshot], ready: Callable[[], bool], host: str, port: int) -> None:
-        # Only now: most jobs serve none.
+        # Imported only now: most jobs serve no metrics.
         from prometheus_client import CollectorRegistry, make_wsgi_app
 
         from elasticcb.master.prometheus import JobCollector
@@ -80,7 +81,7 @@ class MetricsServer:
             self._server = _Server(host.strip("[]"), port)
         except OSError as error:
             raise ConnectionLostError(
-                f"Metrics can't be served on {host}:{port}: {error}. Choose another --metrics_port, or 0 for any that "
+                f"Could not serve metrics on {host}:{port}: {error}. Choose another --metrics_port, or 0 for any that "
                 "is free."
             ) from error
         self._metrics = make_wsgi_app(registry)
@@ -99,7 +100,7 @@ class MetricsServer:
         return [b"ok\n" if good else b"not ready\n"]
 
     def stop(self) -> None:
-        """Ends scrapes under way."""
+        """Ends running scrapes."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

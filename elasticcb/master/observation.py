@@ -1,4 +1,4 @@
-"""Where a `JobSnapshot` is made, under the master's lock."""
+"""Creates a `JobSnapshot`, under the master's lock."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from elasticcb.storage.remote_files import is_url
 
 
 def observe(state: JobState, refused: Mapping[str, int], now: float) -> JobSnapshot:
-    """The job as it is `now`, in seconds.
+    """A snapshot of the job at time `now`, in seconds.
 
     Args:
-        refused: calls by the master, by reason in words.
+        refused: calls refused by the master, by reason (text).
     """
     settings, totals = state.settings, state.totals
     processes = tuple(_process(state, role, index, now) for role, index in state.roster.places())
@@ -59,7 +59,7 @@ def observe(state: JobState, refused: Mapping[str, int], now: float) -> JobSnaps
 
 
 def records_to_train(settings: JobSettings, queue: TaskQueue) -> int:
-    """Over all epochs."""
+    """Total over all epochs."""
     training = settings.training
     total = queue.records_per_epoch * training.num_epochs
     return min(total, training.max_batches * training.minibatch_size) if training.max_step else total
@@ -74,7 +74,7 @@ def _of_settings(state: JobState, settings: JobSettings | None, now: float) -> d
 
 
 def free_disk_bytes(settings: JobSettings | None) -> dict[str, int]:
-    """Of the job's folders that are on disks, where the system tells. May take long: not under the master's lock."""
+    """Free space of the job's local folders, where known. May be slow: don't hold the master's lock."""
     found: dict[str, int] = {}
     if settings is not None:
         for name, path in (("job", settings.directory), ("checkpoint", settings.checkpoint.directory)):
@@ -121,7 +121,7 @@ def _of_queue(state: JobState, settings: JobSettings | None, now: float) -> dict
 
 
 def _added_up(state: JobState, refused: Mapping[str, int]) -> dict[str, Any]:
-    """What all processes that have ever been have counted together."""
+    """Statistics summed over all processes, past and present."""
     rows, unwritten, refusals, total = 0, 0, Counter(refused), histograms()
     for stats in state.crew.stats.values():
         rows += stats.rows_looked_up
@@ -134,7 +134,7 @@ def _added_up(state: JobState, refused: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _tables(state: JobState) -> dict[str, TableSize]:
-    """Of the servers that are up."""
+    """Table sizes of the servers that are up."""
     found: dict[str, TableSize] = {}
     for server in state.roster.up(Role.PS):
         stats = state.crew.stats.get(server.id)
@@ -159,7 +159,7 @@ def _process(state: JobState, role: Role, index: int, now: float) -> ProcessSnap
     process = ProcessSnapshot(role=role.label, index=index, state=place.label)
     if member is None:
         return process
-    separate = (member.pid, member.host) != (os.getpid(), host_name())  # else it is a thread of the master's process
+    separate = (member.pid, member.host) != (os.getpid(), host_name())  # else it is a thread of the master
     told = state.crew.stats.get(member.id)
     stats = told if separate else None
     return replace(

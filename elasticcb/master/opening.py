@@ -1,7 +1,8 @@
-"""How a job begins: afresh, with what an earlier master wrote down, or with processes that one has left running.
+"""How a job starts: from scratch, from an earlier master's journal, or with processes that a killed master left
+running.
 
-Processes start; the model is built; the servers get its weights; `on_train_begin` runs on the master, which may restore
-weights and the epoch; the queue is made, and workers take tasks.
+Processes start; the model is built; the servers get its weights; `on_train_begin` runs on the master and may restore
+weights and the epoch; the queue is created, and workers get tasks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_job(order: Order) -> Course:
-    """The job, with workers that take tasks. Raises as `Job.run`."""
+    """Opens the job; workers get tasks. Raises the same errors as `Job.run`."""
     _own_checkpoints(order)
     went_on = _start_processes(order)
     order.report.show()
@@ -66,12 +67,12 @@ def open_job(order: Order) -> Course:
     _let_workers_begin(order, served, course, epochs)
     if order.takeover is not None:
         seconds = time.monotonic() - order.takeover.since
-        order.display.message(f"The master is back after {seconds:.1f} s; {went_on} went on meanwhile.")
+        order.display.message(f"The master recovered in {seconds:.1f} s; {went_on} kept running.")
     return course
 
 
 def _own_checkpoints(order: Order) -> None:
-    """Keeps other jobs from the folder of the job's checkpoints. Raises `FolderInUseError` when one uses it."""
+    """Locks the job's checkpoint folder against other jobs. Raises `FolderInUseError` when another job uses it."""
     folder = order.settings.checkpoint.directory
     if order.settings.command is not Command.TRAIN or not folder or is_url(folder):
         return
@@ -81,12 +82,12 @@ def _own_checkpoints(order: Order) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         lock.take()
         put_back(folder)
-    except OSError as error:  # checkpoints will say so, while training goes on
-        logger.warning("%s is not kept from other jobs: %s", folder, error)
+    except OSError as error:  # writing checkpoints will report it; training continues
+        logger.warning("Could not lock %s against other jobs: %s", folder, error)
 
 
 def _start_processes(order: Order) -> str:
-    """Processes are on their way, or those are at work that another master has left: returns how many, in words."""
+    """Starts the processes, or takes over those of a killed master; returns the number taken over, as text."""
     desk, memory = order.desk, order.memory
     if order.takeover is not None:
         return _take_over(order, order.takeover)
@@ -104,7 +105,7 @@ def _start_processes(order: Order) -> str:
 
 
 def _take_over(order: Order, takeover: Takeover) -> str:
-    """Lets workers go on with their tasks at once; the model, for hooks and rounds, is built meanwhile."""
+    """Lets workers continue their tasks at once; the model for hooks and rounds is built in the meantime."""
     assert order.journal is not None
     desk, memory = order.desk, order.journal.memory
     assert memory.queue is not None
@@ -116,17 +117,17 @@ def _take_over(order: Order, takeover: Takeover) -> str:
     with desk.state() as state:
         counts = [(len(state.roster.up(role)), role.value) for role in Role]
     order.master.start()
-    logger.info("Workers and servers may go on")
+    logger.info("Workers and servers can continue")
     return " and ".join(f"{count} {name}{'s' if count != 1 else ''}" for count, name in counts)
 
 
 def _build_model(order: Order) -> ModelOrigin:
-    """The Keras side of the master, and where its weights come from."""
+    """The master's Keras side, and where its weights come from."""
     settings = order.settings.checkpoint
-    checkpoint = _on_disk(order, settings.directory_for_init)  # before the model is built, which asks it for its tables
+    checkpoint = _on_disk(order, settings.directory_for_init)  # before the model is built, which needs its tables
     initial = replace(settings, directory_for_init=checkpoint)
     host = order.make_host(replace(order.settings, checkpoint=initial))
-    if order.make_program is None:  # else readers bring their indexes
+    if order.make_program is None:  # else readers bring their own indexes
         with order.desk.state() as state:
             state.find_index = host.find_index
     logger.info("The model is built")
@@ -135,7 +136,7 @@ def _build_model(order: Order) -> ModelOrigin:
         order.desk.begin_job(order.settings, order.make_program(), started=order.started)
     memory, begin_warm = order.memory, functools.cache(functools.partial(_warm_start, order, host))
     if memory is None:
-        begin_warm()  # what is wrong with it is said before servers get a model
+        begin_warm()  # report errors before servers get a model
     if memory is None or not order.settings.checkpoint.directory:
         return ModelOrigin(host, checkpoint, warm_start=begin_warm)
     folder, run = checkpoints_on_disk(order.settings), memory.run
@@ -143,13 +144,13 @@ def _build_model(order: Order) -> ModelOrigin:
 
 
 def _warm_start(order: Order, host: ModelHost) -> WarmStart | None:
-    """What the first weights take from another model's checkpoint. Raises `CheckpointError` when it does not fit."""
+    """Initial weights from another model's checkpoint. Raises `CheckpointError` when it does not fit."""
     settings = order.settings.checkpoint
     if not settings.init_from:
         return None
-    if host.version:  # a second `fit`: keep the weights of the first
+    if host.version:  # a second `fit` keeps the weights of the first
         order.display.message(
-            f"Nothing is taken from {settings.init_from}: the model has been trained for {host.version} steps already."
+            f"{settings.init_from} is not used: the model has already been trained for {host.version} steps."
         )
         return None
     try:
@@ -161,16 +162,16 @@ def _warm_start(order: Order, host: ModelHost) -> WarmStart | None:
 
 
 def _on_disk(order: Order, folder: str) -> str:
-    """The folder of the version to start from, on a disk; "": none is given.
+    """The folder of the version to start from, on disk; "": none was given.
 
     Args:
-        folder: of a version, or of several; or its URL.
+        folder: folder of one or more versions; or its URL.
     """
     say = order.display.message
     if not is_url(folder):
         return str(find_undamaged(folder, say)) if folder else ""
     copies = Path(order.settings.directory, INITIAL_FOLDER)
-    if order.memory is not None:  # the master before has copied one
+    if order.memory is not None:  # the previous master has downloaded it
         with contextlib.suppress(CheckpointError):
             return str(find_undamaged(copies, say))
     return str(remote_checkpoint.fetch(folder, copies, say))
@@ -188,7 +189,7 @@ def _wait_for_servers(order: Order) -> None:
 
 
 def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
-    """Hands the model to the servers: fresh weights, those of a checkpoint, or what they wrote down themselves."""
+    """Sends the model to the servers: fresh weights, a checkpoint, or their own recovery files."""
     memory, host, desk = order.memory, origin.host, order.desk
     taken_over = memory is not None and order.takeover is not None
     servers = Servers(
@@ -209,7 +210,7 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
         source = origin.source()
         ps.initialize(source)
         if source.checkpoint:
-            order.display.message(f"The model starts from {source.checkpoint}, version {ps.client.version}.")
+            order.display.message(f"Training starts from {source.checkpoint}, version {ps.client.version}.")
         if source.checkpoint or origin.warm_start() is not None:
             host.assign(*ps.client.weights())
     else:
@@ -218,7 +219,7 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
             servers.restore_lost()
             ps.client.pull()
             ps.release_held()
-            if memory.evaluation_round:  # which begins anew, if it was running
+            if memory.evaluation_round:  # it restarts, if it was running
                 ps.release_snapshot(memory.evaluation_round)
         else:
             servers.adopt(memory.version)
@@ -233,13 +234,13 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
 
 
 def _call_first_hooks(order: Order, served: TrainedModel) -> tuple[EpochHooks, int]:
-    """`on_train_begin`, which may restore weights, optimizer and epoch; the hooks of epochs, and the first one."""
+    """Calls `on_train_begin`, which may restore weights, optimizer and epoch, and the first epoch hook."""
     memory, host, training = order.memory, served.host, order.settings.training
     if memory is not None:
         keep_files(host.callbacks.callbacks)
     states = CallbackStates(host.callbacks.callbacks, order.display.message)
     if order.settings.command is Command.TRAIN and (memory is None or not memory.over):
-        # Of a job that is resumed, what it would set on the model was trained on long ago.
+        # When a job is resumed, training has already continued from what the hook would set.
         begin = served.hooks.call if memory is None else served.hooks.call_again
         begin("on_train_begin", {})
     initial_epoch = getattr(host.model, "_initial_epoch", None) or training.initial_epoch
@@ -281,21 +282,21 @@ def _new_queue(order: Order, host: Any, initial_epoch: int) -> TaskQueue:
 
 
 def resumed_queue(order: Order, host: Any) -> TaskQueue | None:
-    """That of an earlier master. Raises `JobFailedError` when the data are others."""
+    """The queue of an earlier master. Raises `JobFailedError` when the data has changed."""
     memory = order.memory
     if memory is None or memory.queue is None:
         return None
     stopped = memory.queue["stop_reason"] is not None
     if not host.repeatable and not memory.over and not stopped:
         memory.states.clear()
-        return None  # the epoch that was under way begins anew: its other batches can't be told from those done
+        return None  # the interrupted epoch restarts: its remaining batches can't be told from the finished ones
     saved = [(name, count) for name, count in memory.queue["training"]]
     found = list(host.sources.get(Mode.TRAINING, ()))
     if saved != found:
         raise JobFailedError(
-            f"The training data have changed: {sum(count for _, count in saved):,} records in {len(saved)} sources "
-            f"when the job began, {sum(count for _, count in found):,} in {len(found)} now. Put the data back as "
-            "they were, or begin a new job from the newest checkpoint."
+            f"The training data has changed: {sum(count for _, count in saved):,} records in {len(saved)} sources when "
+            f"the job started, {sum(count for _, count in found):,} in {len(found)} now. Restore the original data, or "
+            "start a new job from the newest checkpoint."
         )
     if order.takeover is not None:
         with order.desk.state() as state:
@@ -309,7 +310,7 @@ def resumed_queue(order: Order, host: Any) -> TaskQueue | None:
 
 
 def _lay_out(order: Order, served: TrainedModel, queue: TaskQueue, initial_epoch: int) -> None:
-    """Tells the state of the queue, the rounds and the journal."""
+    """Sets up the queue, the rounds and the journal."""
     host, memory, training, version = served.host, order.memory, order.settings.training, served.ps.client.version
     logger.info("The servers hold the model, version %d", version)
     evaluated = None if memory is None else memory.evaluated
@@ -347,7 +348,7 @@ def _make_course(order: Order, served: TrainedModel, queue: TaskQueue, epochs: E
 
     def check_may_write() -> None:
         if order.journal is not None:
-            with desk.state():  # under which it is written, too
+            with desk.state():  # also guards writing it
                 order.journal.check_is_ours()
 
     checkpoints = CheckpointWriter(order.settings, served.ps, failures, memory is not None, check_may_write)
@@ -360,7 +361,7 @@ def _make_course(order: Order, served: TrainedModel, queue: TaskQueue, epochs: E
 
 
 def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epochs: EpochHooks) -> None:
-    """Last of all, since workers take tasks from now on: a callback may have set the learning rate."""
+    """The last step, because workers get tasks from here on: a callback may have set the learning rate."""
     host, ps = served.host, served.ps
     _tell_risk(order, host)
     with order.desk.state() as state:

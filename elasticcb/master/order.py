@@ -1,4 +1,4 @@
-"""A job as it was asked for, and what an earlier master has left of it."""
+"""A job as requested, and what an earlier master left of it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from elasticcb.settings import JobSettings
 
 
 class Takeover(NamedTuple):
-    """What a master that was killed has left.
+    """What a killed master left running.
 
     Attributes:
-        running: its processes by role ("worker", "ps") and place, as `ClusterBackend.taken_over` says.
+        running: its processes by role ("worker", "ps") and index, as in `ClusterBackend.taken_over`.
         since: when it was killed; seconds of `time.monotonic`.
     """
 
@@ -35,19 +35,19 @@ class Takeover(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """What all phases of a job know.
+    """What all phases of a job share.
 
     Attributes:
-        display: as `cli.progress.Display`.
-        started: when the user asked for it, in seconds.
-        report: shows how the job goes.
-        make_host: makes the Keras side of the master.
-        make_program: makes what the job runs instead of a model file; None: it runs one.
-        journal: of training that can be resumed.
-        memory: what an earlier master knew, if there was one and it handed out tasks.
-        takeover: what that one has left running.
-        arrays: of what callbacks remember.
-        goes_on_by: what the user does to go on with the job; "": the command `elasticcb resume`.
+        display: a `cli.progress.Display`.
+        started: when the user requested it, in seconds.
+        report: displays the job's progress.
+        make_host: creates the master's Keras side.
+        make_program: creates the serialized job to run instead of a model file; None: run the model file.
+        journal: journal of resumable training.
+        memory: journal content of an earlier master, if it handed out tasks.
+        takeover: what that master left running.
+        arrays: saved arrays of callbacks.
+        goes_on_by: how the user resumes the job, as text; "": the command `elasticcb resume`.
         until_end: closes what the phases open.
     """
 
@@ -71,29 +71,29 @@ class Order:
 
     @property
     def evaluates_as_keras(self) -> bool:
-        """`fit` evaluates at the end of epochs alone, and finalizes the optimizer (EMA) after that; a command
-        evaluates what it exports."""
+        """`fit` evaluates only at the end of epochs, and finalizes the optimizer (EMA) after that; a command evaluates
+        the exported weights."""
         return self.make_program is not None
 
     @property
     def how_to_go_on(self) -> str:
-        """What the user does, in words."""
+        """How the user resumes the job, as text."""
         return self.goes_on_by or f"elasticcb resume {shlex.quote(self.settings.directory)}"
 
 
 @dataclass
 class ModelOrigin:
-    """Where servers have the model from that have no recovery files.
+    """Where servers without recovery files get the model from.
 
     Attributes:
-        checkpoint: the newest one on a disk; "": fresh weights.
-        warm_start: what fresh weights take from the checkpoint of another model; asked when they are needed.
-        of_earlier_master: finds the newest one of this job, which another master began; "": there is none.
+        checkpoint: the newest local checkpoint; "": fresh weights.
+        warm_start: initial weights from another model's checkpoint, created on demand.
+        of_earlier_master: finds the newest checkpoint of this job by an earlier master; "": none.
     """
 
     host: Any
     checkpoint: str
-    of_earlier_master: Callable[[], str] | None = None  # not asked before it is needed: files are read through
+    of_earlier_master: Callable[[], str] | None = None  # called only on demand: it reads whole files
     warm_start: Callable[[], WarmStart | None] = lambda: None
 
     def source(self) -> InitialModel:
@@ -117,9 +117,9 @@ class TrainedModel:
     """The model, on the master and on the servers.
 
     Attributes:
-        host: Keras's side of the master.
-        servers: which hold the model.
-        hooks: calls those that run on the master.
+        host: the master's Keras side.
+        servers: the servers that hold the model.
+        hooks: calls the hooks that run on the master.
     """
 
     host: Any

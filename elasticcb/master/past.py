@@ -1,4 +1,4 @@
-"""Keeps the past of a job for its page: told by those to whom something happens, under the lock of the master. Pure."""
+"""Records the history of a job for its page, under the master's lock. Pure."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from elasticcb.clients.history import EvaluationPoint, Event, History, Point, Ta
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.task import Lease, Task
 
-_MOST_LEFT = 100_000  # tasks that are known to have gone back
+_MOST_LEFT = 100_000  # maximum number of requeued tasks to remember
 
 
 class Past:
-    """What has happened in a job.
+    """The history of a job.
 
     Args:
-        clock: gives seconds since the epoch.
-        before: what `after` gave of the same job, before it was resumed.
+        clock: returns seconds since the epoch.
+        before: the result of `after` for the same job, before it was resumed.
     """
 
     def __init__(self, clock: Callable[[], float] = float, before: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.clock = clock
-        self._run = clock()  # which of the pasts of one job's masters this is
+        self._run = clock()  # distinguishes the histories of a job's masters
         self._history = History()
-        with contextlib.suppress(TypeError, ValueError):  # of another release
+        with contextlib.suppress(TypeError, ValueError):  # written by another release
             self._history.extend(before)
         self._running: dict[int, TaskSpan] = {}  # by lease
-        self._free_since: dict[int, float] = {}  # by place, when the last task there has ended
-        self._unfinished: set[int] = set()  # tasks whose last worker did not finish them
+        self._free_since: dict[int, float] = {}  # by slot, when its last task ended
+        self._unfinished: set[int] = set()  # tasks that their last worker did not finish
         self._pushes = (0, 0.0)
         self._metrics: dict[str, float] = {}
 
@@ -39,7 +39,7 @@ class Past:
         self._history.add(Event(self.clock(), kind, text))
 
     def began(self, lease: Lease, place: int) -> None:
-        """The worker in a place has got a task, which it begins when it is done with what it had before."""
+        """The worker in a slot got a task, which starts when it has finished its previous ones."""
         task = lease.task
         again = task.id in self._unfinished
         self._running[lease.id] = TaskSpan(
@@ -47,10 +47,10 @@ class Past:
         )
 
     def ended(self, lease: int, outcome: str, task: Task | None = None) -> None:
-        """As `TaskSpan` has it; of a lease that began with another master, nothing is known.
+        """See `TaskSpan`; leases granted by another master are unknown.
 
         Args:
-            task: as it was done, if that is not as it was handed out.
+            task: the task as finished, if it differs from the one handed out.
         """
         run = self._running.pop(lease, None)
         if run is None:
@@ -66,16 +66,16 @@ class Past:
             self._unfinished.add(run.task)
 
     def left(self, place: int) -> None:
-        """The worker in a place is gone: others do the rest of what it had."""
+        """The worker in a slot is gone; its tasks are requeued."""
         for lease in [lease for lease, run in self._running.items() if run.worker == place]:
             self.ended(lease, "back")
 
     def note(self, seen: JobSnapshot, leases: Collection[int], pushes: tuple[int, float]) -> None:
-        """The job looks like this now.
+        """The job's current figures.
 
         Args:
-            leases: that are out; others that ran went back, as of a worker that hangs.
-            pushes: how many there were, and the seconds that they took.
+            leases: active leases; other running ones were revoked, such as those of a hung worker.
+            pushes: number of pushes, and their total seconds.
         """
         for lease in self._running.keys() - set(leases):
             self.ended(lease, "back")
@@ -96,7 +96,7 @@ class Past:
             )
 
     def after(self, number: int) -> dict[str, Any]:
-        """As `History.after`, with the tasks that run."""
+        """See `History.after`, with running tasks."""
         running = [
             list(run._replace(begun=max(run.begun, self._free_since.get(run.worker, 0.0))))
             for run in self._running.values()

@@ -1,9 +1,9 @@
-"""What a job predicts, on its way to one file.
+"""Collects a job's predictions in one file.
 
-What a worker reports of a task is a part: it is written in the job's folder before the report is accepted, and counts
-by a rename when it is. So a task that is done twice has one part, and what a lost worker left counts for nothing. When
-all tasks are done, the parts become the file: written beside its place, renamed when it is complete. If its place can't
-be had by then, the file is made in the job's folder instead.
+Each task's report is a part: it is written to the job's folder before the report is accepted, and committed by a rename
+afterwards. So a task that is done twice has one part, and leftovers of lost workers are ignored. When all tasks are
+done, the parts are merged into a temporary file next to the destination, which is then renamed. If the destination is
+unusable by then, the file is written to the job's folder instead.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class PredictionOutput:
     """The parts of one job's predictions.
 
     Args:
-        path: of the file.
-        format: of the file, one of `settings.choices.PREDICTION_FORMATS`.
+        path: path of the file.
+        format: one of `settings.choices.PREDICTION_FORMATS`.
         job_folder: where parts are written.
-        sources: (name, number of records) of the data, in its order.
-        output_names: of the model.
+        sources: (name, number of records) of the data, in order.
+        output_names: outputs of the model.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class PredictionOutput:
         self._records = sum(counts)
         self._numbers = itertools.count()
         self._shapes: dict[str, set[tuple[int, ...] | None]] = {}
-        self.remove()  # of a job before in this folder
+        self.remove()  # of a previous job in this folder
         self._folder.mkdir(parents=True)
 
     def stage(self, outputs: Sequence[Outputs]) -> Path:
-        """Writes down what a task brought, which does not count yet. Called by several threads at a time.
+        """Writes a task's outputs as an uncommitted part. Called by several threads at a time.
 
-        Raises `JobFailedError` when that can't be written.
+        Raises `JobFailedError` when it can't be written.
         """
         path = self._folder / f"staged-{next(self._numbers)}"
         try:
@@ -70,16 +70,16 @@ class PredictionOutput:
 
     def _not_kept(self, error: OSError) -> JobFailedError:
         return JobFailedError(
-            f"What was predicted can't be written to {self._folder}: {error.strerror}. Parts of --output lie in "
-            "the job's folder until all records are predicted: make room there, or name another --job_dir."
+            f"The predictions can't be written to {self._folder}: {error.strerror}. Until all records are predicted, "
+            "parts of --output are stored in the job's folder. Free disk space there, or choose another --job_dir."
         )
 
     def commit(self, staged: Path, shard: Shard, outputs: Sequence[Outputs]) -> None:
-        """The report of the task is accepted: what it brought counts, in place of what an earlier one brought.
+        """Commits a part after its report was accepted; it replaces an earlier one of the same task.
 
         Raises:
-            ModelFileError: its rows are not those of the shard, or the format can't hold them.
-            JobFailedError: the part can't be kept.
+            ModelFileError: the rows don't match the shard, or the format can't hold them.
+            JobFailedError: the part can't be stored.
         """
         rows: dict[str, int] = {}
         for batch in outputs:
@@ -91,8 +91,9 @@ class PredictionOutput:
         for name, count in rows.items():
             if count != shard.records:
                 raise ModelFileError(
-                    f"The output {name!r} has {count} rows for the {shard.records} records of {shard}; --output writes "
-                    "one row per record. Return outputs with the batch on axis 0, one row for each record."
+                    f"The output {name!r} has {count} rows for the {shard.records} records of {shard}, but --output "
+                    "needs exactly one row per record. Return outputs with the batch on axis 0, one row for each "
+                    "record."
                 )
         try:
             staged.replace(self._folder / f"part-{self._first[shard.name] + shard.start:015}")
@@ -100,14 +101,14 @@ class PredictionOutput:
             raise self._not_kept(error) from error
 
     def discard(self, staged: Path) -> None:
-        """The report was not accepted."""
+        """Removes a part whose report was not accepted."""
         staged.unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """Makes the file of all parts.
+        """Merges all parts into the file.
 
-        Raises `JobFailedError` when it can't be written; there is no file then, but perhaps one in the job's folder,
-        which the error names.
+        Raises `JobFailedError` when it can't be written there; the error names a file in the job's folder if that could
+        be written instead.
         """
         try:
             self._write(self.path)
@@ -118,26 +119,24 @@ class PredictionOutput:
                 self._write(instead)
             except OSError as second:
                 raise JobFailedError(
-                    f"{what} Nor to {instead}: {second.strerror or second}. Run the job again with an --output that "
-                    "can be written."
+                    f"{what} Nor could they be written to {instead}: {second.strerror or second}. Run the job again "
+                    "with a writable --output."
                 ) from second
-            raise JobFailedError(
-                f"{what} They are in {instead} instead: move that file to where you want it."
-            ) from error
-        logger.info("The predictions are in %s", self.path)
+            raise JobFailedError(f"{what} They are in {instead} instead; move this file where you want it.") from error
+        logger.info("Predictions written to %s", self.path)
 
     def _write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
 
         def check(unfinished: Path) -> None:
             if path.exists():
-                raise FileExistsError(None, "there is a file by now, which is left as it is")
+                raise FileExistsError(None, "a file with this name has appeared; it was left unchanged")
 
         with durable.replacing(path, check) as unfinished:
             WRITERS[self._format](unfinished, self._batches, self._shapes)
 
     def _batches(self) -> Iterator[tuple[int, list[Column]]]:
-        """All batches in the order of the data. Raises `JobFailedError` when records are missing among them."""
+        """All batches in the order of the data. Raises `JobFailedError` when records are missing."""
         position = 0
         for part in sorted(self._folder.glob("part-*")):
             self._check_continues(position, int(part.name.removeprefix("part-")))
@@ -151,8 +150,8 @@ class PredictionOutput:
     def _check_continues(self, position: int, next_part: int) -> None:
         if position != next_part:
             raise JobFailedError(
-                f"The predictions in {self._folder} have a gap: what comes after record {position} begins at "
-                f"{next_part}, of {self._records} records in all. Files may have been removed there. Run the job again."
+                f"Predictions are missing in {self._folder}: the part after record {position} starts at record "
+                f"{next_part}, of {self._records} in all. Files may have been removed there. Run the job again."
             )
 
     def remove(self) -> None:
@@ -161,6 +160,6 @@ class PredictionOutput:
 
 
 def _free(path: Path) -> Path:
-    """`path`, or one with a number in its name where there is no file yet."""
+    """`path`, or a numbered variant that does not exist yet."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
     return next(each for each in itertools.chain([path], numbered) if not os.path.lexists(each))

@@ -1,4 +1,4 @@
-"""Which processes of a job are there, and which were. Pure."""
+"""Which processes of a job are up, and which were. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Present:
     """A member that is up.
 
     Attributes:
-        seen: when it gave the last sign of life.
-        job: that it registered for last.
-        idle: it is done with that job.
-        released: it is to leave, since fewer are needed.
+        seen: time of its last heartbeat.
+        job: the job that it last registered for.
+        idle: it has finished that job.
+        released: it should leave, because fewer are needed.
     """
 
     member: Member
@@ -26,24 +26,24 @@ class Present:
 
 
 class Presence:
-    """The members that registered.
+    """The registered members.
 
     Attributes:
-        by_id: the members that are up, by their id.
+        by_id: members that are up, by id.
         by_place: the same, by role and index.
     """
 
     def __init__(self) -> None:
         self.by_id: dict[int, Present] = {}
         self.by_place: dict[tuple[Role, int], Present] = {}
-        self._gone: dict[int, tuple[Member, str]] = {}  # by id, and why
+        self._gone: dict[int, tuple[Member, str]] = {}  # by id, with the reason
 
     def add(self, present: Present) -> None:
         member = present.member
         self.by_id[member.id] = self.by_place[member.role, member.index] = present
 
     def remove(self, id: int, reason: str) -> Member | None:
-        """The member that is not up any more; None: it was not."""
+        """Removes and returns a member that is no longer up; None: it was not up."""
         present = self.by_id.pop(id, None)
         if present is None:
             return None
@@ -53,12 +53,12 @@ class Presence:
         return member
 
     def of(self, role: Role) -> list[Present]:
-        """Those of a role that are up, by place."""
+        """Members of a role that are up, by index."""
         found = (present for present in self.by_id.values() if present.member.role is role)
         return sorted(found, key=lambda present: present.member.index)
 
     def find(self, id: int) -> Member | None:
-        """The member with this id, whether it is up or gone."""
+        """The member with this id, up or gone."""
         return self.by_id[id].member if id in self.by_id else self._gone.get(id, (None,))[0]
 
     def why_unknown(self, id: int) -> str:
@@ -66,4 +66,4 @@ class Presence:
         if id in self._gone:
             member, reason = self._gone[id]
             return f"{member} is no longer part of the job: {reason}"
-        return f"no process with the id {id} ever registered"
+        return f"no process with id {id} ever registered"

@@ -1,4 +1,4 @@
-"""The processes of the job: what the roster plans, the backend carries out."""
+"""The processes of the job: the backend carries out the roster's plan."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 class Processes:
-    """Starts what the roster misses, and tells the roster what ended. Not thread-safe.
+    """Starts missing processes, and reports exited ones to the roster. Not thread-safe.
 
     Args:
         roster: the plan.
         backend: carries it out.
-        on_worker_lost: called with the id of a worker whose leases must go back.
-        on_ps_lost: called with the place of a server that is replaced.
-        say: shows a line to the user.
+        on_worker_lost: called with the id of a worker whose leases must be revoked.
+        on_ps_lost: called with the index of a server that is replaced.
+        say: prints a line to the user.
     """
 
     def __init__(
@@ -37,69 +37,69 @@ class Processes:
         self._backend = backend
         self._on_worker_lost, self._on_ps_lost = on_worker_lost, on_ps_lost
         self._say = say
-        self._left_behind: set[tuple[Role, int]] = set()  # by another master, and unknown to it
-        self._told_pending: dict[str, str] = {}  # by reason, which processes wait
+        self._left_behind: set[tuple[Role, int]] = set()  # started by another master, not registered yet
+        self._told_pending: dict[str, str] = {}  # by reason, names of waiting processes as last reported
 
     def start_missing(self, master_address: str) -> None:
-        """Asks the backend for a process in every place that has none."""
+        """Requests a process from the backend for every empty slot."""
         for role, index in self._roster.to_start():
             self._roster.requested(role, index)
             self._left_behind.discard((role, index))
             self._backend.start(role.label, index, master_address)
 
     def take_over(self, running: Mapping[tuple[str, int], int | str]) -> None:
-        """Compares the roster of another master, which was killed, with what runs, as `ClusterBackend.taken_over` says.
+        """Compares a killed master's roster with the processes that still run, as in `ClusterBackend.taken_over`.
 
-        Raises `JobFailedError` when the job can't go on without one of those that ended meanwhile.
+        Raises `JobFailedError` when the job can't continue without one that exited in the meantime.
         """
         for role in Role:
             for member in self._roster.up(role):
                 if running.get((role.label, member.index)) not in (member.pid, member.host):
-                    self.lost(member.id, "it ended while there was no master")
+                    self.lost(member.id, "it exited while there was no master")
         for role, index in self._roster.to_start():
-            if (role.label, index) in running:  # it has not registered yet, or was given up
+            if (role.label, index) in running:  # not registered yet, or given up
                 self._roster.requested(role, index)
                 self._left_behind.add((role, index))
 
     def check(self) -> None:
-        """Looks for processes that ended.
+        """Checks for exited processes.
 
-        Raises `JobFailedError` when the job can't go on without one of them.
+        Raises `JobFailedError` when the job can't continue without one of them.
         """
         for exit in self._backend.poll():
             self._ended(exit)
         self._tell_pending()
 
     def note_ended(self) -> None:
-        """The job is over: those that ended are gone, and nobody takes their places."""
+        """The job is over: exited processes are not replaced."""
         for exit in self._backend.poll():
             member = self._roster.at(Role.of(exit.role), exit.index)
             if member is not None:
                 self._roster.lost(member.id, exit.reason)
-                logger.warning("%s ended after its last task, without a goodbye: %s", member, exit.reason)
+                logger.warning("%s exited after its last task without deregistering: %s", member, exit.reason)
 
     def replace(self, member: Member, reason: str) -> None:
-        """Ends a process that hangs; another takes its place. Raises `JobFailedError` when none can."""
+        """Kills a hung process; another replaces it. Raises `JobFailedError` when none can."""
         self._backend.kill(member.role.label, member.index)
         self.lost(member.id, reason)
 
     def where(self, worker: int) -> str:
-        """What a person needs to find the log of a worker."""
+        """Where to find the log of a worker, as text."""
         member = self._roster.find(worker)
         if member is None:
             return ""
-        place = f"in place {member.index} (log: worker-{member.index}.log)"
+        place = f"slot {member.index} (log: worker-{member.index}.log)"
         return f"Worker {worker} was process {member.pid} on {member.host}, {place}."
 
     def lost(self, id: int, reason: str) -> None:
-        """A member is gone. Raises `JobFailedError` when the job can't go on without it."""
+        """A member is lost. Raises `JobFailedError` when the job can't continue without it."""
         member = self._roster.member(id)
         if member is None:
             return
         self._act(self._roster.lost(id, reason), member.id if member.role is Role.WORKER else None)
 
     def asked_to_end(self, member: Member, reason: str) -> None:
-        """A process has put down its work, since somebody wants its machine; another is to take its place.
+        """A process stopped because its machine is needed elsewhere; another replaces it.
 
         Raises `JobFailedError` when none can.
         """
@@ -110,9 +110,9 @@ class Processes:
             self._act(decision, None)
 
     def resize(self, role: Role, size: int) -> None:
-        """Has another number of workers, or of parameter servers, from now on."""
+        """Changes the number of workers or parameter servers."""
         for index in self._roster.resize(role, size):
-            if self._backend.watches:  # else it is refused when it comes
+            if self._backend.watches:  # else it is refused when it registers
                 self._backend.kill(role.label, index)
 
     def _ended(self, exit: Exit) -> None:
@@ -120,7 +120,7 @@ class Processes:
         member = self._roster.at(role, exit.index)
         place = role, exit.index
         if exit.failed and self._roster.is_requested(*place) and place not in self._left_behind:
-            # It failed by its own code before it could register; another one would fail the same way.
+            # It failed by itself before it could register; a replacement would fail the same way.
             raise JobFailedError(
                 f"{role.value} {exit.index} could not start ({exit.reason}).{self._last_words(role, exit.index)}"
             )
@@ -128,7 +128,7 @@ class Processes:
         self._act(decision, member.id if member is not None and role is Role.WORKER else None)
 
     def _tell_pending(self) -> None:
-        """Says which processes wait, and why, when that has changed."""
+        """Reports which processes wait, and why, when that changes."""
         waiting: dict[str, list[str]] = {}
         for (role, index), reason in sorted(self._backend.pending().items()):
             waiting.setdefault(reason, []).append(f"{Role.of(role).value} {index}")

@@ -1,4 +1,4 @@
-"""The job's metrics for Prometheus, read when they are asked for; docs/metrics.md lists them."""
+"""The job's Prometheus metrics, collected at each scrape; docs/metrics.md lists them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from elasticcb.process.stats import LOOKUP, PULL, PUSH, STALENESS, Histogram
 from elasticcb.rpc.admission import Refusal
 
 _Value = float | int
-_Labelled = Mapping[Any, _Value]  # by the values of the labels, a tuple
+_Labelled = Mapping[Any, _Value]  # by label values, a tuple
 
 
 class JobCollector(Collector):
-    """Shows the job that `observe` sees at each scrape."""
+    """Exports the job snapshot that `observe` returns at each scrape."""
 
     def __init__(self, observe: Callable[[], JobSnapshot]) -> None:
         self._observe = observe
@@ -39,16 +39,16 @@ class JobCollector(Collector):
 def _job(seen: JobSnapshot) -> Iterator[Metric]:
     if seen.command is not None:
         job = seen.name, seen.command.value
-        yield _gauge("job_info", "1: the present job.", {job: 1}, ("name", "command"))
+        yield _gauge("job_info", "1: the current job.", {job: 1}, ("name", "command"))
     yield _gauge("ready", "1 when the servers hold the model and tasks are handed out, else 0.", int(seen.ready))
     if seen.command is not None:
-        yield _gauge("model_version", "Updates that the model has taken.", seen.version)
-        yield _gauge("epoch", "The epoch under way, from 1; 0: none.", seen.epoch)
-        yield _gauge("epochs", "Epochs that are planned; 0: the job does not train.", seen.epochs)
+        yield _gauge("model_version", "Updates applied to the model.", seen.version)
+        yield _gauge("epoch", "The current epoch, from 1; 0: none.", seen.epoch)
+        yield _gauge("epochs", "Epochs to train; 0: the job does not train.", seen.epochs)
         if seen.loss is not None:
             yield _gauge("training_loss", "Mean over the batches of a worker's last report.", seen.loss)
         values = {(name,): value for name, value in seen.metrics.items() if isinstance(value, (int, float))}
-        yield _gauge("evaluation_metric", "Metrics of the last evaluation round.", values, ("metric",))
+        yield _gauge("evaluation_metric", "Metrics of the last evaluation pass.", values, ("metric",))
         yield _gauge("stragglers", "Workers that are much slower than the others.", len(seen.stragglers))
     yield _gauge("records_planned", "Records to train over all epochs; 0: not known.", seen.records_total)
     records = {
@@ -56,47 +56,48 @@ def _job(seen: JobSnapshot) -> Iterator[Metric]:
         ("evaluation",): seen.records_evaluated + seen.records_evaluated_before,
         ("prediction",): seen.records_predicted,
     }
-    yield _counter("records", "Records that workers reported as done, each once.", records, ("type",))
+    yield _counter("records", "Records that workers reported as done, counted once each.", records, ("type",))
     repeated = seen.records_repeated
-    yield _counter("records_repeated", "Records that were trained or predicted more than once, at most.", repeated)
-    yield _counter("gradients_rejected", "Gradients that were too old, in synchronous mode.", seen.gradients_rejected)
-    yield _counter("batches_skipped", "Batches with NaN or infinity that were passed over.", seen.batches_skipped)
-    yield _counter("callback_errors", "Errors in callbacks that the job went on after.", seen.callback_errors)
+    yield _counter("records_repeated", "Records trained or predicted more than once (upper bound).", repeated)
+    yield _counter("gradients_rejected", "Gradients rejected as too old, in synchronous mode.", seen.gradients_rejected)
+    yield _counter("batches_skipped", "Batches skipped because of NaN or infinity.", seen.batches_skipped)
+    yield _counter("callback_errors", "Callback errors after which the job continued.", seen.callback_errors)
     yield _counter("checkpoints_failed", "Checkpoints that could not be written.", seen.checkpoints_failed)
     age = {} if seen.checkpoint_age is None else {(): seen.checkpoint_age}
-    text = "Since the newest checkpoint was written, or the job began; of jobs with --checkpoint_steps."
+    text = "Time since the newest checkpoint, or since the job started; only with --checkpoint_steps."
     yield _gauge("checkpoint_age_seconds", text, age)
     unwritten = seen.recovery_files_failed
     yield _counter("recovery_files_failed", "Times that a server could not write its recovery files.", unwritten)
     free = {(folder,): size for folder, size in seen.free_disk_bytes.items()}
-    yield _gauge(
-        "free_disk_bytes", "Room on the disks of the job's folders; a remote folder has none.", free, ("folder",)
-    )
-    yield _counter("updates_lost", "Updates that were lost with servers.", seen.updates_lost)
+    text = "Free space on the disks of the job's folders; a remote folder has none."
+    yield _gauge("free_disk_bytes", text, free, ("folder",))
+    yield _counter("updates_lost", "Updates lost with parameter servers.", seen.updates_lost)
 
 
 def _tasks(seen: JobSnapshot) -> Iterator[Metric]:
-    yield _gauge("tasks", "Tasks by state; todo holds those that are still to be made.", seen.tasks, ("type", "state"))
+    yield _gauge("tasks", "Tasks by state; todo includes tasks not yet created.", seen.tasks, ("type", "state"))
     taken_over = seen.tasks_taken_over
-    text = "Times that a task went back since its worker was lost, hung, or was asked to end."
+    text = "Times a task was requeued because its worker was lost, hung, or was asked to stop."
     yield _counter("tasks_taken_over", text, taken_over)
     retried = seen.tasks_retried
-    yield _counter("tasks_retried", "Times that a worker failed in a task, and it was tried again.", retried)
-    yield _counter("tasks_split", "Times that a worker gave the end of its task to one that waited.", seen.tasks_split)
-    yield _counter("reports_refused", "Reports on tasks that had been taken away.", seen.reports_refused)
+    yield _counter("tasks_retried", "Times a task was retried after its worker reported a failure.", retried)
+    yield _counter("tasks_split", "Times a worker handed the rest of its task to an idle one.", seen.tasks_split)
+    yield _counter("reports_refused", "Reports refused because the task had been reassigned.", seen.reports_refused)
 
 
 def _processes(seen: JobSnapshot) -> Iterator[Metric]:
     states = Counter((process.role, process.state) for process in seen.processes)
     counts = {place: states[place] for place in product(_labels(Role), _labels(PlaceState))}
-    yield _gauge("processes", "Places of processes by state.", counts, ("role", "state"))
+    yield _gauge("processes", "Process slots by state.", counts, ("role", "state"))
     by_role: dict[str, ProcessCounts] = {Role.WORKER.label: seen.workers, Role.PS.label: seen.servers}
     lost = {(role,): counts.lost for role, counts in by_role.items()}
-    yield _counter("processes_lost", "Processes that were lost.", lost, ("role",))
+    yield _counter("processes_lost", "Processes lost.", lost, ("role",))
     replaced = {(role,): counts.replaced for role, counts in by_role.items()}
-    yield _counter("recoveries", "Processes that took the place of a lost one.", replaced, ("role",))
+    yield _counter("recoveries", "Processes that replaced a lost one.", replaced, ("role",))
     restoring = seen.servers_restoring
-    yield _gauge("parameter_servers_restoring", "Servers whose part of the model nobody serves now.", restoring)
+    yield _gauge(
+        "parameter_servers_restoring", "Parameter servers whose part of the model is being restored.", restoring
+    )
     cpu: dict[tuple[str, str], _Value] = {("master", "0"): seen.cpu_seconds}
     memory: dict[tuple[str, str], _Value] = {("master", "0"): seen.resident_bytes}
     expiry = {("master", "0"): seen.certificate_expires}
@@ -105,12 +106,12 @@ def _processes(seen: JobSnapshot) -> Iterator[Metric]:
         if process.cpu_seconds is not None:
             labels = process.role, str(process.index)
             cpu[labels], memory[labels] = process.cpu_seconds, process.resident_bytes or 0
-    yield _counter("cpu_seconds", "Processor time of the process in a place, since it started.", cpu, ("role", "index"))
+    yield _counter("cpu_seconds", "CPU time of the process since it started.", cpu, ("role", "index"))
     known = {labels: size for labels, size in memory.items() if size}
     left = {labels: expires - time.time() for labels, expires in expiry.items() if expires}
-    text = "Until the certificate of a process expires, where the job uses TLS."
+    text = "Time until the certificate of a process expires, with TLS."
     yield _gauge("certificate_expiry_seconds", text, left, ("role", "index"))
-    text = "Memory of a process, what it shares with others included (Linux)."
+    text = "Resident memory of a process, including shared memory (Linux)."
     yield _gauge("resident_memory_bytes", text, known, ("role", "index"))
 
 
@@ -118,15 +119,15 @@ def _calls(seen: JobSnapshot) -> Iterator[Metric]:
     rows = {(path,): size.rows for path, size in seen.tables.items()}
     yield _gauge("table_rows", "Rows of an embedding table, on all servers, at most 10 s ago.", rows, ("table",))
     held = {(path,): size.bytes for path, size in seen.tables.items()}
-    yield _gauge("table_bytes", "Memory of an embedding table, with slots, counts and index.", held, ("table",))
-    yield _counter("lookup_rows", "Rows of embedding tables that workers asked for.", seen.rows_looked_up)
+    yield _gauge("table_bytes", "Memory of an embedding table, including slots, counts and index.", held, ("table",))
+    yield _counter("lookup_rows", "Embedding rows looked up by workers.", seen.rows_looked_up)
     exchanges = {call: seen.histograms[call] for call in (PUSH, PULL, LOOKUP)}
-    text = "How long a worker's calls to all servers took. A push also brings the weights after it, so pulls are few."
+    text = "Duration of a worker's calls to all servers. A push also pulls the new weights, so there are few pulls."
     yield _histogram("exchange_duration_seconds", text, exchanges, "call")
-    text = "Versions that others made between the weights a gradient was computed on and its own update."
+    text = "Staleness of gradients: updates by others between the pull and the push."
     yield _histogram("gradient_staleness_versions", text, {"": seen.histograms[STALENESS]})
     refused = {(reason.name.lower(),): seen.refused_calls.get(reason.value, 0) for reason in Refusal}
-    yield _counter("refused_calls", "Calls that master and servers have refused.", refused, ("reason",))
+    yield _counter("refused_calls", "Calls refused by the master and the servers.", refused, ("reason",))
 
 
 def _labels(kind: type[Role | PlaceState]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The parameter servers of a job as its master commands them."""
+"""Commands from the master to the parameter servers of a job."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-_TAKES = 3  # of what must be of one version
-_SUMMARY_SECONDS = 5.0  # for a server to say what it has refused
+_TAKES = 3  # attempts to read one consistent version
+_SUMMARY_SECONDS = 5.0  # timeout for a server's count of refused calls
 
-_PERSIST_SECONDS = 2.0  # for a server to say that it will write; it only makes a note of that
+_PERSIST_SECONDS = 2.0  # timeout for a server to acknowledge the request; writing happens later
 
-_RESTORE_PATIENCE_SECONDS = 5.0  # little: the server may be lost in its turn, and then another is asked
+_RESTORE_PATIENCE_SECONDS = 5.0  # short: the server may also be lost, and its replacement is tried next
 
 
 class Restored(NamedTuple):
-    """What a server that took the place of a lost one holds.
+    """What the replacement of a lost server holds.
 
     Attributes:
-        version: that its state had when it was written.
-        source: in words.
+        version: version of its state when it was saved.
+        source: where it came from, as text.
         learning_rate: its base rate.
-        complete: whether it has all that the lost one had acknowledged.
+        complete: whether it has everything that the lost server had acknowledged.
     """
 
     version: int
@@ -55,11 +55,11 @@ class PSControl:
     """Commands to the parameter servers of a job.
 
     Args:
-        client: the master's own.
-        run: names the training, in the servers' recovery files.
+        client: the master's client of the servers.
+        run: name of the training in the servers' recovery files.
 
     Attributes:
-        servers: those of the client.
+        servers: the client's servers.
     """
 
     def __init__(self, client: PSClient, run: str) -> None:
@@ -67,11 +67,11 @@ class PSControl:
         self._export_id = 0
 
     def neighbour(self, index: int) -> int:
-        """The server that keeps what the recovery files of server `index` lack, where there are replicas."""
+        """The server that keeps what the recovery files of server `index` lack, with replicas enabled."""
         return (index + 1) % len(self.servers.known)
 
     def initialize(self, source: InitialModel) -> None:
-        """Gives all servers the model.
+        """Sends the model to all servers.
 
         Raises `ElasticCBError` when the state is of other optimizers.
         """
@@ -93,16 +93,16 @@ class PSControl:
         learning_rate: float | None,
         neighbour: str = "",
     ) -> Restored:
-        """Gives the model to a server that took the place of a lost one: as the recovery files hold it, or else anew.
+        """Restores the model on the replacement of a lost server: from recovery files, or else from `source`.
 
         Args:
-            index: of the server.
+            index: index of the server.
             address, id: of the process.
-            version: of the model, from which on the server counts.
-            source: gives what the server gets when there are no recovery files.
-            evaluation_round: that is under way, whose snapshot it takes of what it has then; 0: none.
-            learning_rate: the base rate; None: that which the server has then.
-            neighbour: where its neighbour is; "": that is lost, too.
+            version: version of the model at which the server continues.
+            source: returns the model to use when there are no recovery files.
+            evaluation_round: running round, for which the server snapshots its state; 0: none.
+            learning_rate: base rate to set; None: keep the server's.
+            neighbour: address of its neighbour; "": that is also lost.
         """
         link, server = self.servers.link(index, address, id, _RESTORE_PATIENCE_SECONDS), self.servers.known[index]
         try:
@@ -113,8 +113,8 @@ class PSControl:
                 restored = Restored(answer.recovered_version, words, answer.learning_rate, answer.complete)
             except CheckpointError as error:
                 given = source()
-                words = given.checkpoint or "the first weights"
-                logger.warning("Parameter server %d begins from %s: %s", index, words, error)
+                words = given.checkpoint or "the initial weights"
+                logger.warning("Parameter server %d starts from %s: %s", index, words, error)
                 beginning = self._beginning(server, given._replace(version=version), neighbour=neighbour)
                 answer = link.call("Initialize", beginning).header
                 held = answer.recovered_version if given.checkpoint else given.version
@@ -128,20 +128,20 @@ class PSControl:
             link.close()
 
     def set_neighbour(self, index: int, address: str, id: int, neighbour: str) -> None:
-        """Tells a server, which is the process `id` at `address`, where its neighbour is now."""
+        """Tells a server (process `id` at `address`) the address of its neighbour."""
         link = self.servers.link(index, address, id)
         try:
             link.call("SetNeighbour", Frame(pb.SetNeighbourRequest(address=neighbour), {}), patience_seconds=0.0)
         except ElasticCBError as error:
-            # It is lost, too, and hears of it with the model, or serves no model yet.
-            logger.info("Parameter server %d does not hear of its neighbour: %s", index, error)
+            # It is also lost and will learn it with the model, or it has no model yet.
+            logger.info("Could not tell parameter server %d about its neighbour: %s", index, error)
         finally:
             link.close()
 
     def _beginning(
         self, server: KnownServer, source: InitialModel, recover: bool = False, neighbour: str | None = None
     ) -> Frame[Any]:
-        """What a server is initialized with."""
+        """The initialization request of a server."""
         if neighbour is None:
             neighbour = self.servers.links[self.neighbour(server.index)].address
         servers, state = self.servers, source.optimizer_state or OptimizerState()
@@ -166,25 +166,25 @@ class PSControl:
         return Frame(header, tensors)
 
     def in_step(self, take: Callable[[], Sequence[Answer]], version_of: Callable[[Answer], int]) -> Sequence[Answer]:
-        """What `take` gives of all servers, by index; in synchronous mode of one version of the model.
+        """Calls `take`, which returns an answer per server; in synchronous mode, of one version of the model.
 
-        Servers give what they hold then, unless one was asked again: it may have more by then. All are asked again.
+        All servers are asked again when versions differ: some may have been updated in between.
 
-        Raises `CheckpointError` when the versions differ still.
+        Raises `CheckpointError` when the versions still differ.
         """
         for _ in range(_TAKES):
             answers = take()
             versions = [version_of(answer) for answer in answers]
             if not self.client.staged or len(set(versions)) == 1:
                 return answers
-            logger.warning("The servers gave parts of the versions %s, which do not belong together", versions)
+            logger.warning("The parameter servers returned different model versions: %s", versions)
         raise CheckpointError(
-            f"The parameter servers gave parts of the model's versions {', '.join(map(str, versions))}, by index, "
-            f"which do not belong together, {_TAKES} times. In synchronous mode they must be of one version."
+            f"The parameter servers returned different model versions in {_TAKES} attempts, by server: "
+            f"{', '.join(map(str, versions))}. In synchronous mode they must be the same."
         )
 
     def export(self) -> ModelState:
-        """Everything that the servers hold, as `in_step` gives it. Training may go on."""
+        """Everything that the servers hold, consistent as in `in_step`. Training may continue."""
         while True:
             try:
                 with contextlib.suppress(ServerReplacedError):
@@ -215,32 +215,33 @@ class PSControl:
         return state
 
     def _hold_export(self) -> list[Frame[Any]]:
-        """Has all servers hold what they have; their answers bring the dense part."""
+        """Makes all servers hold their state for an export; their answers contain the dense part."""
         self._export_id = secrets.randbits(62) + 1
         servers, id = self.servers, self._export_id
         servers.call(servers.known[0], "Export", pb.ExportRequest(id=id, hold=True))
         return servers.each(lambda server: servers.call(server, "Export", pb.ExportRequest(id=id)), servers.known)
 
     def release_held(self) -> None:
-        """Lets the servers forget what they hold for exports and checkpoints of a master that was killed."""
+        """Releases what the servers hold for exports and checkpoints of a killed master."""
         self._end_export(0)
 
     def _end_export(self, id: int) -> None:
         for link in self.servers.links:
             request = pb.ExportRequest(id=id, release=True)
-            with contextlib.suppress(ElasticCBError):  # one that is lost holds nothing
+            with contextlib.suppress(ElasticCBError):  # a lost server holds nothing
                 link.call("Export", Frame(request, {}), patience_seconds=0.0)
 
     def load_state(
         self, weights: Sequence[Array] | None, optimizer_state: OptimizerState | None, ids: Ids | None = None
     ) -> int:
-        """Sets weights, or the state of optimizers, or both; returns the version that this makes.
+        """Sets weights, optimizer state, or both; returns the new version.
 
-        Gradients that wait for more, and are now too old by the rules of synchronous mode, are dropped.
+        Pending gradients that become too old by the rules of synchronous mode are dropped.
 
         Args:
-            weights: of the whole model; None leaves them.
-            optimizer_state: None, and what it lacks, is left. Of embedding tables it is set beside weights only.
+            weights: of the whole model; None: unchanged.
+            optimizer_state: missing parts, or None, stay unchanged. The state of embedding tables is set only together
+                with weights.
             ids: as in `ModelState`.
 
         Raises `ElasticCBError` when the state is of other optimizers.
@@ -254,7 +255,7 @@ class PSControl:
             frame = Frame(header, model.part(self.servers, server.index))
             return int(self.servers.send(server, frame, "LoadState").header.version)
 
-        # In synchronous mode the first one makes the others set what they got.
+        # In synchronous mode the first server tells the others to apply what they received.
         first, *others = self.servers.known
         self.servers.each(load, others)
         self.client.version = load(first)
@@ -262,7 +263,7 @@ class PSControl:
         return self.client.version
 
     def snapshot(self, evaluation_round: int, weights: Sequence[Array] | None = None) -> int:
-        """Makes every server keep its present weights for the round, or `weights`; returns their version."""
+        """Makes every server snapshot its weights, or `weights`, for the round; returns the version."""
         servers = self.servers
         if weights is None:
             request = pb.SnapshotRequest(evaluation_round=evaluation_round)
@@ -276,25 +277,25 @@ class PSControl:
         return servers.each(keep, servers.known)[0]
 
     def release_snapshot(self, evaluation_round: int) -> None:
-        """Lets the servers forget the weights kept for the round."""
+        """Releases the servers' snapshots of the round."""
         self.servers.on_all("Snapshot", pb.SnapshotRequest(evaluation_round=evaluation_round, release=True))
 
     def save(self, directory: str) -> list[Any]:
         """Makes every server write its part of a checkpoint; returns their `SaveResponse`s.
 
         Args:
-            directory: exists, is empty, and was never given before, since a server may still write for an earlier call.
+            directory: an empty, never used folder, because a server may still be writing for an earlier call.
         """
         self.servers.call(self.servers.known[0], "Save", pb.SaveRequest(directory=directory, hold=True))
         return self.servers.on_all("Save", pb.SaveRequest(directory=directory))
 
     def finish_training(self, finalize: bool = True) -> int:
-        """Applies gradients that wait for more, and lets the optimizers finalize; returns the version after it."""
+        """Applies pending gradients and finalizes the optimizers; returns the new version."""
         request = pb.FinishTrainingRequest(finalize=finalize)
         return int(self.servers.first_then_others("FinishTraining", request).version)
 
     def persist(self) -> None:
-        """Has the servers write their recovery files soon, beside training. One that does not answer is left out."""
+        """Asks the servers to write recovery files soon, in the background. Unresponsive servers are skipped."""
 
         def ask(server: KnownServer) -> None:
             with contextlib.suppress(ElasticCBError):
@@ -303,7 +304,7 @@ class PSControl:
         self.servers.each(ask, self.servers.known)
 
     def refused_calls(self) -> list[dict[str, int]]:
-        """How many calls each server has refused, by reason in words; none for a server that does not answer."""
+        """How many calls each server has refused, by reason (text); empty for an unresponsive server."""
         calls: list[dict[str, int]] = []
         for link in self.servers.links:
             calls.append({})

@@ -1,4 +1,4 @@
-"""The numbers by which a task queue works."""
+"""Settings of a task queue."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from elasticcb.master.shards import ShardLayout
 
 @dataclass(frozen=True)
 class QueueSettings:
-    """The numbers of a queue.
+    """Settings of a task queue.
 
     Attributes:
-        records_per_task: records of a task; fewer at the end of a source.
-        minibatch_size: records of a batch, to count `max_batches` by.
+        records_per_task: records per task; fewer at the end of a source.
+        minibatch_size: records per batch, for `max_batches`.
         num_epochs: passes over the training sources.
-        max_batches: training batches to hand out in all, exactly, if the sources have that many; 0 is
-            no limit. A range that is handed out again does not count again.
-        shuffle_seed: epoch e is in the order of `random.Random(f"{shuffle_seed}/{e}")`; None: in order.
-        max_retries: a task may be reported failed so many times; one more fails the job.
-        lease_seconds: a worker without progress for so long loses its leases; one that says that it is computing a
-            batch, after twelve times as long.
-        hold_epochs: epoch e + 1 begins only after `release_epoch(e)`. Without it, epochs overlap: when
-            nothing of epoch e is left to hand out, epoch e + 1 begins.
-        max_losses: so many workers may be lost (or hang) on a task without any progress on it; one more
-            fails the job, for the task seems to kill them. Of a worker's leases the oldest is charged,
-            for that is the one it was running.
-        initial_epoch: epochs before it are taken as done.
-        open_ended: nobody knows how many records an epoch has: the number of the sources is only an upper bound,
-            and an epoch ends where a worker reports that the source did.
-        hold_predictions: what a worker has predicted counts as safe only when `results_kept` says so, or when it
-            leaves in order: if it is lost before, its prediction tasks are done again.
+        max_batches: exact number of training batches to hand out, if the sources have that many; 0: no limit. A range
+            that is handed out again does not count again.
+        shuffle_seed: epoch e is shuffled by `random.Random(f"{shuffle_seed}/{e}")`; None: no shuffling.
+        max_retries: how often a task may fail; one more failure fails the job.
+        lease_seconds: a worker without progress for this long times out; while it reports computing a batch,
+            after twelve times as long.
+        hold_epochs: epoch e + 1 begins only after `release_epoch(e)`. Without it, epochs overlap: epoch e + 1 begins
+            when all tasks of epoch e are handed out.
+        max_losses: how many workers may be lost (or hang) on a task without progress on it; one more fails the job,
+            because the task seems to kill them. The oldest lease of a lost worker is charged, because it was running
+            that one.
+        initial_epoch: earlier epochs count as done.
+        open_ended: the number of records of an epoch is unknown: the sources' number is only an upper bound, and an
+            epoch ends where a worker reports that the source ended.
+        hold_predictions: a worker's predictions are safe only after `results_kept`, or when it leaves in order; if it
+            is lost before, its prediction tasks are repeated.
 
-    Raises `UsageError` for numbers out of range.
+    Raises `UsageError` for values out of range.
     """
 
     records_per_task: int
@@ -59,9 +59,9 @@ class QueueSettings:
             ("initial_epoch", 0),
         ):
             if getattr(self, name) < least:
-                raise UsageError(f"{name} is {getattr(self, name)}; expected at least {least}.")
+                raise UsageError(f"{name}={getattr(self, name)} is invalid: must be at least {least}.")
         if self.lease_seconds <= 0:
-            raise UsageError(f"lease_seconds is {self.lease_seconds}; expected more than 0 seconds.")
+            raise UsageError(f"lease_seconds={self.lease_seconds} is invalid: must be more than 0.")
 
     def layout(self, sources: Sequence[tuple[str, int]]) -> ShardLayout:
         return ShardLayout(sources, self.records_per_task, self.minibatch_size)

@@ -1,4 +1,4 @@
-"""What a task queue knows: what there is to do, what is done, and how that is saved in a checkpoint."""
+"""The state of a task queue: open and closed tasks, and how they are saved in a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ Queue = TypeVar("Queue", bound="QueueState")
 
 _FORMAT = 1
 
-# Of what these bring about, the master's memory holds the rest: states of metrics, what to call.
+# Results of these are kept elsewhere in the master's memory: metric states, functions to call.
 _NOT_SAVED = frozenset({TaskType.EVALUATION, TaskType.FUNCTION})
 
 
 class QueueState:
-    """What a queue knows: its tasks by their state (`_todo`, `_doing`, and `_closed`, which only counts them), and the
-    rest. A task that was made is in exactly one of the three.
+    """The tasks of a queue by their state (`_todo`, `_doing`, and `_closed`, which only counts them), and everything
+    else it knows. Every created task is in exactly one of the three.
 
     Args:
-        settings: of the queue.
+        settings: settings of the queue.
         training: (name, number of records) of each training source.
-        prediction: likewise; prediction tasks are handed out in order.
+        prediction: the same for prediction; its tasks are handed out in order.
 
     Attributes:
-        failure: the task that ended the job, if one did.
+        failure: the task that ended the job, if any.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class QueueState:
         self._held = HeldResults()
         self._closed = {kind: dict.fromkeys(TaskState, 0) for kind in TaskType}  # DONE, FAILED, DROPPED
         self.failure: Failure | None = None
-        self._paused = False  # nothing is handed out, though there may be something
-        self._finishing = False  # nothing will be added any more
+        self._paused = False  # hand out nothing, even if there are tasks
+        self._finishing = False  # no more tasks will be added
         self._accounting = Accounting()
-        self._milestones: list[Milestone] = []  # that were not taken yet
+        self._milestones: list[Milestone] = []  # not fetched yet
         if training and self._epochs.done:
             self._milestones.append(Milestone(MilestoneKind.TRAINING_DONE))
         if prediction and not self._prediction_layout:
@@ -79,18 +79,18 @@ class QueueState:
         self._settle(task)
 
     def _settle(self, task: Task) -> None:
-        """Nothing that comes will undo that the task is done."""
+        """The task is done for good."""
         self._milestones += self._supplies[task.type].close(task)
 
     def results_kept(self, worker: int) -> None:
-        """`on_predict_end` of the callbacks has run on `worker`: they hold no results in memory any more."""
+        """`on_predict_end` of the callbacks has run on `worker`: their results are safe."""
         for record in self._held.take(worker):
             self._settle(record.task)
 
     # ------------------------------------------------------------ what there is to do
 
     def add_evaluation(self, round: int, sources: Sequence[tuple[str, int]]) -> int:
-        """Adds the tasks of an evaluation round, ahead of all others; answers how many they are.
+        """Adds the tasks of an evaluation pass, ahead of all others; returns their number.
 
         Raises `UsageError` when the round was added before and is not done.
         """
@@ -103,41 +103,41 @@ class QueueState:
         self._epochs.release(epoch)
 
     def pause(self) -> None:
-        """Hands out nothing any more; what is DOING may be finished. A queue that is saved now goes on."""
+        """Stops handing out tasks; DOING tasks may finish. A queue saved now continues when restored."""
         self._paused = True
 
     def add_function(self, number: int) -> None:
-        """Adds a call, which `number` names, behind all that were added before."""
+        """Adds a function call with id `number`, after all earlier ones."""
         self._functions.add(number)
 
     def add_train_end(self) -> None:
-        """Adds the job's one TRAIN_END task, which is handed out when nothing else is left or running."""
+        """Adds the job's only TRAIN_END task, handed out when no other task is open."""
         self._todo.add_train_end()
 
     def finish(self) -> None:
-        """Nothing will be added any more: once all is done, `get_task` answers FINISHED, not WAIT."""
+        """No more tasks will be added: once all are done, `get_task` returns FINISHED instead of WAIT."""
         self._finishing = True
 
-    # ------------------------------------------------------------ what it knows
+    # ------------------------------------------------------------ queries
 
     def take_milestones(self) -> list[Milestone]:
-        """What was reached since the last call, in order. Ask after every other call."""
+        """Milestones reached since the last call, in order. Call it after every other call."""
         milestones, self._milestones = self._milestones, []
         return milestones
 
     @property
     def epoch(self) -> int:
-        """The epoch that training tasks are being made of, 0-based."""
+        """The epoch whose training tasks are being created, 0-based."""
         return max(self._epochs.current, 0)
 
     @property
     def training_done(self) -> bool:
-        """Whether all training tasks that there will ever be are done (or dropped)."""
+        """Whether all training tasks are done (or dropped)."""
         return self._epochs.done
 
     @property
     def stop_reason(self) -> str | None:
-        """Why training was stopped early, None when it was not."""
+        """Why training was stopped early; None if it was not."""
         return self._epochs.stop_reason
 
     @property
@@ -145,14 +145,14 @@ class QueueState:
         return self._training_layout.records
 
     def ran_out(self, epoch: int) -> bool:
-        """Whether the source gave less in `epoch` than was asked of it; where any number will do, whether nothing."""
+        """Whether the source ended too early in `epoch`; if any number is fine, whether it was empty."""
         expected = 1 if self._settings.open_ended else self.records_per_epoch
         trained = self._accounting.records_trained.get(epoch, 0)
         return epoch in self._epochs.ended_by_source and self.stop_reason is None and trained < expected
 
     @property
     def accounting(self) -> Accounting:
-        """A copy of the numbers up to now."""
+        """A copy of the current counters."""
         return self._accounting.copy(batches_handed_out=self._epochs.batches_made)
 
     @property
@@ -161,17 +161,17 @@ class QueueState:
         return not self._doing
 
     def leases(self, worker: int | None = None) -> list[Lease]:
-        """The leases that are out, of one worker or of all, oldest first."""
+        """Active leases, of one worker or of all, oldest first."""
         records = self._doing if worker is None else self._doing.held_by(worker)
         return [record.lease for record in records if record.lease is not None]
 
     @property
     def has_returned(self) -> bool:
-        """Whether tasks that were handed out before, or parts of them, are to do."""
+        """Whether requeued tasks, or parts of tasks, are waiting."""
         return self._todo.has_returned
 
     def batches_left(self) -> dict[int, list[BatchesLeft]]:
-        """By worker, what is left to report of its leases, oldest first."""
+        """Batches left to report of each worker's leases, oldest first."""
         left: dict[int, list[BatchesLeft]] = {}
         for record in self._doing:
             if record.lease is not None:
@@ -182,10 +182,10 @@ class QueueState:
         return left
 
     def counts(self) -> dict[TaskType, dict[TaskState, int]]:
-        """How many tasks are in which state.
+        """The number of tasks in each state.
 
-        TODO holds the tasks that are still to be made, of all epochs. When `max_batches` will end the
-        training early, that part of it is an estimate.
+        TODO includes tasks still to be created, of all epochs. If `max_batches` will end training early, that part is
+        an estimate.
         """
         counts = {kind: {**closed, TaskState.TODO: self._todo.count(kind)} for kind, closed in self._closed.items()}
         for record in self._doing:
@@ -195,13 +195,14 @@ class QueueState:
     # ------------------------------------------------------------ saving
 
     def to_dict(self, leases: bool = False) -> dict[str, Any]:
-        """All of it as JSON values, for a checkpoint. DOING tasks are saved as TODO, with what is left.
+        """The whole state as JSON values, for a checkpoint. DOING tasks are saved as TODO, with their remaining
+        records.
 
         Args:
-            leases: save, too, what lets workers go on with them.
+            leases: also save what workers need to continue their leases.
 
-        Functions and evaluation rounds are left out: the metric states of their finished tasks live in the master's
-        memory, so after a restart they begin anew.
+        Functions and evaluation passes are not saved: the metric states of their finished tasks are in the master's
+        memory, so they start over after a restart.
         """
         records = [record for record in (*self._doing, *self._todo) if record.task.type not in _NOT_SAVED]
         return {
@@ -232,12 +233,12 @@ class QueueState:
 
     @classmethod
     def from_dict(cls: type[Queue], saved: dict[str, Any], now: float | None = None) -> Queue:
-        """The queue that `to_dict` saved; milestones that were not taken come again.
+        """The queue saved by `to_dict`; milestones that were not fetched are repeated.
 
         Args:
-            now: seconds; workers go on with their leases, which were saved. None: no lease is out.
+            now: seconds; workers continue their saved leases. None: no lease is active.
 
-        Raises `CheckpointError` when `saved` is something else.
+        Raises `CheckpointError` when `saved` is invalid.
         """
         with _reading(saved):
             sources = ([(name, count) for name, count in saved[kind]] for kind in ("training", "prediction"))
@@ -258,7 +259,7 @@ class QueueState:
                 self._closed[TaskType(kind)][TaskState(state)] = number
         self._milestones = [Milestone(MilestoneKind(kind), number) for kind, number in saved["milestones"]]
         records = [TaskRecord.from_dict(values) for values in saved["todo"]]
-        # All are open again before the first is closed, lest half of them look like the whole.
+        # Reopen all before closing the first, or a half-restored epoch would look complete.
         for record in records:
             self._supplies[record.task.type].reopen(record.task)
         if now is not None:
@@ -276,14 +277,14 @@ class QueueState:
                 self._count_done(record.task)
             else:
                 self._todo.append(record)
-        # A task that had FAILED is not open again; it must not hold its epoch open for ever.
+        # A FAILED task is not open again, and must not keep its epoch open forever.
         self._milestones += self._epochs.settle()
 
     def repeat_milestones(self, ended_epochs: int) -> None:
-        """For a queue that was saved: what was reached, and perhaps taken, but not carried out, comes again.
+        """After restoring: repeats milestones that were reached, and perhaps fetched, but not acted on.
 
         Args:
-            ended_epochs: epochs before it need not come again.
+            ended_epochs: number of epochs whose end needs no repetition.
         """
         epochs = range(ended_epochs, self._epochs.epochs_done)
         self._milestones = [Milestone(MilestoneKind.EPOCH_DONE, epoch) for epoch in epochs]
@@ -295,16 +296,16 @@ class QueueState:
 
 @contextmanager
 def _reading(saved: dict[str, Any]) -> Iterator[None]:
-    """Raises `CheckpointError` when `saved` is not what `to_dict` saves."""
+    """Raises `CheckpointError` when `saved` was not written by `to_dict`."""
     if saved.get("format") != _FORMAT:
         raise CheckpointError(
-            f"The task queue in this checkpoint has the format {saved.get('format')!r}; this release "
-            f"reads {_FORMAT}. Use the release of elasticcb that wrote it."
+            f"The task queue in this checkpoint has format {saved.get('format')!r}; this release reads format "
+            f"{_FORMAT}. Use the release of elasticcb that wrote the checkpoint."
         )
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(
             f"The task queue in this checkpoint can't be read ({type(error).__name__}: {error}). Its "
-            "manifest may have been edited; start from another checkpoint."
+            "manifest may have been edited. Start from another checkpoint."
         ) from error

@@ -1,4 +1,4 @@
-"""Shows people a job while it runs, and keeps for its page what was to be seen."""
+"""Displays a running job, and records its history for its page."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _UPDATE_SECONDS = 0.5  # between updates of the display
 
 
 class Report:
-    """Watches a job for its display.
+    """Observes a job for its display.
 
     Args:
-        master: of the job.
-        settings: of the job.
-        display: as `cli.progress.Display`.
+        master: master of the job.
+        settings: settings of the job.
+        display: a `cli.progress.Display`.
     """
 
     def __init__(self, master: Master, settings: JobSettings, display: Any) -> None:
@@ -35,7 +35,7 @@ class Report:
         self._logged_version = 0
 
     def show_model(self, variables: Sequence[VariableSpec]) -> None:
-        """Tells which model the job is about, and how large it is."""
+        """Prints the model's name and size."""
         definition = self._settings.model.definition
         tables = sum(1 for spec in variables if spec.table)
         parameters = sum(math.prod(spec.shape) for spec in variables if not spec.table)
@@ -43,9 +43,9 @@ class Report:
         self._display.message(f"Model: {', '.join([definition, *parts] if definition else parts)}")
 
     def show(self) -> None:
-        """Updates the display, unless that was done a moment ago.
+        """Updates the display, at most every half second.
 
-        Don't call it within a block of the state: a terminal that is held up must not hold up the workers.
+        Don't call it while holding the state: a blocked terminal must not block the workers.
         """
         now = time.monotonic()
         with self._master.desk.state() as state:
@@ -65,7 +65,7 @@ class Report:
 
 
 class KeptDisplay:
-    """A display of a job whose messages are kept for the job's page, too.
+    """A display whose messages are also recorded for the job's page.
 
     Args:
         display: a `Display` of `elasticcb.cli.progress`.

@@ -1,4 +1,4 @@
-"""A change of the number of parameter servers, as the master leads it: the steps of the protocol in order."""
+"""Changes the number of parameter servers: the master's side of the protocol, step by step."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from elasticcb.sharding.bucket_map import BUCKETS
 
 logger = logging.getLogger(__name__)
 
-_COPIES = 3  # of rows, the later ones of what was trained meanwhile: the less is left for the pause
-_DRAIN_SECONDS = 10.0  # for a worker to finish a push that some servers have
+_COPIES = 3  # passes; later ones copy only rows trained meanwhile, to shorten the pause
+_DRAIN_SECONDS = 10.0  # for a worker to finish a push that some servers have applied
 _PAUSE_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What a move did.
+    """Result of a move.
 
     Attributes:
-        servers, before: how many there are, and were.
-        buckets: that have another server now.
-        rows: of embedding tables that went to another server.
-        bytes: of rows, slots and the dense part that went.
-        seconds, paused: in all, and of that without updates.
+        servers, before: new and old number.
+        buckets: number of buckets that changed servers.
+        rows: number of embedding rows that changed servers.
+        bytes: size of the rows, slots and dense variables that were sent.
+        seconds, paused: total duration, and the part without updates.
     """
 
     servers: int
@@ -46,20 +46,20 @@ class Moved:
 
     def __str__(self) -> str:
         return (
-            f"The job has {how_many(self.servers, 'parameter server')} from now on; there were {self.before}. Moved "
-            f"{self.buckets:,} of {BUCKETS:,} buckets ({_size(self.bytes)}) in {self.seconds:.1f} s; updates paused "
-            f"for {self.paused:.1f} s."
+            f"The job now has {how_many(self.servers, 'parameter server')} (was {self.before}). Moved {self.buckets:,} "
+            f"of {BUCKETS:,} buckets ({_size(self.bytes)}) in {self.seconds:.1f} s; updates paused for "
+            f"{self.paused:.1f} s."
         )
 
 
 class ServerMove:
-    """Moves what the servers hold to another number of them.
+    """Moves the model to a different number of servers.
 
     Args:
-        control: of the present servers; afterwards of the new ones.
+        control: controls the old servers; afterwards the new ones.
         links: to all servers, old and new, by index.
-        servers: how many there are to be; the first of `links`.
-        is_up: whether a worker, by its id, may still finish a push.
+        servers: new number; the first of `links`.
+        is_up: whether a worker, by id, may still finish a push.
     """
 
     def __init__(self, control: PSControl, links: Sequence[Link], servers: int, is_up: Callable[[int], bool]) -> None:
@@ -69,10 +69,10 @@ class ServerMove:
         self._pool = ThreadPoolExecutor(len(links), thread_name_prefix="move")
 
     def run(self, commit: Callable[[], None]) -> Moved:
-        """Does it; `commit` writes down that the new map counts.
+        """Runs the move; `commit` persists the new map.
 
-        Raises `ElasticCBError` when a server is lost before, or a worker does not finish its push: the servers go on by
-        the old map then.
+        Raises `ElasticCBError` when a server is lost before that, or a worker does not finish its push: the servers
+        continue with the old map.
         """
         begun = time.monotonic()
         try:
@@ -119,7 +119,7 @@ class ServerMove:
         list(self._pool.map(prepare, range(len(self._links))))
 
     def _close(self) -> dict[int, int]:
-        """Closes the servers for pushes, but for those that one of them has; returns the last of each worker."""
+        """Stops accepting pushes, except those that one server has applied; returns each worker's last push."""
         taken: dict[int, int] = {}
         for answer in self._step(pb.CLOSE):
             for push in answer.pushes:
@@ -132,13 +132,13 @@ class ServerMove:
                 return taken
             if time.monotonic() > give_up:
                 raise ElasticCBError(
-                    f"Worker {min(missing)} did not finish a push that some servers have taken within "
+                    f"Worker {min(missing)} did not finish a push that some servers had already applied within "
                     f"{_DRAIN_SECONDS:.0f} s."
                 )
             time.sleep(_PAUSE_SECONDS)
 
     def _step(self, step: int, **fields: Any) -> list[Any]:
-        """Has all servers take a step; their answers, by index."""
+        """Sends a step to all servers; returns their answers, by index."""
 
         def take(link: Link) -> Any:
             request = pb.MoveRequest(step=step, map_version=self.buckets.version, **fields)  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ class ServerMove:
         return list(self._pool.map(take, self._links))
 
     def _open(self) -> None:
-        """From here on the new map counts: a server that can't be told is replaced, by one that knows it."""
+        """The new map now applies: an unreachable server is replaced by one that knows it."""
         self._tell_all(pb.OPEN)
 
     def _abandon(self) -> None:
@@ -164,14 +164,14 @@ class ServerMove:
         list(self._pool.map(tell, self._links))
 
     def write_down(self) -> None:
-        """Has each server write recovery files of what it holds now; those by the last map are not needed after it.
+        """Makes each server write recovery files now; after this, those of the old map are not needed.
 
-        Raises `ConnectionLostError` when one is lost meanwhile.
+        Raises `ConnectionLostError` when a server is lost meanwhile.
         """
         kept = self._links[: self._servers]
         for step in (pb.WRITE, pb.FORGET):
             request = pb.MoveRequest(step=step, map_version=self.buckets.version)
-            # Little patience: a server that is lost has to be replaced.
+            # Short timeout: a lost server must be replaced.
             list(self._pool.map(lambda link: link.call("Move", Frame(request, {}), 1.0), kept))  # noqa: B023
 
     def close(self) -> None:
@@ -179,14 +179,13 @@ class ServerMove:
 
 
 def end_earlier_move(control: PSControl) -> None:
-    """Ends a move that another master, which was killed, has left unfinished: by the journal's map, which is the
-    control's."""
+    """Ends an unfinished move of a killed master, by the map in the journal, which `control` uses."""
     version = control.servers.buckets.version
     for step, of in ((pb.OPEN, version), (pb.ABANDON, version + 1)):
         for link in control.servers.links:
             try:
                 link.call("Move", Frame(pb.MoveRequest(step=step, map_version=of), {}), patience_seconds=1.0)
-            except ElasticCBError as error:  # it is lost, and will be replaced, or holds no model yet
+            except ElasticCBError as error:  # lost and will be replaced, or has no model yet
                 logger.warning("%s", error)
 
 

@@ -1,6 +1,6 @@
-"""The processes of a job: planned, requested, observed. Pure; it does not know what runs them.
+"""The processes of a job: planned, requested, observed. Pure; it does not know how they are run.
 
-A member that is lost leaves its place to another, which gets an id of its own: ids are never used again.
+The replacement of a lost member takes its slot, with a new id: ids are never reused.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ _EXPECTED = (PlaceState.PLANNED, PlaceState.REQUESTED)
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """Whether an id may take part in the job, and why not."""
+    """Whether the process with an id may take part in the job, and why not."""
 
     accepted: bool
     reason: str
 
 
 class Roster:
-    """Who is meant to run, who was asked for, and who is there.
+    """Which processes should run, were requested, and are up.
 
     Args:
-        num_workers: places of workers.
-        num_ps: places of parameter servers.
-        max_worker_restarts, max_ps_restarts: processes that may be started in the place of lost ones, over the whole
-            job.
+        num_workers: slots for workers.
+        num_ps: slots for parameter servers.
+        max_worker_restarts, max_ps_restarts: maximum restarts over the whole job.
 
     Attributes:
-        lost_workers: ids of those that were given up, in that order; they may live, and not know it.
-        losses: counts them, and decides what follows.
-        next_id: of members. Servers know pushes by it: one that an earlier master gave out must not come again.
+        lost_workers: ids of workers declared lost, in order; they may still be running without knowing it.
+        losses: counts losses, and decides their consequences.
+        next_id: next member id. Servers identify pushes by it: ids of an earlier master must not be reused.
     """
 
     def __init__(self, num_workers: int, num_ps: int, max_worker_restarts: int, max_ps_restarts: int = 0) -> None:
@@ -49,27 +48,27 @@ class Roster:
         self.next_id = 1
         self.lost_workers: list[int] = []
 
-    # ------------------------------------------------------------ what is heard
+    # ------------------------------------------------------------ observed
 
     def register(self, role: Role, index: int, address: str, pid: int, host: str, now: float, job: int = 1) -> Member:
-        """A process says that it is there, and ready for a job.
+        """A process is up, and ready for a job.
 
         Args:
-            index: the place that it takes; -1: the first free one.
+            index: slot that it takes; -1: the first free one.
             now: seconds.
-            job: the processes do one after another; they count from 1.
+            job: number of the job, from 1.
 
-        A process that registers again for the same place, for the next job or because its first answer got
-        lost, is the same member.
-        Raises `UsageError` when there is no such place, or none is free.
+        A process that registers again for the same slot (for the next job, or because its first answer got lost) is the
+        same member.
+        Raises `UsageError` when there is no such slot, or none is free.
         """
         if index == -1:
             again = next((m for m in self.up(role) if (m.address, m.pid, m.host) == (address, pid, host)), None)
             index = self._free_place(role) if again is None else again.index
         elif not 0 <= index < self._sizes[role]:
             raise UsageError(
-                f"A process wants to be {role.value} {index}; this job has {self._sizes[role]}, numbered "
-                "from 0. Give it one of these numbers, or none."
+                f"A process asked to be {role.value} {index}, but this job has {self._sizes[role]}, numbered from 0. "
+                "Give it one of these numbers, or none."
             )
         place = (role, index)
         if place in self._present.by_place:
@@ -79,8 +78,8 @@ class Roster:
                 present.seen, present.job, present.idle = now, job, False
                 return member
             raise UsageError(
-                f"Process {pid} on {host} wants to be {role.value} {index}, which {member} is already. "
-                "Give it another number, or stop that one first."
+                f"Process {pid} on {host} asked to be {role.value} {index}, but {member} has this number. Give it "
+                "another number, or stop the other process first."
             )
         member = Member(self.next_id, role, index, address, pid, host)
         self.next_id += 1
@@ -90,20 +89,20 @@ class Roster:
         return member
 
     def seen(self, id: int, now: float) -> Sighting:
-        """A process gave a sign of life; refused when it is unknown, lost, or has left."""
+        """A heartbeat of a process; refused if it is unknown, lost, or has left."""
         if id not in self._present.by_id:
             return Sighting(False, self._present.why_unknown(id))
         self._present.by_id[id].seen = max(now, self._present.by_id[id].seen)
         return Sighting(True, "up")
 
     def idle(self, id: int) -> None:
-        """A process says that it is done with its job, and waits for the next."""
+        """A process has finished its job and waits for the next."""
         if id in self._present.by_id:
             self._present.by_id[id].idle = True
 
     def left(self, id: int) -> Sighting:
-        """A process says goodbye; nobody takes its place."""
-        member = self._present.remove(id, "it said goodbye")
+        """A process deregisters and is not replaced."""
+        member = self._present.remove(id, "it deregistered")
         if member is None:
             return Sighting(False, self._present.why_unknown(id))
         self._places[member.role, member.index] = PlaceState.LEFT
@@ -112,12 +111,12 @@ class Roster:
         return Sighting(True, f"{member} left")
 
     def lost(self, id: int, reason: str, taken_away: bool = False) -> LossDecision:
-        """A process is gone without a goodbye, or has been silent for too long.
+        """A process exited without deregistering, or sent no heartbeat for too long.
 
         Args:
-            taken_away: others wanted its machine; no restart is used up.
+            taken_away: its machine was needed elsewhere; this does not use up a restart.
 
-        Raises `UsageError` for an id that was never given out.
+        Raises `UsageError` for an id that was never assigned.
         """
         member = self._present.remove(id, reason)
         if member is not None:
@@ -130,7 +129,7 @@ class Roster:
         return LossDecision(Consequence.IGNORE, gone.role, gone.index, why)
 
     def asked_to_end(self, id: int, reason: str) -> LossDecision:
-        """A process leaves, not by a fault of its own: another takes its place, and no restart is used up."""
+        """A process leaves through no fault of its own: it is replaced, and no restart is used up."""
         member = self._present.remove(id, reason)
         if member is None:
             return LossDecision(Consequence.IGNORE, Role.WORKER, -1, self._present.why_unknown(id))
@@ -139,7 +138,7 @@ class Roster:
         return self._decide(member.role, member.index, f"{member} leaves: {reason}", taken_away=True)
 
     def place_lost(self, role: Role, index: int, reason: str, taken_away: bool = False) -> LossDecision:
-        """The process that was started for a place is gone, whether it had registered or not; as `lost`."""
+        """The process started for a slot is gone, registered or not; see `lost`."""
         place = (role, index)
         if place in self._present.by_place:
             return self.lost(self._present.by_place[place].member.id, reason, taken_away)
@@ -149,29 +148,30 @@ class Roster:
         return self._decide(role, index, f"{role.value} {index} ended before it registered: {reason}", taken_away)
 
     def silent(self, now: float, silence_seconds: float) -> list[Member]:
-        """Members that were not seen for `silence_seconds` or more."""
+        """Members without a heartbeat for `silence_seconds` or more."""
         return [present.member for present in self._present.by_id.values() if now - present.seen >= silence_seconds]
 
     def forgive(self, now: float) -> None:
-        """Nobody counts as silent up to now."""
+        """Resets the heartbeat time of all members."""
         for present in self._present.by_id.values():
             present.seen = now
 
-    # ------------------------------------------------------------ what is planned
+    # ------------------------------------------------------------ planned
 
     def to_start(self) -> list[tuple[Role, int]]:
-        """Places for which a process has to be started."""
+        """Slots for which a process must be started."""
         return [place for place, state in self._places.items() if state is PlaceState.PLANNED]
 
     def requested(self, role: Role, index: int) -> None:
-        """Somebody was asked to start a process for this place."""
+        """A process was requested for this slot."""
         if self._places.get((role, index)) is PlaceState.PLANNED:
             self._places[role, index] = PlaceState.REQUESTED
 
     def resize(self, role: Role, size: int) -> list[int]:
-        """Plans with another number of processes; answers the places whose processes were asked for, and must not come.
+        """Changes the planned number of processes; returns the removed slots whose processes were requested but must
+        not join.
 
-        Those beyond it that are up are `released`: they leave when they have put down their work.
+        Surplus members that are up are `released`: they leave when they have finished their work.
         """
         before, self._sizes[role] = self._sizes[role], size
         for present in self._present.of(role):
@@ -189,17 +189,17 @@ class Roster:
         return unwanted
 
     def released(self, id: int) -> bool:
-        """Whether a process is to leave."""
+        """Whether a process should leave."""
         return id in self._present.by_id and self._present.by_id[id].released
 
     def leaving(self, role: Role) -> bool:
-        """Whether one that is to leave is still there."""
+        """Whether a process that should leave is still up."""
         return any(present.released for present in self._present.of(role))
 
-    # ------------------------------------------------------------ what it knows
+    # ------------------------------------------------------------ queries
 
     def size(self, role: Role) -> int:
-        """How many there are to be."""
+        """Planned number."""
         return self._sizes[role]
 
     def member(self, id: int) -> Member | None:
@@ -207,37 +207,37 @@ class Roster:
         return self._present.by_id[id].member if id in self._present.by_id else None
 
     def is_up(self, id: int, role: Role) -> bool:
-        """Whether the member with this id is up, and of that role."""
+        """Whether the member with this id is up, and has that role."""
         return id in self._present.by_id and self._present.by_id[id].member.role is role
 
     def at(self, role: Role, index: int) -> Member | None:
-        """The member that is up in a place."""
+        """The member in a slot, if it is up."""
         present = self._present.by_place.get((role, index))
         return None if present is None else present.member
 
     def up(self, role: Role) -> list[Member]:
-        """The members of a role that are up, by place."""
+        """Members of a role that are up, by index."""
         return [present.member for present in self._present.of(role)]
 
     def find(self, id: int) -> Member | None:
-        """The member with this id, whether it is up or gone."""
+        """The member with this id, up or gone."""
         return self._present.find(id)
 
     def complete(self, role: Role, job: int = 1) -> bool:
-        """Whether every place of the role is taken, by a process that is ready for the job."""
+        """Whether every slot of the role is taken by a process that is ready for the job."""
         size = self._sizes[role]
         return len([each for each in self._present.of(role) if each.job == job and each.member.index < size]) == size
 
     def job_of(self, id: int) -> int:
-        """The job that a member registered for last; 0 when it is not up."""
+        """The job that a member last registered for; 0 when it is not up."""
         return self._present.by_id[id].job if id in self._present.by_id else 0
 
     def busy(self, role: Role) -> list[Member]:
-        """The members of a role that are up, and not done with their job."""
+        """Members of a role that are up and have not finished their job."""
         return [present.member for present in self._present.of(role) if not present.idle]
 
     def any_left(self, role: Role, job: int) -> bool:
-        """Whether a member of a role is expected, or is up and not done with `job`."""
+        """Whether a member of a role is expected, or is up and has not finished `job`."""
         if any(other is role and state in _EXPECTED for (other, _), state in self._places.items()):
             return True
         return any(not present.idle or present.job != job for present in self._present.of(role))
@@ -246,17 +246,17 @@ class Roster:
         return self._places[role, index]
 
     def is_requested(self, role: Role, index: int) -> bool:
-        """Whether a process was asked for in this place, and none has registered; not where the place is gone."""
+        """Whether a process was requested for this slot but has not registered; False if the slot is gone."""
         return self._places.get((role, index)) is PlaceState.REQUESTED
 
     def places(self) -> dict[tuple[Role, int], PlaceState]:
-        """All places, and where they stand: workers first, by index."""
+        """All slots and their states: workers first, by index."""
         return dict(sorted(self._places.items(), key=lambda item: (item[0][0] is Role.PS, item[0][1])))
 
     # ------------------------------------------------------------ saving
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, for another master of the same processes. Of members that are gone only the numbers."""
+        """JSON values, for another master of the same processes. Of gone members only counts are saved."""
         return {
             "sizes": {role.value: size for role, size in self._sizes.items()},
             "places": [[role.value, index, state.value] for (role, index), state in self._places.items()],
@@ -272,7 +272,7 @@ class Roster:
         }
 
     def restore(self, saved: dict[str, Any], now: float) -> None:
-        """Takes over what `to_dict` saved. Processes that were asked for are to be asked for again."""
+        """Restores what `to_dict` saved. Requested processes must be requested again."""
         self._sizes = {Role(role): size for role, size in saved["sizes"].items()}
         self._places = {(Role(role), index): PlaceState(state) for role, index, state in saved["places"]}
         for place, state in self._places.items():
@@ -313,6 +313,6 @@ class Roster:
         for place in expected + free:
             return place
         raise UsageError(
-            f"Another {role.value} wants to join, but all {self._sizes[role]} of this job are there. "
-            f"Start the job with more of them, or wait until one is lost."
+            f"Another {role.value} asked to join, but this job already has all its {self._sizes[role]}. Start the job "
+            "with more, or wait until one is lost."
         )

@@ -1,4 +1,4 @@
-"""Carries out that a job is to have another number of parameter servers, when its state allows it."""
+"""Changes the number of parameter servers on request, when the job's state allows it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _MOST_SERVERS = 256
 
 
 class ServerScaling:
-    """Takes wishes, one after another, and carries them out.
+    """Takes requests, one at a time, and carries them out.
 
     Args:
-        desk: of the job.
+        desk: desk of the job.
     """
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
 
     def ask(self, servers: int, waiting: bool, seconds: float) -> Wish | None:
-        """Asks for another number of parameter servers, and waits up to `seconds` for what comes of it.
+        """Requests a different number of parameter servers, and waits up to `seconds` for the result.
 
         Args:
-            waiting: it was asked for before.
+            waiting: the request was made before.
 
-        Returns None when there are as many already. Raises `UsageError` when the job can't have so many.
+        Returns None when the number is already right. Raises `UsageError` when the job can't have it.
         """
         with self._desk.state() as state:
             wish = state.wish
@@ -49,20 +49,20 @@ class ServerScaling:
                     self._desk.resize(Role.PS, servers)
                 state.wake()
             if wish is None:
-                raise UsageError("Another master runs the job by now. Ask again.")
+                raise UsageError("Another master took over the job. Try again.")
             asked_for = wish
             state = self._desk.wait_for(lambda state: asked_for.done or state.closing, seconds)
             if state.closing and not wish.done:
-                wish.error = "The job has ended before the servers could be moved."
+                wish.error = "The job ended before the number of parameter servers could change."
             return wish
 
     def turn(self, move: Callable[[int], Moved], why_wait: str, why_not: Callable[[int], str]) -> None:
-        """Does what was asked for, if something was, and it can be done now.
+        """Carries out a pending request, if possible now.
 
         Args:
-            move: has the model on another number of servers; `Servers.resize`.
-            why_wait: what the job does that has to end before, in words; "": nothing.
-            why_not: why the job can't have so many servers; "": it can.
+            move: moves the model to another number of servers; `Servers.resize`.
+            why_wait: what must finish first, as text; "": nothing.
+            why_not: why the job can't have that number of servers; "": it can.
         """
         with self._desk.state() as state:
             wish = state.wish
@@ -82,16 +82,16 @@ class ServerScaling:
             raise
         except ElasticCBError as error:
             wish.attempts += 1
-            logger.warning("The servers could not be moved: %s", error)
+            logger.warning("The number of parameter servers could not change: %s", error)
             if wish.attempts == _ATTEMPTS:
                 with self._desk.state() as state:
-                    self._end(state, wish, error=f"The servers could not be moved: {error}")
+                    self._end(state, wish, error=f"The number of parameter servers could not change: {error}")
             return
         with self._desk.state() as state:
             self._end(state, wish, moved=str(moved))
 
     def _end(self, state: JobState, wish: Wish, moved: str = "", error: str = "") -> None:
-        """What came of it."""
+        """Ends a request with its result."""
         wish.moved, wish.error = moved, error
         state.say(moved or error)
         if error:
@@ -100,25 +100,25 @@ class ServerScaling:
 
 
 def check_under_way(state: JobState) -> None:
-    """Raises `UsageError` when the present job can't be scaled, since it has not begun or is over."""
+    """Raises `UsageError` when the current job can't be scaled because it has not started or is over."""
     if state.closing or state.over:
-        raise UsageError("The job is over; it can't be scaled.")
+        raise UsageError("The job is over and can't be scaled.")
     if state.queue is None or state.settings is None:
-        raise UsageError("The job is starting, and can't be scaled yet. Try again in some seconds.")
+        raise UsageError("The job is starting and can't be scaled yet. Try again in a few seconds.")
 
 
 def _check(state: JobState, servers: int) -> int:
-    """How many there are. Raises `UsageError` when there can't be so many."""
+    """The current number. Raises `UsageError` when `servers` is not possible."""
     if not 1 <= servers <= _MOST_SERVERS:
-        raise UsageError(f"The job can't have {servers} parameter servers. Expected from 1 to {_MOST_SERVERS}.")
+        raise UsageError(f"{servers} parameter servers is invalid: must be from 1 to {_MOST_SERVERS}.")
     check_under_way(state)
     assert state.settings is not None
     if state.settings.command is not Command.TRAIN:
-        raise UsageError("Only the parameter servers of a job that trains can become more or fewer.")
+        raise UsageError("Only training jobs can change the number of parameter servers.")
     if state.settings.training.is_synchronous:
-        raise UsageError("In synchronous mode (--updates=sync) the number of parameter servers can't change.")
+        raise UsageError("The number of parameter servers can't change in synchronous mode (--updates=sync).")
     if state.settings.cluster.ps_replicas:
-        raise UsageError("With --ps_replicas the number of parameter servers can't change.")
+        raise UsageError("The number of parameter servers can't change with --ps_replicas.")
     if state.wish is not None and not state.wish.done:
-        raise UsageError(f"The job is on its way to {state.wish.servers} parameter servers. Wait until it is there.")
+        raise UsageError(f"The job is still changing to {state.wish.servers} parameter servers. Try again later.")
     return state.roster.size(Role.PS)

@@ -1,4 +1,4 @@
-"""The parameter servers of a job: the master gives them the model, and again to those in the place of lost ones."""
+"""The parameter servers of a job: the master gives them the model, and restores it on replacements of lost ones."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from elasticcb.sharding.partition import VariableSpec
 
 logger = logging.getLogger(__name__)
 
-_LEAVE_SECONDS = 30.0  # for servers that are too many to end
+_LEAVE_SECONDS = 30.0  # for surplus servers to exit
 
 
 class Servers:
     """The servers of one job.
 
     Args:
-        desk: of the job, for which the servers have registered.
-        doubt: is told of a server that does not answer.
-        variables, may_split: the model's weights, and whether they may be cut between servers.
-        source: gives what a server begins with that has no recovery files.
-        say: shows a line to the user.
-        run: names the training, in the servers' recovery files; "": a new one.
-        term: of this master, among those of the training: servers that have heard of a later one refuse it.
-        places: of those that hold the model already, by index, if it is that of another master, which was killed.
-        buckets: which server holds which rows of embedding tables; None: the even map.
+        desk: desk of the job for which the servers have registered.
+        doubt: called with a server that does not answer.
+        variables, may_split: the model's weights, and whether they may be split between servers.
+        source: returns the model for a server without recovery files.
+        say: prints a line to the user.
+        run: name of the training in the servers' recovery files; "": a new one.
+        term: term of this master; servers that know a later one refuse it.
+        places: the servers, by index, that already hold the model from a killed master.
+        buckets: maps embedding rows to servers; None: the even map.
 
     Attributes:
-        control: their client.
-        learning_rate: gives the base rate that the master has set; None where a schedule rules it.
+        control: client for commands to the servers.
+        learning_rate: returns the base rate set by the master; None with a schedule.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class Servers:
         self._desk, self._doubt, self._source, self._say = desk, doubt, source, say
         self.learning_rate: Callable[[], float | None] = lambda: None
         self._restoring = threading.Lock()
-        self._give_up = math.inf  # when nobody waits for a lost one any more; seconds of `time.monotonic`
+        self._give_up = math.inf  # deadline for lost servers; seconds of `time.monotonic`
         with desk.state() as state:
             settings = state.settings
             self._places = list(places)
             if not places:
-                state.lost_ps.clear()  # they hold no model yet, neither do others
+                state.lost_ps.clear()  # none of them holds the model yet
                 self._places = [ServerPlace(member.address, member.id) for member in state.roster.up(Role.PS)]
         self._has_replicas = settings is not None and bool(settings.cluster.ps_replicas)
         self._synchronous = settings is not None and settings.training.is_synchronous
@@ -87,7 +87,7 @@ class Servers:
         self.control = PSControl(PSClient(servers, synchronous=self._synchronous), run)
         if places:
             end_earlier_move(self.control)
-            for index in range(len(places)):  # the other master may not have come to it
+            for index in range(len(places)):  # the other master may not have done it
                 self._introduce(index)
 
     @property
@@ -96,23 +96,23 @@ class Servers:
         return tuple(self._places)
 
     def restore_lost(self) -> None:
-        """Gives the model to servers that took the place of lost ones, for which it waits.
+        """Restores the model on replacements of lost servers, for which it waits.
 
-        Raises `JobFailedError` when the job can't go on without one of them.
+        Raises `JobFailedError` when the job can't continue without one of them.
         """
         with self._restoring:
             for index in range(len(self._places)):
                 self._restore(index)
-            with self._desk.state() as state:  # new ones that are lost hold nothing yet
+            with self._desk.state() as state:  # new servers that are lost hold nothing yet
                 for index in [index for index in state.lost_ps if index >= len(self._places)]:
                     del state.lost_ps[index]
 
     def resize(self, servers: int) -> Moved:
-        """Has the model on another number of servers, which are up, and those that are too many leave.
+        """Moves the model to a different number of servers, which are up; surplus servers exit.
 
         Raises:
-            ElasticCBError: a server was lost, or a worker stands still; nothing has changed.
-            JobFailedError: the job can't go on.
+            ElasticCBError: a server was lost, or a worker hangs; nothing has changed.
+            JobFailedError: the job can't continue.
         """
         desk = self._desk
         with self._restoring:
@@ -128,7 +128,7 @@ class Servers:
                 owners = move.buckets.to_bytes().hex()
                 with desk.state() as state:
                     state.note(servers=places[:servers], buckets=owners, map_version=move.buckets.version)
-                with desk.state() as state:  # what is noted is written down by now, or that has failed
+                with desk.state() as state:  # the entry has been written by now, or that has failed
                     if state.error is not None:
                         raise state.error
 
@@ -137,7 +137,7 @@ class Servers:
                 self._places = places[:servers]
                 self.control.servers.follow(Places(self._places, move.buckets))
                 desk.servers_have_moved(self._places, move.buckets)
-                with contextlib.suppress(ConnectionLostError, HandlerError):  # another takes its place, and writes them
+                with contextlib.suppress(ConnectionLostError, HandlerError):  # a replacement will write them
                     move.write_down()
                 return moved
 
@@ -159,7 +159,7 @@ class Servers:
             return state.roster.member(worker) is not None
 
     def _while_tending(self, function: Callable[[], Moved]) -> Moved:
-        """Does it in another thread, and looks after processes meanwhile."""
+        """Runs `function` in another thread while tending to processes."""
         desk = self._desk
         with ThreadPoolExecutor(1, thread_name_prefix="scaling") as pool:
             future = pool.submit(function)
@@ -170,8 +170,8 @@ class Servers:
             return future.result()
 
     def adopt(self, version: int) -> None:
-        """Gives the servers of a new cluster what those of the last one wrote down, as `version` of the model, or a
-        later one that some of them have."""
+        """Restores the servers of a new cluster from the previous cluster's recovery files, as `version` of the model,
+        or a later one that some of them have."""
         held = []
         for index in range(len(self._places)):
             place, restored = self._give_back(index, version, 0)
@@ -181,16 +181,15 @@ class Servers:
             with self._desk.state() as state:
                 state.totals.updates_lost += lost
             self._say(
-                f"Parameter server {index} goes on from {restored.source}; {lost} updates of its part of the model are "
-                "lost."
+                f"Parameter server {index} resumes from {restored.source}; {lost} updates to its shard were lost."
             )
-        if self._synchronous:  # they follow the first one, version by version
+        if self._synchronous:  # all must be at the same version
             for index in [index for index, own in enumerate(held) if own < max(held)]:
                 self._set_place(index, self._give_back(index, max(held), 0)[0])
         self.control.client.pull()
 
     def _find(self, index: int, unreachable: int) -> tuple[str, int]:
-        """For the client, to whom a process gave no answer."""
+        """For the client, when a process does not answer."""
         self._doubt(unreachable)
         with self._restoring:
             self._restore(index)
@@ -209,12 +208,12 @@ class Servers:
         with self._desk.state() as state:
             state.totals.recovered(seconds, lost)
         self._say(
-            f"Parameter server {index} is back after {seconds:.1f} s, from {restored.source}; {lost} updates of its "
-            f"part of the model are lost."
+            f"Parameter server {index} recovered in {seconds:.1f} s from {restored.source}; {lost} updates to its "
+            "shard were lost."
         )
 
     def _give_back(self, index: int, version: int, evaluation_round: int) -> tuple[ServerPlace, Restored]:
-        """Gives the server that is in a place now what the last one wrote down; another one if that is lost, too."""
+        """Restores the recovery state on the server in a slot; on its replacement if that is also lost."""
         tried, since = 0, 0.0
         while True:
             place, begun = self._wait_until_up(index), time.monotonic()
@@ -232,7 +231,7 @@ class Servers:
                 logger.warning("%s", error)
 
     def _neighbour_of(self, index: int) -> str:
-        """Where the server is that keeps what the recovery files of this one lack; "" when it is lost, too."""
+        """Address of the server that keeps what this one's recovery files lack; "" when it is also lost."""
         place = self._places[self.control.neighbour(index)]
         with self._desk.state() as state:
             return place.address if state.roster.member(place.id) is not None else ""
@@ -244,7 +243,7 @@ class Servers:
         self._introduce(index)
 
     def _introduce(self, index: int) -> None:
-        """Tells the server whose neighbour the one in this place is, where that is."""
+        """Tells the previous server that this one is its neighbour."""
         if self._has_replicas:
             before = (index - 1) % len(self._places)
             self.control.set_neighbour(before, *self._places[before], self._places[index].address)
@@ -257,19 +256,19 @@ class Servers:
                 if member is not None and state.has(member.id):
                     return ServerPlace(member.address, member.id)
                 if time.monotonic() > self._give_up:
-                    raise ConnectionLostError(f"Parameter server {index} is lost, and no other took its place in time.")
+                    raise ConnectionLostError(f"Parameter server {index} was lost, and no replacement started in time.")
                 self._desk.wait_a_tick()
 
     def give_up_after(self, seconds: float) -> None:
-        """Lost ones are waited for no longer; calls to them raise `ConnectionLostError` then."""
+        """Sets a deadline for lost servers; after it, calls to them raise `ConnectionLostError`."""
         self._give_up = time.monotonic() + seconds
 
     def close(self) -> None:
-        """Ends the connections, and what waits for lost servers."""
+        """Closes the connections, and ends all waiting for lost servers."""
         self.give_up_after(0.0)
         self.control.servers.close()
 
 
 def _lost(version: int, restored: Restored) -> int:
-    """Updates that a server lacks which took the place of a lost one, when the model was at `version`."""
+    """Updates that the replacement of a lost server lacks, when the model was at `version`."""
     return 0 if restored.complete else max(0, version - restored.version)

@@ -1,4 +1,4 @@
-"""The `Master` service: messages in, calls on the master, messages out."""
+"""The `Master` gRPC service: converts messages to calls on the master and back."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _KINDS = {
     DecisionKind.FINISHED: pb.GetTaskResponse.FINISHED,
 }
 _ROLES = {pb.WORKER: Role.WORKER, pb.PS: Role.PS}
-# Well below the callers' own deadline, so that an answer is always on its way.
+# Well below the callers' deadlines, so that an answer always arrives in time.
 LONG_POLL_SECONDS = 10.0
 
 
 class MasterServicer:
-    """Thin: everything is decided elsewhere.
+    """A thin layer: all decisions are made elsewhere.
 
     Args:
-        desk: of the master.
-        calls: answers what takes more than the present job's state.
-        scaling: takes wishes for another number of servers.
-        doubt: is told of a server that does not answer somebody.
-        observe: gives the present job.
+        desk: desk of the master.
+        calls: answers calls that need more than the current job's state.
+        scaling: handles requests to change the number of servers.
+        doubt: called with a server that does not answer someone.
+        observe: returns the current job's snapshot.
         past_after: as `Past.after`.
-        silence_seconds: after which a process is missed.
+        silence_seconds: time without a heartbeat after which a process is considered lost.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MasterServicer:
         self._desk, self._calls, self._scaling = desk, calls, scaling
         self._tables = LiveTables(desk)
         self._doubt, self._observe, self._past_after = doubt, observe, past_after
-        # The next call is the sign that the process lives.
+        # The next call is the heartbeat.
         self._poll_seconds = min(LONG_POLL_SECONDS, silence_seconds / 3)
 
     def GetSettings(self, request: Any, context: Any) -> pb.GetSettingsResponse:
@@ -112,7 +112,7 @@ class MasterServicer:
         answer = pb.GetTaskResponse(kind=_KINDS[decision.kind], reason=decision.reason)
         if decision.lease is not None:
             with self._desk.state() as state:
-                # What to call; nothing when the task was given up meanwhile: nobody asks for what comes of it.
+                # The function to call; empty when the task was revoked meanwhile, because its result is not needed.
                 payload = state.calls.get(decision.lease.task.function, b"")
             answer.task.CopyFrom(_to_message(decision.lease, payload))
         return answer
@@ -211,14 +211,14 @@ class MasterServicer:
 
 def _role(number: pb.Role) -> Role:
     if number not in _ROLES:
-        raise WireError(f"A message names the role {number}; expected a worker or a parameter server.")
+        raise WireError(f"A message has role {number}; expected a worker or a parameter server.")
     return _ROLES[number]
 
 
 def _to_event(event: Any) -> BatchEvent:
     if event.type not in MODES:
-        raise WireError(f"A batch of the type {event.type} was reported; known are {sorted(MODES)}.")
-    logs = dict(sorted(event.logs.items()))  # the order in which Keras's compiled train_step gives them
+        raise WireError(f"A batch of type {event.type} was reported; expected one of {sorted(MODES)}.")
+    logs = dict(sorted(event.logs.items()))  # the order of Keras's compiled train_step
     return BatchEvent(MODES[event.type], event.number, event.version, event.size, logs)
 
 

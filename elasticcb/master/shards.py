@@ -1,4 +1,4 @@
-"""Shards: ranges of records, how they are cut from sources, and in which order they are drawn."""
+"""Shards: ranges of records, how sources are split into them, and the order in which they are drawn."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Shard:
 
 
 class ShardLayout:
-    """The shards of some sources: each source is cut into ranges of `records_per_task` records.
+    """The shards of some sources: each source is split into ranges of `records_per_task` records.
 
     Args:
-        sources: (name, number of records) of each; empty ones are passed over.
+        sources: (name, number of records) of each; empty ones are skipped.
         records_per_task: size of a range; the last one of a source may be shorter.
-        minibatch_size: records of a batch; a range ends with a short batch rather than borrow.
+        minibatch_size: records per batch; a range may end with a short batch, never spanning two ranges.
 
     Raises `UsageError` for negative numbers of records.
     """
@@ -41,18 +41,18 @@ class ShardLayout:
     def __init__(self, sources: Sequence[tuple[str, int]], records_per_task: int, minibatch_size: int) -> None:
         if records_per_task < 1 or minibatch_size < 1:
             raise UsageError(
-                f"Tasks of {records_per_task} records in batches of {minibatch_size} were asked for; both "
-                "must be at least 1. Set --minibatch_size and --num_minibatches_per_task."
+                f"records_per_task={records_per_task} and minibatch_size={minibatch_size} are invalid: both must be at "
+                "least 1. Set --minibatch_size and --num_minibatches_per_task."
             )
         for name, count in sources:
             if count < 0:
-                raise UsageError(f"Source {name!r} is said to have {count} records; expected 0 or more.")
+                raise UsageError(f"Source {name!r} has {count} records; expected 0 or more.")
         self.records_per_task = records_per_task
         self.minibatch_size = minibatch_size
         self.sources = [(name, count) for name, count in sources if count]
         self.records = sum(count for _, count in self.sources)
         self.batches = 0
-        self._first: list[int] = []  # index of the first range of each source
+        self._first: list[int] = []  # index of each source's first range
         self._tasks = 0
         for _, count in self.sources:
             self._first.append(self._tasks)
@@ -73,7 +73,7 @@ class ShardLayout:
 class ShardOrder:
     """Draws each shard of a layout once: in order, or shuffled by `seed`.
 
-    A Fisher-Yates shuffle that goes one step per draw: beginning costs 4 bytes a shard, drawing O(1).
+    A Fisher-Yates shuffle with one step per draw: starting costs 4 bytes per shard, drawing O(1).
     """
 
     def __init__(self, layout: ShardLayout, seed: str | None = None) -> None:

@@ -1,6 +1,6 @@
-"""What a job looks like at one moment: everything that people and machines are shown of it is told from this alone.
+"""The state of a job at one moment. Everything shown to users and machines is derived from it.
 
-`observation.py` makes it; the display, the summary, `elasticcb status --json` and the metrics read it.
+`observation.py` creates it; the display, the summary, `elasticcb status --json` and the metrics read it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class SavedModelInput:
     """One input of the exported model's `serving_default` signature."""
 
     name: str
-    dtype: str  # NumPy's name: "float32"; "string" for text
-    shape: tuple[int | None, ...]  # None: any size, as the batch axis
+    dtype: str  # NumPy name: "float32"; "string" for text
+    shape: tuple[int | None, ...]  # None: any size, such as the batch axis
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSnapshot:
-    """A place of the job, and the process in it; None: there is none, or it has not told."""
+    """A slot of the job, and the process in it; None: no process, or no value reported."""
 
     role: str  # "worker" or "ps"
     index: int
@@ -37,19 +37,19 @@ class ProcessSnapshot:
     pid: int | None = None
     host: str | None = None
     address: str | None = None
-    straggler: bool = False  # a worker that is much slower than the others
+    straggler: bool = False  # a worker much slower than the others
     cpu_seconds: float | None = None
     resident_bytes: int | None = None
     certificate_expires: float = 0.0  # as below
-    batches: int | None = None  # of a worker, that it has trained on
-    records_per_second: float | None = None  # of a worker that trains, of late
-    seconds_per_batch: float | None = None  # likewise, a median
-    tables: Mapping[str, TableSize] = field(default_factory=dict)  # of a server, by the path of the variable
+    batches: int | None = None  # batches trained by a worker
+    records_per_second: float | None = None  # recent rate of a worker
+    seconds_per_batch: float | None = None  # median of a worker
+    tables: Mapping[str, TableSize] = field(default_factory=dict)  # tables of a server, by variable path
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessCounts:
-    """How many workers, or parameter servers, there are."""
+    """Number of workers or parameter servers."""
 
     planned: int = 0
     up: int = 0
@@ -59,71 +59,73 @@ class ProcessCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochEnd:
-    """An epoch that has ended, with its evaluation round if it has one."""
+    """A finished epoch, with its evaluation pass if any."""
 
-    epoch: int  # counted from 1
+    epoch: int  # from 1
     epochs: int  # planned
     seconds: float  # of training
-    steps: int  # batches that all workers trained meanwhile, also of the next epoch; 0: of another master
+    # batches trained by all workers in that time, including those of the next epoch; 0: under another master
+    steps: int
     logs: Mapping[str, Any]  # of `on_epoch_end`: loss and metrics, and those of the round as "val_..."
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSnapshot:
-    """One moment of a job. What is not known yet, or does not apply, is as by default."""
+    """The job at one moment. Unknown or inapplicable fields have their defaults."""
 
-    command: Command | None = None  # None: there is no job yet
+    command: Command | None = None  # None: no job yet
     name: str = ""
     directory: str = ""
-    phase: str = "starting"  # what it does now, one or two words: "training", "evaluating"
-    ready: bool = False  # the servers hold the model, and tasks are handed out
-    seconds: float = 0.0  # since the job began
-    seconds_left: float | None = None  # an estimate
-    seconds_to_first_step: float | None = None  # from the start of the command
-    epoch: int = 0  # the one under way, counted from 1; 0: none yet, or not training
+    phase: str = "starting"  # current activity: "training", "evaluating"
+    ready: bool = False  # the servers hold the model and tasks are handed out
+    seconds: float = 0.0  # since the job started
+    seconds_left: float | None = None  # estimate
+    seconds_to_first_step: float | None = None  # since the start of the command
+    epoch: int = 0  # current epoch, from 1; 0: none yet, or not training
     epochs: int = 0  # planned; 0: not training
     version: int = 0
     loss: float | None = None  # mean over the last batches
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation round
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation pass
     stopped_early: str = ""  # why training ended before its last epoch; "": it did not
-    records_per_epoch: tuple[int, ...] = ()  # training records of each epoch, every record counted once
-    records_total: int = 0  # to train over all epochs; 0: not known yet
-    records_per_second: float = 0.0  # of late
-    records_evaluated: int = 0  # in the last evaluation round, each exactly once
-    records_evaluated_before: int = 0  # in the rounds before
-    records_predicted: int = 0  # each counted once
-    records_repeated: int = 0  # trained or predicted more than once: at most so many, after workers were lost
+    records_per_epoch: tuple[int, ...] = ()  # trained records of each epoch, counted once each
+    records_total: int = 0  # to train over all epochs; 0: unknown
+    records_per_second: float = 0.0  # recent rate
+    records_evaluated: int = 0  # in the last evaluation pass, counted once each
+    records_evaluated_before: int = 0  # in earlier rounds
+    records_predicted: int = 0  # counted once each
+    records_repeated: int = 0  # upper bound of records trained or predicted more than once, after losing workers
     rows_looked_up: int = 0  # of embedding tables
-    tables: Mapping[str, TableSize] = field(default_factory=dict)  # of all servers, by the path of the variable
+    tables: Mapping[str, TableSize] = field(default_factory=dict)  # over all servers, by variable path
     tasks: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by type and state: ("training", "todo")
     tasks_retried: int = 0
     tasks_taken_over: int = 0
-    tasks_split: int = 0  # times that one worker gave the end of its task to another that waited
-    reports_refused: int = 0  # on tasks that had been taken away
-    gradients_rejected: int = 0  # too old, computed again on fresh weights (synchronous mode)
+    tasks_split: int = 0  # times a worker handed the rest of its task to an idle worker
+    reports_refused: int = 0  # for tasks that had been reassigned
+    gradients_rejected: int = 0  # too old, recomputed on fresh weights (synchronous mode)
     batches_skipped: int = 0  # NaN or infinity in loss or gradients, with --non_finite=skip
-    callback_errors: int = 0  # that the job went on after, with --callback_errors=warn
-    checkpoints_failed: int = 0  # that could not be written; training went on
-    checkpoint_age: float | None = None  # seconds since the newest one, or the start; None: none is due at intervals
-    recovery_files_failed: int = 0  # times that a server could not write them; training went on
-    free_disk_bytes: Mapping[str, int] = field(default_factory=dict)  # of the folders "job" and "checkpoint", on disks
-    refused_calls: Mapping[str, int] = field(default_factory=dict)  # by master and servers, by reason in words
+    callback_errors: int = 0  # with --callback_errors=warn
+    checkpoints_failed: int = 0  # that could not be written; training continued
+    # seconds since the newest checkpoint, or the start; None: no regular checkpoints
+    checkpoint_age: float | None = None
+    recovery_files_failed: int = 0  # failed writes of servers; training continued
+    free_disk_bytes: Mapping[str, int] = field(default_factory=dict)  # of the folders "job" and "checkpoint", if local
+    refused_calls: Mapping[str, int] = field(default_factory=dict)  # by master and servers, by reason (text)
     workers: ProcessCounts = ProcessCounts()
     servers: ProcessCounts = ProcessCounts()
-    servers_restoring: int = 0  # that were lost, in whose places no other holds the model yet
-    longest_server_recovery: float = 0.0  # seconds from a loss to the moment when another server held its part
-    updates_lost: int = 0  # with lost servers, of their parts of the model
-    stragglers: tuple[int, ...] = ()  # places of workers that are much slower than the others
-    stragglers_ever: tuple[int, ...] = ()  # places of workers that were so for a time at least
+    servers_restoring: int = 0  # lost servers whose replacements don't hold the model yet
+    longest_server_recovery: float = 0.0  # seconds from a loss until the replacement held its part
+    updates_lost: int = 0  # updates to the shards of lost servers
+    stragglers: tuple[int, ...] = ()  # slots of workers much slower than the others
+    stragglers_ever: tuple[int, ...] = ()  # slots of workers that were stragglers at any time
     processes: tuple[ProcessSnapshot, ...] = ()
     cpu_seconds: float = 0.0  # of the master
-    resident_bytes: int = 0  # of the master; 0: not known
-    certificate_expires: float = 0.0  # that of the master, in seconds since the epoch; 0: it has none
-    histograms: Mapping[str, Histogram] = field(default_factory=dict)  # of all processes, by name
+    resident_bytes: int = 0  # of the master; 0: unknown
+    certificate_expires: float = 0.0  # of the master, in seconds since the epoch; 0: it has none
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)  # over all processes, by name
     saved_model_path: str = ""  # "": nothing was exported
-    saved_model_inputs: tuple[SavedModelInput, ...] = ()  # (): not known, the summary shows how to see them
-    predictions_path: str = ""  # "": they went to callbacks alone
-    checkpoint_path: str = ""  # newest one; "": none was written
+    saved_model_inputs: tuple[SavedModelInput, ...] = ()  # (): unknown, the summary shows how to list them
+    predictions_path: str = ""  # "": predictions went only to callbacks
+    checkpoint_path: str = ""  # newest checkpoint; "": none
 
     @property
     def records_trained(self) -> int:
@@ -132,7 +134,7 @@ class JobSnapshot:
 
     @property
     def tasks_by_state(self) -> Mapping[str, int]:
-        """Of all types: "todo", "doing", …; 0 for others."""
+        """Over all types: "todo", "doing", …; 0 for others."""
         counts: Counter[str] = Counter()
         for (_, state), count in self.tasks.items():
             counts[state] += count
@@ -140,7 +142,7 @@ class JobSnapshot:
 
 
 def format_metric(value: Any) -> str:
-    """A loss or a metric, as Keras writes it: 0.1234, or 0.0001234."""
+    """A loss or a metric, formatted like Keras: 0.1234, or 0.0001234."""
     if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     return f"{value:.4g}" if 0 < abs(value) < 0.001 else f"{value:.4f}"

@@ -1,4 +1,4 @@
-"""How many records the data of a job have, counted while the model is built; and where they begin."""
+"""Counts the records of a job's data while the model is built, and finds where they begin."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 class SourceCounts:
-    """Counts the records of each mode. Files are scanned by a thread, anything else at once, as a user's own reader may
-    not like threads.
+    """Counts the records of each mode. A thread scans files; anything else is counted at once, because a user's own
+    reader may not be thread-safe.
 
-    What is found is kept in the job's folder, so that a master that takes the place of this one scans only files that
-    have changed; and in the user's cache, for other jobs.
+    Results are cached in the job's folder, so that a replacement master scans only changed files; and in the user's
+    cache, for other jobs.
 
-    Raises `DataError` when data that is no file can't be read; files tell that by `result`.
+    Raises `DataError` when non-file data can't be read; errors of files are raised by `result`.
     """
 
     def __init__(self, settings: JobSettings, pipelines: Mapping[str, Pipeline]) -> None:
@@ -39,33 +39,33 @@ class SourceCounts:
             mode: known[mode] if mode in known else pool.submit(self._scan, mode, pipeline)
             for mode, pipeline in pipelines.items()
         }
-        pool.shutdown(wait=False)  # when that is done
+        pool.shutdown(wait=False)  # once finished
 
     def result(self) -> dict[str, Sources]:
-        """Name and records of each source, by mode. Raises `DataError` when a file can't be read."""
+        """Name and number of records of each source, by mode. Raises `DataError` when a file can't be read."""
         return {
             mode: sources.result() if isinstance(sources, Future) else sources
             for mode, sources in self._sources.items()
         }
 
     def stop(self) -> None:
-        """Scans no more, so that the process can end; `result` may raise `DataError` then."""
+        """Stops scanning so that the process can exit; `result` may then raise `DataError`."""
         for reader in self._readers.values():
             reader.stop()
 
     def find_index(self, mode: str, file: str) -> bytes:
-        """As `FileIndex.to_bytes`; b"" when it is not known."""
+        """As `FileIndex.to_bytes`; b"" when unknown."""
         reader = self._readers.get(mode)
         return b"" if reader is None else reader.indexes().get(file, b"")
 
     def _scan(self, mode: str, pipeline: Pipeline) -> Sources:
         reader = self._readers[mode]
         parameters = json.dumps(self._settings.data.reader_params, sort_keys=True, default=repr)
-        # Only training is gone on with.
+        # Only training can be resumed.
         keeps = self._settings.command is Command.TRAIN and bool(self._settings.directory)
         path = Path(self._settings.directory, RECOVERY_FOLDER, INDEX_FILE.format(mode=mode))
         kept = read_indexes(path, parameters) if keeps else {}
-        # A reader that the user's code makes depends on more than its parameters.
+        # A reader created by user code depends on more than its parameters.
         custom = isinstance(pipeline, FeedPipeline) and pipeline.has_custom_reader
         cache = None if custom else IndexCache(reader.names, type(reader).__qualname__, parameters)
         reader.known = kept if cache is None else {**cache.read(), **kept}
@@ -74,7 +74,7 @@ class SourceCounts:
             try:
                 write_indexes(path, parameters, reader.indexes())
             except OSError as error:
-                logger.warning("%s can't be written; a resumed job will scan the data again: %s", path, error)
+                logger.warning("Could not write %s, so a resumed job will scan the data again: %s", path, error)
         if cache is not None:
             cache.write(reader.indexes(), reader.identities)
         return sources

@@ -1,4 +1,4 @@
-"""What `elasticcb status --json` shows: the job's state as a document. docs/operations.md lists its keys."""
+"""The document behind `elasticcb status --json`. docs/operations.md lists its keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def document(seen: JobSnapshot, error: BaseException | None = None, over: bool =
 
     Args:
         over: the job has ended.
-        error: by which it did; None: it has done what it should.
+        error: the error that ended it; None: it succeeded.
     """
     return {
         "name": seen.name,
@@ -76,7 +76,7 @@ def _end(error: BaseException | None) -> str:
 
 
 def _conditions(seen: JobSnapshot, error: BaseException | None, over: bool) -> list[dict[str, str]]:
-    """As those of objects of Kubernetes."""
+    """In the form of Kubernetes conditions."""
     ready = seen.ready and not over
     troubles = _troubles(seen) if ready else []
     what = str(error).partition("\n")[0] if error else ""

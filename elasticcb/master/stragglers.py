@@ -1,8 +1,8 @@
-"""Workers that are slower than the others: who they are, and what of their tasks others should do. Pure.
+"""Slow workers: how they are detected, and which part of their tasks other workers should do. Pure.
 
-MapReduce (Dean and Ghemawat, 2004, section 3.6) has a slow worker's last tasks done by two machines. A batch must not
-be trained twice here, so the rest of the task is split off for a worker that has nothing to do; who gives, and how
-much, follows from the time that is left, as LATE proposes (Zaharia et al., 2008).
+MapReduce (Dean and Ghemawat, 2004, section 3.6) runs a slow worker's last tasks on two machines. A batch must not be
+trained twice here, so the rest of the task is split off for an idle worker. Which worker splits, and where, follows
+from the estimated time left, as in LATE (Zaharia et al., 2008).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from statistics import median
 
 from elasticcb.master.task import BatchesLeft, TaskType
 
-_WARM_UP_BATCHES = 5  # of each worker, which are not timed: it compiles, and fills its caches
-_REPORTS = 11  # that a pace is the median of, at most
+_WARM_UP_BATCHES = 5  # of each worker, not timed: compilation and cold caches
+_REPORTS = 11  # maximum number of reports in a worker's median
 _ENOUGH_REPORTS = 5
-_SLOW, _NO_LONGER_SLOW = 2.0, 1.5  # times the median of the others
-_LEAST_OTHERS = 2  # a median of one worker says nothing about which of two is slow
-# For which a worker must have been slow without a break to be called so; and fast, to be called so no longer.
+_SLOW, _NO_LONGER_SLOW = 2.0, 1.5  # in multiples of the median of the others
+_LEAST_OTHERS = 2  # with only two workers, neither is known to be the slow one
+# How long a worker must be slow without interruption to count as a straggler; and fast, to stop counting as one.
 _LEAST_BATCHES, _LEAST_SECONDS = 10, 30.0
-_LEAST_GAIN_SECONDS = 1.0  # for which a task is split
+_LEAST_GAIN_SECONDS = 1.0  # minimum gain that justifies a split
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A worker should do the first `end` records of a leased task, and leave the rest to others."""
+    """A worker should process the first `end` records of a leased task, and leave the rest to others."""
 
     lease: int
     end: int
@@ -34,22 +34,22 @@ class Split:
 
 
 class Paces:
-    """How long a training batch takes each worker.
+    """How long a training batch takes on each worker.
 
     Attributes:
         stragglers: workers that have taken more than twice the median of the others for a while.
     """
 
     def __init__(self) -> None:
-        self._batches: dict[int, int] = {}  # by worker, all that it has told of
+        self._batches: dict[int, int] = {}  # by worker, all reported batches
         self._reports: dict[int, deque[float]] = {}  # by worker, seconds per batch
         self._paces: dict[int, float] = {}
-        self._evidence: dict[int, tuple[int, float]] = {}  # by worker, batches and seconds that speak for a change
+        self._evidence: dict[int, tuple[int, float]] = {}  # by worker, batches and seconds in favour of a change
         self.stragglers: set[int] = set()
 
     def note(self, worker: int, batches: int, seconds: float) -> str:
-        """`worker` has trained so many batches in so many seconds; answers what it has become by that, and why: a
-        straggler, or none any more; "": nothing."""
+        """`worker` has trained `batches` batches in `seconds` seconds; returns a message when it becomes a straggler,
+        or stops being one; "": no change."""
         if batches <= 0 or not 0 <= seconds < float("inf"):
             return ""
         before = self._batches.get(worker, 0)
@@ -76,8 +76,8 @@ class Paces:
             return ""
         del self._evidence[worker]
         self.stragglers ^= {worker}
-        is_what = "is no straggler any more" if slow else "is a straggler"
-        return f"{is_what}: {pace:.3g} s per batch, the median of the others is {usual:.3g} s"
+        is_what = "is no longer a straggler" if slow else "is a straggler"
+        return f"{is_what}: {pace:.3g} s per batch; the median of the others is {usual:.3g} s"
 
     def forget(self, worker: int) -> None:
         """`worker` is gone."""
@@ -90,29 +90,29 @@ class Paces:
         return self._paces.get(worker)
 
     def batches(self, worker: int) -> int:
-        """How many `worker` has told of."""
+        """Number of batches that `worker` has reported."""
         return self._batches.get(worker, 0)
 
     def knows(self, worker: int) -> bool:
-        """Whether `worker` has told of batches, the first of which it needs to get up to speed."""
+        """Whether `worker` has reported batches; it needs the first ones to warm up."""
         return worker in self._batches
 
     @property
     def usual(self) -> float | None:
-        """The median of all workers, in seconds per batch; None: not known yet."""
+        """The median over all workers, in seconds per batch; None: not known yet."""
         return median(self._paces.values()) if self._paces else None
 
 
 def plan_split(
     worker: int, left: Mapping[int, Sequence[BatchesLeft]], idle: Collection[int], paces: Paces
 ) -> Split | None:
-    """What `worker` should give to one of the workers that are `idle`, if that saves time.
+    """How `worker` should split its task for one of the `idle` workers, if that saves time.
 
-    It gives when fewer workers have more to do than there are idle ones: a task that it has not begun, or so much
-    of its only one that it and the other end together.
+    It splits when fewer workers have more work left than there are idle ones: it gives away a task that it has not
+    begun, or enough of its only task that both workers finish together.
 
     Args:
-        left: by worker, what is left of its leases, oldest first.
+        left: by worker, the remaining batches of its leases, oldest first.
     """
     pace, own = paces.of(worker), left.get(worker, ())
     if pace is None or not own or any(entry.type is not TaskType.TRAINING for entry in own):
@@ -126,15 +126,15 @@ def plan_split(
     last = own[-1]
     if len(own) > 1:
         keep, end = 0, 0
-        if last.reported:  # it is not of a worker that does one after another
+        if last.reported:  # the worker does not process batches in order
             return None
     else:
         keep = max(1, round(last.batches * others_pace / (pace + others_pace)))
         end = last.reported + keep * last.batch
-        if not last.reported or end >= last.records:  # what was never reported may be done in another order
+        if not last.reported or end >= last.records:  # without a report, records may be processed in another order
             return None
     given = last.batches - keep
     gain = seconds[worker] - max(seconds[worker] - given * pace, given * others_pace)
     if gain < _LEAST_GAIN_SECONDS:
         return None
-    return Split(last.lease, end, f"{given} batches, for which it would need {given * pace:.2g} s, go to another")
+    return Split(last.lease, end, f"{given} batches, which would take it {given * pace:.2g} s, go to another worker")

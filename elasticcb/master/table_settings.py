@@ -1,4 +1,4 @@
-"""What holds for each embedding table of a job: what is set by its name, else by its layer, else for all tables."""
+"""The settings of each embedding table: by table name, else by its layer, else for all tables."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from elasticcb.storage.cold_store import missing_library
 def with_settings(
     tables: Mapping[int, TableSpec], paths: Mapping[int, str], settings: JobSettings
 ) -> dict[int, TableSpec]:
-    """The tables, with all that is set for them.
+    """The tables with all their settings.
 
     Args:
         tables: by index, as their layers describe them.
-        paths: of their layers.
+        paths: paths of their layers.
 
-    Raises `UsageError` for a name that no table has, and for what a table can't be set to in this job.
+    Raises `UsageError` for a name without a table, and for settings that this job does not support.
     """
     if settings.command is not Command.TRAIN:
         return dict(tables)
@@ -32,7 +32,7 @@ def with_settings(
     for name, given in embedding.tables.items():
         index = _named(name, paths)
         if index in by_name:
-            raise UsageError(f"--embedding_tables sets {paths[index]!r} twice. Leave one of them out.")
+            raise UsageError(f"--embedding_tables sets {paths[index]!r} twice. Remove one of them.")
         by_name[index] = read_table_options(given)[0]
         if not tables[index].initializer:
             _check_given_rows(name, by_name[index])
@@ -51,28 +51,28 @@ def _check_disk(tables: Mapping[int, TableSpec], settings: JobSettings) -> None:
     if not tables or settings.embedding.when_full is not WhenFull.DISK:
         return
     if missing := missing_library():
-        raise UsageError(f"--embedding_when_full=disk can't be: {missing}")
+        raise UsageError(f"--embedding_when_full=disk is invalid: {missing}")
     if not settings.embedding.memory_bytes and not any(table.options.max_rows for table in tables.values()):
         raise UsageError(
-            "--embedding_when_full=disk moves rows to disk when tables are full, and nothing limits the tables of this "
-            "job. Set --embedding_memory_bytes, or max_rows of a table; or leave it out."
+            "--embedding_when_full=disk moves rows to disk when tables are full, but this job has no limit for its "
+            "tables. Set --embedding_memory_bytes, or max_rows of a table; or remove the flag."
         )
 
 
 def _named(name: str, paths: Mapping[int, str]) -> int:
-    """The table of this name: the path of its layer, or the end of it."""
+    """The table with this name: the path of its layer, or the end of it."""
     found = tables_named(name, paths)
     if len(found) == 1:
         return found[0]
     known = ", ".join(repr(path) for path in paths.values()) or "none"
     if found:
         raise UsageError(
-            f"--embedding_tables sets {name!r}, which is the name of {len(found)} tables. The tables of the model are: "
-            f"{known}. Write one of these."
+            f"--embedding_tables sets {name!r}, which matches {len(found)} tables. The tables of the model are: "
+            f"{known}. Use one of these names."
         )
     raise UsageError(
-        f"--embedding_tables sets {name!r}, which is no embedding table of the model. Its tables are: {known}. (A "
-        "keras.layers.Embedding is one from --embedding_threshold_bytes on.)"
+        f"--embedding_tables sets {name!r}, which is not an embedding table of the model. Its tables are: {known}. (A "
+        "keras.layers.Embedding becomes a table at --embedding_threshold_bytes.)"
     )
 
 
@@ -80,8 +80,8 @@ def _check_given_rows(name: str, options: TableOptions) -> None:
     for setting, value in dataclasses.asdict(options).items():
         if value and setting not in ("learning_rate_multiplier", "rows_dtype"):
             raise UsageError(
-                f"--embedding_tables sets {setting}={value} for {name!r}, a keras.layers.Embedding, whose rows are all "
-                "there from the start. Leave it out, or make the layer an elasticcb.layers.Embedding."
+                f"--embedding_tables sets {setting}={value} for {name!r}, a keras.layers.Embedding, which creates all "
+                "its rows at the start. Remove the setting, or use an elasticcb.layers.Embedding."
             )
 
 
@@ -93,6 +93,5 @@ def _check_replicas(path: str, options: TableOptions, when_full: WhenFull) -> No
     }
     for setting in (setting for setting, forgets_rows in forgets.items() if forgets_rows):
         raise UsageError(
-            f"--ps_replicas=1 can't be with {setting}={getattr(options, setting)} of the embedding table {path!r}: "
-            f"{FORGETS}"
+            f"--ps_replicas=1 excludes {setting}={getattr(options, setting)} of the embedding table {path!r}: {FORGETS}"
         )

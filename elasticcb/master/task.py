@@ -1,6 +1,6 @@
-"""What a task is: its type, its shard, its lease, and the states that it goes through.
+"""What a task is: its type, its shard, its lease, and its states.
 
-These are values; the story of one task, which grows, is the `TaskRecord` in task_record.py.
+These are immutable values; the history of a task is its `TaskRecord` in task_record.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elasticcb.master.shards import Shard
 
 
 class TaskType(str, Enum):
-    """What a task asks a worker to do."""
+    """What a worker should do."""
 
     TRAINING = "TRAINING"
     EVALUATION = "EVALUATION"
@@ -23,8 +23,8 @@ class TaskType(str, Enum):
     FUNCTION = "FUNCTION"
 
 
-# A running evaluation round holds up a snapshot on the servers, so its tasks come first. TRAIN_END is
-# handed out only when no other task is left or running. A job of functions has no others.
+# A running evaluation pass keeps a snapshot on the servers, so its tasks come first. TRAIN_END is handed out only when
+# no other task is open. A job of functions has no other tasks.
 HANDING_OUT_ORDER = (
     TaskType.EVALUATION,
     TaskType.TRAINING,
@@ -33,13 +33,13 @@ HANDING_OUT_ORDER = (
     TaskType.TRAIN_END,
 )
 
-# Types whose finished records need not be done again when another worker takes the task over. The
-# metric states of half an evaluation task die with its worker, so such a task starts at its beginning.
+# Types whose finished records need not be repeated when another worker takes over the task. The metric states of a
+# partial evaluation task die with its worker, so such a task starts over.
 RESUMABLE = frozenset({TaskType.TRAINING, TaskType.PREDICTION})
 
 
 class TaskState(str, Enum):
-    """Where a task stands."""
+    """The state of a task."""
 
     TODO = "TODO"
     DOING = "DOING"
@@ -49,7 +49,7 @@ class TaskState(str, Enum):
 
 
 class TaskEvent(str, Enum):
-    """What moves a task from one state to the next."""
+    """Events that move a task from one state to the next."""
 
     HANDED_OUT = "handed out"
     TRAINING_STOPPED = "training stopped"
@@ -91,14 +91,14 @@ TRANSITIONS: Mapping[tuple[TaskState, TaskEvent], TaskState] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A piece of work. `shard` is what is left of it; the id stays when it is handed out again."""
+    """A unit of work. `shard` is the remaining part; the id stays the same when it is handed out again."""
 
     id: int
     type: TaskType
     shard: Shard
     epoch: int = 0  # 0-based; TRAINING only
     evaluation_round: int = 0  # EVALUATION only
-    function: int = 0  # FUNCTION only; names what to call
+    function: int = 0  # FUNCTION only; id of the call
 
     def __str__(self) -> str:
         if self.type is TaskType.TRAIN_END:
@@ -123,15 +123,15 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class BatchesLeft:
-    """What is left to report of a leased task."""
+    """What remains to be reported of a leased task."""
 
     lease: int
     type: TaskType
     records: int  # of the task
     reported: int  # of these
-    batch: int  # records of one
+    batch: int  # records per batch
 
     @property
     def batches(self) -> int:
-        """That are not reported yet."""
+        """Batches not reported yet."""
         return -(-(self.records - self.reported) // self.batch)

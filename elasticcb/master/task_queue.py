@@ -1,17 +1,17 @@
 """The tasks of a job, as a pure state machine: events in, decisions with their reasons out.
 
-No threads, no clock (`now` is an argument, in seconds), no gRPC, no Keras. The states and what moves a
-task between them are the table `TRANSITIONS` in task.py; docs/tasks.md explains them.
+No threads, no clock (`now` is an argument, in seconds), no gRPC, no Keras. The states and transitions are the table
+`TRANSITIONS` in task.py; docs/tasks.md explains them.
 
-Each event of that table befalls a task here, and nowhere else. Where a task is meanwhile, others know:
+Every event of that table is handled here, and nowhere else. The tasks of each state are stored in:
 
-    TODO    todo.py; task_sources.py and epochs.py make tasks when they are handed out, so a queue of a
-            million tasks holds little more than a shuffled index of four bytes a task
+    TODO    todo.py; task_sources.py and epochs.py create tasks when they are handed out, so a queue of a
+            million tasks needs little more than a shuffled index of four bytes per task
     DOING   leases.py
     closed  only counted, in queue_state.py, which holds all of these, and saves them
 
-What a call brings about beyond its answer (an epoch is done, a round is done) is a `Milestone`, which the
-caller fetches with `take_milestones`.
+Consequences of a call beyond its answer (an epoch is done, a round is done) are `Milestone`s, which the caller fetches
+with `take_milestones`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elasticcb.master.task_record import Attempt, Failure, TaskRecord
 
 
 class TaskQueue(QueueState):
-    """Hands out tasks, takes reports, and hands out again what was not finished."""
+    """Hands out tasks, accepts reports, and requeues unfinished tasks."""
 
     # ------------------------------------------------------------ a worker asks for a task
 
@@ -34,16 +34,16 @@ class TaskQueue(QueueState):
         """The next task for `worker`, if there is one.
 
         Args:
-            held: the leases that the worker knows to have. A lease of it that is not among them and that
-                it never reported on is put back: the answer that carried it got lost. A worker must
-                name a lease until its last report on it was answered. None: it did not say.
+            held: leases that the worker knows it has. A lease missing here on which it never reported is requeued: the
+                answer that assigned it got lost. A worker must list a lease until its last report on it is answered.
+                None: not reported.
         """
         doing = self._doing
         doing.tell_time(now)
         if self.failure is not None:
             return TaskDecision(DecisionKind.FINISHED, None, "the job has failed")
         if doing.is_lost(worker):
-            return TaskDecision(DecisionKind.FINISHED, None, f"worker {worker} was given up as lost")
+            return TaskDecision(DecisionKind.FINISHED, None, f"worker {worker} was declared lost")
         if held is not None:
             self._put_back_unanswered(worker, held)
         if self._paused:
@@ -66,7 +66,9 @@ class TaskQueue(QueueState):
             record.maybe_done = False
             self._accounting.count_again(lease.task)
         if record.attempts:
-            return TaskDecision(DecisionKind.TASK, lease, f"{lease.task}, after: {record.attempts[-1].event.value}")
+            return TaskDecision(
+                DecisionKind.TASK, lease, f"{lease.task}, last attempt: {record.attempts[-1].event.value}"
+            )
         return TaskDecision(DecisionKind.TASK, lease, "the next task")
 
     def _nothing_to_hand_out(self) -> TaskDecision:
@@ -77,11 +79,11 @@ class TaskQueue(QueueState):
         if doing:
             return TaskDecision(DecisionKind.WAIT, None, f"all tasks are handed out, {doing} are running")
         if self._epochs.is_held:
-            return TaskDecision(DecisionKind.WAIT, None, f"epoch {self._epochs.current} is not released")
+            return TaskDecision(DecisionKind.WAIT, None, f"epoch {self._epochs.current} has not been released")
         if self._finishing:
             return TaskDecision(DecisionKind.FINISHED, None, "all tasks are done")
         if self._held:
-            return TaskDecision(DecisionKind.FINISHED, None, "all records are predicted; callbacks may end")
+            return TaskDecision(DecisionKind.FINISHED, None, "all records are predicted; callbacks can finish")
         return TaskDecision(DecisionKind.WAIT, None, "all tasks are done, more may come")
 
     # ------------------------------------------------------------ a worker reports
@@ -95,14 +97,14 @@ class TaskQueue(QueueState):
         progressed: bool = False,
         computing: float = 0.0,
     ) -> Answer:
-        """`worker` has done the first `records_done` records of the leased shard.
+        """`worker` has processed the first `records_done` records of the leased shard.
 
-        More records than before keep all leases of the worker alive; the same number does not, for a
-        worker that hangs may still send it, unless it says that it has `progressed`: where records are
-        shuffled it can't tell which ones are done. A task without records is kept alive by any report, and a worker's
-        leases by each while it is `computing` a batch, for that many seconds up to now, unless these are too many.
+        A higher number than before renews all leases of the worker. The same number does not, because a hung worker may
+        still send it, unless the worker reports that it `progressed`: with shuffled records it can't tell which ones
+        are done. Any report renews a task without records. A report that the worker has been `computing` a batch, for
+        that many seconds, renews its leases up to a limit.
 
-        Raises `WireError` when the shard has fewer records than that.
+        Raises `WireError` when the shard has fewer records.
         """
         self._doing.tell_time(now)
         record = self._doing.find(worker, lease_id)
@@ -113,8 +115,8 @@ class TaskQueue(QueueState):
         task = record.task
         if not 0 <= records_done <= task.shard.records:
             raise WireError(
-                f"Worker {worker} reported {records_done} records of {task} as done, which has "
-                f"{task.shard.records}. This is a defect of the worker; please report it."
+                f"Worker {worker} reported {records_done} records of {task} as done, but the task has "
+                f"{task.shard.records}. This is a bug in the worker; please report it."
             )
         gained = records_done - record.reported
         if gained <= 0 and task.shard.records and not progressed:
@@ -127,11 +129,10 @@ class TaskQueue(QueueState):
         return Answer(True, "progress")
 
     def report_done(self, worker: int, lease_id: int, ended_after: int | None = None) -> Outcome:
-        """`worker` has finished the task. Sending it again is accepted, as a duplicate.
+        """`worker` has finished the task. A repeated report is accepted as a duplicate.
 
         Args:
-            ended_after: so many records of the shard there were, and the source ended: no task of the same
-                epoch is made any more.
+            ended_after: the source ended after this many records of the shard: no more tasks of the epoch are created.
         """
         record = self._doing.find(worker, lease_id)
         if record is None:
@@ -152,7 +153,7 @@ class TaskQueue(QueueState):
         return Outcome(True, f"{task} is done", task)
 
     def report_failed(self, worker: int, lease_id: int, error: str, traceback: str, fatal: bool = False) -> Outcome:
-        """`worker` could not finish the task. `fatal`: trying again can't help, the job fails at once."""
+        """`worker` failed in the task. `fatal`: retrying can't help, so the job fails at once."""
         record = self._doing.find(worker, lease_id)
         if record is None:
             return self._report_without_lease(worker, lease_id, done=False)
@@ -183,10 +184,10 @@ class TaskQueue(QueueState):
         return Outcome(False, self._doing.why_not_held(worker, lease_id))
 
     def split(self, worker: int, lease_id: int, end: int) -> Answer:
-        """`worker` will do the first `end` records of the leased shard and no more: the rest goes to a worker that
-        waits. With 0, which says that it has begun with none of them, it hands the task back.
+        """`worker` will process only the first `end` records of the leased shard; the rest goes to a waiting worker.
+        With 0, which means that it has not begun, it returns the whole task.
 
-        Said again, it changes nothing. Raises `WireError` when the task can't be split there.
+        Repeating the call has no effect. Raises `WireError` when the task can't be split there.
         """
         record = self._doing.find(worker, lease_id)
         if record is None:
@@ -195,9 +196,9 @@ class TaskQueue(QueueState):
         task = record.task
         if task.type is not TaskType.TRAINING or not record.reported <= end <= task.shard.records:
             raise WireError(
-                f"Worker {worker} wants to do the first {end} records of {task}, of which it has reported "
-                f"{record.reported}. Expected a training task, and from as many to {task.shard.records}. This is a "
-                "defect of the worker; please report it."
+                f"Worker {worker} asked to keep only the first {end} records of {task}, of which it has reported "
+                f"{record.reported}. Expected a training task, and a number from {record.reported} to "
+                f"{task.shard.records}. This is a bug in the worker; please report it."
             )
         record.heard = True
         if end == task.shard.records:
@@ -208,15 +209,15 @@ class TaskQueue(QueueState):
             record.move(TaskEvent.HANDED_BACK)
             record.for_idle = True
             self._todo.put_back(record)
-            return Answer(True, f"{task} is handed back")
+            return Answer(True, f"{task} was handed back")
         record.move(TaskEvent.SPLIT_OFF)
         self._todo.split(record, end)
-        return Answer(True, f"what is behind the first {end} records of {task} is split off")
+        return Answer(True, f"{task} was split after its first {end} records")
 
     # ------------------------------------------------------------ a worker is lost, or hangs
 
     def worker_lost(self, worker: int) -> list[Task]:
-        """Takes back the leases of a worker that is gone for good; answers what is left of its tasks."""
+        """Revokes the leases of a lost worker; returns what remains of its tasks."""
         self._doing.lose(worker)
         error = "the worker was lost"
         tasks = [task for _, task in self._take_all(worker, TaskEvent.WORKER_LOST, error)]
@@ -233,18 +234,17 @@ class TaskQueue(QueueState):
         return tasks
 
     def worker_left(self, worker: int) -> list[Task]:
-        """Takes over what a worker that leaves hands back: all that it has done is reported, its callbacks ended."""
+        """Requeues what a leaving worker returns: all its work is reported, and its callbacks have ended."""
         self._doing.lose(worker)
         tasks = [task for _, task in self._take_all(worker, TaskEvent.HANDED_BACK, "the worker was asked to end")]
         self.results_kept(worker)
         return tasks
 
     def expire(self, now: float, waiting: bool = False) -> list[Lease]:
-        """Takes back the leases of workers that made no progress for `lease_seconds`; answers those.
+        """Revokes the leases of workers without progress for `lease_seconds`; returns these leases.
 
         Args:
-            waiting: the workers wait for a parameter server that is lost, so that none can make progress: leases begin
-                anew instead.
+            waiting: the workers wait for a lost parameter server and can't make progress: leases are renewed instead.
         """
         self._doing.tell_time(now)
         if waiting:
@@ -254,10 +254,10 @@ class TaskQueue(QueueState):
         return [lease for worker in hung for lease, _ in self._take_all(worker, TaskEvent.LEASE_OVER, error)]
 
     def _take_all(self, worker: int, event: TaskEvent, error: str) -> list[tuple[Lease, Task]]:
-        """Takes back all leases of `worker`; answers them, oldest first, with what is left to do."""
+        """Revokes all leases of `worker`; returns them, oldest first, with the remaining work."""
         records = self._doing.held_by(worker)
         taken: list[tuple[Lease, Task]] = []
-        # From the newest to the oldest, each to the front of the queue: there they stand in their order.
+        # From newest to oldest, each to the front of the queue, which keeps their order.
         for record in reversed(records):
             lease = self._doing.take_away(record)
             what = event
@@ -270,15 +270,15 @@ class TaskQueue(QueueState):
             taken.insert(0, (lease, record.task))
         return taken
 
-    # ------------------------------------------------------------ an attempt is over
+    # ------------------------------------------------------------ an attempt ends
 
     def _end_attempt(
         self, record: TaskRecord, worker: int, event: TaskEvent, error: str, traceback: str = ""
     ) -> TaskEvent:
-        """Decides what becomes of a task that its worker did not finish; answers what happened."""
+        """Decides what happens to a task that its worker did not finish; returns the event."""
         task = record.task
         record.attempts.append(Attempt(worker, task.shard, event, error, traceback))
-        # Where `feed` shuffles, a worker can't tell which records are done.
+        # If `feed` shuffles, a worker can't tell which records are done.
         exact = event is TaskEvent.HANDED_BACK and bool(record.reported or not record.heard)
         record.shorten()
         if record.nothing_left and event is not TaskEvent.REPORTED_FATAL:
@@ -295,15 +295,15 @@ class TaskQueue(QueueState):
             self._todo.put_back(record)
         return event
 
-    # ------------------------------------------------------------ what the master says
+    # ------------------------------------------------------------ requests of the master
 
     def stop_training(self, reason: str) -> None:
-        """No new training task: those that are TODO are dropped, those that are DOING are finished."""
+        """No new training tasks: TODO tasks are dropped, DOING tasks are finished."""
         if not self._epochs.done and self._epochs.stop_reason is None:
             self._stop(reason)
 
     def drop_training(self) -> None:
-        """After `stop_training`: nobody will finish what was DOING then, either. No lease may be out."""
+        """After `stop_training`: also drops tasks that were DOING then. No lease may be active."""
         if not self._epochs.done and self._epochs.stop_reason is not None:
             self._stop(self._epochs.stop_reason)
 
@@ -318,7 +318,7 @@ class TaskQueue(QueueState):
         self._milestones += self._epochs.stop(reason, [record.task for record in dropped])
 
     def cancel_functions(self) -> list[int]:
-        """Drops the calls that are TODO; answers their numbers. Those that are DOING are finished."""
+        """Drops function calls that are TODO; returns their ids. DOING calls are finished."""
         dropped = self._todo.remove_all(TaskType.FUNCTION)
         for record in dropped:
             record.move(TaskEvent.FUNCTIONS_CANCELLED)

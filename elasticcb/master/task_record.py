@@ -1,4 +1,4 @@
-"""The story of one task: where it stands, who tried it, what became of that, and why it ended the job."""
+"""The history of one task: its state, its attempts and their results, and why it ended the job."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from elasticcb.master.task import RESUMABLE, TRANSITIONS, Lease, Task, TaskEvent
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try of a task that ended otherwise than well."""
+    """A failed or interrupted attempt at a task."""
 
     worker: int
-    shard: Shard  # what this try was to do
+    shard: Shard  # what this attempt was to process
     event: TaskEvent
     error: str = ""
     traceback: str = ""
 
     def to_list(self) -> list[Any]:
-        """As JSON values."""
+        """JSON values."""
         return [
             self.worker,
             self.shard.name,
@@ -40,7 +40,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the job can't go on, with the whole story of the task that ended it."""
+    """Why the job can't continue, with the history of the task that ended it."""
 
     task: Task
     event: TaskEvent
@@ -61,7 +61,7 @@ class Failure:
                 f"{self.task.type.value} task {self.task.id}, [{self.shard.start}, {self.shard.end}) "
                 f"of {self.shard.name!r},"
             )
-        never_retried = self.event is TaskEvent.RETRIES_USED_UP and len(self.attempts) == 1  # as it was asked for
+        never_retried = self.event is TaskEvent.RETRIES_USED_UP and len(self.attempts) == 1  # as requested
         why = "" if never_retried else f" ({_GIVEN_UP[self.event]})"
         lines = [f"{what} failed on worker {self.worker}: {self.error}{why}"]
         if len(self.attempts) > 1:
@@ -70,10 +70,10 @@ class Failure:
 
     @property
     def _by_whom(self) -> str:
-        """Which workers tried it, and what became of each try, if that was not always the same."""
+        """Which workers tried it, and the result of each attempt unless all were the same."""
         workers = ", ".join(map(str, sorted({attempt.worker for attempt in self.attempts})))
         if {attempt.error for attempt in self.attempts} == {self.error}:
-            return f", by workers {workers}, and failed in this way each time."
+            return f", by workers {workers}, and failed the same way each time."
         lines = [":"]
         for number, attempt in enumerate(self.attempts, 1):
             error = "" if not attempt.error else f": {attempt.error}" if attempt.error != self.error else ": as above"
@@ -84,23 +84,23 @@ class Failure:
         return "\n".join(lines)
 
     def to_error(self, where: str) -> JobFailedError:
-        """The error to end the job with; `where` tells where the worker ran."""
+        """The error that ends the job; `where` says where the worker ran."""
         return JobFailedError(f"{self}\n{where}", self.traceback)
 
 
 _GIVEN_UP = {
-    TaskEvent.RETRIES_USED_UP: "its retries are used up; --max_task_retries allows more",
-    TaskEvent.LOSSES_USED_UP: "it took too many workers down with it; look into their logs",
-    TaskEvent.REPORTED_FATAL: "the worker says that trying again can't help",
+    TaskEvent.RETRIES_USED_UP: "its retries are used up; raise --max_task_retries to allow more",
+    TaskEvent.LOSSES_USED_UP: "too many workers died while running it; see their logs",
+    TaskEvent.REPORTED_FATAL: "the worker reported that retrying can't help",
 }
 
 
 class IllegalTransitionError(ElasticCBError):
-    """The task queue was about to move a task in a way that is not in `TRANSITIONS`: a defect."""
+    """A transition of a task that is not in `TRANSITIONS`: a bug."""
 
 
 class TaskRecord:
-    """A task that is TODO again or DOING, with its story. Tasks that are closed are only counted."""
+    """A task that is TODO again or DOING, with its history. Closed tasks are only counted."""
 
     __slots__ = (
         "attempts",
@@ -119,12 +119,12 @@ class TaskRecord:
         self.task = task
         self.state = TaskState.TODO
         self.lease: Lease | None = None
-        self.reported = 0  # records of the leased shard
-        self.heard = False  # the worker spoke of the lease, so it knows of it
+        self.reported = 0  # records reported of the leased shard
+        self.heard = False  # the worker has reported on the lease, so it knows of it
         self.failures = 0
-        self.losses = 0  # since there was progress
-        self.maybe_done = False  # a worker that is gone may have done records that it did not report
-        self.for_idle = False  # a worker that has others to do would be no quicker with it
+        self.losses = 0  # since the last progress
+        self.maybe_done = False  # a lost worker may have processed records without reporting them
+        self.for_idle = False  # only worth giving to an idle worker
         self.attempts: list[Attempt] = []
 
     def move(self, event: TaskEvent) -> None:
@@ -132,20 +132,20 @@ class TaskRecord:
         following = TRANSITIONS.get((self.state, event))
         if following is None:
             raise IllegalTransitionError(
-                f"{self.task} is {self.state.value} and can't be {event.value!r}. Its attempts: "
-                f"{self.attempts}. This is a defect of elasticcb; please report it."
+                f"{self.task} is {self.state.value} and does not allow {event.value!r}. Its attempts: "
+                f"{self.attempts}. This is a bug in elasticcb; please report it."
             )
         self.state = following
 
     def shorten(self) -> None:
-        """Leaves in the task what was not reported."""
+        """Keeps only the unreported part."""
         if self.task.type in RESUMABLE and self.reported:
             shard = self.task.shard
             self.task = replace(self.task, shard=Shard(shard.name, shard.start + self.reported, shard.end))
         self.reported = 0
 
     def cut(self, end: int, task_id: int) -> Task:
-        """Leaves in the task its first `end` records; answers a task of the rest."""
+        """Keeps only the first `end` records; returns a task for the rest."""
         shard = self.task.shard
         rest = replace(self.task, id=task_id, shard=Shard(shard.name, shard.start + end, shard.end))
         self.task = replace(self.task, shard=Shard(shard.name, shard.start, shard.start + end))
@@ -155,15 +155,14 @@ class TaskRecord:
 
     @property
     def nothing_left(self) -> bool:
-        """Whether all records were reported, so that another worker would have nothing to do."""
+        """Whether all records were reported, so that nothing is left for another worker."""
         return self.task.type in RESUMABLE and self.reported == self.task.shard.records
 
     def to_dict(self) -> dict[str, Any]:
-        """What is left to do, and the story up to now, as JSON values, as if no lease were out."""
+        """Remaining work and history as JSON values, as if no lease were active."""
         shard = self.task.shard
         done = self.reported if self.task.type in RESUMABLE else 0
-        # The weights are saved with the queue, a moment before or after: what a worker has in hand may be
-        # in them.
+        # The weights are saved slightly before or after the queue, so they may include what a worker is processing now.
         in_hand = self.task.type is TaskType.TRAINING and self.state is TaskState.DOING
         return {
             "id": self.task.id,
@@ -177,19 +176,19 @@ class TaskRecord:
         }
 
     def progress_to_list(self) -> list[Any]:
-        """What `resume` needs beside `to_dict` for a lease to go on, as JSON values; the task's id first."""
+        """What `resume` needs besides `to_dict` to continue a lease, as JSON values; the task's id first."""
         shard = self.task.shard
         return [self.task.id, shard.start, self.reported, self.heard, self.maybe_done]
 
     def resume(self, start: int, reported: int, heard: bool, maybe_done: bool) -> None:
-        """Makes this record, which `from_dict` made, that of a task whose worker goes on with it."""
+        """Turns this record, made by `from_dict`, into that of a task whose worker continues it."""
         self.task = replace(self.task, shard=replace(self.task.shard, start=start))
         self.reported, self.heard, self.maybe_done = reported, heard, maybe_done
         self.move(TaskEvent.HANDED_OUT)
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> TaskRecord:
-        """The record that `to_dict` saved, TODO."""
+        """The record saved by `to_dict`, TODO."""
         record = cls(Task(saved["id"], TaskType(saved["type"]), Shard(*saved["shard"]), epoch=saved["epoch"]))
         record.failures = saved["failures"]
         record.losses = saved["losses"]

@@ -1,6 +1,6 @@
-"""Where tasks come from: a supply for each type, which makes them when they are handed out.
+"""Where tasks come from: a supply for each type, which creates them on demand.
 
-The supply of training tasks is large enough for a file of its own, epochs.py.
+The supply of training tasks is in epochs.py.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from elasticcb.master.task import Task, TaskType
 
 
 class Supply(Protocol):
-    """Makes the tasks of one type, and knows which milestone is reached when they are done."""
+    """Creates the tasks of one type, and knows which milestone is reached when they are done."""
 
     @property
     def to_make(self) -> int:
-        """Tasks that are not made yet."""
+        """Tasks not created yet."""
 
     def make(self, task_id: int) -> Task | None:
         """The next task; None when there is none (now)."""
 
     def close(self, task: Task) -> list[Milestone]:
-        """The task is done; answers what that brings about."""
+        """The task is done; returns the milestones reached."""
 
     def reopen(self, task: Task) -> None:
-        """`task` had been made, and was not done, when the queue was saved."""
+        """`task` was created but not done when the queue was saved."""
 
 
 class EvaluationTasks:
-    """The tasks of evaluation rounds, in order; a round is done when all of its tasks are."""
+    """The tasks of evaluation passes, in order; a round is done when all its tasks are."""
 
     def __init__(self) -> None:
-        self._orders: deque[tuple[int, ShardOrder]] = deque()  # rounds with tasks to make
-        self._open: dict[int, int] = {}  # round -> tasks that are not done
+        self._orders: deque[tuple[int, ShardOrder]] = deque()  # rounds with tasks to create
+        self._open: dict[int, int] = {}  # round -> open tasks
 
     def add(self, round: int, layout: ShardLayout) -> list[Milestone]:
         """Raises `UsageError` when the round was added before and is not done."""
         if round in self._open:
-            raise UsageError(f"Evaluation round {round} is running; a round must have a number of its own.")
+            raise UsageError(f"Evaluation pass {round} is already running; each pass needs a new number.")
         if not layout:
             return [Milestone(MilestoneKind.ROUND_DONE, round)]
         self._orders.append((round, ShardOrder(layout)))
@@ -69,7 +69,7 @@ class EvaluationTasks:
         return [Milestone(MilestoneKind.ROUND_DONE, task.evaluation_round)]
 
     def reopen(self, task: Task) -> None:
-        raise AssertionError("evaluation rounds are not saved")
+        raise AssertionError("evaluation passes are not saved")
 
 
 class PredictionTasks:
@@ -77,7 +77,7 @@ class PredictionTasks:
 
     def __init__(self, layout: ShardLayout) -> None:
         self._order = ShardOrder(layout)
-        self._open = len(layout)  # tasks that are not done, made or not
+        self._open = len(layout)  # tasks that are not done, created or not
 
     @property
     def made(self) -> int:
@@ -97,7 +97,7 @@ class PredictionTasks:
         return [] if self._open else [Milestone(MilestoneKind.PREDICTION_DONE)]
 
     def restore(self, made: int) -> None:
-        """Goes on where `made` tasks had been made; those that were open then are to be reopened."""
+        """Continues after `made` created tasks; those that were open then must be reopened."""
         for _ in range(made):
             self._order.draw()
         self._open = self._order.left
@@ -107,16 +107,16 @@ class PredictionTasks:
 
 
 class FunctionTasks:
-    """Calls of functions, by number, in the order in which they were added."""
+    """Function calls, by id, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._numbers: deque[int] = deque()  # to make
+        self._numbers: deque[int] = deque()  # to create
 
     def add(self, number: int) -> None:
         self._numbers.append(number)
 
     def cancel(self) -> list[int]:
-        """Makes no task of those that were added; answers their numbers."""
+        """Cancels added calls without a task; returns their ids."""
         numbers = list(self._numbers)
         self._numbers.clear()
         return numbers
@@ -138,7 +138,7 @@ class FunctionTasks:
 
 
 class TrainEndTask:
-    """The one TRAIN_END task. It is not cut from any source: the master adds it to what is to do."""
+    """The only TRAIN_END task. It has no source: the master adds it."""
 
     to_make = 0
 
@@ -149,4 +149,4 @@ class TrainEndTask:
         return [Milestone(MilestoneKind.TRAIN_END_DONE)]
 
     def reopen(self, task: Task) -> None:
-        """Nothing counts it."""
+        """Not counted."""

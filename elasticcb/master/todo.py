@@ -1,4 +1,4 @@
-"""The tasks that are TODO: those that were taken back, and behind them those that are still to be made."""
+"""The tasks that are TODO: requeued ones first, then those still to be created."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from elasticcb.master.task_sources import Supply
 
 
 class Todo:
-    """Hands tasks over by type, in `HANDING_OUT_ORDER`; of one type, those taken back come first.
+    """Hands out tasks by type, in `HANDING_OUT_ORDER`; within a type, requeued ones first.
 
-    A task is made when it is handed over, so what waits to be made costs no memory here.
+    Tasks are created when they are handed out, so pending ones cost no memory here.
 
     Args:
-        supplies: what makes the tasks of each type.
+        supplies: creates the tasks of each type.
     """
 
     def __init__(self, supplies: Mapping[TaskType, Supply]) -> None:
@@ -31,8 +31,8 @@ class Todo:
         """The next task; None when there is none (now).
 
         Args:
-            train_end: it may be the TRAIN_END task.
-            idle: whoever gets it has no other, and may get one that is for such a worker.
+            train_end: whether the TRAIN_END task may be returned.
+            idle: whether the caller has no other task, and may get one reserved for idle workers.
         """
         for kind, again, supply in self._in_order:
             if kind is TaskType.TRAIN_END and not train_end:
@@ -48,15 +48,15 @@ class Todo:
         return None
 
     def put_back(self, record: TaskRecord) -> None:
-        """Puts a task that was taken before all others of its type."""
+        """Requeues a task ahead of all others of its type."""
         self._again[record.task.type].appendleft(record)
 
     def append(self, record: TaskRecord) -> None:
-        """Puts a task behind all that were put here, before those that are still to be made."""
+        """Appends a task after all requeued ones, before those still to be created."""
         self._again[record.task.type].append(record)
 
     def split(self, record: TaskRecord, end: int) -> None:
-        """Cuts what is behind the first `end` records of `record` off, and puts that here."""
+        """Splits `record` after its first `end` records, and appends the rest."""
         rest = TaskRecord(record.cut(end, self.next_id))
         self.next_id += 1
         rest.for_idle = True
@@ -64,7 +64,7 @@ class Todo:
         self.put_back(rest)
 
     def add_train_end(self) -> None:
-        """Adds the one TRAIN_END task; once more changes nothing."""
+        """Adds the only TRAIN_END task; repeating it has no effect."""
         if self.train_end_added:
             return
         self.train_end_added = True
@@ -72,14 +72,14 @@ class Todo:
         self.next_id += 1
 
     def remove_all(self, kind: TaskType) -> list[TaskRecord]:
-        """Takes out the tasks of a type that were put here; the supply is not touched."""
+        """Removes the requeued tasks of a type; its supply is not touched."""
         records = list(self._again[kind])
         self._again[kind].clear()
         return records
 
     @property
     def has_returned(self) -> bool:
-        """Whether there is any that was put here."""
+        """Whether there are requeued tasks."""
         return any(self._again.values())
 
     @property
@@ -87,10 +87,10 @@ class Todo:
         return bool(self._again[TaskType.TRAIN_END])
 
     def count(self, kind: TaskType) -> int:
-        """Tasks that were put here, and those that are still to be made."""
+        """Number of requeued tasks, and of those still to be created."""
         return len(self._again[kind]) + self._supplies[kind].to_make
 
     def __iter__(self) -> Iterator[TaskRecord]:
-        """The tasks that were put here."""
+        """The requeued tasks."""
         for again in self._again.values():
             yield from again

@@ -1,6 +1,6 @@
-"""Misses processes that are not heard of any more, and has others take their places.
+"""Detects processes without heartbeats, and has them replaced.
 
-In a thread of its own: the one that drives the job may itself wait for an answer of such a process.
+It runs in its own thread: the driving thread may itself be waiting for such a process.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from elasticcb.master.members import Member, Role
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import PS_METHODS
 
-_LONGEST_PAUSE_SECONDS = 1.0  # between two looks
-_ANSWER_SECONDS = 5.0  # for a server to say that it is alive
+_LONGEST_PAUSE_SECONDS = 1.0  # between two checks
+_ANSWER_SECONDS = 5.0  # for a server to answer
 _DOUBT_PAUSE_SECONDS = 0.5  # before it is asked again
 
 
 class Watchdog:
-    """Ends processes that are silent for too long.
+    """Kills processes that are silent for too long.
 
-    A server is missed after `silence_seconds`, and so is a worker that nobody else watches. One that is watched has
-    the time of a lease, however long the user's code keeps its threads from running.
+    A server, or a worker without an exit monitor, is considered lost after `silence_seconds`. A monitored worker has
+    the time of a lease, because user code may block its heartbeat thread.
 
     Args:
-        desk: whose processes these are.
-        silence_seconds: of processes; they give a sign of life after a third of it.
-        watched: whether the backend tells of those that end. What they do before they are ready for the present job
-            may take long then.
+        desk: desk with the processes.
+        silence_seconds: timeout for heartbeats, which are sent every third of it.
+        watched: whether the backend reports exited processes. Then processes may take long to get ready for the current
+            job.
     """
 
     def __init__(self, desk: Desk, silence_seconds: float, watched: bool) -> None:
         self._desk = desk
         self._silence, self._watched = silence_seconds, watched
         self._looked = -math.inf
-        self._doubted: set[int] = set()  # ids of servers that the master tries to reach
+        self._doubted: set[int] = set()  # ids of servers being probed
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -52,10 +52,10 @@ class Watchdog:
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Replaces who is missed at `now`, in seconds."""
+        """Replaces processes that are overdue at `now`, in seconds."""
         since, self._looked = now - self._looked, now
         with self._desk.state() as state:
-            if since > self._silence / 2:  # this process was stopped itself, and has heard nobody
+            if since > self._silence / 2:  # this process itself was suspended, and received no heartbeats
                 state.roster.forgive(now)
             if state.closing or state.over:
                 return
@@ -63,7 +63,7 @@ class Watchdog:
                 seconds = self._seconds(role, state)
                 for member in state.roster.silent(now, seconds):
                     if member.role is role and (not self._watched or state.has(member.id)):
-                        self._desk.replace(member, f"silent for {seconds:g} s")
+                        self._desk.replace(member, f"no heartbeat for {seconds:g} s")
 
     def _seconds(self, role: Role, state: JobState) -> float:
         settings = state.settings
@@ -72,7 +72,7 @@ class Watchdog:
         return max(self._silence, settings.cluster.lease_seconds)
 
     def doubt(self, server: int) -> None:
-        """A server does not answer somebody. It is replaced, unless it answers the master."""
+        """Someone gets no answer from a server. It is replaced unless it answers the master."""
         with self._desk.state() as state:
             member = state.roster.member(server)
             if (
@@ -93,7 +93,7 @@ class Watchdog:
             if not answers and time.monotonic() - begun >= self._silence:
                 with self._desk.state() as state:
                     if self._is_up(member) and not state.closing:
-                        self._desk.replace(member, f"out of reach for {self._silence:g} s")
+                        self._desk.replace(member, f"unreachable for {self._silence:g} s")
                 break
             self._stopped.wait(0.0 if answers else _DOUBT_PAUSE_SECONDS)
         connection.close()

@@ -1,7 +1,7 @@
-"""The rows of an embedding table that are on disk, because they were not used for longest.
+"""The rows of an embedding table that are on disk, because they have not been used for the longest time.
 
-Each is a record of its values, slots and counts by its id. A second key for each, of the version at which it was last
-trained and its id, finds those that were trained since a version, or not since.
+A record per id holds the row's values, slots and counts. A second key per row, of the version at which it was last
+trained and its id, finds the rows trained since a version, or not since.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _AT_ONCE = 1 << 15  # rows
 _ROW_KEY = np.dtype([("space", ">u4"), ("id", ">i8")])
 _USED_KEY = np.dtype([("space", ">u4"), ("used", ">i8"), ("id", ">i8")])
 
-ReadRows = Callable[[Array], tuple[Array, TableState]]  # of ids, int64 [n]: (which are there, int64 [m], their rows)
+ReadRows = Callable[[Array], tuple[Array, TableState]]  # of ids, int64 [n]: (ids found, int64 [m], their rows)
 
 
 class ColdRows:
     """Rows by id, of one table.
 
-    Not thread-safe, as the table is not; what `hold` and `snapshot` give may be read by other threads.
+    Not thread-safe, like the table; results of `hold` and `snapshot` may be read by other threads.
 
     Args:
-        store: of the server.
-        like: no rows, with the arrays that each row has something in.
+        store: store of the server.
+        like: empty state with the arrays that every row has.
     """
 
     def __init__(self, store: ColdStore, like: TableState) -> None:
@@ -42,7 +42,7 @@ class ColdRows:
         self._record = _Record(like)
         self._rows, self._used = store.new_space(), store.new_space()
         self._count = 0
-        # Positions, and keys from which on they are found: of the first row, and of the rows that were read last.
+        # Positions and the keys found there: of the first row, and of the last rows read.
         self._marks = [(0, _space_key(self._rows))]
         for space in (self._rows, self._used):
             weakref.finalize(self, store.drop, _space_key(space), _space_key(space + 1)).atexit = False
@@ -51,7 +51,7 @@ class ColdRows:
         return self._count
 
     def put(self, state: TableState) -> None:
-        """Adds rows, none of which is here; they have all that a row has."""
+        """Adds complete rows; none of them is here yet."""
         order = np.argsort(state.ids)
         for first in range(0, len(order), _AT_ONCE):
             part = state.select(order[first : first + _AT_ONCE])
@@ -61,11 +61,11 @@ class ColdRows:
             self._count += len(part.ids)
 
     def read(self, ids: Array) -> tuple[Array, TableState]:
-        """(which of `ids`, int64 [n], are here, their rows)."""
+        """(ids found among `ids`, int64 [n]; their rows)."""
         return self._found(ids, self._store.get)
 
     def remove(self, state: TableState) -> None:
-        """Removes rows, of what `read` gave."""
+        """Removes rows returned by `read`."""
         for first in range(0, len(state.ids), _AT_ONCE):
             part = state.select(np.arange(first, min(first + _AT_ONCE, len(state.ids))))
             row_keys, used_keys = self._keys(part)
@@ -73,27 +73,27 @@ class ColdRows:
             self._count -= len(part.ids)
 
     def keep(self, keeps: Callable[[Array], Array]) -> None:
-        """Removes the rows of all ids (int64 [n]) for which `keeps` (bool [n]) says no."""
+        """Keeps only the rows of ids (int64 [n]) for which `keeps` returns True (bool [n])."""
         for piece in self.pieces():
             self.remove(piece.select(~keeps(piece.ids)))
 
     def forget_older(self, version: int) -> int:
-        """Removes the rows that were last trained before `version`; returns how many."""
+        """Removes rows last trained before `version`; returns their number."""
         before = self._count
         for ids in self._ids(0, version):
             self.remove(self.read(ids)[1])
         return before - self._count
 
     def ids(self, since: int = -1) -> Array:
-        """Of the rows that were made or trained from version `since` on, int64 [n]."""
+        """Ids of rows created or trained from version `since` on, int64 [n]."""
         return np.concatenate([np.empty(0, np.int64), *self._ids(max(since, 0))])
 
     def pieces(self) -> Iterator[TableState]:
-        """All rows as they are now, in the order of the ids."""
+        """All current rows in order of ids, in pieces."""
         return self._pieces(_space_key(self._rows), _AT_ONCE)
 
     def rows(self, start: int, count: int) -> TableState:
-        """Rows [start, start + count) as they are now, in the order of the ids; fewer at the end."""
+        """Current rows [start, start + count) in order of ids; fewer at the end."""
         position, key = max(mark for mark in self._marks if mark[0] <= start)
         end = _space_key(self._rows + 1)
         if position < start:
@@ -105,12 +105,12 @@ class ColdRows:
         return piece
 
     def snapshot(self) -> ReadRows:
-        """What does as `read`, however the rows change; it costs disk until it is let go."""
+        """A `read` function for the current rows, unaffected by later changes; it uses disk space until dropped."""
         snapshot = self._store.snapshot()
         return lambda ids: self._found(ids, lambda keys: self._store.get_at(snapshot, keys))
 
     def hold(self, since: int | None = None) -> HeldColdRows:
-        """The rows as they are now, to read one after another; of those that were trained after `since`."""
+        """The current rows, to be read one after another; only those trained after `since`."""
         if since is None:
             items = self._store.items(_space_key(self._rows), _space_key(self._rows + 1))
             return HeldColdRows(self._count, lambda count: self._piece(items, count))
@@ -135,7 +135,7 @@ class ColdRows:
         return self._record.unpacked(ids, [record for _, record in found])
 
     def _ids(self, first: int, end: int | None = None) -> Iterator[Array]:
-        """Of rows that were last trained from version `first` on, before `end`."""
+        """Ids of rows last trained from version `first` up to, but excluding, `end`."""
         begin = _used_keys(self._used, np.array([first]), np.zeros(1, np.int64))[0]
         bound = _space_key(self._used + 1)
         if end is not None:
@@ -155,11 +155,11 @@ class ColdRows:
 
 
 class HeldColdRows:
-    """Rows as they were at one time, to be read one after another.
+    """Rows at one moment, to be read one after another.
 
     Args:
-        count: of them.
-        read_next: gives the next so many of them.
+        count: number of rows.
+        read_next: returns the next `count` rows.
     """
 
     def __init__(self, count: int, read_next: Callable[[int], TableState]) -> None:
@@ -170,18 +170,16 @@ class HeldColdRows:
         return self._count
 
     def read(self, start: int, count: int) -> TableState:
-        """Rows [start, start + count), or fewer; the same again, or what comes behind them."""
+        """Rows [start, start + count), or fewer; either the same rows again, or the following ones."""
         if start == self._start + len(self._piece.ids):
             self._start, self._piece = start, self._read_next(count)
         if start != self._start:
-            raise ElasticCBError(
-                f"Row {start} of an embedding table was read out of order: {self._start} was the last."
-            )
+            raise ElasticCBError(f"Row {start} of an embedding table was read out of order, after row {self._start}.")
         return self._piece
 
 
 class _Record:
-    """What is kept of a row, as bytes."""
+    """A stored row, as bytes."""
 
     def __init__(self, like: TableState) -> None:
         self._slots = list(like.slots)
@@ -190,7 +188,7 @@ class _Record:
         self._dtype: np.dtype[Any] = np.dtype(fields)
 
     def packed(self, state: TableState) -> list[bytes]:
-        """Of each row."""
+        """One record per row."""
         assert self._dtype.names is not None
         records = np.empty(len(state.ids), self._dtype)
         arrays = [state.rows, *(state.slots[name] for name in self._slots), state.hits, state.used]
@@ -206,7 +204,7 @@ class _Record:
 
 
 def _bytes(records: Array) -> list[bytes]:
-    """Of each element."""
+    """The bytes of each element."""
     found: list[bytes] = records.view(f"V{records.itemsize}").tolist()
     return found
 

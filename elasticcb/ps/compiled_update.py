@@ -1,4 +1,4 @@
-"""The update that pushes of one kind make, as one compiled function."""
+"""One compiled update function for pushes of the same kind."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from elasticcb.tf.concrete_call import quick_call
 
 
 class CompiledUpdate:
-    """Applies pushes of the same variables; a call takes flat gradients, by dtype, and pairs of ids and rows.
+    """Applies pushes of the same variables; called with flat gradients by dtype, and pairs of ids and rows.
 
     Args:
-        push: one of its kind.
-        places: of the variables that it has dense gradients of, by index, among those.
-        optimizers: of the server.
-        row_updates: of the variables whose rows are updated by themselves, by index; others have gradients made dense.
-        jit_compile: by XLA.
+        push: an example of this kind of push.
+        places: positions of its variables with dense gradients among all such variables, by index.
+        optimizers: optimizers of the server.
+        row_updates: updates of variables whose rows are updated sparsely, by index; the gradients of others are made
+        dense.
+        jit_compile: use XLA.
     """
 
     def __init__(
@@ -40,16 +41,16 @@ class CompiledUpdate:
         self._made_dense = [index for index in push.rows if index not in row_updates]
         targets = [*places, *self._made_dense]
         updating = optimizers.updating(push.updated)
-        # Those that no dense gradient advances: by a clone that updates rows, or by a step of no effect.
+        # Optimizers without a dense gradient: they advance by a clone that updates rows, or by a no-op step.
         others = [part for part in updating if part.updates.isdisjoint(targets)]
         self._by_clone = [next(iter(sorted(part.updates & row_updates.keys())), None) for part in others]
         self._idle = [part for part, index in zip(others, self._by_clone, strict=True) if index is None]
-        # Of each optimizer: what it updates, as (indices, one variable of them).
+        # For each optimizer, what it updates: (indices, one variable for them).
         self._known = [(part, part.grouped([index for index in targets if index in part.updates])) for part in updating]
         self._has_dense = bool(targets or self._idle)
         blocks = [tf.TensorSpec(block.shape, block.dtype) for block in push.blocks.values()]
-        # XLA makes of a `tf.concat` code that runs element by element where it has several threads: with two,
-        # 4.8 instead of 0.8 ms for Adam on a small model. So what is put together is put together before.
+        # With several threads, XLA compiles `tf.concat` to slow elementwise code: with two threads, Adam on a small
+        # model takes 4.8 instead of 0.8 ms. So tensors are concatenated beforehand.
         together = [group for _, groups in self._known for group, _ in groups if group[0] in places]
         if not push.rows and all(len(self._runs_of(group, blocks)) == 1 for group in together):
             self._call = quick_call(self._update_dense, blocks, jit_compile)
@@ -79,8 +80,8 @@ class CompiledUpdate:
 
     def _apply(self, gradients: list[tf.Tensor]) -> tf.Tensor:
         if not self._jit_compile:
-            # A variable that a gradient is assigned to would keep the memory of the push, which lasts as long
-            # as the call. What XLA compiles has memory of its own.
+            # Assigning a gradient to a variable would keep the push's memory, which is only valid during the call. Code
+            # compiled by XLA copies it.
             gradients = [tf.raw_ops.DeepCopy(x=gradient) for gradient in gradients]
         given = iter(gradients)
         for part, groups in self._known:
@@ -96,11 +97,11 @@ class CompiledUpdate:
     def _update(self, *tensors: tf.Tensor) -> None:
         blocks, pairs = tensors[: len(self._order)], iter(tensors[len(self._order) :])
         given = {index: (next(pairs), next(pairs)) for index in self._rows}
-        # All clones start from the iterations and the rate before this update.
+        # All clones start from the iterations and learning rate before this update.
         for row_update in self._row_updates.values():
             row_update.clone.copy_shared()
         done = [self._compiled(self._gradients_of(blocks, given))] if self._has_dense else []
-        # Rows only after it: when XLA can't compile it, nothing has changed.
+        # Rows are written only afterwards: if XLA can't compile the update, nothing has changed.
         with tf.control_dependencies(done):
             for index, row_update in self._row_updates.items():
                 row_update.run(*given[index])

@@ -1,6 +1,6 @@
-"""One server's rows of an embedding table, which are made on first use.
+"""One server's rows of an embedding table, which are created on first use.
 
-Not thread-safe: the caller lets one in at a time, and has checked ids: int64 >= 0, unique within each call.
+Not thread-safe: the caller serializes calls, and has checked that ids are int64 >= 0 and unique within each call.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]
 
 
 class RowPlaces(NamedTuple):
-    """Where rows are in memory, as long as none leaves it: int64 [n], -1 where there is none."""
+    """Positions of rows in memory, valid while no row leaves memory: int64 [n], -1 for missing rows."""
 
     places: Array
-    missing: Array  # which have none, on disk neither, int64 [m]
-    left: int  # how many rows had left memory by then
-    on_disk: Array  # which are there, int64 [m]
+    missing: Array  # ids with no row, in memory or on disk, int64 [m]
+    left: int  # how many rows had left memory at that time
+    on_disk: Array  # ids of rows on disk, int64 [m]
     disk_rows: Array  # [m, dim]
 
 
 class RowChange(NamedTuple):
-    """Rows that are about to be updated: int64 [n] ids and places, rows and gradients [n, dim], slots [n, …]."""
+    """Rows about to be updated: int64 [n] ids and positions, rows and gradients [n, dim], slots [n, …]."""
 
     ids: Array
     places: Array
     rows: Array
     slots: dict[str, Array]
     gradients: Array
-    left: int  # how many rows had left memory by then
+    left: int  # how many rows had left memory at that time
 
 
 class EmbeddingTable(StoredTable):
-    """Rows by id, which are trained, and go when there are too many.
+    """Rows by id, which are trained, and evicted when there are too many.
 
     Args:
-        dim, dtype: of a row.
-        initial_values: gives the rows of new ids; None where all rows are given (`load`), which then stay.
-        slots: the initial row of each of the optimizer's slots, [dim] or of another width, by name.
-        limits: shared by all tables of the server; None: none.
+        dim, dtype: dimension and dtype of a row.
+        initial_values: returns initial rows of new ids; None if all rows are given (`load`) and stay.
+        slots: initial row of each optimizer slot, [dim] or another width, by name.
+        limits: shared by all tables of the server; None: no limits.
         name: for messages.
-        options: what is not set there limits nothing; `max_rows` is that of this server.
-        now: the system's clock, in seconds, by which rows age where `max_age` is a time.
+        options: unset options limit nothing; `max_rows` applies to this server.
+        now: system clock in seconds, by which rows age if `max_age` is a time.
 
     Attributes:
         ages: finds rows that are too old.
-        flow: counts rows that are made for new ids, and evicted.
-        max_rows: so many it may hold in memory; 0: no limit.
+        flow: counts created and evicted rows.
+        max_rows: maximum number of rows in memory; 0: no limit.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class EmbeddingTable(StoredTable):
         return RowPlaces(places, missing, self._left, on_disk, disk_rows)
 
     def _bring_back(self, ids: Array) -> None:
-        """Moves those rows of `ids` into memory that are on disk; others make room."""
+        """Moves rows of `ids` from disk into memory; other rows make room."""
         if not self._cold:
             return
         missing = ids[self.places(ids) < 0]
@@ -112,20 +112,20 @@ class EmbeddingTable(StoredTable):
         if len(state.ids):
             self._limits.room(self, len(state.ids), ids)
             self._cold.remove(state)
-            # As if it was made now: it is about to be trained, and should not be the next to go.
+            # Treated as new: it is about to be trained, and should not be evicted next.
             self._rows.fill(replace(state, used=np.full(len(state.ids), self._version)))
 
     def lookup(self, ids: Array, create: bool, found: RowPlaces | None = None, initial: Array | None = None) -> Array:
         """The rows of `ids` (int64 [n]), a new array [n, dim].
 
         Args:
-            create: in training: new ids get rows, as far as the limits allow; without it nothing changes.
-            found: what `find` gives of them, if it was asked before.
-            initial: with `found`, the initial rows of those that are missing there.
+            create: for training: new ids get rows, within the limits; without it nothing changes.
+            found: result of `find` for these ids, if available.
+            initial: with `found`, initial rows of the ids missing there.
 
         Raises `TableError` when the table is full.
         """
-        if found is None or found.left != self._left:  # for another table, which needed the memory
+        if found is None or found.left != self._left:  # another table needed the memory
             found, initial = self.find(ids, create), None
         places, missing = found.places, found.missing
         if not len(missing) and not len(found.on_disk):
@@ -150,19 +150,19 @@ class EmbeddingTable(StoredTable):
         return rows
 
     def _train_soon(self, ids: Array, places: Array) -> None:
-        """Notes a lookup in training: gradients of these rows will come."""
+        """Records a lookup in training: gradients of these rows will follow."""
         self._rows.count_hits(places)
         self._rows.index.recent.note(ids, places)
 
     def knows(self, ids: Array) -> bool:
-        """Whether `ids` were looked up in training, in this order, and so were checked then."""
+        """Whether exactly these `ids`, in this order, were looked up in training, and so have been checked."""
         return self._rows.index.recent.find(ids) is not None
 
     def prepare(self, ids: Array, gradients: Array) -> RowChange:
-        """What is to be updated by `gradients` ([n, dim]) of the rows of `ids` (int64 [n]).
+        """The change that `gradients` ([n, dim]) of the rows of `ids` (int64 [n]) will make.
 
-        A gradient of an id without a row (evicted since, or not asked for often enough) is dropped; where nothing but
-        age limits rows, the row is made again.
+        The gradient of an id without a row (evicted since, or looked up too rarely) is dropped. If rows are limited
+        only by age, the row is created again.
         """
         recent = self._rows.index.recent.find(ids)
         if recent is not None:
@@ -171,7 +171,7 @@ class EmbeddingTable(StoredTable):
         places = self.places(ids)
         missing = np.flatnonzero(places < 0)
         if len(missing):
-            # Where it takes no other row's place.
+            # If this evicts no other row.
             if self._min_count <= 1 and self._limits.when_full in (WhenFull.ERROR, WhenFull.DISK):
                 self._make_rows(ids, places, missing, self.initial_rows(ids[missing]))
             present = places >= 0
@@ -183,36 +183,36 @@ class EmbeddingTable(StoredTable):
         return RowChange(ids, places, self._rows.read(places), slots, gradients, self._left)
 
     def commit(self, change: RowChange, rows: Array, slots: Mapping[str, Array], version: int) -> None:
-        """Sets new rows [n, dim] and slots [n, …]; none of these has changed since `change` was prepared."""
+        """Sets new rows [n, dim] and slots [n, …]; none of these may have changed since `prepare`."""
         places = change.places
-        if change.left != self._left:  # to disk, for another table, which needed the memory
+        if change.left != self._left:  # moved to disk: another table needed the memory
             self._bring_back(change.ids)
             places = self.places(change.ids)
         self._rows.write(places, rows, slots, version)
         self.advance(version)
 
     def advance(self, version: int) -> None:
-        """Tells which version the model has now, by which rows grow old."""
+        """Sets the current version of the model, by which rows age."""
         self._version = max(self._version, version)
         self._sweep()
 
     def initial_rows(self, ids: Array) -> Array:
-        """Of ids without a row, [n, dim]. Raises `TableError` where all rows should have been given."""
+        """Initial rows [n, dim] of ids. Raises `TableError` if the table can't create rows."""
         if self._initial_values is None:
             raise TableError(
-                f"{self.name} has no row of the id {int(ids[0])}: its rows were all given at the start, and new ones "
-                "can't be made."
+                f"{self.name} has no row for id {int(ids[0])}: all its rows were given at the start, and it can't "
+                "create new ones."
             )
         rows = np.asarray(self._initial_values(ids), self._rows.dtype).reshape(len(ids), self._rows.dim)
         return self._rows.as_held(rows)
 
     def _make_rows(self, ids: Array, places: Array, missing: Array, initial: Array) -> None:
-        """Adds rows for `ids[missing]`, of the values `initial`, as far as allowed; `places` gets their places."""
+        """Adds rows for `ids[missing]` with values `initial`, within the limits; stores their positions in `places`."""
         admitted = self._candidates.count(ids[missing], self._version)
         chosen = np.flatnonzero(admitted)
         before = self._left
         room = self._limits.room(self, len(chosen), ids)
-        if self._left != before:  # the others may have moved
+        if self._left != before:  # other rows may have moved
             places[:] = self.places(ids)
         chosen = chosen[:room]
         if len(chosen):
@@ -223,7 +223,7 @@ class EmbeddingTable(StoredTable):
 
     @property
     def bytes(self) -> int:
-        """What the table holds in memory, with slots, counts and the index."""
+        """Memory used by the table, including slots, counts and index."""
         return len(self._rows) * self._rows.row_bytes + self._candidates.bytes
 
     @property
@@ -232,11 +232,11 @@ class EmbeddingTable(StoredTable):
 
     @property
     def evicted(self) -> int:
-        """How many rows, so far."""
+        """Number of evicted rows so far."""
         return self.flow.removed
 
     def evict(self, places: Array) -> None:
-        """Removes rows from memory; without a disk for them, their ids have initial values again."""
+        """Evicts rows from memory. Without a disk store, their ids restart from initial values."""
         if self._cold is not None:
             self._move_to_disk(places)
         else:
@@ -245,15 +245,15 @@ class EmbeddingTable(StoredTable):
 
     @property
     def candidates(self) -> Candidates:
-        """The ids that were not asked for often enough yet."""
+        """Ids that have not been looked up often enough yet."""
         return self._candidates
 
     def export_ages(self) -> Array | None:
-        """What `ages` need to go on elsewhere, or later."""
+        """State of `ages`, to continue elsewhere or later."""
         return self.ages.export(self._version)
 
     def _sweep(self) -> None:
-        """Removes rows and candidates that are too old, from time to time."""
+        """Removes rows and candidates that are too old, at intervals."""
         oldest = self.ages.due(self._version)
         if oldest is None:
             return
@@ -270,7 +270,7 @@ class EmbeddingTable(StoredTable):
     # -------------------------------------------------------------- all rows
 
     def snapshot(self) -> TableSnapshot:
-        """The rows as they are now, to look up, however training goes on. Release it after use."""
+        """The current rows, for lookups unaffected by later training. Release it after use."""
         return TableSnapshot(self._rows, self.initial_rows, cold=self._cold.snapshot() if self._cold else None)
 
     def _room_at_start(self, rows: int) -> int:
@@ -282,11 +282,11 @@ class EmbeddingTable(StoredTable):
         self.ages.begin(version)
 
     def take_over(self, before: EmbeddingTable, keeps: Callable[[Array], Array]) -> None:
-        """Adds to its rows those of `before`, which is of no use any more. Counts of ids without a row come along.
+        """Adds the rows of `before`, which must not be used afterwards, including counts of ids without rows.
 
         Args:
-            before: of the same dimension and slots.
-            keeps: tells which ids (int64 [n]) of it come, of none of which a row is here: bool [n].
+            before: a table of the same dimension and slots.
+            keeps: returns which ids (int64 [n]) to take: bool [n]; none of them has a row here.
         """
         self._candidates, self.ages, self.flow = before._candidates, before.ages, before.flow
         self._take_rows(before, keeps)

@@ -15,14 +15,14 @@ from elasticcb.rpc.tensors import Array
 class GrowingArray:
     """An array of zeros whose first axis grows.
 
-    It lies in memory pages of its own, which the system moves by their addresses when there must be more of them, and
-    hands out at the first write: neither growth nor what is reserved ahead costs anything for each row.
+    It owns its memory pages. The system allocates them at the first write, and moves them by remapping when the array
+    grows, so neither growth nor reserved capacity costs anything per row.
 
     Args:
-        row_shape, dtype: of what one index of the first axis names.
+        row_shape, dtype: of one element along the first axis.
 
     Attributes:
-        array: all that is reserved, [capacity, *row_shape]. Take it anew after each `reserve`.
+        array: all reserved rows, [capacity, *row_shape]. Read it again after each `reserve`.
     """
 
     def __init__(self, row_shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
@@ -32,7 +32,7 @@ class GrowingArray:
         self.array = self._view()
 
     def reserve(self, rows: int) -> None:
-        """Makes room for as many rows, or more."""
+        """Reserves at least `rows` rows."""
         if rows <= len(self.array):
             return
         size = len(self._pages)
@@ -44,7 +44,7 @@ class GrowingArray:
             del held
             self._pages.resize(size)
         except (BufferError, OSError, SystemError, ValueError):
-            # Something still uses the array, or the system can't move pages.
+            # The array is still referenced, or the system can't remap pages.
             old, self._pages = self._pages, _pages(size)
             self._pages[: len(old)] = old[:]
         _use_large_pages(self._pages)
@@ -61,7 +61,7 @@ def _pages(size: int) -> mmap.mmap:
 
 
 def _use_large_pages(pages: mmap.mmap) -> None:
-    """Rows are read here and there: with large pages the processor needs to look up fewer addresses."""
+    """Rows are accessed at random: with large pages the processor needs fewer address translations."""
     if hasattr(mmap, "MADV_HUGEPAGE") and len(pages) >= 4 << 20:
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)

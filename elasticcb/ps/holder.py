@@ -1,4 +1,4 @@
-"""The model that a parameter server holds: how it comes to it, writes it down for its successor, and leaves it."""
+"""The model of a parameter server: how it gets it, saves it for a replacement, and releases it."""
 
 from __future__ import annotations
 
@@ -40,19 +40,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a job asks of each of its parameter servers.
+    """Options of a job for each of its parameter servers.
 
     Attributes:
         training: asynchronous or synchronous, and how many gradients make an update.
-        make_optimizers: makes fresh optimizers, as many as asked for; None where nothing is trained.
-        access: to the job, to call other servers with.
-        limits: of embedding tables.
-        recovery: the folder for recovery files of all servers, and the seconds between two of them; None: none are
-            written.
-        warn: shows the user that something is wrong which the job survives.
-        patience_seconds: of calls to other servers.
-        lost_workers: ids of those whose pushes are refused. It may grow.
-        replicas: whether a neighbour keeps what these files lack.
+        make_optimizers: creates fresh optimizers, as many as requested; None if nothing is trained.
+        access: credentials for calls to other servers.
+        limits: limits of embedding tables.
+        recovery: folder for the recovery files of all servers, and the interval in seconds; None: no files are written.
+        warn: shows the user a warning about a non-fatal problem.
+        patience_seconds: timeout of calls to other servers.
+        lost_workers: ids of workers whose pushes are refused; may grow.
+        replicas: whether a neighbour keeps what the recovery files lack.
     """
 
     training: TrainingSettings
@@ -70,10 +69,10 @@ class Holder:
     """Holds the model of one server.
 
     Args:
-        replay: makes a change of a lost server again, which its neighbour has kept; whether that is possible.
+        replay: replays a change of a lost server that its neighbour kept; returns whether that was possible.
 
     Attributes:
-        lock: lets one call at a time read or change the model.
+        lock: serializes calls that read or change the model.
         model: None until the master has called `Initialize`.
     """
 
@@ -86,24 +85,24 @@ class Holder:
 
     @property
     def ready(self) -> bool:
-        """Whether it holds its part of the model, and serves it."""
+        """Whether it holds and serves its part of the model."""
         model = self.model
         return model is not None and not model.failure
 
     def present(self) -> ServedModel:
-        """The model. Raises `ElasticCBError` when there is none yet, or a change of it has failed."""
+        """The model. Raises `ElasticCBError` when there is none yet, or an update of it has failed."""
         if self.model is None:
             raise ElasticCBError(
-                "This parameter server holds no model yet; the master has to call Initialize first. It may "
-                "have been restarted."
+                "This parameter server has no model yet; the master must call Initialize first. The server may have "
+                "been restarted."
             )
         if self.model.failure:
             raise ElasticCBError(self.model.failure)
         return self.model
 
     def initialize(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
-        """Answers `Initialize`: serves the model that the request brings, or names."""
-        with self._initializing:  # another master may give a model, too
+        """Handles `Initialize`: serves the model in the request, or the one it refers to."""
+        with self._initializing:  # another master may also send a model
             return self._begin_with(frame)
 
     def _begin_with(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
@@ -111,15 +110,15 @@ class Holder:
         specs = [VariableSpec.from_message(variable) for variable in request.variables]
         if not 0 <= request.index < request.num_ps <= MOST_SERVERS:
             raise WireError(
-                f"Initialize names server {request.index} of {request.num_ps}; there may be {MOST_SERVERS:,}."
+                f"Initialize has server {request.index} of {request.num_ps}; at most {MOST_SERVERS:,} are allowed."
             )
         buckets = BucketMap.from_bytes(request.num_ps, request.buckets, request.map_version)
         slices = partition(specs, request.num_ps, request.split)[request.index]
         part, log, saved = None, self._recovery_log(request), None
-        continues = False  # the server goes on with the files of its recovery log
+        continues = False  # whether the server continues the files of its recovery log
         answered: Answered[PushAnswer] = Answered()
         if request.recover:
-            if self._writer is not None:  # another master has called this, too
+            if self._writer is not None:  # another master has also called this
                 self._writer.close()
             saved, continues = self._recovered(log, request, specs, slices)
             part = saved.part
@@ -131,7 +130,7 @@ class Holder:
         else:
             values, version = values_of(frame.tensors, specs, slices, "Initialize"), request.version
             tables = tables_from(frame.tensors)
-        limits = replace(self._options.limits)  # which knows of no tables yet
+        limits = replace(self._options.limits)  # which has no tables yet
         place = (request.index, buckets)
         outer, make = self._options.training.outer_optimizer, self._options.make_optimizers
         parameters = Parameters(specs, slices, make, values, version, place, limits, outer)
@@ -144,7 +143,7 @@ class Holder:
             parameters.check_state(state)
             parameters.load({}, state, version)
         model = self._model_of(request, specs, slices, buckets, parameters, answered)
-        self.close()  # of the last model
+        self.close()  # of the previous model
         complete = False
         if log is not None and not continues:
             log.begin()
@@ -169,30 +168,30 @@ class Holder:
         return Frame(response, {})
 
     def set_neighbour(self, frame: Frame[pb.SetNeighbourRequest]) -> Frame[Any]:
-        """Answers `SetNeighbour`."""
+        """Handles `SetNeighbour`."""
         with self.lock:
             replica = self.present().replica
         if replica is not None and self._writer is not None:
             replica.follow(frame.header.address)
-            self._writer.wake()  # begins a log, and writes what it builds on
+            self._writer.wake()  # starts a replica log, and writes the recovery files it is based on
         return Frame(pb.SetNeighbourResponse(), {})
 
     def persist(self, frame: Frame[pb.PersistRequest]) -> Frame[Any]:
-        """Answers `Persist`."""
+        """Handles `Persist`."""
         writer = self._writer
         if writer is not None:
             writer.write_soon()
         return Frame(pb.PersistResponse(), {})
 
     def close(self) -> None:
-        """Ends what the model needs, and the writing of recovery files."""
-        # Without the lock: an update may wait for another server, which this ends.
+        """Releases what the model needs, and stops writing recovery files."""
+        # Without the lock: an update may wait for another server, which this interrupts.
         self._hang_up()
         if self._writer is not None:
             self._writer.close()
 
     def _hang_up(self) -> None:
-        """Ends the model's connections to other servers."""
+        """Closes the model's connections to other servers."""
         if self.model is not None:
             self.model.peers.close()
             if self.model.replica is not None:
@@ -207,14 +206,14 @@ class Holder:
         parameters: Parameters,
         answered: Answered[PushAnswer],
     ) -> ServedModel:
-        forget_kernels()  # of models that are gone
+        forget_kernels()  # of models that no longer exist
         options, training = self._options, self._options.training
         use_peers = request.index == 0 and training.is_synchronous
         if use_peers and len(request.ps_addresses) != request.num_ps:
             if request.num_ps > 1:
                 raise WireError(
-                    f"Initialize of the first of {request.num_ps} servers names {len(request.ps_addresses)} "
-                    "addresses; in synchronous mode it needs all of them, to pass updates on."
+                    f"Initialize of the first of {request.num_ps} servers has {len(request.ps_addresses)} addresses; "
+                    "in synchronous mode it needs all of them, to forward updates."
                 )
             use_peers = False
         return ServedModel(
@@ -240,7 +239,7 @@ class Holder:
         slices: Sequence[Slice],
         buckets: BucketMap,
     ) -> ServedModel:
-        """What a move fills."""
+        """An empty model, which a move fills."""
         if self._options.training.is_synchronous:
             raise ElasticCBError("The number of parameter servers can't change in synchronous mode.")
         zeros = {part.variable: np.zeros(part.shape(specs[part.variable]), _dtype(specs, part)) for part in slices}
@@ -250,7 +249,7 @@ class Holder:
         return self._model_of(request, specs, slices, buckets, parameters, Answered())
 
     def serve(self, model: ServedModel, request: pb.InitializeRequest) -> None:
-        """Serves what a move has made. The lock is held."""
+        """Serves the result of a move. The lock must be held."""
         if self._writer is not None:
             self._writer.stop()
             self._writer = None
@@ -262,7 +261,7 @@ class Holder:
         self._keep_files(model, log, None)
 
     def write_down(self, replaced: bool = False) -> None:
-        """Writes recovery files now, if there are to be any; `replaced` as in `RecoveryWriter.write`."""
+        """Writes recovery files now, if enabled; `replaced` as in `RecoveryWriter.write`."""
         if self._writer is not None:
             try:
                 self._writer.write(replaced)
@@ -270,15 +269,15 @@ class Holder:
                 logger.warning("%s", error)
 
     def forget_older(self, map_version: int) -> None:
-        """Removes recovery files by older maps."""
+        """Removes recovery files of older maps."""
         if self._options.recovery is not None:
             forget_older(self._options.recovery[0], map_version)
 
     def _keep_files(self, model: ServedModel, log: RecoveryLog | None, held: Saved | None) -> None:
-        """Writes recovery files from now on.
+        """Starts writing recovery files.
 
         Args:
-            held: what the log's files hold, which go on; None: it begins anew.
+            held: content of the log's files, which are continued; None: the log starts over.
         """
         if log is None or self._options.recovery is None:
             return
@@ -287,7 +286,7 @@ class Holder:
         if held is not None:
             self._writer.continue_from(held.part.version, held.noted)
         elif model.replica is not None:
-            self.write_down()  # on which the log builds
+            self.write_down()  # on which the log is based
         self._writer.start()
 
     def _recovery_log(self, request: pb.InitializeRequest) -> RecoveryLog | None:
@@ -302,27 +301,27 @@ class Holder:
         specs: Sequence[VariableSpec],
         slices: Sequence[Slice],
     ) -> tuple[Saved, bool]:
-        """What the recovery files hold, and whether they are those of this server and map."""
+        """Content of the recovery files, and whether they belong to this server and map."""
         if log is None or self._options.recovery is None:
-            raise CheckpointError("This server keeps no recovery files.")
+            raise CheckpointError("This server writes no recovery files.")
         try:
             saved = log.take_over()
         except CheckpointError as error:
             if not request.map_version:
                 raise
-            logger.info("%s What was written before the last move is used.", error)
+            logger.info("%s Using the files written before the last move.", error)
             root, version = self._options.recovery[0], request.map_version
             return read_by_older_map(root, request.run, specs, request.split, slices, version), False
         shapes = {index: weights.shape for index, weights in saved.part.weights.items()}
         missing = [part.variable for part in slices if shapes.get(part.variable) != part.shape(specs[part.variable])]
         if missing:
-            raise CheckpointError(f"The recovery files lack variables {missing}: they are of another model.")
+            raise CheckpointError(f"The recovery files lack variables {missing}: they belong to another model.")
         return saved, True
 
     def _saved(self, model: ServedModel, since: int | None) -> Saved:
         with self.lock:
             if model is not self.model:
-                raise CheckpointError("Another map counts by now.")
+                raise CheckpointError("Another shard map is in use by now.")
             noted = 0 if model.replica is None else model.replica.noted
             return Saved(model.parameters.hold(self.lock, since), model.answered.last(), noted)
 

@@ -1,4 +1,4 @@
-"""Where the row of an id is: a hash table in NumPy arrays."""
+"""Finds the row of an id: a hash table in NumPy arrays."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from elasticcb.ps.growing_array import GrowingArray
 from elasticcb.ps.recent_ids import RecentIds
 from elasticcb.rpc.tensors import Array
 
-# What stands in the hash table: nothing, nothing any more, or a place + _FIRST. The ids lie in their array by the
-# same number, so that the first two, of which none is an id, equal no id that is looked for.
+# Entries of the hash table: empty, deleted, or a position + _FIRST. Ids are stored in an array at the same number,
+# where the first two elements are not ids and match no id.
 _EMPTY, _REMOVED, _FIRST = 0, 1, 2
 _SMALLEST = 1 << 10  # buckets
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: Knuth's multiplicative hashing
@@ -18,20 +18,20 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: Knuth's mult
 class IdIndex:
     """Gives ids (int64 >= 0) the places 0, 1, 2, … without gaps.
 
-    Open addressing with linear probing, at most half full: 16 to 32 bytes an id, of which 8 are the id. All calls take
-    many ids at once, and cost a few dozen nanoseconds for each.
+    Open addressing with linear probing, at most half full: 16 to 32 bytes per id, of which 8 are the id. All calls are
+    vectorized and take a few dozen nanoseconds per id.
 
-    While each id is its own place, as in a keras.layers.Embedding whose rows are all on one server, nothing is hashed.
+    Nothing is hashed while each id equals its position, as in a keras.layers.Embedding with all rows on one server.
 
     Attributes:
-        recent: ids that were looked up lately, and their places.
+        recent: recently looked-up ids, and their positions.
     """
 
     def __init__(self) -> None:
         self._ids = GrowingArray((), np.int64)
         self._ids.array[:_FIRST] = -1
         self._count = self._removed = 0
-        self._is_identity = True  # each id is its own place, and the table below is empty
+        self._is_identity = True  # each id equals its position, and the table below is empty
         self._table, self._mask, self._shift = _empty_table(_SMALLEST)
         self.recent = RecentIds()
 
@@ -40,11 +40,11 @@ class IdIndex:
 
     @property
     def ids(self) -> Array:
-        """The ids by place, int64 [n]: a view, until the next change."""
+        """The ids by position, int64 [n]: a view, valid until the next change."""
         return self._ids.array[_FIRST : _FIRST + self._count]
 
     def find(self, ids: Array) -> Array:
-        """The places of `ids` (int64 [n]), int64 [n]; -1 where there is none."""
+        """Positions of `ids` (int64 [n]), int64 [n]; -1 for missing ones."""
         if self._is_identity:
             same = ids < self._count
             return ids.copy() if same.all() else np.where(same, ids, -1)
@@ -69,7 +69,7 @@ class IdIndex:
         return places
 
     def insert(self, ids: Array) -> Array:
-        """Gives `ids` (int64 [n], unique, none of them known) the next places, which are returned, int64 [n]."""
+        """Inserts `ids` (int64 [n], unique, all new) at the next positions, which are returned, int64 [n]."""
         first = self._count + _FIRST
         end = first + len(ids)
         self._ids.reserve(end)
@@ -86,10 +86,9 @@ class IdIndex:
         return places
 
     def remove(self, places: Array) -> tuple[Array, Array]:
-        """Forgets what is at `places` (int64 [n], unique). The last ones move into the gaps.
+        """Removes the ids at `places` (int64 [n], unique). The last ones move into the gaps.
 
-        Returns: (places that are taken now, those where their ids were before), so that the caller can move what
-            belongs to them.
+        Returns: (positions filled again, their ids' previous positions), so that the caller can move the rows.
         """
         self.recent.clear()
         if self._is_identity:
@@ -110,14 +109,14 @@ class IdIndex:
         return gaps, moved
 
     def _starts(self, ids: Array) -> Array:
-        """Where the search for each id begins."""
+        """Where the search for each id starts."""
         hashed = ids.view(np.uint64) ^ (ids >> 32).view(np.uint64)
         hashed *= _MULTIPLIER
         hashed >>= self._shift
         return hashed.view(np.int64)
 
     def _positions(self, places: Array) -> Array:
-        """Where in the table the marks of `places` stand."""
+        """Positions in the table of the entries for `places`."""
         marks = (places + _FIRST).astype(np.int32)
         positions = self._starts(self._ids.array.take(marks))
         wrong = np.flatnonzero(self._table.take(positions) != marks)
@@ -130,7 +129,7 @@ class IdIndex:
         positions = self._starts(ids)
         while positions.size:
             free = self._table.take(positions) < _FIRST
-            # Where several want one bucket, the last one written has it.
+            # If several entries claim one bucket, the last one written has it.
             self._table[positions[free]] = marks[free]
             rest = np.flatnonzero(self._table.take(positions) != marks)
             positions, marks = (positions.take(rest) + 1) & self._mask, marks.take(rest)
@@ -149,5 +148,5 @@ class IdIndex:
 
 
 def _empty_table(buckets: int) -> tuple[Array, np.int64, np.uint64]:
-    """A table without marks, what a position is masked by, and how far a hash is shifted to become one."""
+    """An empty table, the mask of its positions, and the shift that turns a hash into one."""
     return np.zeros(buckets, np.int32), np.int64(buckets - 1), np.uint64(64 - buckets.bit_length() + 1)

@@ -1,8 +1,8 @@
-"""Variables that an optimizer updates as one.
+"""Variables that an optimizer updates as one flat variable.
 
-An update of 300 small variables takes 30 times as long as one of a single variable of their size, and a minute to
-compile. Where an optimizer treats each element on its own, it need not know where one variable ends and the next
-begins. So those that are always updated together are held as one flat variable, with one flat variable for each slot.
+Updating 300 small variables takes 30 times as long as one variable of their total size, and a minute to compile. An
+optimizer that treats every element independently need not know the boundaries between variables. So variables that are
+always updated together are stored as one flat variable, with one flat variable per slot.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import tensorflow as tf
 from elasticcb.rpc.tensors import Array
 from elasticcb.tf.convert import array_of
 
-# Of one flat variable, 4 MiB of float32. A larger variable gains nothing by being joined, and what an update makes anew
-# should be small in comparison with the model.
+# Per flat variable: 4 MiB of float32. Larger variables gain nothing from joining, and temporary arrays of an update
+# should stay small compared with the model.
 MOST_ELEMENTS = 1 << 20
 
 
 class Piece:
-    """A variable of the model, or one of its slots, that is a part of a flat variable.
+    """A variable of the model, or one of its slots, stored as a part of a flat variable.
 
     Args:
         whole: the flat variable.
-        offset: of the first element in it.
-        shape: of the part.
-        path: of the model's variable.
+        offset: offset of its first element.
+        shape: shape of the part.
+        path: path of the model's variable.
     """
 
     def __init__(self, whole: keras.Variable, offset: int, shape: Sequence[int], path: str) -> None:
@@ -39,16 +39,16 @@ class Piece:
         self.end = offset + math.prod(self.shape)
 
     def numpy(self) -> Array:
-        """The present values, read-only, in an array that is never written again."""
+        """The current values, as a read-only array that never changes."""
         return array_of(tf.convert_to_tensor(self.whole.value))[self.offset : self.end].reshape(self.shape)
 
     def of(self, slot: keras.Variable) -> Piece:
-        """The same part of another flat variable."""
+        """The corresponding part of another flat variable."""
         return Piece(slot, self.offset, self.shape, self.path)
 
 
 def join(variables: Mapping[int, keras.Variable], group: Sequence[int], name: str) -> dict[int, Piece]:
-    """Makes one flat variable of `group`, indices of `variables`, which have one dtype; returns their parts of it."""
+    """Creates one flat variable for `group`, indices of `variables` with one dtype; returns their parts of it."""
     values = np.concatenate([variables[index].numpy().reshape(-1) for index in group])
     whole = keras.Variable(values, dtype=variables[group[0]].dtype, trainable=True, name=name)
     pieces: dict[int, Piece] = {}
@@ -60,11 +60,11 @@ def join(variables: Mapping[int, keras.Variable], group: Sequence[int], name: st
 
 
 def groups_of(kinds: Mapping[int, Any], sizes: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """Which variables to join: those of one kind, in order, up to `MOST_ELEMENTS`. None is alone in a group.
+    """Which variables to join: those of one kind, in order, up to `MOST_ELEMENTS` per group. A group has at least two.
 
     Args:
-        kinds: by variable, what those that are joined have in common.
-        sizes: by variable, its elements.
+        kinds: kind of each variable; only variables of one kind are joined.
+        sizes: number of elements of each variable.
     """
     groups: list[list[int]] = []
     newest: dict[Any, list[int]] = {}
@@ -78,11 +78,11 @@ def groups_of(kinds: Mapping[int, Any], sizes: Mapping[int, int]) -> list[tuple[
 
 
 def parted(groups: Sequence[Sequence[int]], dense: Collection[int], rows: Collection[int]) -> list[tuple[int, ...]]:
-    """The groups without what an update by dense gradients, and by gradients of rows, takes out of them.
+    """Splits groups by which variables are updated by dense gradients, and which by gradients of rows.
 
-    Those that are left are updated as a whole by each update so far, or not at all, in whichever order these came. So a
-    server that takes another's place comes to the same groups; until each kind of update has come once, some of a
-    model whose steps update different variables may be larger there, and the last bit of an update be another.
+    Each resulting group has so far been updated either as a whole or not at all, in any order of updates. So a
+    replacement server arrives at the same groups. Until every kind of update has occurred once, some groups may be
+    larger there for a model whose steps update different variables, and the last bit of an update may differ.
     """
     together, alone = set(dense), set(rows)
     parts = [
@@ -102,7 +102,7 @@ class Run(NamedTuple):
 
 
 def add_run(runs: list[Run], run: Run) -> None:
-    """Adds a run, as a part of the last one where it goes on there."""
+    """Appends a run, merging it with the last one if contiguous."""
     if runs and runs[-1].end == run.start and runs[-1].tensor is run.tensor:
         runs[-1] = runs[-1]._replace(end=run.end)
     else:
@@ -110,7 +110,7 @@ def add_run(runs: list[Run], run: Run) -> None:
 
 
 def concatenated(runs: Sequence[Run]) -> tf.Tensor:
-    """The elements of all, flat. Nothing is copied where there is one, of all elements of a tensor."""
+    """All elements, flat. A single run of a whole tensor is not copied."""
     flats = [tf.reshape(run.tensor, [-1]) for run in runs]
     parts = [
         flat if flat.shape.num_elements() == run.end - run.start else flat[run.start : run.end]
@@ -120,7 +120,7 @@ def concatenated(runs: Sequence[Run]) -> tf.Tensor:
 
 
 def assign(targets: Iterable[tuple[keras.Variable | Piece, Array]]) -> None:
-    """Sets variables, and parts of flat ones, each of these at once."""
+    """Sets variables, and parts of flat ones; each flat variable is assigned once."""
     flats: dict[int, tuple[keras.Variable, list[tuple[Piece, Array]]]] = {}
     for target, value in targets:
         if isinstance(target, Piece):

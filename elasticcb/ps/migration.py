@@ -1,9 +1,9 @@
-"""A server's part in a change of the number of servers: what it holds goes to others, while training goes on.
+"""A server's side of changing the number of servers: it sends its data to others while training continues.
 
-The master leads all servers through the steps of `MoveStep`. Rows of embedding tables are copied ahead. Then the
-servers take no further push but those that some of them have taken already, so that each push is on all of them or on
-none; what was trained since the copy, and the dense part, follows; and all go on by the new map. Pushes that were
-refused meanwhile are made again for it, under their names.
+The master leads all servers through the steps of `MoveStep`. Rows of embedding tables are copied first. Then servers
+accept only pushes that some server has already applied, so that each push ends up on all servers or on none. What was
+trained since the copy, and the dense part, follow; then all switch to the new map. Workers repeat refused pushes for
+the new map, under the same ids.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from elasticcb.sharding.partition import MOST_SERVERS, Slice, VariableSpec, part
 from elasticcb.sharding.table_state import from_tensors as tables_from
 from elasticcb.sharding.table_state import to_tensors as tables_to
 
-_CHUNK_BYTES = 4 << 20  # of rows that are read under the lock at once
+_CHUNK_BYTES = 4 << 20  # rows read under the lock at a time
 _PATIENCE_SECONDS = 3.0
 _DEADLINE_SECONDS = 600.0
 
@@ -40,18 +40,18 @@ MakeModel = Callable[[Any, Sequence[VariableSpec], Sequence[Slice], BucketMap], 
 
 
 class Move:
-    """One change of the number of servers, as one of them takes part in it.
+    """One change of the number of servers, from the view of one of them.
 
     Args:
-        request: of the step PREPARE.
-        model: what the server serves; None: it is new.
-        make_model: makes what it will serve, of a request as for `Initialize`, without weights.
-        lock: under which the model may be read.
-        access: to the job.
+        request: request of the step PREPARE.
+        model: the current model; None: the server is new.
+        make_model: creates the new model from a request like that of `Initialize`, without weights.
+        lock: protects the model.
+        access: credentials of the job.
 
     Attributes:
-        version: of the new map; names the move.
-        next: what the server will serve; None: it leaves.
+        version: version of the new map; identifies the move.
+        next: the model to serve after the move; None: the server leaves.
     """
 
     def __init__(
@@ -64,11 +64,13 @@ class Move:
         self._specs = [VariableSpec.from_message(variable) for variable in target.variables]
         counts = request.servers_before, target.num_ps
         if not 1 <= min(counts) <= max(counts) <= MOST_SERVERS or not 0 <= target.index < max(counts):
-            raise WireError(f"A move from {request.servers_before} to {target.num_ps} servers names {target.index}.")
+            raise WireError(
+                f"A move from {request.servers_before} to {target.num_ps} servers has server {target.index}."
+            )
         if len(target.ps_addresses) < target.num_ps:
-            raise WireError(f"A move to {target.num_ps} servers names {len(target.ps_addresses)} addresses.")
+            raise WireError(f"A move to {target.num_ps} servers has {len(target.ps_addresses)} addresses.")
         if model is not None and [_kind(spec) for spec in self._specs] != [_kind(spec) for spec in model.specs]:
-            raise WireError("A move names other variables than those that this server holds.")
+            raise WireError("A move has other variables than this server.")
         self._before = partition(self._specs, request.servers_before, target.split)
         self._after = partition(self._specs, target.num_ps, target.split)
         self.buckets = BucketMap.from_bytes(target.num_ps, target.buckets, target.map_version)
@@ -79,20 +81,20 @@ class Move:
             for place, address in enumerate(target.ps_addresses)
             if place != target.index
         }
-        self._sent = 0  # messages
-        self._since = -1  # the version from which on rows go once more
+        self._sent = 0  # number of messages
+        self._since = -1  # version from which rows must be sent again
         self._own: PartSlices | None = None
         self._receiving = threading.Lock()
         self._received: dict[int, int] = {}  # by server, the number of its last message
         self._pieces: dict[int, PartSlices] = {}  # by server
-        self._held: dict[tuple[int, int], Array] = {}  # by server and table, the ids whose rows it hands over
+        self._held: dict[tuple[int, int], Array] = {}  # by server and table, ids of the rows it hands over
         self._taken: dict[int, int] = {}
 
-    # -------------------------------------------------------------- what goes
+    # -------------------------------------------------------------- sending
 
     def copy(self) -> tuple[int, int]:
-        """Sends the rows that will be others', from the second time on those that were trained since the last time;
-        returns how many, and their bytes. Training goes on."""
+        """Sends the rows that will belong to others; after the first call, only those trained since the previous one.
+        Returns their number and bytes. Training continues."""
         if self._model is None:
             return 0, 0
         tables = self._model.parameters.tables
@@ -113,7 +115,7 @@ class Move:
         return rows, size
 
     def hand_over(self, taken: Mapping[int, int]) -> int:
-        """Sends what was trained since the copy, and the dense part; returns the bytes. Nothing changes any more."""
+        """Sends rows trained since the copy, and the dense part; returns the bytes. The model no longer changes."""
         self._taken = dict(taken)
         if self._model is None:
             return 0
@@ -126,7 +128,7 @@ class Move:
         size = 0
         for place, slices in enumerate(self._after):
             piece = cut(whole, slices, self._specs)
-            # Old servers keep their own; of the first one all others have them.
+            # Old servers keep their own shared variables; the others get those of the first server.
             if place == self._index or (self._index == 0 and place >= self._servers_before):
                 piece.part.shared, piece.part.optimizer, piece.part.ages = part.shared, part.optimizer, part.ages
             if place == self._index:
@@ -146,10 +148,10 @@ class Move:
         self._peers[place].call(PS_METHODS["Receive"], Frame(request, tensors), _DEADLINE_SECONDS)
         return sum(array.nbytes for array in tensors.values())
 
-    # -------------------------------------------------------------- what comes
+    # -------------------------------------------------------------- receiving
 
     def receive(self, frame: Frame[pb.ReceiveRequest]) -> None:
-        """Keeps what another server has sent; a retry is passed over."""
+        """Stores data sent by another server; retries are ignored."""
         sender = frame.header.sender
         with self._receiving:
             if self._received.get(sender, 0) >= frame.header.number:
@@ -157,7 +159,7 @@ class Move:
             weights, held = by_index(WEIGHT, frame.tensors), by_index(HELD, frame.tensors)
             rest = without(frame.tensors, WEIGHT, HELD)
             if self.next is None or not 0 <= sender < len(self._before):
-                raise WireError(f"Server {self._index} expects nothing of server {sender} in this move.")
+                raise WireError(f"Server {self._index} expects no data from server {sender} in this move.")
             tables = self.next.parameters.tables
             for table, rows in tables_from(rest).items():
                 tables.check_ids(table, rows.ids)
@@ -179,15 +181,15 @@ class Move:
             expected, given = each.shape(spec), weights.get(each.variable)
             if given is None or given.shape != expected or given.dtype != dtype_of(spec.dtype):
                 raise WireError(
-                    f"Server {sender} sent {'nothing' if given is None else f'{given.dtype} {list(given.shape)}'} of "
-                    f"{spec.path!r}; {spec.dtype} {list(expected)} was expected."
+                    f"Server {sender} sent {'nothing' if given is None else f'{given.dtype} {list(given.shape)}'} for "
+                    f"{spec.path!r}; expected {spec.dtype} {list(expected)}."
                 )
         state = from_tensors(without(rest, AGES))
         ages = by_index(AGES, rest)
         return PartSlices(slices, Part(0, weights, state.slots, state.extras, state.shared, optimizer, ages=ages))
 
     def settle(self, version: int) -> None:
-        """Puts together what this server will serve, as `version` of the model."""
+        """Assembles the new model of this server, as `version` of the model."""
         if self.next is None:
             return
         pieces = [piece for piece in [self._own, *self._pieces.values()] if piece is not None]
@@ -202,7 +204,7 @@ class Move:
             parameters.tables[number].keep(np.concatenate([np.empty(0, np.int64), *held]))
 
     def open(self) -> None:
-        """Gives the new model the tables. Hold the lock; nothing can go wrong any more."""
+        """Moves the tables into the new model. The lock must be held; this can't fail."""
         if self.next is None:
             return
         if self._model is None:
@@ -215,7 +217,7 @@ class Move:
         self.next.rate_version, self.next.loaded = self._model.rate_version, self._model.loaded
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         for connection in self._peers.values():
             connection.close()
 
@@ -225,11 +227,11 @@ def _kind(spec: VariableSpec) -> tuple[object, ...]:
 
 
 class Moves:
-    """Answers the calls of a move.
+    """Handles the calls of a move.
 
     Args:
-        holder: of the model that is to move.
-        access: to the job.
+        holder: holder of the model to move.
+        access: credentials of the job.
     """
 
     def __init__(self, holder: Holder, access: Access) -> None:
@@ -260,25 +262,25 @@ class Moves:
             self._holder.forget_older(request.map_version)
             return Frame(pb.MoveResponse(), {})
         if request.step not in self._steps:
-            raise WireError(f"There is no step {request.step} of a move.")
+            raise WireError(f"A move has no step {request.step}.")
         move = self._move
         if move is None or move.version != request.map_version:
             model = self._holder.model
             if request.step == pb.ABANDON or (request.step == pb.OPEN and model is not None):  # a retry
                 return Frame(pb.MoveResponse(), {})
-            raise ElasticCBError(f"This server takes no part in a move to the map {request.map_version}.")
+            raise ElasticCBError(f"This server takes no part in a move to map {request.map_version}.")
         return Frame(self._steps[request.step](request, move), {})
 
     def receive(self, frame: Frame[pb.ReceiveRequest]) -> Frame[Any]:
         move = self._move
         if move is None or move.version != frame.header.map_version:
-            raise ElasticCBError(f"This server takes no part in a move to the map {frame.header.map_version}.")
+            raise ElasticCBError(f"This server takes no part in a move to map {frame.header.map_version}.")
         move.receive(frame)
         return Frame(pb.ReceiveResponse(), {})
 
     def _copy(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
         rows, size = move.copy()
-        self._holder.write_down()  # what is lost, if a server is lost in the next moments, is little
+        self._holder.write_down()  # so that little is lost if a server is lost now
         return pb.MoveResponse(rows=rows, bytes=size)
 
     def _close(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
@@ -315,7 +317,7 @@ class Moves:
             if move.next is not None:
                 self._holder.serve(move.next, self._target)
             elif model is not None:
-                model.buckets, model.gate = move.buckets, None  # it answers that another map counts
+                model.buckets, model.gate = move.buckets, None  # so that it reports a new map
         self._drop()
         return pb.MoveResponse(version=request.version)
 

@@ -1,4 +1,4 @@
-"""Calls that come again while the first one still runs, or after its answer got lost, are done once."""
+"""Executes repeated calls once: retries during the first call, or after its answer got lost."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _KEPT = 256  # answers
 
 
 class Once:
-    """Does each call once, by its number.
+    """Executes each call once, by its number.
 
-    A repetition gets the answer of the first one, and waits for it if need be. A call that raised is done again when it
-    comes again. An answer with arrays is not kept: who asks for it again, after it was given, gets a new one.
+    A repeated call gets the answer of the first one, waiting for it if necessary. A call that raised is executed again.
+    Answers with arrays are not kept: a later repetition executes the call again.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: OrderedDict[int, Future[Frame[Any]]] = OrderedDict()  # those that run, and the latest answered
+        self._calls: OrderedDict[int, Future[Frame[Any]]] = OrderedDict()  # running calls, and the latest answers
 
     def do(self, call: int, function: Callable[[], Frame[Any]]) -> Frame[Any]:
-        """The answer of `function`, which the first call of this number runs; 0: it has no number, and runs.
+        """The result of `function`, which only the first call with this number runs; 0: no number, always runs.
 
         Raises what `function` raises.
         """
@@ -39,7 +39,7 @@ class Once:
         if is_first:
             self._run(call, answer, function)
         given = answer.result()
-        # A copy, since encoding a frame describes its arrays in the header.
+        # A copy, because encoding a frame describes its arrays in the header.
         header = type(given.header)()
         header.CopyFrom(given.header)
         return Frame(header, given.tensors)

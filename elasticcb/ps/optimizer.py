@@ -1,4 +1,4 @@
-"""One of the user's own Keras optimizers, as a parameter server runs it."""
+"""A Keras optimizer as run by a parameter server."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from elasticcb.optimizers.traits import clips_on_server, may_join, not_cached, s
 from elasticcb.optimizers.variables import Leaf, Slot, optimizer_variables
 from elasticcb.ps.joined import Piece, groups_of, join
 
-_ANCHOR = -1  # an index that no variable of the model has
+_ANCHOR = -1  # an index of no variable in the model
 
 
 class ServerOptimizer:
-    """An optimizer built on what a server holds of its variables.
+    """An optimizer built on a server's variables.
 
     Args:
-        leaf: the optimizer, not built yet, and all variables of the model that it updates.
-        make: makes the same leaf again, with a fresh optimizer.
-        variables: what to build on, with the weights' values, by index in the model.
-        undecayed: indices of variables that weight decay leaves out.
-        groups: indices of variables to update as one (elasticcb/ps/joined.py). None: whatever can be.
+        leaf: the unbuilt optimizer, and all variables of the model that it updates.
+        make: creates the same leaf again, with a fresh optimizer.
+        variables: variables to build on, with the weights' values, by index in the model.
+        undecayed: indices of variables excluded from weight decay.
+        groups: indices of variables to update as one (elasticcb/ps/joined.py). None: as many as possible.
 
     Attributes:
-        name, optimizer: of the leaf. Global clipping and loss scaling are off: the worker, who has all gradients,
-            does both.
+        name, optimizer: of the leaf. Global clipping and loss scaling are off: the worker does both, because it has all
+            gradients.
         updates: indices of all variables of the model that it updates, here or on another server.
-        variables: what it holds, by index.
-        groups: the indices of those that it updates as one.
+        variables: variables that it holds, by index.
+        groups: indices of the variables that it updates as one.
         slots, extras, shared: its variables, as in `OptimizerVariables`.
 
-    Raises `ModelFileError` when it can't be built.
+    Raises `ModelFileError` when the optimizer can't be built.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class ServerOptimizer:
         for group in self.groups:
             self.variables |= join(variables, group, f"joined{group[0]}")
         self._anchor = self._make_anchor(leaf)
-        # A flat variable goes by the index of the first one in it.
+        # A flat variable is identified by the index of its first variable.
         held = {self._group_of(index)[0]: self._updated(index) for index in self.variables}
         known = {_ANCHOR: self._anchor, **held} if self._anchor is not None else held
         _build(self.optimizer, list(known.values()))
-        # What `exclude_from_weight_decay` was told, the master has worked out on the model's own variables.
+        # The master has resolved `exclude_from_weight_decay` on the original model's variables.
         self.optimizer._exclude_from_weight_decay_cache = {
             self.optimizer._var_key(variable): index not in undecayed for index, variable in held.items()
         }
@@ -80,12 +80,12 @@ class ServerOptimizer:
         return next((group for group in self.groups if index in group), (index,))
 
     def _updated(self, index: int) -> keras.Variable:
-        """The variable that the optimizer knows."""
+        """The variable that the optimizer updates."""
         variable = self.variables[index]
         return variable.whole if isinstance(variable, Piece) else variable
 
     def _parts(self, slot: Slot) -> list[Slot]:
-        """A slot, or those of the variables in a group."""
+        """A slot, or its parts for the variables of a group."""
         return [
             slot._replace(variable=index, value=variable.of(slot.value) if isinstance(variable, Piece) else slot.value)
             for index in self._group_of(slot.variable)
@@ -93,15 +93,15 @@ class ServerOptimizer:
         ]
 
     def grouped(self, variables: Collection[int]) -> list[tuple[tuple[int, ...], keras.Variable]]:
-        """What the optimizer knows of `variables`, which hold groups as a whole: (indices, one variable of them)."""
+        """The optimizer's variables for `variables`, with groups as a whole: (indices, one variable for them)."""
         groups = dict.fromkeys(self._group_of(index) for index in variables)
         return [(group, self._updated(group[0])) for group in groups]
 
     def _make_anchor(self, leaf: Leaf) -> keras.Variable | None:
-        """A variable of no meaning, where not all of the optimizer's variables are here.
+        """A dummy variable, used when some of the optimizer's variables are on other servers.
 
-        A step that updates only variables of other servers advances the optimizer by it. It also stands first,
-        as the model's own first variable would, whose dtype shared variables may have (Nadam's product).
+        A step that updates only variables of other servers advances the optimizer with it. It also comes first, in
+        place of the model's first variable, whose dtype shared variables may take (such as Nadam's product).
         """
         first = next(iter(leaf.variables.values()), None)
         if self.variables and (not leaf.variables or leaf.variables.keys() <= self.variables.keys()):
@@ -110,14 +110,14 @@ class ServerOptimizer:
         return keras.Variable(np.zeros((), np.float32), dtype=dtype, trainable=True, name="anchor")
 
     def advance(self) -> None:
-        """Makes a step that changes no variable of the model but what all steps change. For compiled functions."""
+        """Makes a step that changes only shared state, no variable of the model. For compiled functions."""
         if self._anchor is not None:
             self.optimizer.apply([keras.ops.zeros_like(self._anchor)], [self._anchor])
         else:
             self.optimizer._iterations.assign_add(1)
 
     def clone(self, index: int, variable: keras.Variable) -> ServerOptimizer:
-        """A fresh one on `variable` alone, which stands for variable `index` of the model."""
+        """A fresh optimizer with the single variable `variable`, which represents variable `index` of the model."""
         return ServerOptimizer(self._make(), self._make, {index: variable}, self._undecayed)
 
     @property
@@ -127,7 +127,7 @@ class ServerOptimizer:
 
     @property
     def has_schedule(self) -> bool:
-        """Whether the learning rate is computed, by a schedule or a function, rather than held."""
+        """Whether a schedule or function computes the learning rate."""
         return not isinstance(self.optimizer._learning_rate, keras.Variable)
 
     @property
@@ -139,14 +139,14 @@ class ServerOptimizer:
         if self.has_schedule:
             schedule = type(self.optimizer._learning_rate).__name__
             raise ElasticCBError(
-                f"The learning rate can't be set to {learning_rate}: the optimizer {self.kind} was made "
-                f"with a {schedule}, which decides on it. Make the optimizer with a number instead "
-                f"({self.kind}(learning_rate={learning_rate:g})), or leave the learning rate alone."
+                f"The learning rate can't be set to {learning_rate}: the optimizer {self.kind} uses a {schedule}. "
+                f"Create the optimizer with a number instead ({self.kind}(learning_rate={learning_rate:g})), or don't "
+                "set the learning rate."
             )
         self.optimizer.learning_rate = not_cached(learning_rate)
 
     def finalize(self) -> bool:
-        """Sets the final weights (their moving average, in Keras's classes); whether there was anything to set."""
+        """Sets the final weights (moving averages, in Keras's classes); returns whether there was anything to set."""
         if not self.variables or not sets_final_weights(self.optimizer):
             return False
         self.optimizer.finalize_variable_values(list(self.optimizer._trainable_variables))
@@ -156,14 +156,14 @@ class ServerOptimizer:
 def _prepare(optimizer: keras.optimizers.Optimizer) -> None:
     if optimizer.built:
         raise ModelFileError(
-            f"The model file's optimizer function gave an optimizer ({optimizer.name}) that is in use "
-            "already; it must make a new one at each call."
+            f"The model file's optimizer function returned an optimizer ({optimizer.name}) that is already in use. It "
+            "must create a new one at each call."
         )
     if not clips_on_server(optimizer):
         optimizer.global_clipnorm = None
     optimizer.loss_scale_factor = None
-    # A server is the only replica. Keras's own sum over replicas keeps every traced update alive for ever, since it
-    # defines a gradient, which TensorFlow registers globally.
+    # A server is the only replica. Keras's reduction over replicas would leak every traced update: it defines a
+    # gradient, which TensorFlow registers globally.
     object.__setattr__(optimizer, "_all_reduce_sum_gradients", list)
 
 

@@ -1,4 +1,4 @@
-"""All optimizers of a model, each on its own variables, on one parameter server."""
+"""All optimizers of a model on one parameter server, each with its own variables."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from elasticcb.tf.convert import array_of
 
 logger = logging.getLogger(__name__)
 
-# Makes fresh ones at each call, the model's first ones: as many as asked for, or more.
+# Creates fresh optimizers at each call, the model's first ones: at least as many as requested.
 MakeOptimizers = Callable[[int], Sequence["keras.optimizers.Optimizer"]]
 
 
 class _Outline(NamedTuple):
-    """What can be known of a variable that may be on another server; looks like one to a MultiOptimizer."""
+    """Metadata of a variable that may be on another server; a MultiOptimizer accepts it as one."""
 
     path: str
     name: str
@@ -40,18 +40,18 @@ class _Outline(NamedTuple):
 
 
 class OptimizerSet:
-    """The optimizers, of which some may have nothing to update here.
+    """The optimizers of a model, some of which may have no variables on this server.
 
     Args:
-        make_optimizers: makes fresh optimizers.
+        make_optimizers: creates fresh optimizers.
         specs: all variables of the model.
-        variables: those that this server holds at least a part of, by index.
-        groups: of variables to update as one; None: whatever can be.
+        variables: variables of which this server holds at least a part, by index.
+        groups: groups of variables to update as one; None: as many as possible.
 
     Attributes:
-        parts: the optimizers; those inside a MultiOptimizer one by one.
-        variables: what the optimizers hold, by index.
-        groups: the variables that are updated as one.
+        parts: the optimizers; those inside a MultiOptimizer individually.
+        variables: variables that the optimizers hold, by index.
+        groups: variables that are updated as one.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class OptimizerSet:
         self._of = {index: part for part in self.parts for index in part.updates}
         self._periods = {part.prefix + "iterations": _period(part.optimizer) for part in self.parts}
         self._lenders: dict[tuple[str, ...], Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = {}
-        self._not_shown: dict[str, int] = {}  # steps that `iterations` lacks, by its key
+        self._not_shown: dict[str, int] = {}  # steps missing in `iterations`, by its key
         self._first = next((part for part in self.parts if part.name == "0"), None)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Class names; of a second optimizer with its prefix: "1/SGD"."""
+        """Class names; further optimizers have a prefix: "1/SGD"."""
         return tuple(part.class_name for part in self.parts)
 
     @property
@@ -92,11 +92,11 @@ class OptimizerSet:
         return ", ".join(part.kind for part in self.parts)
 
     def of(self, variable: int) -> ServerOptimizer:
-        """The one that updates a variable of the model."""
+        """The optimizer of a variable of the model."""
         return self._of[variable]
 
     def updating(self, variables: Collection[int]) -> list[ServerOptimizer]:
-        """Those that a step takes part in which updates `variables`, here or on other servers."""
+        """The optimizers that take part in a step that updates `variables`, here or on other servers."""
         if len(self.parts) == 1:
             return self.parts
         return [part for part in self.parts if not part.updates.isdisjoint(variables)]
@@ -114,22 +114,22 @@ class OptimizerSet:
 
     @property
     def has_schedule(self) -> bool:
-        """Whether the rate changes by itself."""
+        """Whether the learning rate changes by itself."""
         return self._first is not None and self._first.has_schedule
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Raises `ElasticCBError` when a schedule decides on it."""
+        """Raises `ElasticCBError` when a schedule sets it."""
         if self._first is None:
             raise ElasticCBError(
                 f"The learning rate can't be set to {learning_rate}: the model's optimizer is a MultiOptimizer, which "
-                "has none of its own. Leave it alone, or use schedules in the optimizers inside it."
+                "has no learning rate of its own. Don't set it, or use schedules in the optimizers inside it."
             )
         self._first.set_learning_rate(learning_rate)
 
     # -------------------------------------------------------------- state
 
     def state(self) -> OptimizerState:
-        """Everything that the optimizers hold, of the shapes of this server's parts. The arrays do not change later."""
+        """The full state of the optimizers, in the shapes of this server's parts. The arrays do not change later."""
         state = self.shared_state()
         for part in self.parts:
             state.slots |= {(slot.variable, slot.name): _present(slot.value) for slot in part.slots}
@@ -137,14 +137,14 @@ class OptimizerSet:
         return state
 
     def shared_state(self) -> OptimizerState:
-        """What they hold of no single variable."""
+        """State that belongs to no single variable."""
         state = OptimizerState(optimizers=self.names)
         for part in self.parts:
             state.shared |= {part.prefix + name: _present(value) for name, value in part.shared.items()}
         return state
 
     def check(self, state: OptimizerState) -> None:
-        """Raises `ElasticCBError` unless all of `state` has a place here."""
+        """Raises `ElasticCBError` if some part of `state` does not fit."""
         own: dict[Any, keras.Variable | Piece] = {key: value for _, key, value in self._targets()}
         foreign = {*state.optimizers} - {*self.names}
         given: dict[Any, Any] = {}
@@ -157,22 +157,22 @@ class OptimizerSet:
         ]
         if foreign or wrong:
             raise ElasticCBError(
-                f"The state of the optimizer {', '.join(state.optimizers) or '(unknown)'} does not fit the optimizer "
+                f"The state of optimizer {', '.join(state.optimizers) or '(unknown)'} does not fit the optimizer "
                 f"{', '.join(self.names)} of this job{': it has ' + '; '.join(wrong[:4]) if wrong else ''}. Use the "
-                "optimizer, with the settings, that the state is of."
+                "optimizer and settings that produced the state."
             )
 
     def load(self, state: OptimizerState) -> None:
-        """Sets what a checked `state` holds; what it lacks stays as it is."""
+        """Sets the values of a checked `state`; missing parts stay unchanged."""
         given = [(target, getattr(state, kind).get(key)) for kind, key, target in self._targets()]
         assign([(target, value) for target, value in given if value is not None])
 
     @contextlib.contextmanager
     def lent(self, shared: Mapping[str, Array]) -> Iterator[None]:
-        """Meanwhile they hold the steps and rates of a worker's optimizers; checked, as `OptimizerState.shared`."""
+        """Temporarily sets the steps and rates of a worker's optimizers (checked; as `OptimizerState.shared`)."""
         lend = self._lender(tuple(shared))
         known = self._shared()
-        # The integers of other frameworks than TensorFlow are of 32 bits.
+        # Frameworks other than TensorFlow use 32-bit integers.
         own = lend([tf.constant(value.astype(known[name].dtype)) for name, value in shared.items()])
         try:
             yield
@@ -184,8 +184,8 @@ class OptimizerSet:
         return {part.prefix + name: variable for part in self.parts for name, variable in part.shared.items()}
 
     def _lender(self, names: tuple[str, ...]) -> Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]:
-        """A function that sets the variables of these names, keys of `OptimizerState.shared`, and returns their former
-        values."""
+        """A function that sets the variables with these names (keys of `OptimizerState.shared`) and returns their
+        previous values."""
         if names in self._lenders:
             return self._lenders[names]
         known = self._shared()
@@ -202,20 +202,20 @@ class OptimizerSet:
         return self._lenders[names]
 
     def merge(self, state: OptimizerState, batches: int, others: int) -> None:
-        """Moves towards what a worker's optimizers hold, as far as its share in all batches says.
+        """Moves the state towards that of a worker's optimizers, by the worker's share of all batches.
 
         Args:
-            state: checked.
-            batches: of the worker.
-            others: batches of other workers that the state knows nothing of.
+            state: checked state of the worker.
+            batches: batches of the worker.
+            others: batches of other workers that the state does not include.
         """
         share = batches / (batches + others)
         merged: list[tuple[keras.Variable | Piece, Array]] = []
         for kind, key, target in self._targets():
             given = getattr(state, kind).get(key)
-            if given is None or (kind == "shared" and str(key).endswith("learning_rate")):  # the servers' own
+            if given is None or (kind == "shared" and str(key).endswith("learning_rate")):  # owned by the servers
                 continue
-            if given.dtype.kind in "iu":  # it counts steps
+            if given.dtype.kind in "iu":  # a step counter
                 merged.append(
                     (target, np.asarray(self._counted(str(key), target, given, batches, others), given.dtype))
                 )
@@ -227,10 +227,10 @@ class OptimizerSet:
         assign(merged)
 
     def _counted(self, key: str, target: keras.Variable | Piece, given: int, batches: int, others: int) -> int:
-        """The steps of all workers, of which one has come to `given`.
+        """The total number of steps of all workers, when one worker's counter is at `given`.
 
-        What is done at every so many steps, as when gradients are accumulated, each worker does by itself. So it must
-        not lose its place among these: others' steps are shown when they are as many.
+        Periodic actions, such as applying accumulated gradients, happen on each worker separately, so it must not lose
+        its position in the period: steps of others are added only in whole periods.
         """
         period = self._periods.get(key, 1)
         if period == 1 or not others:
@@ -241,17 +241,17 @@ class OptimizerSet:
         return shown
 
     def restore(self, state: OptimizerState) -> None:
-        """Sets everything to what a checkpoint holds; what it lacks starts afresh, with a warning.
+        """Restores a checkpoint's state; missing parts start fresh, with a warning.
 
-        Raises `CheckpointError` when it is of other optimizers.
+        Raises `CheckpointError` when the state belongs to other optimizers.
         """
         if not state.optimizers:
-            logger.warning("The checkpoint holds no optimizer; %s starts afresh.", self.kinds)
+            logger.warning("The checkpoint has no optimizer state; %s starts fresh.", self.kinds)
             return
         if state.optimizers != self.names:
             raise CheckpointError(
-                f"The checkpoint was written with the optimizer {', '.join(state.optimizers)}, the model file's is "
-                f"{', '.join(self.names)}. Use the same optimizer, or start from weights alone: load them in "
+                f"The checkpoint was written with the optimizer {', '.join(state.optimizers)}, but the model file has "
+                f"{', '.join(self.names)}. Use the same optimizer, or start only from the weights: load them in "
                 "custom_model()."
             )
         missing = []
@@ -274,15 +274,15 @@ class OptimizerSet:
             held: list[Key | str] = [*state.slots, *state.extras, *state.shared]
             unused = [self._shown(key) for key in held if key not in known]
             logger.warning(
-                "The checkpoint lacks these values of the optimizer %s, which start afresh: %s. It holds %s that the "
-                "optimizer does not have: another release of elasticcb or Keras, or other settings, wrote it.",
+                "The checkpoint lacks these values of the optimizer %s, which start fresh: %s. It has %s, which the "
+                "optimizer lacks. It was written with another release of elasticcb or Keras, or with other settings.",
                 self.kinds,
                 _some(missing),
                 _some(unused),
             )
 
     def _targets(self) -> Iterator[tuple[str, Key | str, keras.Variable | Piece]]:
-        """(attribute of `OptimizerState`, key in it, variable) of everything that is held."""
+        """(attribute of `OptimizerState`, key in it, variable) for each variable."""
         for part in self.parts:
             for slot in part.slots:
                 yield "slots", (slot.variable, slot.name), slot.value
@@ -295,13 +295,13 @@ class OptimizerSet:
         return key if isinstance(key, str) else f"{key[1]} of {self._specs[key[0]].path!r}"
 
     def finalize(self) -> bool:
-        """Lets each set its final weights; whether any did."""
+        """Lets each optimizer set its final weights; returns whether any did."""
         finalized = [part.finalize() for part in self.parts]
         return any(finalized)
 
 
 def _period(optimizer: keras.optimizers.Optimizer) -> int:
-    """An optimizer does the same every so many steps."""
+    """The period in steps after which an optimizer's behaviour repeats."""
     every = [optimizer.gradient_accumulation_steps, optimizer.ema_overwrite_frequency if optimizer.use_ema else None]
     return math.lcm(*(steps or 1 for steps in every))
 
@@ -309,7 +309,7 @@ def _period(optimizer: keras.optimizers.Optimizer) -> int:
 def _present(variable: keras.Variable | Piece) -> Array:
     if isinstance(variable, Piece):
         return variable.numpy()
-    # Without a copy: TensorFlow gives a variable that is read somewhere other memory at its next update.
+    # Without a copy: TensorFlow moves a variable to new memory at the next update if its old memory is in use.
     return array_of(tf.convert_to_tensor(variable.value))
 
 
@@ -326,7 +326,7 @@ def _make_leaves(make_optimizers: MakeOptimizers, specs: Sequence[VariableSpec])
     for place, optimizer in enumerate(made):
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ModelFileError(
-                f"The model file's optimizer gave {optimizer!r}; a keras.optimizers.Optimizer was expected."
+                f"The model file's optimizer function returned {optimizer!r}; expected a keras.optimizers.Optimizer."
             )
         outlines = {
             index: _Outline(spec.path, spec.path.rpartition("/")[2], spec.shape, spec.dtype)
@@ -336,8 +336,8 @@ def _make_leaves(make_optimizers: MakeOptimizers, specs: Sequence[VariableSpec])
         found += leaves(optimizer, place, outlines)
     if len(made) < needed:
         raise ModelFileError(
-            f"The model was trained with {needed} optimizers where it was built first, but on a parameter server it "
-            f"has {len(made)}. Every process must build the same model."
+            f"The model was first built with {needed} optimizers, but on a parameter server it has {len(made)}. Every "
+            "process must build the same model."
         )
     return found
 

@@ -1,4 +1,4 @@
-"""What an outer optimizer makes of how far workers have moved the weights."""
+"""Applies an outer optimizer to the movements of local training."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class OuterUpdate:
-    """Takes minus the movement of a round as the gradient of one more optimizer (DiLoCo, Douillard et al. 2023).
+    """Uses minus the movement of a round as the gradient of one more optimizer (DiLoCo, Douillard et al. 2023).
 
     Args:
-        text: which one, as of `outer_optimizer`.
-        specs, slices, values: as of `TrainedPart`.
+        text: the setting `outer_optimizer`.
+        specs, slices, values: as in `TrainedPart`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class OuterUpdate:
         self._optimizers = self._part.need_optimizers()
 
     def move(self, part: TrainedPart, movements: Movements, by_xla: bool) -> None:
-        """Moves all variables of `part`, by the optimizer; constraints hold afterwards, too."""
+        """Moves all variables of `part` by the optimizer; constraints are applied afterwards."""
         weights = part.weights()
         gradients = {dtype: -total_movement(dtype, movements).astype(block.dtype) for dtype, block in weights.items()}
         self._part.set_weights(weights)
@@ -41,25 +41,25 @@ class OuterUpdate:
         part.set_weights(self._part.weights())
 
     def state(self) -> OptimizerState:
-        """Everything that the optimizer holds. The arrays do not change later."""
+        """The optimizer's full state. The arrays do not change later."""
         return self._optimizers.state()
 
     def check(self, state: OptimizerState) -> None:
-        """Raises `ElasticCBError` unless all of `state` has a place here."""
+        """Raises `ElasticCBError` if some part of `state` does not fit."""
         self._optimizers.check(state)
 
     def load(self, state: OptimizerState) -> None:
-        """Sets what a checked `state` holds."""
+        """Sets a checked `state`."""
         self._optimizers.load(state)
 
     def restore(self, state: OptimizerState) -> None:
-        """Sets its state from a checkpoint; starts afresh, with a warning, if that is of none or another optimizer."""
+        """Restores its state from a checkpoint; starts fresh, with a warning, if it is missing or does not match."""
         if state.optimizers == self._optimizers.names:
             self._optimizers.restore(state)
         else:
             held = ", ".join(state.optimizers) or "none"
             logger.warning(
-                "The checkpoint was written with the outer optimizer %s; %s starts afresh.",
+                "The checkpoint was written with the outer optimizer %s; %s starts fresh.",
                 held,
                 self._optimizers.kinds,
             )

@@ -1,7 +1,7 @@
 """One server's part of the model: weights, optimizer slots and non-trainable variables.
 
-Not thread-safe: the servicer lets one writer in at a time. What `weights`, `state` and `export` give
-away is never written again, so readers need no lock.
+Not thread-safe: the servicer serializes writers. Results of `weights`, `state` and `export` are never written again, so
+readers need no lock.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ from elasticcb.sharding.table_source import TableSource
 
 logger = logging.getLogger(__name__)
 
-# TensorFlow keeps what XLA has compiled for as long as the process lives, 0.9 MB for a small model: XLA is for models
-# that are trained further than this. It is a version, not a number of calls: a server that takes the place of another
-# one, or goes on from a checkpoint, updates to the bit as that one would have.
+# TensorFlow keeps XLA's compiled code for the life of the process, 0.9 MB for a small model: XLA is used only for
+# models trained beyond this version. It is a version rather than a number of calls so that a replacement server, or one
+# that resumes from a checkpoint, produces bit-identical updates.
 FIRST_VERSION_BY_XLA = 10
 
 
 class Snapshot(NamedTuple):
-    """The flat blocks, by dtype, as they were at one version. Read-only."""
+    """The flat blocks, by dtype, at one version. Read-only."""
 
     version: int
     state_version: int
     weights: Mapping[str, Array]
     state: Mapping[str, Array]
-    tables: Mapping[int, TableSnapshot] | None = None  # None: as they are at present
+    tables: Mapping[int, TableSnapshot] | None = None  # None: the current ones
 
 
 class Parameters:
-    """The part of the model that `slices` name.
+    """The part of the model given by `slices`.
 
     Args:
         specs: all variables of the model.
         slices: this server's part.
-        make_optimizers: makes fresh optimizers; None where nothing is trained.
-        values: the part's arrays, each of its slice's shape, by variable.
+        make_optimizers: creates fresh optimizers; None if nothing is trained.
+        values: arrays of the part, in the shapes of its slices, by variable.
         version: of the model.
-        place: the server's index, and which rows of embedding tables each server holds; None: there is one server.
-        limits: of embedding tables.
-        outer_optimizer: the setting; "": there is none.
+        place: the server's index, and the map of embedding rows to servers; None: there is one server.
+        limits: limits of embedding tables.
+        outer_optimizer: the setting; "": none.
 
     Attributes:
         tables: the embedding tables.
-        version: how many updates the weights have taken.
-        state_version: rises when a non-trainable variable changes.
+        version: number of updates applied to the weights.
+        state_version: increases when a non-trainable variable changes.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class Parameters:
 
     @property
     def optimizers(self) -> OptimizerSet | None:
-        """None where nothing is trained."""
+        """None if nothing is trained."""
         return self._trained.optimizers
 
     def _part_groups(self, push: Push) -> None:
-        """Takes variables out of their groups that `push` does not update with the others of the group."""
+        """Removes from their groups variables that `push` does not update together with the group."""
         groups = self._trained.groups_for(push, self._by_xla)
         if groups is not None:
             values, state = self._arrays(), self._trained.need_optimizers().state()
@@ -118,7 +118,7 @@ class Parameters:
     # -------------------------------------------------------------- reading
 
     def weights(self) -> Mapping[str, Array]:
-        """The trainable part, flat, by dtype; made once per version."""
+        """The trainable part, flat, by dtype; created once per version."""
         if self._blocks is None:
             self._blocks = self._trained.weights()
         return self._blocks
@@ -128,11 +128,11 @@ class Parameters:
         return self._state
 
     def snapshot(self) -> Snapshot:
-        """Copies nothing: blocks are replaced, never written."""
+        """No copy: blocks are replaced, never modified."""
         return Snapshot(self.version, self.state_version, self.weights(), self._state)
 
     def kept_snapshot(self) -> Snapshot:
-        """One that outlives updates of embedding tables; release it."""
+        """A snapshot that survives updates of embedding tables; release it."""
         return self.snapshot()._replace(tables=self.tables.snapshot())
 
     def _arrays(self) -> dict[int, Array]:
@@ -144,7 +144,7 @@ class Parameters:
 
     @property
     def learning_rate(self) -> float:
-        """The base rate, or what the schedule says for the next update; 0 without an optimizer."""
+        """The base rate, or the schedule's rate for the next update; 0 without an optimizer."""
         if self.optimizers is None:
             return 0.0
         if self._rate is None:
@@ -154,17 +154,17 @@ class Parameters:
     # -------------------------------------------------------------- writing
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Sets the base rate. Raises `ElasticCBError` when a schedule decides on it."""
+        """Sets the base rate. Raises `ElasticCBError` when a schedule sets it."""
         self._trained.need_optimizers().set_learning_rate(learning_rate)
         self._rate = None
 
     def check_learning_rate(self, push: Push) -> None:
-        """Raises `ElasticCBError` when `push` asks for a rate that can't be set."""
+        """Raises `ElasticCBError` when `push` requests a rate that can't be set."""
         if push.learning_rate is not None and not self._trained.need_optimizers().can_set_learning_rate:
             self._trained.need_optimizers().set_learning_rate(push.learning_rate)
 
     def apply(self, push: Push) -> None:
-        """Applies a checked push as one update; the version rises by one."""
+        """Applies a checked push as one update; increases the version by one."""
         self._part_groups(push)
         optimizers = self._trained.need_optimizers()
         base = None
@@ -175,7 +175,7 @@ class Parameters:
         try:
             with tf.device("/CPU:0"):
                 dense, tables = push, {i: rows for i, rows in push.rows.items() if self.specs[i].table}
-                self.tables.update(tables, self.version + 1)  # before the iterations rise
+                self.tables.update(tables, self.version + 1)  # before the iterations increase
                 if tables:
                     dense = replace(push, rows={i: rows for i, rows in push.rows.items() if i not in tables})
                 self._trained.apply(dense, self._by_xla)
@@ -188,12 +188,12 @@ class Parameters:
             self._rate = None
 
     def merge(self, pushes: Sequence[Push]) -> None:
-        """Moves the model as far as the local training of some workers did; the version rises by their batches.
+        """Merges the local training of some workers into the model; increases the version by their batches.
 
-        Movements that began with the present version count by their batches, so that the weights become the mean of
-        those of the workers, as in local SGD (Stich 2019). One that began earlier counts the less the more batches have
-        been merged since, as in asynchronous federated optimization (Xie et al. 2019). With an outer optimizer, the
-        weights become the result of its step.
+        Movements that started at the current version are weighted by their batches, so that the weights become the mean
+        over the workers, as in local SGD (Stich 2019). Older ones are weighted less the more batches have been merged
+        since, as in asynchronous federated optimization (Xie et al. 2019). With an outer optimizer, its step determines
+        the weights.
         """
         optimizers = self._trained.need_optimizers()
         for push in pushes:
@@ -204,14 +204,14 @@ class Parameters:
         if not moving:
             return
         total, done = sum(batches for _, batches, _ in moving), 0
-        self._blocks = None  # TensorFlow copies variables before a change as long as what was read of them is kept
+        self._blocks = None  # TensorFlow copies variables before a change while previously read values are in use
         movements = [(push.blocks, batches / (total + since)) for push, batches, since in moving]
         if self._outer is None:
             self._trained.move(movements)
         else:
             with tf.device("/CPU:0"):
                 self._outer.move(self._trained, movements, self._by_xla)
-        for push, batches, since in moving:  # one after another, which makes means, too
+        for push, batches, since in moving:  # sequentially, which also yields means
             others = done + since
             with tf.device("/CPU:0"):
                 optimizers.merge(from_tensors(push.optimizers), batches, others)
@@ -222,7 +222,7 @@ class Parameters:
             self._rate = None
 
     def _batches_since(self, push: Push) -> int:
-        """Versions since the one that a push builds on, as far as anybody knows."""
+        """Versions since the one that a push is based on, as far as known."""
         return max(0, self.version - push.state_base) if push.state_base >= 0 else 0
 
     def _move_state(self, push: Push, lag: float) -> None:
@@ -235,19 +235,19 @@ class Parameters:
             self.state_version += 1
 
     def optimizer_state(self, with_slots: bool) -> OptimizerState:
-        """What the optimizers hold of all but embedding tables, or of no single variable. The arrays do not change."""
+        """Optimizer state except that of embedding tables, or only shared state. The arrays do not change."""
         if self.optimizers is None:
             return OptimizerState()
         return self.optimizers.state() if with_slots else self.optimizers.shared_state()
 
     def finalize(self) -> None:
-        """Lets the optimizers set the final weights (their moving average); a version of its own."""
+        """Lets the optimizers set the final weights (moving averages); this is one more version."""
         if self.optimizers is not None and self.optimizers.finalize():
             self.version += 1
             self._blocks = None
 
     def check_state(self, state: OptimizerState) -> None:
-        """Raises `ElasticCBError` unless the optimizers can hold `state`; without optimizers it is passed over."""
+        """Raises `ElasticCBError` if the optimizers can't hold `state`; without optimizers it is ignored."""
         if self._outer is not None:
             self._outer.check(of_outer(state))
             state = without_outer(state)
@@ -261,7 +261,7 @@ class Parameters:
         version: int,
         tables: Mapping[int, TableSource] | None = None,
     ) -> None:
-        """Sets weights (all of them, or none), what a checked `state` holds, and the rows of tables."""
+        """Sets weights (all or none), a checked `state`, and the rows of tables."""
         self.tables.load(tables or {}, version)
         with tf.device("/CPU:0"):
             assign([(variable, values[i]) for i, variable in self._trained.variables.items() if i in values])
@@ -278,24 +278,24 @@ class Parameters:
     # -------------------------------------------------------------- checkpoints
 
     def export(self, since: int | None = None) -> Part:
-        """Everything that a checkpoint holds of this server, as arrays that are never written again.
+        """This server's part of a checkpoint, as arrays that are never written again.
 
         Args:
-            since: of embedding tables, only the rows that were trained after this version.
+            since: of embedding tables, only rows trained after this version.
         """
         return replace(self.dense(), tables=self.tables.export(since))
 
     def hold(self, lock: AbstractContextManager[Any], since: int | None = None) -> Part:
-        """The same, of which tables are read in pieces while training goes on. Release it after use.
+        """Like `export`, but tables are read in pieces while training continues. Release it after use.
 
         Args:
-            lock: that is held at each call of this object; it must not be when the tables are read.
-            since: as of `export`.
+            lock: must be held at each call of this object, but not while the tables are read.
+            since: as in `export`.
         """
         return replace(self.dense(), held=self.tables.hold(lock, since))
 
     def dense(self) -> Part:
-        """The same without tables."""
+        """Like `export`, without tables."""
         weights = self._arrays()
         for place in layout(self.specs, self.slices, False):
             block = self._state[place.dtype][place.offset : place.offset + place.slice.elements]
@@ -310,9 +310,9 @@ class Parameters:
         return part
 
     def restore_optimizers(self, part: Part) -> None:
-        """Sets what a checkpoint holds of them; the weights are set when this is made.
+        """Restores the optimizers from a checkpoint; the weights were set in the constructor.
 
-        Raises `CheckpointError` when they are other optimizers.
+        Raises `CheckpointError` when the state belongs to other optimizers.
         """
         if self.optimizers is not None:
             self.optimizers.restore(without_outer(part.optimizers))
@@ -324,7 +324,7 @@ class Parameters:
 def flat(
     arrays: Mapping[int, Array], specs: Sequence[VariableSpec], slices: Sequence[Slice], trainable: bool
 ) -> dict[str, Array]:
-    """Slices' arrays as flat blocks, by dtype, which are never written again."""
+    """The slices' arrays as flat blocks, by dtype; never written again."""
     sizes = block_sizes(specs, slices, trainable)
     blocks = {dtype: np.empty(size, dtype_of(dtype)) for dtype, size in sizes.items()}
     for part, dtype, offset in layout(specs, slices, trainable):

@@ -1,4 +1,4 @@
-"""How the first parameter server speaks for all in synchronous mode: what it decides, it passes on."""
+"""Forwards decisions of the first parameter server to the others, in synchronous mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import OPEN, Access
 
-# An update may have to be compiled first; that a machine is gone is found out by gRPC's keepalive.
+# An update may need compiling first; a dead machine is detected by gRPC's keepalive.
 _DEADLINE_SECONDS = 600.0
 
 
@@ -20,8 +20,8 @@ class Peers:
     """The other servers.
 
     Args:
-        addresses: "host:port" of servers 1, 2, …; empty where nothing is passed on.
-        access: to the job.
+        addresses: "host:port" of servers 1, 2, …; empty if nothing is forwarded.
+        access: credentials of the job.
     """
 
     def __init__(self, addresses: Sequence[str], access: Access = OPEN, patience_seconds: float = 30.0) -> None:
@@ -35,16 +35,16 @@ class Peers:
         return bool(self._connections)
 
     def call(self, method: str, request: Any) -> None:
-        """Makes the same call to all others at once, and returns when all have answered.
+        """Makes the same call to all others in parallel, and returns when all have answered.
 
-        Raises `ConnectionLostError` when one is out of reach, `ElasticCBError` when one refuses.
+        Raises `ConnectionLostError` when one is unreachable, `ElasticCBError` when one refuses.
         """
         if not self._connections:
             return
         called = PS_METHODS[method]
 
         def call(connection: Connection) -> None:
-            header = type(request).FromString(request.SerializeToString())  # one of its own: encoding sets it
+            header = type(request).FromString(request.SerializeToString())  # a copy, because encoding modifies it
             connection.call(called, Frame(header, {}), _DEADLINE_SECONDS)
 
         try:

@@ -1,6 +1,6 @@
-"""Pushes as a server takes them: checked as a whole, and averaged with others.
+"""Checks pushes as a whole, and averages them.
 
-Nothing here changes the model, so a push that is refused leaves no trace.
+Nothing here changes the model, so a refused push leaves no trace.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class PushReader:
 
     Args:
         specs: all variables of the model.
-        slices: what this server holds.
-        check_ids: raises `WireError` for ids that an embedding table, named by its index, does not hold here.
+        slices: slices of this server.
+        check_ids: raises `WireError` for ids that an embedding table, given by index, does not hold here.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class PushReader:
         self._parts = {part.variable: part for part in slices if specs[part.variable].trainable}
 
     def read(self, push: Push) -> Push:
-        """The push as this server applies it; dense variables that others hold are passed over.
+        """The push as this server applies it; dense variables of other servers are ignored.
 
-        Raises `WireError`, which names the variable and says what was expected, for anything that
-        does not fit this server's part of the model.
+        Raises `WireError`, naming the variable and what was expected, for anything that does not fit this server's part
+        of the model.
         """
         held = sorted(self._parts.keys() & {self._trainable(index) for index in push.dense})
         sizes = block_sizes(self._specs, self._slices, True, held)
         check_blocks(push.blocks, sizes, self._gradients_of(held))
-        blocks = {dtype: push.blocks[dtype] for dtype in sizes}  # in one order, whatever the worker's
-        # A dtype of which nothing changed is left out.
+        blocks = {dtype: push.blocks[dtype] for dtype in sizes}  # in a fixed order, whatever the worker's
+        # Dtypes without changes are left out.
         sizes = {d: size for d, size in block_sizes(self._specs, self._slices, False).items() if d in push.state}
         check_blocks(push.state, sizes, "The non-trainable variables")
         for dtype in sorted({*sizes, *push.shares}):
@@ -58,21 +58,21 @@ class PushReader:
         for index in rows:
             if index in held:
                 raise WireError(
-                    f"The push holds a dense gradient and rows of {self._specs[index].path!r} both; it must "
-                    "hold one of them."
+                    f"The push has both a dense gradient and rows of {self._specs[index].path!r}; it must "
+                    "have only one of them."
                 )
         if push.learning_rate is not None and not math.isfinite(push.learning_rate):
-            raise WireError(f"The push asks for the learning rate {push.learning_rate}; it must be finite.")
+            raise WireError(f"The push has the learning rate {push.learning_rate}; it must be finite.")
         if push.batches and len(held) != len(self._parts):
             raise WireError(
-                f"The push says how far local training moved {len(held)} of the {len(self._parts)} variables that this "
-                "server trains; it must say so of all."
+                f"The push has local training movements of {len(held)} of the {len(self._parts)} variables that this "
+                "server trains; it must have all of them."
             )
         updated = frozenset(map(self._trainable, {*push.updated, *push.dense, *push.rows}))
         return replace(push, dense=tuple(held), blocks=blocks, rows=rows, updated=updated)
 
     def non_finite(self, push: Push) -> str:
-        """The path of a variable whose gradient holds NaN or infinity; "" when all are finite."""
+        """The path of a variable whose gradient has NaN or infinity; "" when all are finite."""
         path = first_non_finite(push.blocks, self._specs, self._slices, True, push.dense)
         if path:
             return path
@@ -82,10 +82,10 @@ class PushReader:
         return first_non_finite(push.state, self._specs, self._slices, False, shares=push.shares)
 
     def mean(self, pushes: Sequence[Push]) -> Push:
-        """The mean of the gradients; a variable that a push lacks counts as zeros in it.
+        """The mean of the gradients; a variable missing in a push counts as zeros.
 
-        Non-trainable variables move towards the mean of what the steps that changed them moved them towards; others
-        than floating ones get the last value. The learning rate is the last one that was given.
+        Non-trainable variables move towards the mean of the values that the pushes set; non-float ones get the last
+        value. The learning rate is the last one given.
         """
         if len(pushes) == 1:
             return pushes[0]
@@ -132,8 +132,8 @@ class PushReader:
     def _trainable(self, index: int) -> int:
         if not 0 <= index < len(self._specs) or not self._specs[index].trainable:
             raise WireError(
-                f"The push names variable {index}; the model has {len(self._specs)} variables, and only "
-                "trainable ones have gradients."
+                f"The push has variable {index}, but the model has {len(self._specs)} variables, and only trainable "
+                "ones have gradients."
             )
         return index
 
@@ -141,21 +141,20 @@ class PushReader:
         spec = self._specs[index]
         part = self._parts.get(index)
         if part is None and not spec.table:
-            raise WireError(f"The push holds rows of {spec.path!r}, of which this server holds nothing.")
+            raise WireError(f"The push has rows of {spec.path!r}, but this server has no part of this variable.")
         ids, values = given
         if not spec.shape:
-            raise WireError(f"The push holds rows of {spec.path!r}, which is a scalar and has none.")
+            raise WireError(f"The push has rows of {spec.path!r}, but this variable is a scalar.")
         expected = (len(ids), *spec.shape[1:])
         if values.dtype != dtype_of(spec.dtype) or values.shape != expected:
             raise WireError(
-                f"Row gradients of {spec.path!r}: {spec.dtype}{list(expected)} was expected, "
-                f"{_shown(values)} was given."
+                f"Row gradients of {spec.path!r}: expected {spec.dtype}{list(expected)}, got {_shown(values)}."
             )
         if part is None:
             self._check_ids(index, ids)
         else:
             first, last = part.row_range(spec)
-            held = f" This server holds rows {first} to {last} of {spec.rows}; ids count from the first of them."
+            held = f" This server has rows {first} to {last} of {spec.rows}; ids are relative to the first of them."
             check_row_ids(ids, last - first, spec.path, held)
         return Rows(ids, values)
 
@@ -166,20 +165,21 @@ class PushReader:
 
 
 def check_row_ids(ids: Array, below: int | None, path: str, hint: str = "") -> None:
-    """Raises `WireError`, which names the variable, unless `ids` are int64 [n], unique, from 0 on and `below`."""
+    """Raises `WireError`, naming the variable, unless `ids` are int64 [n], unique, and from 0 up to (excluding)
+    `below`."""
     if ids.dtype != np.int64 or ids.ndim != 1:
-        raise WireError(f"Row ids of {path!r}: int64[n] was expected, {_shown(ids)} was given.")
+        raise WireError(f"Row ids of {path!r}: expected int64[n], got {_shown(ids)}.")
     if not len(ids):
         return
     ordered = np.sort(ids)
     wrong = ordered[0] if ordered[0] < 0 else ordered[-1]
     if wrong < 0 or (below is not None and wrong >= below):
         limit = "" if below is None else f", below {below}"
-        raise WireError(f"Row id {wrong} of {path!r} is out of range: expected ids from 0 on{limit}.{hint}")
+        raise WireError(f"Row id {wrong} of {path!r} is out of range: expected ids from 0{limit}.{hint}")
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(repeated):
         raise WireError(
-            f"Row id {repeated[0]} of {path!r} comes more than once; the worker names each row once, with the sum of "
+            f"Row id {repeated[0]} of {path!r} is repeated; the worker must send each row once, with the sum of "
             "its gradients."
         )
 
@@ -193,8 +193,8 @@ def _check_shares(dtype: str, shares: Array | None, size: int) -> None:
     ):
         given = "nothing" if shares is None else _shown(shares)
         raise WireError(
-            f"The non-trainable variables of dtype {dtype} come with {given} to say how far they move; float32[{size}] "
-            "from 0 to 1 was expected."
+            f"The movement weights of the non-trainable variables of dtype {dtype} are {given}; expected "
+            f"float32[{size}] from 0 to 1."
         )
 
 
@@ -203,7 +203,7 @@ def _shown(array: Array) -> str:
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype to add up in: half precision is added up in single."""
+    """The dtype for sums: float32 for half precision."""
     return np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind in "fV" else dtype
 
 
@@ -231,7 +231,7 @@ def _mean_rows(given: Sequence[Rows], count: int) -> Rows:
 
 
 def _merge_state(given: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Of what several steps moved the state towards, and how far, that of one step."""
+    """Merges the values that several pushes set, and their weights, into one."""
     values, shares = given[0]
     if len(given) == 1:
         return values, shares

@@ -1,4 +1,4 @@
-"""Where the rows are that were looked up last: the push after a lookup names the same ids in the same order."""
+"""Remembers the positions of recently looked-up rows: the push after a lookup has the same ids in the same order."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 
 from elasticcb.rpc.tensors import Array
 
-_MOST_IDS = 1 << 20  # of one table: 16 MiB
+_MOST_IDS = 1 << 20  # per table: 16 MiB
 
 _Key = tuple[int, int, int]
 
 
 class RecentIds:
-    """Remembers ids and the places of their rows, until rows are removed.
+    """Remembers ids and the positions of their rows, until rows are removed.
 
     Comparing ids takes a fiftieth of the time of finding them.
     """
@@ -24,19 +24,19 @@ class RecentIds:
         self._count = 0
 
     def note(self, ids: Array, places: Array) -> None:
-        """The rows of `ids` (int64 [n], unique) are at `places` (int64 [n], not changed later)."""
+        """The rows of `ids` (int64 [n], unique) are at `places` (int64 [n], must not change later)."""
         if not 0 < len(ids) <= _MOST_IDS:
             return
         self._drop(_key_of(ids))
         while self._count + len(ids) > _MOST_IDS:
             self._drop(next(iter(self._found)))
-        self._found[_key_of(ids)] = ids.copy(), places  # the memory of `ids` may be that of a call
+        self._found[_key_of(ids)] = ids.copy(), places  # a copy: `ids` may share the memory of a call
         self._count += len(ids)
 
     def find(self, ids: Array) -> Array | None:
-        """The places of `ids` (anything that came as ids), int64 [n], not to be changed.
+        """The positions of `ids` (any array of ids), int64 [n], read-only.
 
-        None: these were not looked up together and in this order, or long ago.
+        None: these were not looked up together in this order, or too long ago.
         """
         if ids.dtype != np.int64 or ids.ndim != 1 or not len(ids):
             return None
@@ -44,7 +44,7 @@ class RecentIds:
         return known[1] if known is not None and np.array_equal(known[0], ids) else None
 
     def clear(self) -> None:
-        """Rows have other places from now on."""
+        """Rows have moved."""
         self._found.clear()
         self._count = 0
 
@@ -57,5 +57,5 @@ _NO_IDS = np.zeros(0, np.int64)
 
 
 def _key_of(ids: Array) -> _Key:
-    """Differs between most batches."""
+    """Different for most batches."""
     return len(ids), int(ids[0]), int(ids[-1])

@@ -1,8 +1,8 @@
-"""The files by which a parameter server that was killed comes back.
+"""The recovery files from which a killed parameter server is restored.
 
-A folder holds one file with everything that the server held at some time, and files with what changed since: the dense
-part whole, of embedding tables the rows trained since the file before. `log.json`, which is replaced at once, names the
-files that count, in their order.
+A folder has one file with the server's full state at some time, and files with later changes: the whole dense part, and
+the embedding rows trained since the previous file. `log.json`, which is replaced atomically, lists the valid files in
+order.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from elasticcb.storage import durable
 logger = logging.getLogger(__name__)
 
 _LOG = "log.json"
-SET_ASIDE = "set-aside-"  # names of folders begin with it that nothing reads any more
-_FORMAT = 2  # before, servers had rows by the remainder of their ids
+SET_ASIDE = "set-aside-"  # prefix of folders that are no longer read
+_FORMAT = 2  # 1: servers had rows by the remainder of their ids
 _REPLICATED = "replicated"  # exists while a neighbour keeps what the files lack (elasticcb/ps/replica.py)
-# Files with changes are put together into a whole one when they are as large as that, and at least so large.
+# Changes are merged into a new full file once they are as large as the full one, and at least this large.
 _SMALLEST_TOTAL = 64 << 20  # bytes
-# Writing takes no more than this part of the time, however large the model.
+# Maximum share of time spent writing, however large the model.
 _BUSY_SHARE = 0.2
 
 
 class Saved(NamedTuple):
-    """What is to be written, or was read.
+    """Data to write, or that was read.
 
     Attributes:
-        part: what the server held; of tables perhaps only some rows.
-        answered: by worker, the sequence number of the last push that it contains, so that no retry is applied twice.
-        noted: number of the last change that it contains, of those that a replica keeps.
+        part: content of the server; of tables possibly only some rows.
+        answered: by worker, the sequence number of the last push included, so that no retry is applied twice.
+        noted: number of the last replicated change included.
     """
 
     part: Part
@@ -52,24 +52,24 @@ class Saved(NamedTuple):
 
 
 class RecoveryLog:
-    """The files of one server in one training.
+    """The recovery files of one server in one training.
 
     Args:
-        folder: of this server alone; it is made.
-        run: names the training; files of another are not read.
+        folder: folder of this server; created if missing.
+        run: name of the training; files of others are ignored.
     """
 
     def __init__(self, folder: Path, run: str) -> None:
         self._folder, self._run = folder, run
         self._entries: list[dict[str, Any]] = []
         self._next = 0
-        self._token = secrets.token_hex(4)  # in the names of files, which no other server writes to then
-        self._own: tuple[int, int] | None = None  # the log that this server has written last
+        self._token = secrets.token_hex(4)  # makes file names unique to this process
+        self._own: tuple[int, int] | None = None  # identity of the log last written by this process
 
     def begin(self) -> None:
-        """Forgets what is there; files of this training, of which some are damaged then, are moved aside.
+        """Discards existing files; moves those of this training aside if some are damaged.
 
-        Raises `CheckpointError` when the folder can't be made.
+        Raises `CheckpointError` when the folder can't be created.
         """
         try:
             if self._is_of_another_training():
@@ -77,7 +77,7 @@ class RecoveryLog:
             else:
                 aside = self._folder.with_name(f"{SET_ASIDE}{self._folder.name}-{secrets.token_hex(4)}")
                 self._folder.rename(aside)
-                logger.warning("The recovery files that were not used are in %s", aside)
+                logger.warning("Unused recovery files were moved to %s", aside)
             self._folder.mkdir(parents=True, mode=0o700)
         except OSError as error:
             raise CheckpointError(f"The recovery folder {self._folder} can't be made: {error}.") from error
@@ -86,19 +86,19 @@ class RecoveryLog:
         try:
             return bool(durable.read_document(self._folder / _LOG)["run"] != self._run)
         except FileNotFoundError:
-            return True  # or of none: the first file was not finished
+            return True  # also true if the first file was never completed
         except (OSError, ValueError, KeyError):
             return False
 
     @property
     def needs_whole(self) -> bool:
-        """Whether the next file should hold everything."""
+        """Whether the next file should contain everything."""
         sizes = [entry["bytes"] for entry in self._entries]
         return not sizes or sum(sizes[1:]) > max(sizes[0], _SMALLEST_TOTAL)
 
     @property
     def whole_bytes(self) -> int:
-        """Of the file that holds everything."""
+        """Size of the full file."""
         return int(self._entries[0]["bytes"]) if self._entries else 0
 
     @property
@@ -107,7 +107,7 @@ class RecoveryLog:
         return (self._folder / _REPLICATED).exists()
 
     def set_replicated(self, replicated: bool) -> None:
-        """Lets a later process know. Raises `CheckpointError` when that is not possible."""
+        """Records this for a later process. Raises `CheckpointError` on failure."""
         mark = self._folder / _REPLICATED
         try:
             mark.touch() if replicated else mark.unlink(missing_ok=True)
@@ -115,10 +115,10 @@ class RecoveryLog:
             raise CheckpointError(f"The recovery files in {self._folder} can't be written: {error}.") from error
 
     def write(self, saved: Saved, whole: bool) -> None:
-        """Adds a file. Raises `CheckpointError` when that is not possible; what was there still counts then.
+        """Adds a file. Raises `CheckpointError` on failure; existing files stay valid.
 
         Args:
-            whole: it holds everything, and replaces all before it.
+            whole: it contains everything, and replaces all previous files.
         """
         self._check_is_ours()
         file = write_part(self._folder / f"{self._next:08d}-{self._token}.safetensors", saved.part)
@@ -142,16 +142,16 @@ class RecoveryLog:
         self._entries = entries
 
     def _check_is_ours(self) -> None:
-        found = _identity(self._folder / _LOG)  # None: it is gone, or can't be reached, which writing will tell
+        found = _identity(self._folder / _LOG)  # None: missing or unreachable, which writing will report
         if self._own is not None and found is not None and found != self._own:
             raise CheckpointError(
-                f"Another parameter server has taken the place of this one, and writes the files in {self._folder}."
+                f"Another parameter server has replaced this one and writes the files in {self._folder}."
             )
 
     def take_over(self) -> Saved:
-        """As `read`; the server that wrote the files can't write there any more, if it lives.
+        """Like `read`; a previous server process, if alive, can't write any more.
 
-        Raises `CheckpointError` also when they can't be written.
+        Raises `CheckpointError` also when the files can't be written.
         """
         saved = self.read()
         durable.drop_unfinished(self._folder)
@@ -159,10 +159,9 @@ class RecoveryLog:
         return saved
 
     def read(self) -> Saved:
-        """What the files hold together; where one is damaged, what those before it hold. Tables stay there until they
-        are read.
+        """The combined content of the files, up to the first damaged one. Tables stay on disk until they are read.
 
-        Raises `CheckpointError` when there is nothing that can be read.
+        Raises `CheckpointError` when nothing can be read.
         """
         path = self._folder / _LOG
         try:
@@ -171,9 +170,9 @@ class RecoveryLog:
         except durable.NewerFormatError as error:
             raise CheckpointError(str(error)) from error
         except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"There are no recovery files that can be read: {path}: {error!r}.") from error
+            raise CheckpointError(f"No readable recovery files: {path}: {error!r}.") from error
         if (found, run) != (_FORMAT, self._run):
-            raise CheckpointError(f"The recovery files in {self._folder} are of another training, or release.")
+            raise CheckpointError(f"The recovery files in {self._folder} belong to another training or release.")
         files: list[Path] = []
         for entry in entries:
             path = self._folder / entry["name"]
@@ -183,7 +182,7 @@ class RecoveryLog:
             except CheckpointError as error:
                 if not files:
                     raise
-                logger.warning("%s What was saved before it is used.", error)
+                logger.warning("%s Using what was saved before it.", error)
                 break
         self._entries = entries[: len(files)]
         self._next = 1 + max(int(Path(entry["name"]).stem.partition("-")[0]) for entry in entries)
@@ -193,7 +192,7 @@ class RecoveryLog:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Of the file that is there now; the number of one that is gone may be another's."""
+    """Identity of an existing file; the inode of a removed file may be reused."""
     try:
         stat = path.stat()
     except OSError:
@@ -202,7 +201,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 class Replicated(Protocol):
-    """What is told of the files that are written."""
+    """Interface to report which changes have been written."""
 
     def begin(self) -> None: ...
 
@@ -210,12 +209,12 @@ class Replicated(Protocol):
 
 
 def log_folder(root: Path, index: int, map_version: int) -> Path:
-    """Where server `index` of those of one map writes."""
+    """Folder of server `index` under one map."""
     return root / (f"ps-{index}-map-{map_version}" if map_version else f"ps-{index}")
 
 
 def forget_older(root: Path, map_version: int) -> None:
-    """Removes what servers wrote by older maps."""
+    """Removes files written under older maps."""
     for folder in root.glob("ps-*"):
         _, _, version = folder.name.partition("-map-")
         if int(version or 0) < map_version:
@@ -230,23 +229,23 @@ def read_by_older_map(
     slices: Sequence[Slice],
     map_version: int,
 ) -> Saved:
-    """What the servers of the map before that of `map_version` wrote: of variables `slices`, of tables all rows.
+    """Content written under the map before `map_version`: of variables `slices`, of tables all rows.
 
     Args:
-        split: whether variables may be cut.
+        split: whether variables may be split.
 
-    Raises `CheckpointError` when the files of one are missing or damaged.
+    Raises `CheckpointError` when files of a server are missing or damaged.
     """
     saved: list[Saved] = []
     while (folder := log_folder(root, len(saved), map_version - 1)).is_dir():
         saved.append(RecoveryLog(folder, run).read())
     if not saved:
-        raise CheckpointError(f"There are no recovery files of the map {map_version - 1} in {root}.")
+        raise CheckpointError(f"There are no recovery files of map {map_version - 1} in {root}.")
     held = partition(specs, len(saved), split)
     try:
         part = put_together([PartSlices(own, each.part) for own, each in zip(held, saved, strict=True)], slices, specs)
     except ElasticCBError as error:
-        raise CheckpointError(f"The recovery files in {root} are of another model: {error}") from error
+        raise CheckpointError(f"The recovery files in {root} belong to another model: {error}") from error
     part.tables = {number: JoinedTable([each.part.tables[number] for each in saved]) for number in saved[0].part.tables}
     part.version = min(each.part.version for each in saved)
     answered: dict[int, int] = {}
@@ -256,14 +255,14 @@ def read_by_older_map(
 
 
 class RecoveryWriter:
-    """Writes what changed, at intervals and in a thread of its own.
+    """Writes changes at intervals, in a thread of its own.
 
     Args:
-        log: of this server.
-        take: gives what the server holds, in full or as far as it changed after a version.
-        interval_seconds: between two files.
-        warn: is told, each time, when the files can't be written.
-        replica: begins its log before a file is written, if it has none, and hears what the file holds.
+        log: recovery files of this server.
+        take: returns the server's content, in full or as changed after a version.
+        interval_seconds: interval between files.
+        warn: called each time the files can't be written.
+        replica: starts its log before a file is written, if it has none, and gets what the file contains.
     """
 
     def __init__(
@@ -276,27 +275,27 @@ class RecoveryWriter:
     ) -> None:
         self._log, self._take, self._interval, self._warn = log, take, interval_seconds, warn
         self._replica = replica
-        self._version = -1  # that the files hold
-        self._noted = 0  # change of a replica that they hold
-        self._replaced = True  # the server holds other rows than those that were trained since `_version`
+        self._version = -1  # version in the files
+        self._noted = 0  # last replicated change in the files
+        self._replaced = True  # rows may have changed in other ways than training since `_version`
         self._writing = threading.Lock()
         self._stopped = False
-        self._awake = threading.Event()  # to write at once
-        self._wanted = threading.Event()  # to write when that takes no more than `_BUSY_SHARE`
+        self._awake = threading.Event()  # write now
+        self._wanted = threading.Event()  # write once `_BUSY_SHARE` allows
         self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def continue_from(self, version: int, noted: int = 0) -> None:
-        """The files hold all that the server held at `version`, up to that change."""
+        """The files contain the server's state at `version`, up to change `noted`."""
         self._version, self._noted, self._replaced = version, noted, False
 
     def write(self, replaced: bool = False) -> None:
-        """Writes what changed, now. Raises `CheckpointError` when that is not possible.
+        """Writes changes now. Raises `CheckpointError` on failure.
 
         Args:
-            replaced: everything may have, by other ways than training.
+            replaced: everything may have changed, in other ways than training.
         """
         with self._writing:
             self._replaced = self._replaced or replaced
@@ -314,12 +313,12 @@ class RecoveryWriter:
                 self._replica.written(saved.noted)
 
     def wake(self) -> None:
-        """Has the thread write now."""
+        """Makes the thread write now."""
         self._awake.set()
         self._wanted.set()
 
     def write_soon(self) -> None:
-        """Has the thread write before the interval is over, as soon as that is no more than its part of the time."""
+        """Makes the thread write before the interval ends, as soon as its share of time allows."""
         self._wanted.set()
 
     def _run(self) -> None:
@@ -327,13 +326,16 @@ class RecoveryWriter:
             begun = time.monotonic()
             try:
                 self.write()
-            except Exception as error:  # whatever it was, what comes next may be written
+            except Exception as error:  # of any kind; the next write may succeed
                 words = str(error)
                 if not isinstance(error, ElasticCBError):
                     logger.exception("Recovery files could not be written")
                     words = f"{describe(error)}."
                 if not self._stopped:
-                    self._warn(f"{words} Training goes on; if this server is lost now, it comes back as it was before.")
+                    self._warn(
+                        f"{words} Training continues, but if this server is lost now, the updates since its last "
+                        "recovery file are lost."
+                    )
             least = (time.monotonic() - begun) / _BUSY_SHARE
             if not self._awake.wait(least):
                 self._wanted.wait(max(self._interval - least, 0.0))
@@ -341,12 +343,12 @@ class RecoveryWriter:
             self._wanted.clear()
 
     def stop(self) -> None:
-        """Ends the writing, soon."""
+        """Stops writing, soon."""
         self._stopped = True
         self.wake()
 
     def close(self) -> None:
-        """Ends the writing; a file that is being written is finished first."""
+        """Stops writing; finishes the current file first."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join()

@@ -1,9 +1,8 @@
-"""Nothing acknowledged is lost with a server: its neighbour keeps, in memory, what its recovery files lack.
+"""Replication: a server's neighbour keeps, in memory, all acknowledged changes that its recovery files lack.
 
-A server sends each change to the next server before it answers it, as the call came (primary-backup with a log of
-operations). The neighbour computes nothing. The server that takes the place of a lost one reads the recovery files and
-makes the changes of the log again, in their order, with the code that made them first. What the files hold is dropped
-from the log.
+A server sends each change to the next server before answering the call, in the form of the call (primary-backup with an
+operation log). The neighbour computes nothing. The replacement of a lost server reads the recovery files and replays
+the log in order, with the original code. Changes contained in the files are dropped from the log.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from elasticcb.security.credentials import Access
 
 logger = logging.getLogger(__name__)
 
-# A neighbour that has not answered for so long is gone on without.
+# Continue unreplicated if the neighbour is silent this long.
 _DEADLINE_SECONDS = 30.0
 _BEGIN_SECONDS = 5.0
-_PATIENCE_SECONDS = 5.0  # with one that has the log of a lost server
-_PAGE_BYTES = 64 << 20  # of a log that is read
-# The recovery files are written when the log is as large as they are, and at least so large.
+_PATIENCE_SECONDS = 5.0  # timeout for the neighbour with the log of a lost server
+_PAGE_BYTES = 64 << 20  # size of a page when reading a log
+# Recovery files are written once the log is as large as they are, and at least this large.
 _SMALLEST_LOG = 512 << 20  # bytes
 
 
 class Replica:
-    """The log of this server at its neighbour.
+    """This server's log on its neighbour.
 
-    A change is noted while it is made, under the lock of the model, and confirmed when that lock is free again: one
-    change travels while the next is made, and those of several workers may travel together.
+    A change is noted while it is made, under the model's lock, and confirmed after the lock is released: one change is
+    sent while the next is made, and changes of several workers may be sent together.
 
     Args:
         origin: this server.
-        files: its recovery files, which tell a later process whether the log counts.
-        address: of the neighbour, "host:port"; "" as long as it is lost, too.
-        access: to the job.
+        files: its recovery files, which tell a later process whether the log is valid.
+        address: address of the neighbour, "host:port"; "" while that is also lost.
+        access: credentials of the job.
 
     Attributes:
         noted: number of the last change.
@@ -55,14 +54,14 @@ class Replica:
         self._origin, self._files, self._access = origin, files, access
         self._stream = secrets.randbits(62) + 1
         self._state = threading.Lock()
-        self._sending = threading.Lock()  # never taken while `_state`, or the lock of the model, is held
+        self._sending = threading.Lock()  # never acquired while holding `_state` or the model's lock
         self._pending: list[Entry] = []
-        self._sizes: deque[tuple[int, int]] = deque()  # (number, bytes) of what is not written down
+        self._sizes: deque[tuple[int, int]] = deque()  # (number, bytes) of changes not yet in recovery files
         self._size = 0
         self._written = 0
-        self._begun = 0  # times that it has asked for a log
-        self._active = False  # the neighbour has all changes since it became so
-        self._confirmed = 0  # up to this number changes need not be waited for
+        self._begun = 0  # number of logs requested
+        self._active = False  # whether the neighbour has all changes since the log started
+        self._confirmed = 0  # changes up to this number need no waiting
         self._closed = False
         self._address = address
         self._connection = self._connected(address)
@@ -75,7 +74,7 @@ class Replica:
     # -------------------------------------------------------------- in training
 
     def note(self, method: str, header: Any, tensors: Mapping[str, Array]) -> None:
-        """A call has changed the model. Called under the model's lock; `confirm` before the call is answered."""
+        """A call has changed the model. Called under the model's lock; call `confirm` before answering."""
         with self._state:
             self.noted += 1
             if self._active:
@@ -83,9 +82,9 @@ class Replica:
                 self._pending.append(Entry(self.noted, method, header, tensors))
 
     def confirm(self, number: int) -> None:
-        """Returns when the neighbour has the changes up to `number`, or is gone on without.
+        """Returns when the neighbour has the changes up to `number`, or replication has stopped.
 
-        Raises `ConnectionLostError` when this server is closed before.
+        Raises `ConnectionLostError` when this server is closed first.
         """
         if not self._active or number <= self._confirmed:
             return
@@ -107,13 +106,13 @@ class Replica:
     @property
     def _over(self) -> ConnectionLostError:
         return ConnectionLostError(
-            f"Parameter server {self._origin.server} is closed, so it can't answer for its last changes. Ask the "
-            "server that takes its place."
+            f"Parameter server {self._origin.server} is closed and can't confirm its last changes. Retry with its "
+            "replacement."
         )
 
     @property
     def is_full(self) -> bool:
-        """Whether the recovery files should be written, so that the log gets shorter."""
+        """Whether recovery files should be written, to shorten the log."""
         return self._size > _SMALLEST_LOG and self._size > self._files.whole_bytes
 
     def _send(self, seconds: float, entries: Sequence[Entry] = (), **more: Any) -> None:
@@ -129,14 +128,18 @@ class Replica:
                 self._size += entry.bytes
 
     def _go_on_without(self, error: ElasticCBError) -> None:
-        """Before what is under way is answered, the files tell that there is more than they and the log hold."""
+        """Marks the files as incomplete before any pending call is answered."""
         if self._closed:
             raise self._over from error
         self._stop()
-        logger.warning("%s Parameter server %d has no replica until one answers.", error, self._origin.server)
+        logger.warning(
+            "%s Parameter server %d continues without a replica until its neighbour answers.",
+            error,
+            self._origin.server,
+        )
 
     def _stop(self) -> None:
-        self._files.set_replicated(False)  # first: without a log nobody waits for it any more
+        self._files.set_replicated(False)  # first, because afterwards no call waits for the log
         with self._state:
             self._active = False
             self._pending.clear()
@@ -146,7 +149,7 @@ class Replica:
     # -------------------------------------------------------------- with the recovery files
 
     def begin(self) -> None:
-        """Begins a log at the neighbour if there is none. It counts when the files have been written after that."""
+        """Starts a log at the neighbour if there is none. It becomes valid once the files are written after that."""
         if self._active:
             return
         with self._sending:
@@ -154,13 +157,13 @@ class Replica:
                 self._begun += 1
                 self._send(_BEGIN_SECONDS, begin=self._begun)
             except ElasticCBError as error:
-                logger.debug("No log can be begun: %s", error)
+                logger.debug("Could not start a replica log: %s", error)
                 return
             with self._state:
                 self._active = True
 
     def written(self, number: int) -> None:
-        """The files hold the changes up to `number`. Raises `CheckpointError` when they can't tell of the log."""
+        """The files contain the changes up to `number`. Raises `CheckpointError` when they can't be marked."""
         with self._state:
             self._written = number
             while self._sizes and self._sizes[0][0] <= number:
@@ -169,10 +172,10 @@ class Replica:
             with self._sending:
                 if self._active:
                     self._files.set_replicated(True)
-                    logger.info("The neighbour at %s keeps a log of what the recovery files lack", self._address)
+                    logger.info("Replicating to the neighbour at %s", self._address)
 
     def follow(self, address: str) -> None:
-        """Another process is the neighbour now."""
+        """The neighbour is now another process."""
         with self._sending:
             if address != self._address:
                 self._stop()
@@ -188,20 +191,20 @@ class Replica:
         if self._connection is not None:
             self._connection.close()
 
-    # -------------------------------------------------------------- in the place of a lost server
+    # -------------------------------------------------------------- replacing a lost server
 
     def go_on(self, number: int, replay: Callable[[Entry], bool]) -> bool:
-        """Makes the changes again that the files lack, and goes on with the log.
+        """Replays the changes that the files lack, and continues the log.
 
         Args:
-            number: of the last change that the files hold.
-            replay: makes a change again; False when it can't.
+            number: number of the last change in the files.
+            replay: replays a change; False when it can't.
 
-        Returns whether these were all that the lost server had acknowledged.
+        Returns whether everything that the lost server had acknowledged was restored.
         """
         self.noted = self._written = number
         if not self._files.is_replicated:
-            logger.warning("The lost server had no replica when it was lost.")
+            logger.warning("The lost server had no replica.")
             return False
         complete = self._connection is not None and self._replay_all(self._connection, replay)
         if complete:
@@ -218,24 +221,26 @@ class Replica:
             try:
                 page = connection.call(PS_METHODS["ReadLog"], Frame(request, {}), _DEADLINE_SECONDS, _PATIENCE_SECONDS)
             except (ConnectionLostError, HandlerError, WireError) as error:
-                logger.warning("The log of the lost server can't be read: %s", error)
+                logger.warning("The replica log of the lost server can't be read: %s", error)
                 return False
             if not page.header.found:
-                logger.warning("The neighbour at %s has no log that goes on from the recovery files.", self._address)
+                logger.warning("The neighbour at %s has no log that continues the recovery files.", self._address)
                 return False
             entries = unpacked(page, self.noted + 1)
             if not entries:
                 return True
             for entry in entries:
                 if not replay(entry):
-                    logger.warning("Change %d of the log, by %s, can't be made again.", entry.number, entry.method)
+                    logger.warning(
+                        "Change %d of the replica log, by %s, can't be replayed.", entry.number, entry.method
+                    )
                     return False
                 self.noted = entry.number
             self._add_sizes(entries)
 
 
 def packed(header: Any, entries: Iterable[Entry]) -> Frame[Any]:
-    """A message with entries of a log; their arrays are not copied."""
+    """A message with log entries; their arrays are not copied."""
     tensors: dict[str, Array] = {}
     for place, entry in enumerate(entries):
         header.entries.add(method=entry.method, header=entry.header)
@@ -244,12 +249,12 @@ def packed(header: Any, entries: Iterable[Entry]) -> Frame[Any]:
 
 
 def unpacked(frame: Frame[Any], first: int) -> list[Entry]:
-    """The entries in a message, numbered from `first` on. Raises `WireError` for arrays of no entry."""
+    """The entries of a message, numbered from `first`. Raises `WireError` for arrays of no entry."""
     tensors: list[dict[str, Array]] = [{} for _ in frame.header.entries]
     for name, array in frame.tensors.items():
         place, _, rest = name.partition("/")
         if not place.isdecimal() or int(place) >= len(tensors):
-            raise WireError(f"A log of changes holds a tensor named {name!r}; expected K/NAME, K below {len(tensors)}.")
+            raise WireError(f"A replica log has a tensor named {name!r}; expected K/NAME with K below {len(tensors)}.")
         tensors[int(place)][rest] = array
     return [
         Entry(first + place, entry.method, entry.header, tensors[place])
@@ -258,7 +263,7 @@ def unpacked(frame: Frame[Any], first: int) -> list[Entry]:
 
 
 class Neighbours:
-    """Keeps the logs of other servers, for their calls."""
+    """Keeps the logs of other servers; handles their calls."""
 
     def __init__(self) -> None:
         self._logs = ReplicaLogs()

@@ -1,4 +1,4 @@
-"""What a parameter server keeps for its neighbours: the changes that their recovery files do not hold yet.
+"""Logs that a parameter server keeps for its neighbours: changes that are not in their recovery files yet.
 
 Pure, and not thread-safe.
 """
@@ -12,17 +12,17 @@ from typing import NamedTuple
 from elasticcb.errors import ElasticCBError
 from elasticcb.rpc.tensors import Array
 
-_OVERHEAD = 1024  # bytes of an entry besides its arrays, about
+_OVERHEAD = 1024  # approximate bytes of an entry besides its arrays
 
 
 class Entry(NamedTuple):
     """A call that changed a server.
 
     Attributes:
-        number: of the change, from 1.
-        method: of the call.
-        header: of the call, as protobuf.
-        tensors: of the call, as it came.
+        number: number of the change, from 1.
+        method: method of the call.
+        header: protobuf header of the call.
+        tensors: tensors of the call, as received.
     """
 
     number: int
@@ -46,28 +46,28 @@ class _Log:
     def __init__(self, stream: int, number: int) -> None:
         self.stream, self.number = stream, number
         self.entries: deque[Entry] = deque()
-        self.dropped: int | None = None  # the last number that is not kept any more; None: nothing came yet
+        self.dropped: int | None = None  # the last number no longer kept; None: nothing received yet
 
 
 class ReplicaLogs:
     """The logs of other servers.
 
-    A log belongs to the process that began it, or that went on with it last; what another one sends is refused.
+    A log belongs to the process that started it, or last continued it; entries of other processes are refused.
     """
 
     def __init__(self) -> None:
         self._logs: dict[Origin, _Log] = {}
-        self._gone: dict[Origin, set[int]] = {}  # processes that had a log, and were replaced
+        self._gone: dict[Origin, set[int]] = {}  # replaced processes that had a log
 
     def begin(self, origin: Origin, stream: int, number: int) -> None:
-        """Forgets what was kept of `origin`; process `stream` goes on, with its log of this `number`, from 1.
+        """Discards the log of `origin`; process `stream` starts a new one, with id `number`.
 
-        Raises `ElasticCBError` when the process has begun a later one meanwhile, or was replaced: the call is late.
+        Raises `ElasticCBError` when the process has started a later log, or was replaced: the call is late.
         """
         log = self._logs.get(origin)
         begun = log.number if log is not None and log.stream == stream else 0
         if number <= begun or stream in self._gone.get(origin, ()):
-            raise ElasticCBError(f"Parameter server {origin.server} asked too late for a log of its changes.")
+            raise ElasticCBError(f"Parameter server {origin.server} requested a replica log too late.")
         self._replace(origin, stream)
         self._logs[origin] = _Log(stream, number)
 
@@ -77,15 +77,15 @@ class ReplicaLogs:
             self._gone.setdefault(origin, set()).add(log.stream)
 
     def add(self, origin: Origin, stream: int, entries: Sequence[Entry], written: int) -> None:
-        """Keeps `entries`, and lets those up to number `written` go.
+        """Adds `entries`, and drops those up to number `written`.
 
-        Raises `ElasticCBError` when they do not follow on what is kept.
+        Raises `ElasticCBError` when they do not follow the last entry.
         """
         log = self._logs.get(origin)
         if log is None or log.stream != stream:
             raise ElasticCBError(
-                f"Changes of parameter server {origin.server} came from a process that has no log here. It has to "
-                "begin one; this server may have been restarted."
+                f"Changes of parameter server {origin.server} came from a process without a log here. It must start "
+                "one; this server may have been restarted."
             )
         if entries and log.dropped is None:
             log.dropped = entries[0].number - 1
@@ -101,8 +101,8 @@ class ReplicaLogs:
             log.dropped = log.entries.popleft().number
 
     def take_over(self, origin: Origin, stream: int, after: int, most_bytes: int) -> list[Entry] | None:
-        """The entries behind number `after`, as many as `most_bytes` hold and at least one; process `stream` goes on
-        with the log. None when there is no log, or entries behind `after` are missing."""
+        """The entries after number `after`, up to `most_bytes` but at least one; process `stream` continues the log.
+        None when there is no log, or entries after `after` are missing."""
         log = self._logs.get(origin)
         if log is None or (log.dropped is not None and log.dropped > after):
             return None

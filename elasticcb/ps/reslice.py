@@ -1,4 +1,4 @@
-"""What servers hold of variables, cut and put together for another number of servers."""
+"""Cuts and reassembles servers' parts of variables for another number of servers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from elasticcb.sharding.partition import Slice, VariableSpec
 
 
 class PartSlices(NamedTuple):
-    """A part of the model, and of which slices its arrays are."""
+    """A part of the model, and the slices of its arrays."""
 
     slices: Sequence[Slice]
     part: Part
 
 
 def overlap(held: Sequence[Slice], wanted: Sequence[Slice]) -> list[Slice]:
-    """What is in both; each has at most one slice of a variable."""
+    """The intersection; each has at most one slice of a variable."""
     own = {part.variable: part for part in held}
     found = []
     for part in wanted:
@@ -34,7 +34,7 @@ def overlap(held: Sequence[Slice], wanted: Sequence[Slice]) -> list[Slice]:
 
 
 def cut(held: PartSlices, wanted: Sequence[Slice], specs: Sequence[VariableSpec]) -> PartSlices:
-    """What `held` has of the slices `wanted`. Of tables and shared variables nothing."""
+    """The parts of `held` within the slices `wanted`, without tables and shared variables."""
     slices = overlap(held.slices, wanted)
     own = {part.variable: part for part in held.slices}
     result = Part(version=held.part.version)
@@ -44,16 +44,16 @@ def cut(held: PartSlices, wanted: Sequence[Slice], specs: Sequence[VariableSpec]
         for (variable, name), slot in held.part.slots.items():
             if variable == part.variable:
                 result.slots[variable, name] = part.of(slot, spec, whole)
-    # Such variables are never cut.
+    # Such variables are never split.
     result.extras = {key: value for key, value in held.part.extras.items() if key[0] in result.weights}
     return PartSlices(slices, result)
 
 
 def put_together(pieces: Sequence[PartSlices], wanted: Sequence[Slice], specs: Sequence[VariableSpec]) -> Part:
-    """What a server that holds the slices `wanted` has of `pieces`; shared variables are those of the first that has
-    any. Of tables nothing.
+    """Assembles the part of a server with the slices `wanted` from `pieces`, without tables; shared variables come from
+    the first piece that has any.
 
-    Raises `ElasticCBError` when the weights are not all there.
+    Raises `ElasticCBError` when weights are missing.
     """
     result = Part(version=max((piece.part.version for piece in pieces), default=0))
     for part in wanted:

@@ -1,4 +1,4 @@
-"""Which rows of an embedding table are too old: by versions of the model, or by time."""
+"""Which rows of an embedding table are too old: by model versions, or by time."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import numpy as np
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings.age import seconds_of
 
-_LOOKS_PER_AGE = 8  # how often rows that are too old are looked for, while one becomes too old
-_MARKS_PER_AGE = 64  # how exact a time is: by a 64th, rows stay too long
+_LOOKS_PER_AGE = 8  # how often per maximum age to look for old rows
+_MARKS_PER_AGE = 64  # precision of times: rows may stay up to a 64th too long
 
 
 class RowAges:
-    """Finds the version before which a row was trained too long ago.
+    """Finds the version before which rows were trained too long ago.
 
-    A row has the version at which it was last trained. For a time, marks tell when the model had which version, so that
-    a row needs no time of its own.
+    A row stores the version at which it was last trained. For time-based ages, marks record when the model had which
+    version, so that rows need no timestamps.
 
     Args:
-        max_age: versions, or a time ("7d"); 0: rows never become too old.
-        now: the system's clock, in seconds: marks outlive this process.
+        max_age: versions, or a time ("7d"); 0: rows never expire.
+        now: system clock in seconds: marks outlive this process.
     """
 
     def __init__(self, max_age: int | str, now: Callable[[], float]) -> None:
         self._seconds = seconds_of(max_age)
         self._versions = 0 if self._seconds else int(max_age)
         self._now = now
-        # Last, at this version or time: by time at once, since a job may be shorter than the time between two looks.
+        # Version or time of the last look: for times, look at once, since a job may be shorter than the interval.
         self._looked = -math.inf if self._seconds else 0.0
-        # (version, seconds): rows of earlier versions were last trained before then.
+        # (version, seconds): rows of earlier versions were last trained before that time.
         self._marks: list[tuple[int, float]] = []
         self._last = (0, now() if self._seconds else 0.0)  # version and time of the last call
 
     def begin(self, version: int) -> None:
-        """The rows are others, as they were at `version`."""
+        """The rows were replaced by those of `version`."""
         if not self._seconds:
             self._looked = version
             return
@@ -44,10 +44,10 @@ class RowAges:
         self._last = (version, self._now())
 
     def due(self, version: int) -> int | None:
-        """The version before which rows are too old; None: it is not the time to look, since that looks at all.
+        """The version before which rows are too old; None: no need to look now, because looking scans all rows.
 
         Args:
-            version: of the model. Call it at each of them.
+            version: current version of the model. Call this at every version.
         """
         if self._seconds:
             return self._due_by_time(version)
@@ -72,18 +72,18 @@ class RowAges:
         return self._marks[0][0] if self._marks and self._marks[0][1] <= now - self._seconds else None
 
     def _before(self, version: int) -> tuple[int, float] | None:
-        """A mark of what was trained up to the last call; None: at `version` that goes on, or it can't follow the other
-        marks."""
+        """A mark for everything trained up to the last call; None if `version` has not increased, or the mark would be
+        out of order."""
         last, seconds = self._last
         if version <= last or (self._marks and (last < self._marks[-1][0] or seconds < self._marks[-1][1])):
             return None
         return last + 1, seconds
 
     def export(self, version: int) -> Array | None:
-        """For `restore`, versions and seconds, int64 [n, 2]; None: there is nothing to keep.
+        """State for `restore`, versions and seconds, int64 [n, 2]; None: nothing to save.
 
         Args:
-            version: of the model.
+            version: current version of the model.
         """
         if not self._seconds:
             return None
@@ -91,11 +91,11 @@ class RowAges:
         return np.ceil([*self._marks, *([newest] if newest else [])]).astype(np.int64).reshape(-1, 2)
 
     def restore(self, marks: Array, version: int, stood_still: bool) -> None:
-        """Goes on with what `export` gave.
+        """Restores the state of `export`.
 
         Args:
-            version: of the model now; the next rows to be trained get one more.
-            stood_still: the time since then does not count, as the job could train nothing.
+            version: current version of the model; the next rows trained get the following version.
+            stood_still: the time since then does not count, because the job could not train.
         """
         if not self._seconds or not len(marks):
             return

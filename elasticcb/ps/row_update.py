@@ -1,9 +1,8 @@
-"""Updates some rows of a variable with the user's own optimizer, at a cost that the table's size does
-not enter.
+"""Updates some rows of a variable with the user's Keras optimizer, at a cost independent of the table's size.
 
-The rows and their slots are gathered into a small variable, on which a clone of the optimizer runs,
-and are scattered back. Rows without a gradient stay as they are, momentum and weight decay included
-("lazy" updates); docs/parameter_servers.md says where that differs from a dense update.
+The rows and their slots are gathered into a small variable, on which a clone of the optimizer runs, and are scattered
+back. Rows without a gradient stay unchanged, including momentum and weight decay ("lazy" updates);
+docs/parameter_servers.md describes how that differs from a dense update.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from elasticcb.optimizers.traits import multiply_learning_rate
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.tf.row_variables import make_free_rows
 
-_ROWS = 2  # that a clone is built on: not 1, which is also the shape of what belongs to no row
+_ROWS = 2  # rows of a clone's initial variable: not 1, which is also the shape of non-row state
 
 
 class RowClone:
-    """A clone of an optimizer on a variable that holds just the rows to be updated.
+    """A clone of an optimizer on a variable with only the rows to update.
 
     Args:
-        optimizer: that the clone stands for.
-        index: of the whole variable in the model.
-        shape, dtype, path: of the whole variable, of rank 1 or more.
-        rate_multiplier: the clone's learning rate is the optimizer's times this.
+        optimizer: the original optimizer.
+        index: index of the full variable in the model.
+        shape, dtype, path: of the full variable, of rank 1 or more.
+        rate_multiplier: factor for the optimizer's learning rate.
 
     Attributes:
-        slots: the initial row of each slot, [dim] or of another width, by name.
-        has_extras: whether the optimizer keeps for a variable what is not of its rows.
+        slots: initial row of each slot, [dim] or another width, by name.
+        has_extras: whether the optimizer has state for a variable that is not per row.
     """
 
     def __init__(
@@ -59,12 +58,12 @@ class RowClone:
         self._shared = [(value, clone.shared[name]) for name, value in optimizer.shared.items()]
 
     def copy_shared(self) -> None:
-        """Gives the clone the iterations and the learning rate. Called while a function is traced."""
+        """Copies iterations and learning rate to the clone. Called while a function is traced."""
         for main, clone in self._shared:
             clone.assign(main.value)
 
     def copy_shared_back(self) -> None:
-        """Takes the iterations over from the clone, when nothing else has advanced them."""
+        """Copies the iterations back from the clone if nothing else has advanced them."""
         for main, clone in self._shared:
             main.assign(clone.value)
 
@@ -73,7 +72,7 @@ class RowClone:
         self._rows.value.assign(rows)
         for slot, values in zip(self._slots, slots, strict=True):
             slot.value.assign(values)
-        # The optimizer may keep the gradient in a variable, but its memory is that of the push.
+        # The optimizer may store the gradient in a variable, but its memory belongs to the push.
         self._optimizer.apply([tf.raw_ops.DeepCopy(x=gradients)], [self._rows])
         return [tf.identity(variable.value) for variable in (self._rows, *self._slots)]
 
@@ -82,8 +81,8 @@ class RowUpdate:
     """The rows of one variable.
 
     Args:
-        server: the optimizer that holds the variable's slots.
-        index: of the variable in the model.
+        server: the optimizer with the variable's slots.
+        index: index of the variable in the model.
         variable: this server's part of it, of rank 1 or more.
     """
 

@@ -1,4 +1,4 @@
-"""What a parameter server holds beside weights: pushes that wait, answers, snapshots, and its place among others."""
+"""A server's state besides weights: pending pushes, answers, snapshots, and its place among the servers."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ logger = logging.getLogger(__name__)
 
 
 class PushAnswer(NamedTuple):
-    """What is answered to a push, and again to its retry."""
+    """The answer to a push and its retries."""
 
     status: int
     reason: str = ""
 
 
 class Staged(NamedTuple):
-    """A push that waits to be named."""
+    """A push that waits for the first server's decision."""
 
     push: Push
-    version: int  # of the weights that it was computed on
+    version: int  # version of the weights it was computed on
 
 
 class Change(NamedTuple):
-    """What a `LoadState` brings, checked."""
+    """A checked `LoadState` request."""
 
     id: int
     values: Mapping[int, Array]  # of all variables, or of none
@@ -52,7 +52,7 @@ class Change(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """What is held for an `Export`."""
+    """State held for an `Export`."""
 
     id: int
     part: Part
@@ -60,10 +60,10 @@ class Exported(NamedTuple):
 
 
 class MoveGate:
-    """Which calls a server takes before it hands over what it holds.
+    """Which calls a server accepts before it hands over its data.
 
     Attributes:
-        allowed: by worker, the sequence number up to which pushes are taken.
+        allowed: by worker, the sequence number up to which pushes are accepted.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class MoveGate:
         self._refused: dict[int, int] = {}
 
     def admits(self, worker: int, sequence: int, creates_rows: bool) -> bool:
-        """Whether a call may go on: it changes nothing, or is a push that other servers have taken."""
+        """Whether a call may proceed: it changes nothing, or is a push that other servers have applied."""
         if not sequence:
             return not creates_rows
         if sequence <= self.allowed.get(worker, 0):
@@ -80,9 +80,9 @@ class MoveGate:
         return False
 
     def missing(self, taken: Mapping[int, int]) -> list[PushName]:
-        """Pushes that are still to come, `taken` being by worker the last one that was taken.
+        """Pushes still missing; `taken` has the last applied push of each worker.
 
-        A worker makes one push after another: with a later one, it has had all answers to those before.
+        A worker makes one push at a time: a later one implies that it got all answers to the earlier ones.
         """
         return [
             PushName(worker, last)
@@ -93,7 +93,7 @@ class MoveGate:
 
 @dataclass
 class ServedModel:
-    """What `Initialize` brings."""
+    """The result of `Initialize`."""
 
     specs: Sequence[VariableSpec]
     slices: Sequence[Slice]
@@ -104,33 +104,33 @@ class ServedModel:
     reader: PushReader
     peers: Peers
     policy: UpdatePolicy
-    staged: dict[PushName, Staged]  # synchronous mode: pushes that an update may name
+    staged: dict[PushName, Staged]  # synchronous mode: pushes waiting for an update
     answered: Answered[PushAnswer]
-    snapshots: dict[int, Snapshot]  # by evaluation round
-    held: dict[str, Part]  # by a checkpoint's folder, what is to be written there
+    snapshots: dict[int, Snapshot]  # by evaluation pass
+    held: dict[str, Part]  # by checkpoint folder, data to write there
     exported: Exported | None = None
-    change: Change | None = None  # synchronous mode: what waits for the first server's word
-    loaded: tuple[int, int] = (0, 0)  # the last change's id, and the version that it made
-    rate_version: int = 0  # rises when the master sets the base rate
-    replica: Replica | None = None  # of this server, at its neighbour
-    failure: str = ""  # of an update that only some of the servers have made
-    gate: MoveGate | None = None  # while it hands over what it holds
+    change: Change | None = None  # synchronous mode: a change that waits for the first server
+    loaded: tuple[int, int] = (0, 0)  # id of the last change, and the version it made
+    rate_version: int = 0  # increases when the master sets the base rate
+    replica: Replica | None = None  # of this server, on its neighbour
+    failure: str = ""  # an update that only some servers have applied
+    gate: MoveGate | None = None  # while it hands over its data
 
     @contextlib.contextmanager
     def all_or_none(self, version: int) -> Iterator[None]:
-        """Lets nothing come after a change that not all servers have made."""
+        """Blocks everything after a change that not all servers have made."""
         try:
             yield
         except Exception as error:
             if self.peers:
                 self.failure = (
                     f"The update to version {version} failed on some of the {self.num_ps} parameter servers: {error} "
-                    "The others may have made it, so training can't go on; start again from the last checkpoint."
+                    "The others may have applied it, so training can't continue. Start again from the last checkpoint."
                 )
             raise
 
     def update(self, names: Sequence[PushName]) -> None:
-        """Applies staged pushes as one update, on all servers when this is the first of several."""
+        """Applies staged pushes as one update; on all servers, if this is the first of several."""
         pushes = [self.staged.pop(name).push for name in names]
         if not pushes:
             return
@@ -146,41 +146,41 @@ class ServedModel:
             self.parameters.apply(push)
 
     def flush(self) -> None:
-        """Makes an update of the pushes that wait."""
+        """Applies the pending pushes as an update."""
         names = self.policy.flush().pushes
         if names:
             self.update(names)
 
     def release_held(self) -> None:
-        """Forgets what was to be written for a checkpoint."""
+        """Drops what was held for a checkpoint."""
         for part in self.held.values():
             part.release()
         self.held = {}
 
     def drop_stale(self) -> None:
-        """Forgets staged pushes that are too old now: nobody will name them, and those that wait for an update of
-        several are left out of it."""
+        """Drops staged pushes that are too old: the first server will not use them, and updates of several pushes leave
+        them out."""
         for name, staged in list(self.staged.items()):
             reason = self.policy.too_old(staged.version, self.parameters.version)
             if reason:
                 if name in self.policy.waiting:
-                    logger.warning("A gradient that waited for an update is dropped: %s", reason)
+                    logger.warning("Dropped a waiting gradient: %s", reason)
                 del self.staged[name]
         self.policy.keep(self.staged)
 
     def snapshot_of(self, evaluation_round: int) -> Snapshot:
-        """Raises `ElasticCBError` when none is kept."""
+        """Raises `ElasticCBError` when there is none."""
         snapshot = self.snapshots.get(evaluation_round)
         if snapshot is None:
             kept = ", ".join(map(str, self.snapshots)) or "none"
             raise ElasticCBError(
-                f"There is no snapshot of evaluation round {evaluation_round} (kept are: {kept}). The round is "
-                "over, or this server was restarted."
+                f"There is no snapshot of evaluation pass {evaluation_round} (available: {kept}). The pass is over, "
+                "or this server was restarted."
             )
         return snapshot
 
     def given_snapshot(self, tensors: Mapping[str, Array]) -> Snapshot:
-        """Weights that the master brings, as if they were the present ones."""
+        """Weights sent by the master, as a snapshot."""
         values = values_of(tensors, self.specs, self.slices, "Snapshot")
         weights, state = (flat(values, self.specs, self.slices, trainable) for trainable in (True, False))
         return Snapshot(self.parameters.version, self.parameters.state_version, weights, state)

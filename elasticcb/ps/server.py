@@ -23,19 +23,19 @@ from elasticcb.storage.cold_store import ColdStore
 
 logger = logging.getLogger(__name__)
 
-_GRACE_SECONDS = 1.0  # for calls under way
+_GRACE_SECONDS = 1.0  # for running calls
 
 
 class PSServer:
-    """Serves one part of the model, which the master brings with `Initialize`.
+    """Serves one part of the model, which the master sends with `Initialize`.
 
     Args:
-        settings: of the first job.
-        make_optimizers: makes fresh optimizers, as many as asked for; None where nothing is trained.
+        settings: settings of the first job.
+        make_optimizers: creates fresh optimizers, as many as requested; None if nothing is trained.
         host: interface to listen on.
-        port: 0 takes any free one.
-        access: to the job; calls without it are refused.
-        warn, lost_workers: as for `ServerOptions`.
+        port: 0 picks a free one.
+        access: credentials of the job; calls without them are refused.
+        warn, lost_workers: as in `ServerOptions`.
 
     Raises `ConnectionLostError` when the port is taken.
     """
@@ -63,11 +63,11 @@ class PSServer:
         return Frame(pb.RefusedCallsResponse(calls=self.refused_calls()), {})
 
     def refused_calls(self) -> dict[str, int]:
-        """How many calls it has refused, by reason in words."""
+        """Number of refused calls, by reason (text)."""
         return self._server.refused.counts()
 
     def table_sizes(self) -> dict[str, TableSize]:
-        """What it holds of embedding tables, by the paths of their variables."""
+        """Sizes of its embedding tables, by variable path."""
         model = self._servicer.holder.model
         return {} if model is None else model.parameters.tables.sizes()
 
@@ -75,14 +75,14 @@ class PSServer:
         return lambda frame: self._servicer.handlers[name](frame)
 
     def begin_job(self, settings: JobSettings, make_optimizers: MakeOptimizers | None) -> None:
-        """Forgets the last job's model."""
+        """Drops the previous job's model."""
         self._servicer.holder.close()
         self._close_store()
         self._servicer = self._make_servicer(settings, make_optimizers)
 
     @property
     def ready(self) -> bool:
-        """Whether it holds its part of the present job's model, and serves it."""
+        """Whether it holds and serves its part of the current job's model."""
         return self._servicer.holder.ready
 
     @property
@@ -94,13 +94,13 @@ class PSServer:
         self._server.start()
 
     def put_down(self) -> None:
-        """Answers no further call, and writes what the next server in this place will begin with."""
+        """Stops answering calls, and writes the state for a replacement."""
         self._server.stop(_GRACE_SECONDS)
         self._servicer.holder.write_down()
         self._close_store()
 
     def stop(self, grace_seconds: float = _GRACE_SECONDS) -> None:
-        """Ends calls under way after `grace_seconds`, then returns."""
+        """Cancels running calls after `grace_seconds`, then returns."""
         self._server.stop(grace_seconds)
         self._servicer.holder.close()
         self._close_store()

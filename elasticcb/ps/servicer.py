@@ -1,7 +1,7 @@
-"""Answers the calls of `ParameterServer`; which class does is told by the table of `Servicer`.
+"""Handles the calls of `ParameterServer`; `Servicer` maps each call to its handler.
 
-One lock lets one call at a time read or change the model. Blocks of weights are made once per version
-and shared by all answers, so that the lock is held for little more than an update.
+One lock serializes calls that read or change the model. Blocks of weights are created once per version and shared by
+all answers, so that the lock is held for little more than an update.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Servicer:
     """The calls of one parameter server.
 
     Attributes:
-        holder: of its model.
-        handlers: what answers each call, by the method's name.
+        holder: holder of its model.
+        handlers: handler of each call, by method name.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -38,7 +38,7 @@ class Servicer:
         self.handlers = self._answers(training_calls, ReadingCalls(self.holder), Moves(self.holder, options.access))
 
     def _answers(self, training: TrainingCalls, reading: ReadingCalls, moves: Moves) -> dict[str, Handler]:
-        """What answers each call, by the method's name."""
+        """Handlers by method name."""
         locked, saved, holder, neighbours = self._locked, self._then_saved, self.holder, self._neighbours
         tables = TableCalls(self.holder)
         answers: dict[str, Handler] = {
@@ -81,8 +81,8 @@ class Servicer:
     def _replicated(
         self, function: Callable[[Frame[Any], Any], Frame[Any]], frame: Frame[Any], model: ServedModel, replica: Replica
     ) -> Frame[Any]:
-        """Answers a call when the neighbour knows all changes that the answer may tell of: those of the call, and those
-        that others have made before, such as the first try of this call."""
+        """Answers a call once the neighbour has all changes that the answer may reflect: its own, and earlier ones of
+        other calls, such as the first attempt of this one."""
         before = after = 0
         try:
             with self.holder.lock:
@@ -97,7 +97,7 @@ class Servicer:
                 self.holder.write_down()
 
     def _then_saved(self, method: Handler) -> Handler:
-        """For what workers can't do again: it is in the recovery files before it is answered."""
+        """For calls that workers can't repeat: they are in the recovery files before they are answered."""
 
         def answer(frame: Frame[Any]) -> Frame[Any]:
             response = method(frame)

@@ -1,4 +1,4 @@
-"""The calls of a parameter server that read or set what it holds as a whole."""
+"""Calls of a parameter server that read or set its whole state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elasticcb.sharding.table_state import to_tensors as tables_to
 
 
 class ReadingCalls:
-    """Those that take time beside training: they take the lock for a moment, and hold what they read."""
+    """Calls that run in parallel to training: they take the lock only briefly, and hold what they read."""
 
     def __init__(self, holder: Holder) -> None:
         self._holder = holder
@@ -27,7 +27,7 @@ class ReadingCalls:
     def save(self, frame: Frame[pb.SaveRequest]) -> Frame[Any]:
         directory = frame.header.directory
         if "\0" in directory:
-            raise WireError(f"Save names {directory!r}, which is no path.")
+            raise WireError(f"Save has an invalid path: {directory!r}.")
         with self._holder.lock:
             model = self._holder.present()
             if frame.header.hold:
@@ -37,7 +37,7 @@ class ReadingCalls:
                 return Frame(pb.SaveResponse(version=model.parameters.version), {})
             held = model.held.pop(directory, None)
             part = model.parameters.hold(self._holder.lock) if held is None else held
-        try:  # others go on while the file is written
+        try:  # others continue while the file is written
             saved = parts.save_part(directory, part, model.slices, model.index, model.num_ps)
         finally:
             part.release()
@@ -65,7 +65,7 @@ class ReadingCalls:
         if request.hold:
             return Frame(response, {})
         tensors = named(WEIGHTS, dense.weights) | named(STATE, dense.state)
-        optimizers = without_outer(part.optimizers)  # of which nobody but servers knows
+        optimizers = without_outer(part.optimizers)  # which only servers use
         response.optimizers.extend(optimizers.optimizers)
         response.rows.update({number: len(table) for number, table in part.held.items()})
         return Frame(response, tensors | to_tensors(optimizers))
@@ -89,7 +89,7 @@ class ReadingCalls:
 def snapshot(frame: Frame[pb.SnapshotRequest], model: ServedModel) -> Frame[Any]:
     evaluation_round = frame.header.evaluation_round
     if evaluation_round <= 0:
-        raise WireError(f"Snapshot names the evaluation round {evaluation_round}; they count from 1.")
+        raise WireError(f"Snapshot has evaluation pass {evaluation_round}; passes are numbered from 1.")
     if frame.header.release:
         released = model.snapshots.pop(evaluation_round, None)
         for table in (released.tables if released and released.tables else {}).values():
@@ -107,7 +107,7 @@ def snapshot(frame: Frame[pb.SnapshotRequest], model: ServedModel) -> Frame[Any]
 
 def load_state(frame: Frame[pb.LoadStateRequest], model: ServedModel) -> Frame[Any]:
     request = frame.header
-    if request.id == model.loaded[0]:  # a retry of what was done
+    if request.id == model.loaded[0]:  # a retry
         return Frame(pb.LoadStateResponse(version=model.loaded[1]), {})
     parameters = model.parameters
     if request.version:
@@ -115,8 +115,8 @@ def load_state(frame: Frame[pb.LoadStateRequest], model: ServedModel) -> Frame[A
         if change is None or change.id != request.id or request.version != parameters.version + 1:
             raise ElasticCBError(
                 f"Server {model.index} can't follow the first server to version {request.version}: it is at "
-                f"version {parameters.version}, and has {'another' if change else 'no'} state to set. It may "
-                "have been restarted; start the job again from its last checkpoint."
+                f"version {parameters.version}, and has {'another' if change else 'no'} pending state. It may "
+                "have been restarted. Start the job again from its last checkpoint."
             )
         _set(change, model)
         return Frame(pb.LoadStateResponse(version=parameters.version), {})
@@ -145,4 +145,4 @@ def _set(change: Change, model: ServedModel) -> None:
     model.change, model.loaded = None, (change.id, version)
     model.drop_stale()
     if model.replica is not None:
-        model.replica.note("LoadState", pb.LoadStateRequest(), {})  # the files hold it before it is answered
+        model.replica.note("LoadState", pb.LoadStateRequest(), {})  # recovery files contain it before it is answered

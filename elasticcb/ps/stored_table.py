@@ -1,4 +1,4 @@
-"""Where the rows of an embedding table are, in memory and on disk, and all that is done with them as a whole."""
+"""The rows of an embedding table in memory and on disk, and operations on the whole table."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from elasticcb.sharding.table_state import TableState, joined
 if TYPE_CHECKING:
     from elasticcb.storage.cold_store import ColdStore
 
-_MOVED_AT_ONCE = 1 << 15  # rows, to disk
+_MOVED_AT_ONCE = 1 << 15  # rows moved to disk at a time
 
 
 class StoredTable:
-    """Rows by id. What trains them, and says how many there may be, is an `EmbeddingTable`.
+    """Rows by id. Training and limits are in `EmbeddingTable`.
 
     Args:
-        rows: in memory, none yet.
-        store: for rows on disk; None: there are none.
+        rows: rows in memory, initially empty.
+        store: store for rows on disk; None: none.
         name: for messages.
     """
 
@@ -39,24 +39,24 @@ class StoredTable:
         self.name = name
         self._rows, self._store = rows, store
         self._version = 0  # of the model
-        self._left = 0  # rows that have left memory, or got other places in it
+        self._left = 0  # number of rows that have left memory, or moved within it
         self._cold = self._no_rows_on_disk()
 
     def _room_at_start(self, rows: int) -> int:
-        """How many of `rows` rows fit into memory, of a table that is empty. Raises `ElasticCBError` when that is not
-        all, and none may be left out."""
+        """How many of `rows` rows fit into an empty table's memory. Raises `ElasticCBError` when some don't, and none
+        may be left out."""
         raise NotImplementedError
 
     def _begin_anew(self, version: int) -> None:
-        """All rows are about to be others, those of `version`."""
+        """All rows are about to be replaced by those of `version`."""
         self._version = version
 
     def __len__(self) -> int:
-        """In memory and on disk."""
+        """Rows in memory and on disk."""
         return len(self._rows) + (len(self._cold) if self._cold is not None else 0)
 
     def places(self, ids: Array) -> Array:
-        """Where the rows of `ids` (int64 [n]) are in memory now, -1 where there is none: int64 [n]."""
+        """Current positions of the rows of `ids` (int64 [n]) in memory, -1 for missing ones: int64 [n]."""
         return self._rows.index.find(ids)
 
     @property
@@ -69,7 +69,7 @@ class StoredTable:
 
     @property
     def value_bytes(self) -> int:
-        """What the values of one row take."""
+        """Bytes of the values of one row."""
         return self._rows.dim * self._rows.held_dtype.itemsize
 
     @property
@@ -77,16 +77,16 @@ class StoredTable:
         """The names of the optimizer's slots."""
         return self._rows.initial_slots.keys()
 
-    # -------------------------------------------------------------- to disk, and away
+    # -------------------------------------------------------------- moving to disk, removing
 
     def _no_rows_on_disk(self) -> ColdRows | None:
-        """None where they may not go there."""
+        """None if rows may not go to disk."""
         return None if self._store is None else ColdRows(self._store, self._rows.slice(0, 0))
 
     def _move_to_disk(self, places: Array) -> None:
         """Moves the rows at `places` (int64 [n])."""
         assert self._cold is not None
-        places = np.sort(places)[::-1]  # the last ones first, so that the others stay where they are meanwhile
+        places = np.sort(places)[::-1]  # the last ones first, so that the others keep their positions meanwhile
         for first in range(0, len(places), _MOVED_AT_ONCE):
             moving = places[first : first + _MOVED_AT_ONCE]
             self._cold.put(self._rows.at(moving))
@@ -99,10 +99,10 @@ class StoredTable:
     # -------------------------------------------------------------- all rows
 
     def hold(self, lock: AbstractContextManager[Any], since: int | None = None) -> HeldTable:
-        """What `export` gives, to be read in pieces while training goes on. Release it after use.
+        """Like `export`, but read in pieces while training continues. Release it after use.
 
         Args:
-            lock: that is held at each call of this table; it must not be when the pieces are read.
+            lock: must be held at each call of this table, but not while the pieces are read.
         """
         cold = self._cold.hold(since) if self._cold else None
         return HeldTable(TableSnapshot(self._rows, since=since, held_cold=cold), self._rows.row_bytes, lock)
@@ -119,19 +119,19 @@ class StoredTable:
         return state
 
     def ids(self, since: int = -1) -> Array:
-        """Of all rows that were made or trained from version `since` on, int64 [n]."""
+        """Ids of all rows created or trained from version `since` on, int64 [n]."""
         ids = self._rows.index.ids[self._rows.used >= since]
         return np.concatenate([ids, self._cold.ids(since)]) if self._cold else ids
 
     def select(self, ids: Array) -> TableState:
-        """The rows of those of `ids` (int64 [n], unique) that have one."""
+        """The existing rows among `ids` (int64 [n], unique)."""
         places = self.places(ids)
         state = self._rows.at(places[places >= 0])
         return joined([state, self._cold.read(ids[places < 0])[1]]) if self._cold else state
 
     def counts(self, start: int, count: int) -> tuple[Array, Array, Array]:
-        """(ids, hits, used), int64 [n] each, of rows [start, start + count) of all: how often each was looked up in
-        training, and at which version last trained."""
+        """(ids, hits, used), int64 [n] each, of rows [start, start + count): how often each was looked up in training,
+        and the version at which it was last trained."""
         if self._cold and start >= len(self._rows):
             state = self._cold.rows(start - len(self._rows), count)
             assert state.hits is not None
@@ -140,10 +140,9 @@ class StoredTable:
         return self._rows.counts(start, count)
 
     def rows(self, start: int, count: int) -> tuple[Array, Array]:
-        """(ids int64 [n], rows [n, dim]) of a part of the rows, [start, start + count) of all; fewer at the end, and
-        where they are large.
+        """(ids int64 [n], rows [n, dim]) of rows [start, start + count); fewer at the end, and if rows are large.
 
-        In no order, which is the same from call to call as long as the table is not trained.
+        The order is arbitrary but stable while the table is not trained.
         """
         most = max(1, table_snapshot.CHUNK_BYTES // self._rows.row_bytes)
         count = max(0, min(count, most))
@@ -153,10 +152,10 @@ class StoredTable:
         return self._rows.rows(start, count)
 
     def put(self, state: TableState) -> None:
-        """Takes rows, with slots and counts, in the place of what is here of the same ids. The limits do not count,
-        unless rows may go to disk.
+        """Adds rows with slots and counts, replacing rows of the same ids. Limits are ignored unless rows may go to
+        disk.
 
-        Raises `ElasticCBError` when shapes or slots are others.
+        Raises `ElasticCBError` when shapes or slots don't match.
         """
         state = self._checked(state)
         if self._cold is not None:
@@ -168,7 +167,7 @@ class StoredTable:
         self._rows.put(state)
 
     def _put_on_disk(self, state: TableState, chosen: Array) -> None:
-        """Puts the rows `chosen` (int64 [n]) of `state` on disk. None of them is there, or here."""
+        """Puts the rows `chosen` (int64 [n]) of `state` on disk. None of them exists in the table."""
         assert self._cold is not None
         for first in range(0, len(chosen), _MOVED_AT_ONCE):
             part = state.select(chosen[first : first + _MOVED_AT_ONCE])
@@ -176,18 +175,18 @@ class StoredTable:
             self._cold.put(self._rows.completed(part, nothing, nothing, self._version))
 
     def keep(self, ids: Array) -> None:
-        """Removes all rows but those of `ids`, which are all here: int64 [n], unique."""
+        """Removes all rows except those of `ids`, which must exist: int64 [n], unique."""
         if len(ids) < len(self):
             self._rows.remove(np.flatnonzero(~np.isin(self._rows.index.ids, ids)))
         if self._cold:
             self._cold.keep(lambda found: np.isin(found, ids))
 
     def _take_rows(self, before: StoredTable, keeps: Callable[[Array], Array]) -> None:
-        """Adds to its rows those of `before`, which is of no use any more.
+        """Adds the rows of `before`, which must not be used afterwards.
 
         Args:
-            before: of the same dimension and slots.
-            keeps: tells which ids (int64 [n]) of it come, of none of which a row is here: bool [n].
+            before: a table of the same dimension and slots.
+            keeps: returns which ids (int64 [n]) to take: bool [n]; none of them has a row here.
         """
         own, own_cold = self._rows, self._cold
         self._cold = before._cold
@@ -196,20 +195,20 @@ class StoredTable:
         if len(leaving):
             self._rows.remove(leaving)
         self._rows.fill(own.slice(0, len(own)))
-        self._left += 1  # they have other places
+        self._left += 1  # rows have moved
         if self._cold is not None and own_cold is not None:
             self._cold.keep(keeps)
             for piece in own_cold.pieces():
                 self._cold.put(piece)
 
     def load(self, source: TableSource, version: int) -> None:
-        """Replaces all rows by those of `source`, piece by piece. What it lacks (slots, counts) stays as it was for ids
-        that stay, and begins anew for others.
+        """Replaces all rows by those of `source`, piece by piece. Missing slots and counts stay as they were for
+        existing ids, and start fresh for others.
 
         Args:
-            version: of the model. Rows of which nobody knows when they were trained count as trained at it.
+            version: version of the model, used for rows whose training time is unknown.
 
-        Raises `ElasticCBError` when shapes or slots are others, or when there are more rows than the limits allow.
+        Raises `ElasticCBError` when shapes or slots don't match, or when there are more rows than the limits allow.
         """
         before, cold_before = self._rows, self._cold
 
@@ -217,12 +216,12 @@ class StoredTable:
             return _completed(piece, before, cold_before, version)
 
         pieces = (completed(self._checked(piece)) for piece in source.pieces())
-        first = next(pieces)  # what can't be taken over is found before anything changes
-        # Snapshots have the rows before, which nobody changes any more.
+        first = next(pieces)  # report mismatches before anything changes
+        # Snapshots keep the old rows, which no longer change.
         self._rows = TableRows(before.dim, before.dtype, before.initial_slots, before.held_dtype)
         self._begin_anew(version)
         self._cold = self._no_rows_on_disk()
-        self._left += 1  # rows have other places
+        self._left += 1  # rows have moved
         rows = len(source)
         room = self._room_at_start(rows)
         newest = Newest(_ages(source, completed, version), room) if room < rows else None
@@ -236,7 +235,7 @@ class StoredTable:
             self._rows.fill(piece)
 
     def _checked(self, state: TableState) -> TableState:
-        """`state`, with rows as they are held, also of those that go to disk."""
+        """`state`, with rows in their stored dtype, also those for disk."""
         own = {"rows": (self._rows.dim,)} | {name: row.shape for name, row in self._rows.initial_slots.items()}
         given = {"rows": state.rows, **state.slots}
         wrong = [
@@ -250,13 +249,13 @@ class StoredTable:
             slots = [f"{name} {list(shape)}" for name, shape in sorted(own.items()) if name != "rows"]
             raise ElasticCBError(
                 f"{self.name} can't take over {', '.join(wrong)}: it has rows of {self._rows.dim} and the slots "
-                f"{', '.join(slots) or '(none)'}. Train on with the same model and optimizer."
+                f"{', '.join(slots) or '(none)'}. Continue training with the same model and optimizer."
             )
         return replace(state, rows=self._rows.as_held(state.rows))
 
 
 def _completed(state: TableState, rows: TableRows, cold_rows: ColdRows | None, version: int) -> TableState:
-    """`state`, with what it lacks as it is in these rows. Others begin anew, trained at `version`."""
+    """`state`, with missing parts taken from these rows. Other ids start fresh, as trained at `version`."""
     places = rows.index.find(state.ids)
     here, elsewhere = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
     completed = rows.completed(state, here, places[here], version)
@@ -274,12 +273,12 @@ def _completed(state: TableState, rows: TableRows, cold_rows: ColdRows | None, v
             if given is None:
                 assert counts is not None
                 counts[known] = count
-    # Versions may count anew, as with a fresh optimizer.
+    # Versions may restart, as with a fresh optimizer.
     return replace(completed, used=np.minimum(completed.used, version))
 
 
 def _ages(source: TableSource, completed: Callable[[TableState], TableState], version: int) -> Iterator[Array]:
-    """The versions at which the rows of `source` count as trained, in pieces."""
+    """The versions at which the rows of `source` count as last trained, in pieces."""
     for ids, used in source.ages():
         if used is None:
             used = completed(TableState(ids, np.empty((len(ids), 0)))).used

@@ -1,4 +1,4 @@
-"""The calls of a parameter server by which people see what its embedding tables hold, while training goes on."""
+"""Calls that report the content of embedding tables to users, while training continues."""
 
 from __future__ import annotations
 
@@ -17,27 +17,25 @@ from elasticcb.rpc.tensors import Frame
 from elasticcb.sharding.table_counts import TableCounts, Top
 from elasticcb.sharding.table_state import to_tensors
 
-PIECE_ROWS = 1 << 16  # that are copied under the lock at once: 1.5 MB
-_MOST_TOP = 10_000  # ids that one answer tells
+PIECE_ROWS = 1 << 16  # rows copied under the lock at a time: 1.5 MB
+_MOST_TOP = 10_000  # maximum number of ids per answer
 
 
 class TableCalls:
-    """They take the lock for a moment, again and again.
+    """These calls take the lock repeatedly, but only briefly.
 
     Args:
-        holder: of the model.
+        holder: holder of the model.
     """
 
     def __init__(self, holder: Holder) -> None:
         self._holder = holder
 
     def count(self, frame: Frame[pb.CountTablesRequest]) -> Frame[Any]:
-        """Answers `CountTables`."""
+        """Handles `CountTables`."""
         top = frame.header.top
         if not 0 <= top <= _MOST_TOP:
-            raise WireError(
-                f"CountTables asks for the {top:,} ids that were looked up most; expected 0 to {_MOST_TOP:,}."
-            )
+            raise WireError(f"CountTables requests the top {top:,} ids; expected 0 to {_MOST_TOP:,}.")
         with self._holder.lock:
             parameters = self._holder.present().parameters
         response = pb.CountTablesResponse(version=parameters.version)
@@ -47,10 +45,10 @@ class TableCalls:
         return Frame(response, {})
 
     def find_row(self, frame: Frame[pb.FindRowRequest]) -> Frame[Any]:
-        """Answers `FindRow`."""
+        """Handles `FindRow`."""
         id = frame.header.id
         if id < 0:
-            raise WireError(f"FindRow names the id {id}; they count from 0.")
+            raise WireError(f"FindRow has id {id}; expected 0 or more.")
         with self._holder.lock:
             parameters = self._holder.present().parameters
             tables = {number: parameters.tables[number] for number in parameters.tables.numbers}
@@ -62,13 +60,13 @@ class TableCalls:
 
 
 def count_table(table: EmbeddingTable, version: int, top: int, lock: AbstractContextManager[Any]) -> TableCounts:
-    """What a table holds, counted in pieces between which others change it: a row that is evicted meanwhile, or takes
-    the place of one, may be missing or count twice.
+    """Statistics of a table, collected in pieces while it may change: a row that is evicted meanwhile, or replaces
+    another, may be missing or counted twice.
 
     Args:
-        version: of the model.
-        top: how many of the ids that were looked up most are told.
-        lock: under which the table changes.
+        version: version of the model.
+        top: how many of the most frequently looked-up ids to return.
+        lock: protects the table.
     """
     counts, start = TableCounts(Top(top)), 0
     while True:

@@ -1,4 +1,4 @@
-"""Ids that were asked for in training, but not often enough for a row of their own."""
+"""Ids looked up in training, but not often enough yet to get a row."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from elasticcb.rpc.tensors import Array
 
 
 class Candidates:
-    """Counts them.
+    """Counts lookups of such ids.
 
     Args:
-        min_count: so many times are enough.
+        min_count: number of lookups needed for a row.
     """
 
-    row_bytes = 32 + 4 + 8  # of one: its place in the index, a count and a version
+    row_bytes = 32 + 4 + 8  # per id: its entry in the index, a count and a version
 
     def __init__(self, min_count: int) -> None:
         self._min_count = min_count
@@ -27,7 +27,7 @@ class Candidates:
 
     @property
     def used(self) -> Array:
-        """The version at which each was last asked for, int64 [n]: a view, until the next change."""
+        """The version at which each was last looked up, int64 [n]: a view, valid until the next change."""
         return self._seen.array[: len(self)]
 
     @property
@@ -35,8 +35,8 @@ class Candidates:
         return len(self) * self.row_bytes
 
     def count(self, ids: Array, version: int) -> Array:
-        """Counts `ids` (int64 [n], unique) once more; those that were counted often enough now, bool [n], are
-        candidates no longer."""
+        """Counts a lookup of `ids` (int64 [n], unique); returns which ones have reached the minimum, bool [n], and
+        removes those."""
         if self._min_count <= 1:
             return np.ones(len(ids), bool)
         places = self._index.find(ids)
@@ -55,12 +55,12 @@ class Candidates:
         return enough
 
     def lookups(self, id: int) -> int:
-        """How often an id was counted; 0: it is no candidate."""
+        """Lookups of each id; 0: not a candidate."""
         (place,) = self._index.find(np.array([id], np.int64))
         return int(self._counts.array[place]) if place >= 0 else 0
 
     def forget_older(self, version: int) -> None:
-        """Drops those that nobody asked for since before `version`."""
+        """Drops ids not looked up since before `version`."""
         old = np.flatnonzero(self.used < version)
         if len(old):
             self.evict(old)
@@ -69,12 +69,12 @@ class Candidates:
         self._index, self._counts, self._seen = _nothing()
 
     def evict(self, places: Array) -> None:
-        """Forgets those at `places` (int64 [n], unique); others may change places."""
+        """Drops the ids at `places` (int64 [n], unique); others may move."""
         gaps, moved = self._index.remove(places)
         for array in (self._counts, self._seen):
             array.array[gaps] = array.array[moved]
 
 
 def _nothing() -> tuple[IdIndex, GrowingArray, GrowingArray]:
-    """Ids, how often each was asked for, and at which version last."""
+    """Ids, their lookups, and the versions of their last lookups; empty."""
     return IdIndex(), GrowingArray((), np.int32), GrowingArray((), np.int64)

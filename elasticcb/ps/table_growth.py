@@ -11,25 +11,25 @@ _MARK_SECONDS = 5.0
 
 
 class RowFlow:
-    """Counts rows that come and go, and remembers how many had at times of the last minute.
+    """Counts created and removed rows, and remembers the counts over the last minute.
 
     Attributes:
-        made: rows for new ids, so far.
-        removed: rows, so far.
+        made: rows created so far.
+        removed: rows removed so far.
     """
 
     def __init__(self) -> None:
         self.made = self.removed = 0
-        self._marks: deque[tuple[float, int, int]] = deque()  # when, and what there was
+        self._marks: deque[tuple[float, int, int]] = deque()  # time, and counts at that time
 
     def tick(self, now: float) -> None:
-        """It is `now`, in seconds; before the first call nobody knows since when rows come."""
+        """The time is `now`, in seconds; rates are unknown before the first call."""
         if not self._marks or now - self._marks[-1][0] >= _MARK_SECONDS:
             self._marks.append((now, self.made, self.removed))
             while len(self._marks) > 1 and self._marks[1][0] <= now - WINDOW_SECONDS:
                 self._marks.popleft()
 
     def lately(self, now: float) -> Growth:
-        """What came and went in the last minute, or since time passed last where that is longer ago."""
+        """Rows created and removed in the last minute, or since the last tick if that is longer ago."""
         begun, made, removed = self._marks[0] if self._marks else (now, 0, 0)
         return Growth(now - begun, self.made - made, self.removed - removed)

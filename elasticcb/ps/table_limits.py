@@ -1,4 +1,4 @@
-"""How much embedding tables may hold, and which rows have to go."""
+"""Size limits of embedding tables, and which rows to evict."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from elasticcb.settings.choices import WhenFull
 if TYPE_CHECKING:
     from elasticcb.storage.cold_store import ColdStore
 
-_CHOSEN_AT_ONCE = 1 / 16  # of the cap: to find the oldest rows, all are looked at, some 20 times
-_EVICTED_AT_ONCE = 1 << 15  # rows of those, unless more are needed: whoever waits for them should not wait long
-_AGES_AT_ONCE = 1 << 20  # rows whose versions are compared, at least
+_CHOSEN_AT_ONCE = 1 / 16  # share of the limit: finding the oldest rows scans all rows, some 20 times
+_EVICTED_AT_ONCE = 1 << 15  # evict at most this many of them at once, unless more are needed, to keep calls short
+_AGES_AT_ONCE = 1 << 20  # minimum number of rows whose versions are compared at a time
 
 
 class Evictable(Protocol):
-    """What holds something for each of many ids."""
+    """Something stored for each of many ids."""
 
     @property
     def row_bytes(self) -> int:
-        """What one id costs."""
+        """Bytes per id."""
 
     @property
     def used(self) -> Array:
-        """The version at which each was last trained, or asked for, int64 [n]."""
+        """The version at which each was last trained or looked up, int64 [n]."""
 
     def evict(self, places: Array) -> None: ...
 
 
 class Limited(Evictable, Protocol):
-    """A table, as the limits see it."""
+    """A table as seen by the limits."""
 
     name: str
     max_rows: int  # in memory; 0: no limit
 
     def places(self, ids: Array) -> Array:
-        """Of the rows of `ids`, -1 where there is none: int64 [n]."""
+        """Positions of the rows of `ids`, -1 for missing ones: int64 [n]."""
 
     @property
     def may_lose_rows(self) -> bool:
-        """Rows that were given can't be made again."""
+        """Rows that were given can't be created again."""
 
     @property
     def bytes(self) -> int: ...
 
     @property
     def candidates(self) -> Evictable:
-        """The ids that have no row yet."""
+        """Ids without a row yet."""
 
 
 @dataclass
 class _Chosen:
-    """The rows that are to go next: those that were last trained at `last` or before, as far as `left_bytes`."""
+    """The next rows to evict: those last trained at `last` or before, up to `left_bytes`."""
 
     last: int
     left_bytes: int
@@ -65,34 +65,34 @@ class _Chosen:
 
 @dataclass
 class TableLimits:
-    """What all tables of one server may hold together, each within its own `max_rows`; they share this object.
+    """Limits shared by all tables of one server, besides each table's `max_rows`.
 
     Attributes:
         memory_bytes: of rows, slots, counts and indices; 0: no limit.
-        when_full: what becomes of a new id then, or in a table of `max_rows`. Counts of ids without a row go in any
-            case when memory is short, those first that were not asked for for the longest time.
-        store: where rows go with `WhenFull.DISK`, and only then.
+        when_full: what happens to a new id when a limit is reached. When memory is short, counts of ids without a row
+            are dropped in any case, least recently used first.
+        store: where rows go with `WhenFull.DISK`; else None.
     """
 
     memory_bytes: int = 0
     when_full: WhenFull = WhenFull.ERROR
     store: ColdStore | None = None
     tables: list[Limited] = field(default_factory=list, init=False, repr=False, compare=False)
-    # By the table whose max_rows is reached; None: what all tables may hold is.
+    # By table if its max_rows is reached; None: the total memory is reached.
     _chosen: dict[Limited | None, _Chosen] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def bytes(self) -> int:
-        """What all tables hold now."""
+        """Current size of all tables."""
         return sum(table.bytes for table in self.tables)
 
     def room(self, table: Limited, rows: int, keep: Array | None = None) -> int:
-        """How many of `rows` new rows `table` may add, after making room where that is allowed.
+        """How many of `rows` new rows `table` may add, after making room if allowed.
 
         Args:
-            keep: ids of `table` whose rows stay, int64 [n].
+            keep: ids of `table` whose rows must stay, int64 [n].
 
-        Raises `TableError` when they can't be added and the limits say so.
+        Raises `TableError` when rows don't fit and the limits require an error.
         """
         allowed = _allowed(table, rows)
         if allowed < rows and self._may_go(table):
@@ -100,11 +100,11 @@ class TableLimits:
             self._evict([table], needed * table.row_bytes, most * table.row_bytes, table, keep)
             allowed = _allowed(table, rows)
         fitting = self._fitting(table, allowed)
-        # Without new rows, ids that are counted now may need it.
+        # Even without new rows, newly counted ids may need memory.
         if fitting < allowed or (self.memory_bytes and self.bytes > self.memory_bytes):
             needed = allowed * table.row_bytes - (self.memory_bytes - self.bytes)
-            # Rows and counts of ids without a row go by the same rule: if counts went first, ids that come rarely would
-            # never get a row, however old the rows are that stay.
+            # Rows and counts of ids without a row are evicted by the same rule: if counts went first, rare ids would
+            # never get a row, however old the existing rows are.
             losing: list[Evictable] = [each.candidates for each in self.tables]
             losing += [each for each in self.tables if self._may_go(each)]
             self._evict(losing, needed, int(self.memory_bytes * _CHOSEN_AT_ONCE), table, keep)
@@ -114,9 +114,9 @@ class TableLimits:
         return fitting
 
     def room_at_start(self, table: Limited, rows: int) -> int:
-        """How many of `rows` rows `table` may take over, where it holds none.
+        """How many of `rows` rows an empty `table` may load.
 
-        Raises `TableError` when that is not all, and none may be left out.
+        Raises `TableError` when not all fit, and none may be left out.
         """
         fitting = self._fitting(table, _allowed(table, rows))
         stays = self.when_full is WhenFull.ERROR or not (table.may_lose_rows or self._may_go(table))
@@ -125,7 +125,7 @@ class TableLimits:
         return fitting
 
     def _may_go(self, table: Limited) -> bool:
-        """Whether rows of `table` may leave the memory."""
+        """Whether rows of `table` may leave memory."""
         return self.when_full is WhenFull.DISK or (self.when_full is WhenFull.EVICT and table.may_lose_rows)
 
     def _fitting(self, table: Limited, rows: int) -> int:
@@ -136,8 +136,8 @@ class TableLimits:
     def _full(self, table: Limited, rows: int) -> TableError:
         if _allowed(table, rows) < rows:
             return TableError(
-                f"{table.name[0].upper()}{table.name[1:]} is full: a parameter server holds {len(table.used):,} rows "
-                f"of it, {rows:,} more are needed, and its share of max_rows is {table.max_rows:,}. "
+                f"{table.name[0].upper()}{table.name[1:]} is full: a parameter server holds {len(table.used):,} of its "
+                f"rows, {rows:,} more are needed, and the server's share of max_rows is {table.max_rows:,}. "
                 + self._advice("Raise max_rows")
             )
         return TableError(
@@ -148,17 +148,17 @@ class TableLimits:
 
     def _advice(self, more: str) -> str:
         if self.when_full in (WhenFull.EVICT, WhenFull.DISK):
-            return f"All rows that may go have gone. {more}, or make batches smaller."
-        return f"{more}, or choose another --embedding_when_full: 'disk', 'evict' or 'initial'."
+            return f"All rows that could be evicted were evicted. {more}, or use smaller batches."
+        return f"{more}, or set --embedding_when_full to 'disk', 'evict' or 'initial'."
 
     def _evict(
         self, losing: Sequence[Evictable], needed_bytes: int, most_bytes: int, table: Limited, keep: Array | None
     ) -> None:
-        """Frees `needed_bytes` of what `losing` hold, the oldest first, or all that may go.
+        """Frees `needed_bytes` of `losing`, oldest first, or everything that may be evicted.
 
         Args:
-            most_bytes: are chosen at once, of which some more than needed go now, and others at the next calls.
-            table: needs the room; `keep` are its ids that stay.
+            most_bytes: how much to choose at a time; some of it is evicted now, the rest at the next calls.
+            table: the table that needs the room; `keep` are its ids that must stay.
         """
         subject = table if len(losing) == 1 else None
         chosen = self._chosen.get(subject)
@@ -173,7 +173,7 @@ class TableLimits:
     def _let_go(
         losing: Sequence[Evictable], chosen: _Chosen, needed_bytes: int, table: Limited, keep: Array | None
     ) -> int:
-        """Evicts some of the chosen rows, at least `needed_bytes` of them if there are so many; returns the bytes."""
+        """Evicts chosen rows, at least `needed_bytes` if there are as many; returns the bytes freed."""
         most = left = max(needed_bytes, min(chosen.left_bytes, _EVICTED_AT_ONCE * table.row_bytes))
         for is_older in (True, False):
             for each in losing:
@@ -192,11 +192,11 @@ class TableLimits:
 
 
 class Newest:
-    """Of rows that come in pieces, those that were trained last; of those trained at one version, the first.
+    """Chooses the most recently trained rows among pieces; of equally old ones, the first.
 
     Args:
-        ages: the version at which each was last trained, of all rows, int64 [n] each.
-        count: of rows to choose; there are more.
+        ages: versions at which all rows were last trained, in pieces of int64 [n].
+        count: number of rows to choose; there are more.
     """
 
     def __init__(self, ages: Iterable[Array], count: int) -> None:
@@ -207,10 +207,10 @@ class Newest:
                 newest = [_largest(newest, count)]
         chosen = _largest(newest, count)
         self._oldest = int(chosen.min()) if count else np.iinfo(np.int64).max
-        self._left = int(np.count_nonzero(chosen == self._oldest))  # to choose, of those that are as old as that
+        self._left = int(np.count_nonzero(chosen == self._oldest))  # still to choose among rows exactly that old
 
     def choose(self, used: Array) -> Array:
-        """Which rows of the next piece are among them, bool [n]."""
+        """Which rows of the next piece are chosen, bool [n]."""
         chosen: Array = used > self._oldest
         same = np.flatnonzero(used == self._oldest)[: self._left]
         chosen[same] = True
@@ -224,13 +224,13 @@ def _largest(arrays: Sequence[Array], count: int) -> Array:
 
 
 def _allowed(table: Limited, rows: int) -> int:
-    """How many of `rows` more rows a table may have by its `max_rows`."""
+    """How many of `rows` more rows `max_rows` allows."""
     return max(0, min(rows, table.max_rows - len(table.used))) if table.max_rows else rows
 
 
 def _last_to_go(losing: Sequence[Evictable], wanted_bytes: int, table: Limited, keep: Array | None) -> int:
-    """The smallest version such that what was last trained then or before costs `wanted_bytes`, without what `keep`
-    names; or one that is later than all."""
+    """The smallest version such that rows last trained then or before, without `keep`, take `wanted_bytes`; or a
+    version later than all."""
     held = [(each.used.copy(), each.row_bytes) for each in losing]
     low = min((int(age.min()) for age, _ in held if len(age)), default=0)
     high = max((int(age.max()) for age, _ in held if len(age)), default=0) + 1

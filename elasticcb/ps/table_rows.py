@@ -1,4 +1,4 @@
-"""The rows of an embedding table in memory, and what goes with each."""
+"""The rows of an embedding table in memory, with their slots and counts."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from elasticcb.ps.stochastic_rounding import rounded
 from elasticcb.rpc.tensors import Array, aligned
 from elasticcb.sharding.table_state import TableState
 
-# What a row costs beside its values: two counts, and its place in the index.
+# Bytes of a row besides its values: two counts, and its entry in the index.
 OVERHEAD_BYTES = 16 + 32
 
-# NumPy gathers and scatters elements of these sizes fastest, and any others as opaque ones.
+# NumPy gathers and scatters elements of these sizes fastest, and others only as opaque types.
 _OF_SIZE: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 class Keeper(Protocol):
-    """What wants to know what was there before a change."""
+    """An observer that needs the old rows before a change."""
 
     def keep(self, places: Array, counts_only: bool) -> None:
-        """What is at `places` (int64 [n], unique) is about to change; or only its counts are."""
+        """The rows at `places` (int64 [n], unique), or only their counts, are about to change."""
 
 
 class TableRows:
-    """Rows at places 0, 1, 2, … without gaps, found by id.
+    """Rows at positions 0, 1, 2, … without gaps, found by id.
 
     Args:
-        dim, dtype: of a row.
-        slots: the initial row of each slot, [dim] or of another width, by name.
-        held_dtype: of rows in memory, `dtype` or bfloat16; None: `dtype`. What is trained is rounded stochastically,
-            what is given to the nearest.
+        dim, dtype: dimension and dtype of a row.
+        slots: initial row of each slot, [dim] or another width, by name.
+        held_dtype: dtype in memory: `dtype` or bfloat16; None: `dtype`. Trained rows are rounded stochastically, given
+            rows to nearest.
 
     Attributes:
-        initial_slots: the same.
-        snapshots: are told before what is at a place changes.
+        initial_slots: same as `slots`.
+        snapshots: notified before a row changes.
     """
 
     def __init__(
@@ -62,22 +62,22 @@ class TableRows:
 
     @property
     def row_bytes(self) -> int:
-        """What one row costs, with all that goes with it."""
+        """Bytes of one row, with everything stored for it."""
         slots = sum(row.nbytes for row in self.initial_slots.values())
         return self.dim * self.held_dtype.itemsize + slots + OVERHEAD_BYTES
 
     @property
     def used(self) -> Array:
-        """The version at which each was last trained, int64 [n]: a view, until the next change."""
+        """The version at which each was last trained, int64 [n]: a view, valid until the next change."""
         return self._used.array[: len(self)]
 
     @property
     def hits(self) -> Array:
-        """How often each was looked up in training, int64 [n]: a view, until the next change."""
+        """How often each was looked up in training, int64 [n]: a view, valid until the next change."""
         return self._hits.array[: len(self)]
 
     def add(self, ids: Array, rows: Array, version: int) -> Array:
-        """Adds `rows` ([n, dim]) of `ids` (int64 [n], unique, not here yet); returns their places."""
+        """Adds `rows` ([n, dim]) of `ids` (int64 [n], unique, all new); returns their positions."""
         places = self.index.insert(ids)
         first, end = len(self) - len(ids), len(self)
         self._reserve(end)
@@ -89,7 +89,7 @@ class TableRows:
         return places
 
     def remove(self, places: Array) -> None:
-        """Removes what is at `places` (int64 [n], unique); other rows may change places."""
+        """Removes the rows at `places` (int64 [n], unique); other rows may move."""
         count = len(self) - len(places)
         self._changing(np.concatenate([places[places < count], np.arange(count, len(self))]))
         gaps, moved = self.index.remove(places)
@@ -106,7 +106,7 @@ class TableRows:
         return rows
 
     def as_held(self, rows: Array) -> Array:
-        """What `read` gives of `rows` ([n, dim]) once they are added."""
+        """What `read` would return for `rows` ([n, dim]) after adding them."""
         return rows.astype(self.held_dtype, copy=False).astype(self.dtype, copy=False)
 
     def read_slots(self, places: Array) -> dict[str, Array]:
@@ -114,7 +114,7 @@ class TableRows:
         return {name: _gather(slot.array, places) for name, slot in self._slots.items()}
 
     def write(self, places: Array, rows: Array, slots: Mapping[str, Array], version: int) -> None:
-        """Sets rows [n, dim] and slots [n, …] that were trained at `version`."""
+        """Sets rows [n, dim] and slots [n, …] trained at `version`."""
         self._changing(places)
         if self.held_dtype != self.dtype:
             rows = rounded(rows, self.index.ids[places], version)
@@ -124,12 +124,12 @@ class TableRows:
         self._used.array[places] = version
 
     def count_hits(self, places: Array) -> None:
-        """Notes one more lookup of each of `places` (unique)."""
+        """Counts one more lookup of each of `places` (unique)."""
         self._changing(places, counts_only=True)
         self._hits.array[places] = self._hits.array.take(places) + 1
 
     def slice(self, start: int, count: int) -> TableState:
-        """Copies of what is at places [start, start + count), as far as there is any."""
+        """Copies of rows [start, start + count), as far as they exist."""
         end = min(start + count, len(self))
         return TableState(
             self.index.ids[start:end].copy(),
@@ -140,7 +140,7 @@ class TableRows:
         )
 
     def at(self, places: Array) -> TableState:
-        """Copies of what is at `places` (int64 [n])."""
+        """Copies of the rows at `places` (int64 [n])."""
         return TableState(
             *self.ids_and_rows_at(places),
             self.read_slots(places),
@@ -149,21 +149,21 @@ class TableRows:
         )
 
     def counts(self, start: int, count: int) -> tuple[Array, Array, Array]:
-        """(ids, hits, used) of what is at places [start, start + count), copies without the rest."""
+        """(ids, hits, used) of rows [start, start + count), copied."""
         part = slice(start, min(start + count, len(self)))
         return self.index.ids[part].copy(), self.hits[part].copy(), self.used[part].copy()
 
     def ids_and_rows_at(self, places: Array) -> tuple[Array, Array]:
-        """The same without the rest."""
+        """(ids, rows) of the rows at `places`."""
         return self.index.ids[places], self.read(places)
 
     def rows(self, start: int, count: int) -> tuple[Array, Array]:
-        """(ids, rows) of what is at places [start, start + count), without the rest."""
+        """(ids, rows) of rows [start, start + count)."""
         end = min(start + count, len(self))
         return self.index.ids[start:end].copy(), self._rows.array[start:end].astype(self.dtype)
 
     def fill(self, state: TableState) -> None:
-        """Adds all of `state`; none of it is here yet. Slots that it lacks begin anew."""
+        """Adds all of `state`; none of it exists yet. Missing slots start fresh."""
         first, end = len(self), len(self) + len(state.ids)
         self.add(state.ids, state.rows, 0)
         for name, slot in state.slots.items():
@@ -174,7 +174,7 @@ class TableRows:
             self._used.array[first:end] = state.used
 
     def put(self, state: TableState) -> None:
-        """Adds all of `state`, with slots and counts, in the place of what is here of the same ids."""
+        """Adds all of `state`, with slots and counts, replacing rows of the same ids."""
         places = self.index.find(state.ids)
         new, here = np.flatnonzero(places < 0), np.flatnonzero(places >= 0)
         if len(here):
@@ -190,12 +190,12 @@ class TableRows:
             self.fill(state.select(new))
 
     def completed(self, state: TableState, chosen: Array, places: Array, version: int) -> TableState:
-        """`state`; where it lacks slots or counts, with those that some of its rows have here. Others begin anew.
+        """`state`, with missing slots and counts taken from existing rows. Others start fresh.
 
         Args:
-            chosen: which of its rows are here, int64 [n].
-            places: where they are, int64 [n].
-            version: at which the others were trained, if nobody knows.
+            chosen: which of its rows exist here, int64 [n].
+            places: their positions, int64 [n].
+            version: version at which the others count as trained, if unknown.
         """
         count = len(state.ids)
 
@@ -224,7 +224,7 @@ class TableRows:
 
 def _gather(array: Array, places: Array) -> Array:
     rows = aligned((len(places), *array.shape[1:]), array.dtype)
-    # NumPy gathers right into `out` only where it need not check places.
+    # NumPy gathers directly into `out` only without bounds checks.
     _elements(array).take(places, out=_elements(rows), mode="clip")
     return rows
 

@@ -1,4 +1,4 @@
-"""An embedding table as it was at one time, while training goes on."""
+"""An embedding table at one moment, while training continues."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from elasticcb.ps.table_rows import TableRows
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.table_state import TableState
 
-CHUNK_BYTES = 4 << 20  # of rows that are read under the lock at once
+CHUNK_BYTES = 4 << 20  # rows read under the lock at a time
 
 
 class TableSnapshot:
-    """Copy on write: rows are kept when they change, and read from the table while they don't.
+    """Copy on write: rows are copied when they change, and otherwise read from the table.
 
     Args:
-        rows: of the table.
-        initial_rows: of ids without a row; with it, rows can be looked up by id. Without it, all is read from the first
-            row to the last, with slots and counts.
-        since: only rows that were trained after this version are read; None: all.
-        cold: reads the rows on disk, as they are now, by id; None: there are none.
-        held_cold: those to be read behind the others.
+        rows: rows of the table.
+        initial_rows: initial rows of ids; enables lookups by id. Without it, rows are read from first to last, with
+            slots and counts.
+        since: read only rows trained after this version; None: all.
+        cold: reads the current rows on disk by id; None: there are none.
+        held_cold: rows on disk to read after the others.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class TableSnapshot:
         self._cold, self._held_cold = cold, held_cold
         self._whole = initial_rows is None
         self._end = len(rows)
-        self._first = 0  # place before which nothing is read any more
-        # By place: 0 while the row is unchanged, else the place in `_kept`, from 1; -1 for one that is never read.
+        self._first = 0  # earlier positions are not read any more
+        # By position: 0 while the row is unchanged, else its position in `_kept`, from 1; -1 for rows never read.
         self._marks = np.zeros(self._end, np.int32)
-        self._wanted: Array | None = None  # places, in order; None: all
+        self._wanted: Array | None = None  # positions in order; None: all
         if since is not None:
             wanted = rows.used > since
             self._wanted = np.flatnonzero(wanted)
@@ -55,11 +55,11 @@ class TableSnapshot:
 
     @property
     def kept(self) -> int:
-        """How many rows have changed before they were read."""
+        """Number of rows copied because they changed before they were read."""
         return len(self._kept)
 
     def __len__(self) -> int:
-        """How many rows there are to read."""
+        """Number of rows to read."""
         return self._in_memory + (0 if self._held_cold is None else len(self._held_cold))
 
     @property
@@ -67,7 +67,7 @@ class TableSnapshot:
         return self._end if self._wanted is None else len(self._wanted)
 
     def keep(self, places: Array, counts_only: bool) -> None:
-        """Takes what is at `places` (int64 [n], unique), which is about to change; or only counts are."""
+        """Copies the rows at `places` (int64 [n], unique), which, or whose counts, are about to change."""
         if counts_only and not self._whole:
             return
         places = places[(places >= self._first) & (places < self._end)]
@@ -82,7 +82,7 @@ class TableSnapshot:
         result = np.empty((len(ids), self._rows.dim), self._rows.dtype)
         kept, places = self._kept.index.find(ids), self._rows.index.find(ids)
         known = (kept < 0) & (places >= 0) & (places < self._end)
-        # In the place of a row that was kept, there may be another one by now.
+        # A row that was copied may have been replaced by another row.
         present = np.flatnonzero(known)
         present = present[self._marks.take(places[present]) == 0]
         changed = np.flatnonzero(kept >= 0)
@@ -101,14 +101,14 @@ class TableSnapshot:
         return result
 
     def read(self, start: int, count: int) -> TableState:
-        """Copies of rows [start, start + count) of all that there are to read, with slots and counts.
+        """Copies of rows [start, start + count) of those to read, with slots and counts.
 
-        The same may be read again, but none before `start`: they are not kept any more. Raises `ElasticCBError` after
+        The same rows may be read again, but none before `start`, which are dropped. Raises `ElasticCBError` after
         `release`.
         """
-        if self not in self._rows.snapshots:  # rows have changed, and were not kept
+        if self not in self._rows.snapshots:  # rows have changed and were not copied
             raise ElasticCBError(
-                "An embedding table is not held any more as it was: the export or the checkpoint that it was held for "
+                "A snapshot of an embedding table was released: the export or the checkpoint that it was made for "
                 "is over."
             )
         end = min(start + count, self._in_memory)
@@ -120,7 +120,7 @@ class TableSnapshot:
         places = np.arange(start, end) if self._wanted is None else self._wanted[start:end]
         self._first = int(places[0])
         marks = self._marks[places]
-        # There may be fewer rows by now; those behind the last one are kept.
+        # There may be fewer rows by now; those after the last one were copied.
         if not len(self._rows):
             return self._kept.at(marks - 1)
         if self._wanted is None and end <= len(self._rows):
@@ -139,35 +139,35 @@ class TableSnapshot:
         return state
 
     def release(self) -> None:
-        """Keeps nothing any more, and gives nothing."""
+        """Drops all copies; reading fails from now on."""
         if self in self._rows.snapshots:
             self._rows.snapshots.remove(self)
         self._cold = self._held_cold = None
 
 
 class HeldTable:
-    """A whole table as it was at one time, read in pieces by a thread of its own.
+    """A whole table at one moment, read in pieces by another thread.
 
     Args:
-        snapshot: whole.
-        lock: under which the table changes; it is held for one piece at a time.
+        snapshot: snapshot of the whole table.
+        lock: protects the table; held for one piece at a time.
     """
 
     def __init__(self, snapshot: TableSnapshot, row_bytes: int, lock: AbstractContextManager[Any]) -> None:
         self._snapshot, self._lock = snapshot, lock
-        self._rows = max(1, CHUNK_BYTES // row_bytes)  # of a piece
+        self._rows = max(1, CHUNK_BYTES // row_bytes)  # per piece
 
     def __len__(self) -> int:
         return len(self._snapshot)
 
     def read(self, start: int) -> TableState:
-        """The piece that begins with row `start`; none before it may be read any more. Behind the last row, an empty
+        """The piece that starts with row `start`; earlier rows can't be read any more. After the last row, an empty
         one. Raises `ElasticCBError` after `release`."""
         with self._lock:
             return self._snapshot.read(start, self._rows)
 
     def pieces(self) -> Iterator[TableState]:
-        """All of it, in order; at least one piece."""
+        """All pieces in order; at least one."""
         start = 0
         while True:
             piece = self.read(start)
@@ -177,5 +177,5 @@ class HeldTable:
                 return
 
     def release(self) -> None:
-        """It is not needed any more."""
+        """Releases the snapshot."""
         self._snapshot.release()

@@ -1,9 +1,9 @@
-"""Updates rows of embedding tables with the user's own optimizer.
+"""Updates rows of embedding tables with the user's Keras optimizer.
 
-A clone of the optimizer runs on a small variable that holds just the rows of one push ("lazy" updates: what would
-change a row without a gradient, as momentum and weight decay do, waits until it has one). The clone takes the number of
-steps and the learning rate of the optimizer that it stands for, so that Adam's correction of its averages counts the
-steps of the model, not those of a row.
+A clone of the optimizer runs on a small variable with only the rows of one push ("lazy" updates: changes of rows
+without a gradient, as from momentum and weight decay, are deferred until the row has one). The clone uses the step
+counter and learning rate of the original, so that Adam's bias correction counts the steps of the model, not those of a
+row.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from elasticcb.tf.convert import array_of, tensor_of
 
 
 class TableUpdate:
-    """The optimizer of one table, or of several that differ in nothing that it looks at.
+    """The optimizer of one table, or of several tables that are equal to it.
 
-    To be called before the dense variables of the same push are updated, which advances the optimizer.
+    Call it before updating the dense variables of the same push, which advances the optimizer.
 
     Args:
-        optimizer: that the table is trained by. Its variables need not include the table.
-        index: of the table in the model.
-        spec: of the table.
-        rate_multiplier: of the table, by which the optimizer's learning rate is multiplied.
+        optimizer: optimizer of the table. Its variables need not include the table.
+        index: index of the table in the model.
+        spec: spec of the table.
+        rate_multiplier: factor of the table for the optimizer's learning rate.
 
     Attributes:
         kind: the optimizer's class name.
-        slots: what each slot begins with, by name: of the rows, or elements, that are updated.
-        is_joined: rows of any width are updated, as elements [1].
-        row_shape: of what is updated.
-        signature: of what `run` takes.
+        slots: initial values of each slot, by name: of the rows, or elements, that are updated.
+        is_joined: whether rows of any width are updated, as elements [1].
+        row_shape: shape of the updated rows or elements.
+        signature: input signature of `run`.
 
-    Raises `ModelFileError` for an optimizer that needs more than single rows.
+    Raises `ModelFileError` for an optimizer that can't work on single rows.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TableUpdate:
         self.signature = [tf.TensorSpec([None, *shape], spec.dtype) for shape in rows]
 
     def slots_of(self, dim: int) -> dict[str, Array]:
-        """What each slot begins with in a table of rows [dim], by name."""
+        """Initial values of each slot in a table of rows [dim], by name."""
         return {name: np.broadcast_to(row, dim) for name, row in self.slots.items()} if self.is_joined else self.slots
 
     def run(self, gradients: tf.Tensor, rows: tf.Tensor, *slots: tf.Tensor) -> list[tf.Tensor]:
@@ -72,10 +72,10 @@ class TableUpdate:
 
 
 class TableUpdates:
-    """The optimizers of all tables of a server; one push is one call of a compiled function, whichever tables it names.
+    """The optimizers of all tables of a server; a push is one call of a compiled function, whichever tables it updates.
 
     Args:
-        updates: by table; rows of those that have the same one are updated as if they were of one table.
+        updates: by table; rows of tables with the same update are processed together.
     """
 
     def __init__(self, updates: Mapping[int, TableUpdate]) -> None:
@@ -89,9 +89,9 @@ class TableUpdates:
 
         Args:
             rows: by table, (ids int64 [n], gradients [n, dim]).
-            version: of the model after this update.
+            version: version of the model after this update.
 
-        Raises what `EmbeddingTable.prepare` and `TableUpdate` raise; no row has changed then.
+        Raises the errors of `EmbeddingTable.prepare` and `TableUpdate`; in that case, no row has changed.
         """
         changes = {index: tables[index].prepare(*given) for index, given in rows.items()}
         changes = {index: change for index, change in changes.items() if len(change.ids)}
@@ -120,7 +120,7 @@ class TableUpdates:
 
 
 def _arrays(update: TableUpdate, changes: Sequence[RowChange]) -> list[Array]:
-    """What `update` takes of the rows of several tables, one after another."""
+    """Arguments of `update` for the rows of several tables."""
     parts = [[change.gradients, change.rows, *(change.slots[name] for name in update.slots)] for change in changes]
     shapes = [spec.shape[1:] for spec in update.signature]
     return [
@@ -168,10 +168,10 @@ class _Compiled:
 
 def _not_by_rows(kind: str, spec: VariableSpec) -> ModelFileError:
     return ModelFileError(
-        f"The optimizer {kind} can't train the embedding table {spec.path!r}, of which each step updates a few rows: "
-        "an optimizer that averages weights (use_ema), accumulates gradients, or treats neither each element nor each "
-        "row on its own needs all rows. Use another one (SGD, Adagrad, Adam, Ftrl, RowWiseAdagrad, ...). A class of "
-        "your own says what its updates depend on by a class attribute: `elementwise = True` if that of an element "
-        "depends on nothing but the element, its gradient and its slots; `rowwise = True` if that of a row does, and "
-        "all that it keeps for a variable has its rows, [rows, ...]."
+        f"The optimizer {kind} can't train the embedding table {spec.path!r}, because each step updates only a few "
+        "rows. Optimizers need all rows if they average weights (use_ema), accumulate gradients, or treat neither "
+        "each element nor each row independently. Use another optimizer (SGD, Adagrad, Adam, Ftrl, RowWiseAdagrad, "
+        "...). A custom class declares what its updates depend on by a class attribute: `elementwise = True` if the "
+        "update of an element depends only on the element, its gradient and its slots; `rowwise = True` if the "
+        "update of a row does, and all its slots have one entry per row, [rows, ...]."
     )

@@ -1,4 +1,4 @@
-"""All embedding tables of one parameter server: each holds the rows whose ids are its own."""
+"""All embedding tables of one parameter server: each holds the rows of this server's ids."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Tables:
 
     Args:
         specs: all variables of the model.
-        index: of this server.
-        buckets: which rows it holds.
-        optimizers: of the model; None where nothing is trained.
-        limits: of memory.
+        index: index of this server.
+        buckets: maps rows to servers.
+        optimizers: optimizers of the model; None if nothing is trained.
+        limits: memory limits.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Tables:
         self._described = {number: TableSpec.from_json(spec.table) for number, spec in enumerate(specs) if spec.table}
         self._index, self._buckets = index, buckets
         self._tables: dict[int, EmbeddingTable] = {}
-        self._initial: dict[int, InitialValues] = {}  # of tables that make rows
+        self._initial: dict[int, InitialValues] = {}  # of tables that create rows
         self._draws: dict[RowKind, Callable[[list[tf.Tensor]], tf.Tensor]] = {}
         self._updates: dict[int, TableUpdate] = {}
         self._update_all = TableUpdates(self._updates)
@@ -71,13 +71,13 @@ class Tables:
         self._tick()
 
     def _tick(self) -> None:
-        """For how fast tables grow."""
+        """Updates growth statistics of the tables."""
         now = time.monotonic()
         for table in self._tables.values():
             table.flow.tick(now)
 
     def train_by(self, optimizers: OptimizerSet) -> None:
-        """Updates by these optimizers from now on, which have the slots of those before."""
+        """Uses these optimizers from now on; they must have the same slots as the previous ones."""
         shared: dict[Any, TableUpdate] = {}
         self._updates = {}
         for number, table in self._described.items():
@@ -103,8 +103,8 @@ class Tables:
                 )
             except Exception as error:
                 raise WireError(
-                    f"The initializer of the embedding table {spec.path!r} can't be made on a server: {error} "
-                    "Register its class with keras.saving.register_keras_serializable."
+                    f"The initializer of the embedding table {spec.path!r} can't be created on a parameter server: "
+                    f"{error} Register its class with keras.saving.register_keras_serializable."
                 ) from error
             values = partial(self._initial_rows_of, number)
         update = self._updates.get(number)
@@ -121,7 +121,7 @@ class Tables:
         )
 
     def _share(self, rows: int) -> int:
-        """This server's part of `rows` of a table, as its buckets are of all; 1 at least, unless there are none."""
+        """This server's share of `rows`, in proportion to its buckets; at least 1, unless `rows` is 0."""
         before, own = (
             np.count_nonzero(found)
             for found in (self._buckets.owners < self._index, self._buckets.owners == self._index)
@@ -130,10 +130,10 @@ class Tables:
         return max(share, min(rows, 1))
 
     def __getitem__(self, number: int) -> EmbeddingTable:
-        """Raises `WireError` for a variable that is no table."""
+        """Raises `WireError` for a variable that is not a table."""
         if number not in self._tables:
             known = sorted(self._tables) or "none"
-            raise WireError(f"A message names the embedding table {number}; tables are {known}.")
+            raise WireError(f"A message has embedding table {number}; the tables are {known}.")
         return self._tables[number]
 
     @property
@@ -142,28 +142,28 @@ class Tables:
         return sorted(self._tables)
 
     def sizes(self) -> dict[str, TableSize]:
-        """Of each, by the path of its variable. Any thread may ask."""
+        """Sizes by variable path. Callable from any thread."""
         return {self._specs[number].path: TableSize(len(each), each.bytes) for number, each in self._tables.items()}
 
     def check_ids(self, number: int, ids: Array) -> None:
-        """Raises `WireError` unless `ids` are unique, of this server, and may be in the table."""
+        """Raises `WireError` unless `ids` are unique, belong to this server, and are valid for the table."""
         if self[number].knows(ids):
             return
         spec = self._specs[number]
         check_row_ids(ids, spec.shape[0] or None, spec.path)
         if self._buckets.servers > 1 and not self._buckets.owns(self._index, ids).all():
             raise WireError(
-                f"Ids of {spec.path!r} came to server {self._index} of {self._buckets.servers} that are another's."
+                f"Server {self._index} of {self._buckets.servers} got ids of {spec.path!r} of other servers."
             )
 
     def lookup(
         self, wanted: Mapping[int, Array], create: bool, snapshot: Mapping[int, TableSnapshot] | None = None
     ) -> dict[int, Array]:
-        """By table, the rows [n, dim] of ids (int64 [n], unique), of a snapshot or at present.
+        """By table, the rows [n, dim] of ids (int64 [n], unique), of a snapshot or current.
 
         Args:
             wanted: ids by table.
-            create: ids without a row get one; never in a snapshot.
+            create: create missing rows; never in a snapshot.
         """
         tables = {number: self[number] for number in wanted}
         for number, ids in wanted.items():
@@ -179,7 +179,7 @@ class Tables:
         }
 
     def _initial_rows(self, wanted: Mapping[int, Array]) -> dict[int, Array]:
-        """By table, the initial rows [n, dim] of ids: those of all tables of a kind are made at once."""
+        """By table, the initial rows [n, dim] of ids; tables of one kind are processed together."""
         kinds: dict[RowKind, list[int]] = {}
         for number in wanted:
             kinds.setdefault(self._initial[number].kind, []).append(number)
@@ -209,29 +209,29 @@ class Tables:
         return {number: table.snapshot() for number, table in self._tables.items()}
 
     def export(self, since: int | None = None) -> dict[int, TableState]:
-        """All rows, or those that were trained after version `since`."""
+        """All rows, or those trained after version `since`."""
         return {number: table.export(since) for number, table in self._tables.items()}
 
     def hold(self, lock: AbstractContextManager[Any], since: int | None = None) -> dict[int, HeldTable]:
-        """What `export` gives, as `EmbeddingTable.hold` does."""
+        """Like `export`, as with `EmbeddingTable.hold`."""
         return {number: table.hold(lock, since) for number, table in self._tables.items()}
 
     def load(self, sources: Mapping[int, TableSource], version: int) -> None:
-        """Replaces the rows of the tables that `sources` holds by the part of it that is this server's.
+        """Replaces the rows of the tables in `sources` by this server's part of these.
 
         Args:
-            version: of the model.
+            version: version of the model.
         """
         for number, source in sources.items():
             self[number].load(_OwnRows(source, self._owns, partial(self._own_part, number)), version)
 
     def ages(self) -> dict[int, Array]:
-        """When the model had which version, of tables whose rows age by time: int64 [n, 2]."""
+        """When the model had which version, for tables whose rows age by time: int64 [n, 2]."""
         exported = {number: table.export_ages() for number, table in self._tables.items()}
         return {number: ages for number, ages in exported.items() if ages is not None}
 
     def restore_ages(self, ages: Mapping[int, Array], version: int, stood_still: bool = False) -> None:
-        """Goes on with what `ages` gave, at this version of the model; `stood_still` as in `RowAges.restore`."""
+        """Restores the result of `ages` at this version of the model; `stood_still` as in `RowAges.restore`."""
         for number, marks in ages.items():
             self[number].ages.restore(marks, version, stood_still)
 
@@ -239,12 +239,12 @@ class Tables:
         return self._buckets.owns(self._index, ids)
 
     def _own_part(self, number: int, state: TableState) -> TableState:
-        """What is taken of rows that are given. Raises `WireError` when they can't be this table's."""
+        """This server's part of given rows. Raises `WireError` when they don't fit the table."""
         dim = self._specs[number].row_elements
         if state.rows.shape != (len(state.ids), dim):
             raise WireError(
-                f"Rows of {self._specs[number].path!r}: [{len(state.ids)}, {dim}] was expected, "
-                f"{list(state.rows.shape)} was given."
+                f"Rows of {self._specs[number].path!r}: expected [{len(state.ids)}, {dim}], got "
+                f"{list(state.rows.shape)}."
             )
         own = state.part(self._index, self._buckets)
         if number not in self._updates:  # nothing is trained here
@@ -254,11 +254,11 @@ class Tables:
 
 
 class _OwnRows:
-    """A `TableSource` of those rows of another that are this server's.
+    """A `TableSource` restricted to this server's rows.
 
     Args:
-        owns: tells which ids (int64 [n]) are: bool [n].
-        own_part: gives what is taken of a piece.
+        owns: returns which ids (int64 [n]) belong to this server: bool [n].
+        own_part: returns this server's part of a piece.
     """
 
     def __init__(

@@ -25,22 +25,22 @@ from elasticcb.tf.convert import array_of, tensor_of
 
 logger = logging.getLogger(__name__)
 
-Movements = Sequence[tuple[Mapping[str, Array], float]]  # flat, by dtype, and which share of each counts
+Movements = Sequence[tuple[Mapping[str, Array], float]]  # flat, by dtype, with the weight of each
 
 
 class TrainedPart:
-    """Variables with optimizers that begin afresh.
+    """Trainable variables with fresh optimizers.
 
     Args:
         specs: all variables of the model.
         slices: this server's part.
-        make_optimizers: makes fresh optimizers; None where nothing is trained.
-        values: the part's arrays, each of its slice's shape, by variable.
-        groups: of variables to update as one; None: whatever can be.
+        make_optimizers: creates fresh optimizers; None if nothing is trained.
+        values: arrays of the part, in the shapes of its slices, by variable.
+        groups: groups of variables to update as one; None: as many as possible.
 
     Attributes:
-        variables: those of the part that are trainable, by index.
-        optimizers: None where nothing is trained.
+        variables: trainable variables of the part, by index.
+        optimizers: None if nothing is trained.
     """
 
     def __init__(
@@ -68,22 +68,22 @@ class TrainedPart:
                 self.variables |= self.optimizers.variables
 
     def need_optimizers(self) -> OptimizerSet:
-        """Raises `ElasticCBError` where nothing is trained."""
+        """Raises `ElasticCBError` if nothing is trained."""
         if self.optimizers is None:
             raise ElasticCBError(
-                "This parameter server was started without an optimizer, to evaluate or predict; it takes no gradients."
+                "This parameter server has no optimizer, because the job does not train; it accepts no gradients."
             )
         return self.optimizers
 
     def weights(self) -> dict[str, Array]:
-        """The present weights, flat, by dtype."""
+        """The current weights, flat, by dtype."""
         if self._read is None:
             with tf.device("/CPU:0"):
                 self._read = quick_call(self._flat_weights, [])
         return {dtype: array_of(tensor) for dtype, tensor in self._read([]).items()}
 
     def _flat_weights(self) -> dict[str, tf.Tensor]:
-        """In a graph."""
+        """For use in a graph."""
         runs: dict[str, list[Run]] = {}
         for part, dtype, _ in layout(self._specs, self._slices, True):
             variable = self.variables[part.variable]
@@ -95,7 +95,7 @@ class TrainedPart:
         return {dtype: concatenated(found) for dtype, found in runs.items()}
 
     def _add_flat(self, *blocks: tf.Tensor) -> None:
-        """In a graph: moves all variables by flat blocks, by dtype."""
+        """For use in a graph: adds flat blocks, by dtype, to all variables."""
         given = dict(zip(block_sizes(self._specs, self._slices, True), blocks, strict=True))
         found: dict[int, tuple[keras.Variable, list[tuple[int, Run]]]] = {}
         for part, dtype, offset in layout(self._specs, self._slices, True):
@@ -114,7 +114,7 @@ class TrainedPart:
                 whole.assign(tf.cast(whole.value, movement.dtype) + movement)
 
     def groups_for(self, push: Push, by_xla: bool) -> Sequence[Sequence[int]] | None:
-        """Other groups, where `push` does not update all variables of the present ones; None: these are right."""
+        """New groups if `push` does not update all variables of the current ones; None: the current ones are right."""
         if self._kind(push, by_xla) in self._updates:
             return None
         groups = self.need_optimizers().groups
@@ -122,7 +122,7 @@ class TrainedPart:
         return None if wanted == groups else wanted
 
     def _kind(self, push: Push, by_xla: bool) -> Any:
-        """Equal for pushes that are applied by the same function."""
+        """A key that is equal for pushes applied by the same function."""
         rows = tuple(index for index in push.rows if index in self.variables)
         updating = self.need_optimizers().updating(push.updated)
         return push.dense, rows, tuple(part.name for part in updating), by_xla
@@ -160,7 +160,7 @@ class TrainedPart:
             )
 
     def move(self, movements: Movements) -> None:
-        """Moves all variables. A constraint holds afterwards, too."""
+        """Moves all variables. Constraints are applied afterwards."""
         blocks = {dtype: total_movement(dtype, movements) for dtype in block_sizes(self._specs, self._slices, True)}
         with tf.device("/CPU:0"):
             if self._add is None:
@@ -172,9 +172,9 @@ class TrainedPart:
                     variable.assign(variable.constraint(variable))
 
     def _first_call(self, push: Push, blocks: list[tf.Tensor], rows: list[Any], by_xla: bool) -> CompiledUpdate:
-        """Applies the push with a function made for its kind, which it returns."""
-        # The first call compiles. XLA makes updates some three times as fast, but can't compile every
-        # op that a user's optimizer may hold; it fails before anything is changed.
+        """Applies the push with a new function for its kind, and returns that function."""
+        # The first call compiles. XLA makes updates about three times as fast, but can't compile every op of a custom
+        # optimizer; it then fails before anything changes.
         if by_xla:
             update = self._compiled(push, jit_compile=True)
             try:
@@ -182,7 +182,7 @@ class TrainedPart:
                 return update
             except tf.errors.OpError as error:
                 kinds = self.need_optimizers().kinds
-                logger.warning("The optimizer %s runs without XLA, slower: %s", kinds, error.message)
+                logger.warning("The optimizer %s runs without XLA, more slowly: %s", kinds, error.message)
         update = self._compiled(push, jit_compile=False)
         update(blocks, rows)
         return update
@@ -204,7 +204,7 @@ class TrainedPart:
 
 
 def total_movement(dtype: str, movements: Movements) -> Array:
-    """The sum of the shares; of half precision in single."""
+    """The weighted sum; in float32 for half precision."""
     (blocks, share), *others = movements
     total = _share(blocks[dtype], share)
     for blocks, share in others:
@@ -222,15 +222,15 @@ def _variable(spec: VariableSpec, value: Array) -> keras.Variable:
     constraint = None
     if spec.constraint:
         try:
-            # The user's own code runs here anyway; a lambda needs no leave.
+            # The user's code runs here anyway, so lambdas need no extra permission.
             constraint = keras.saving.deserialize_keras_object(json.loads(spec.constraint), safe_mode=False)
         except Exception as error:
             raise ModelFileError(
-                f"The constraint of {spec.path!r} can't be made on a parameter server: {error} Register its "
+                f"The constraint of {spec.path!r} can't be created on a parameter server: {error} Register its "
                 "class or function with keras.saving.register_keras_serializable."
             ) from error
     variable = keras.Variable(value, dtype=spec.dtype, trainable=True, name=name)
     variable.constraint = constraint
-    # Optimizers look at names and paths (exclude_from_weight_decay, Muon); they are the model's.
+    # Optimizers look at names and paths (exclude_from_weight_decay, Muon), so these must be the model's.
     variable._path = "/".join([*scopes, name])
     return variable

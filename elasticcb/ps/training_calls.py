@@ -1,4 +1,4 @@
-"""The calls of a parameter server that train: gradients come, updates are made, weights and rows go out."""
+"""Calls of a parameter server that train: they push gradients, and return weights and rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from elasticcb.sharding.wire_codec import narrowed, widened, wire_dtype_of
 
 
 class TrainingCalls:
-    """Each is given the model under its lock.
+    """Handlers that are called with the model, under its lock.
 
     Args:
-        lost_workers: ids of those whose pushes are refused. It may grow.
+        lost_workers: ids of workers whose pushes are refused; may grow.
     """
 
     def __init__(self, lost_workers: Collection[int]) -> None:
@@ -41,8 +41,8 @@ class TrainingCalls:
         if request.sequence:
             if request.worker_id in self._lost_workers:
                 raise ElasticCBError(
-                    f"The gradients of worker {request.worker_id} are refused: the master gave it up, and its tasks to "
-                    "others."
+                    f"The gradients of worker {request.worker_id} are refused: the master declared it lost and "
+                    "reassigned its tasks."
                 )
             verdict = self._push(request, pushed, model)
         elif pushed:
@@ -51,7 +51,7 @@ class TrainingCalls:
         due = model.policy.due(self._lost_workers)
         if due is not None:
             for name in due.pushes:
-                if name.worker in self._lost_workers:  # others do its batches again
+                if name.worker in self._lost_workers:  # others repeat its batches
                     del model.staged[name]
             model.update([name for name in due.pushes if name in model.staged])
         parameters = model.parameters
@@ -79,7 +79,7 @@ class TrainingCalls:
         if not request.pull or knows:
             return Frame(response, tensors)
         pulled = snapshot or parameters.snapshot()
-        # Not "older than known": a server that was restored may stand at a lower version.
+        # Not "older than known": a restored server may be at a lower version.
         if pulled.version != request.known_version:
             tensors |= narrowed(named(WEIGHTS, pulled.weights), weights_dtype)
         if pulled.state_version != request.known_state_version:
@@ -94,7 +94,7 @@ class TrainingCalls:
         if _waits(name, model):
             return PushAnswer(pb.ACCEPTED, "it waits")
         if model.answered.forgotten(name):
-            return PushAnswer(pb.ACCEPTED, "this push was answered long ago")
+            return PushAnswer(pb.ACCEPTED, "this push was already answered")
         push = model.reader.read(Push.decode(request, widened(tensors, model.specs)))
         model.parameters.check_learning_rate(push)
         model.parameters.check_state(from_tensors(push.optimizers))
@@ -113,15 +113,15 @@ class TrainingCalls:
         if request.staged != follows:
             raise WireError(
                 f"A push with staged={request.staged} came to server {model.index} of {model.num_ps} in "
-                f"{model.policy.name} mode. Only in synchronous "
-                "mode, and only to servers other than the first, pushes are staged."
+                f"{model.policy.name} mode. Pushes are staged only in synchronous mode, and only on servers other than "
+                "the first."
             )
         present = model.parameters.version
         if follows:
-            # Whether it is used, and when, the first server decides.
+            # The first server decides whether and when it is used.
             model.staged[name] = Staged(push.copied(), request.version)
             return PushAnswer(pb.ACCEPTED, "staged")
-        if push.batches == 0:  # there are rows alone
+        if push.batches == 0:  # only rows
             model.parameters.merge([push])
             return PushAnswer(pb.ACCEPTED, "rows")
         decision = model.policy.decide(name, request.version, present)
@@ -131,7 +131,7 @@ class TrainingCalls:
         model.staged[name] = Staged(push if applied_now else push.copied(), request.version)
         if applied_now:
             model.update(decision.pushes)
-        elif model.gate is not None and model.policy.workers_wait:  # others hold what this server is to hand over
+        elif model.gate is not None and model.policy.workers_wait:  # other servers hold what this one must hand over
             model.flush()
         return PushAnswer(pb.ACCEPTED, decision.reason)
 
@@ -139,15 +139,15 @@ class TrainingCalls:
         request = frame.header
         parameters = model.parameters
         if not request.pushes:
-            raise WireError("Apply names no push.")
-        if request.version > parameters.version:  # else it is a retry of what was done
+            raise WireError("Apply has no pushes.")
+        if request.version > parameters.version:  # else it is a retry
             names = [PushName(push.worker_id, push.sequence) for push in request.pushes]
             missing = [name for name in names if name not in model.staged]
             if missing or request.version != parameters.version + 1:
                 raise ElasticCBError(
                     f"Server {model.index} can't follow the first server to version {request.version}: it is "
-                    f"at version {parameters.version}, without {len(missing)} of {len(names)} pushes. It may "
-                    "have been restarted; start the job again from its last checkpoint."
+                    f"at version {parameters.version} and lacks {len(missing)} of {len(names)} pushes. It may "
+                    "have been restarted. Start the job again from its last checkpoint."
                 )
             parameters.apply(model.reader.mean([model.staged.pop(name).push for name in names]))
             model.drop_stale()
@@ -165,7 +165,7 @@ class TrainingCalls:
     def set_learning_rate(self, frame: Frame[pb.SetLearningRateRequest], model: ServedModel) -> Frame[Any]:
         rate = frame.header.learning_rate
         if not math.isfinite(rate):
-            raise WireError(f"The learning rate was to be set to {rate}; it must be finite.")
+            raise WireError(f"The learning rate can't be set to {rate}: it must be finite.")
         model.parameters.set_learning_rate(rate)
         model.rate_version += 1
         if model.replica is not None:
@@ -173,7 +173,7 @@ class TrainingCalls:
         return Frame(pb.SetLearningRateResponse(), {})
 
     def replay(self, entry: Entry, model: ServedModel) -> bool:
-        """Makes a change of a lost server again, which its neighbour has kept; whether that is possible."""
+        """Replays a change of a lost server that its neighbour kept; returns whether that was possible."""
         if entry.method == "Exchange":
             verdict = self._push(pb.ExchangeRequest.FromString(entry.header), entry.tensors, model)
             return verdict.status == pb.ACCEPTED
@@ -184,12 +184,12 @@ class TrainingCalls:
 
 
 def _waits(name: PushName, model: ServedModel) -> bool:
-    """Whether the worker has to wait for others."""
+    """Whether the worker must wait for others."""
     return model.policy.workers_wait and name in model.policy.waiting
 
 
 def _non_finite(request: pb.ExchangeRequest, push: Push, model: ServedModel) -> str:
-    """Why a push holds NaN or infinity; "" when it does not."""
+    """Why a push has NaN or infinity; "" if it does not."""
     what = ""
     if request.non_finite:
         what = request.non_finite

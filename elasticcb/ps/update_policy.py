@@ -1,4 +1,4 @@
-"""Decides what becomes of a push: applied now, kept for a larger update, refused, or known already.
+"""Decides what to do with a push: apply it now, keep it for a larger update, or refuse it.
 
 Pure: pushes in, decisions out, each with its reason.
 """
@@ -19,14 +19,14 @@ Answer = TypeVar("Answer")
 
 
 class PushName(NamedTuple):
-    """A push of a job; a retry has the same name."""
+    """Identifies a push of a job; a retry has the same name."""
 
     worker: int
     sequence: int
 
 
 class Action(Enum):
-    APPLY = "apply"  # `pushes` become one update
+    APPLY = "apply"  # `pushes` as one update
     WAIT = "wait"  # accepted; more are needed for an update
     STALE = "stale"  # refused: computed on weights that are too old
 
@@ -35,16 +35,16 @@ class Action(Enum):
 class Decision:
     action: Action
     reason: str
-    pushes: tuple[PushName, ...] = ()  # of the update, in the order of their arrival
+    pushes: tuple[PushName, ...] = ()  # of the update, in order of arrival
 
 
 class UpdatePolicy(ABC):
-    """What becomes of the pushes of a job.
+    """How the pushes of a job are handled.
 
     Attributes:
-        name: of the mode, for messages.
-        first_decides: whether the first server decides for all, which then keep pushes until it says so.
-        workers_wait: whether a worker goes on only when what it has pushed is a part of the model.
+        name: name of the mode, for messages.
+        first_decides: whether the first server decides for all, and the others keep pushes until then.
+        workers_wait: whether a worker continues only when its push is part of the model.
     """
 
     name: ClassVar[str]
@@ -53,26 +53,26 @@ class UpdatePolicy(ABC):
 
     @property
     def waiting(self) -> tuple[PushName, ...]:
-        """Pushes of an update that is not there yet."""
+        """Pushes that wait for an update."""
         return ()
 
     def too_old(self, version: int, present: int) -> str:
-        """Why gradients of `version` can't be used on weights of version `present`; "" when they can."""
+        """Why gradients of `version` can't be applied to weights of version `present`; "" when they can."""
         return ""
 
     @abstractmethod
     def decide(self, push: PushName, version: int, present: int) -> Decision:
-        """What becomes of a push of gradients of `version`, the model being at `present`."""
+        """What to do with a push of gradients of `version` when the model is at `present`."""
 
     def keep(self, pushes: Collection[PushName]) -> None:  # noqa: B027 - where nothing waits
-        """Forgets what waits, but for these."""
+        """Drops all waiting pushes except these."""
 
     def due(self, lost_workers: Collection[int]) -> Decision | None:
-        """An update of what waits, if it waits for nobody any more."""
+        """An update of the waiting pushes, if no other push is awaited."""
         return None
 
     def flush(self) -> Decision:
-        """Makes an update of what waits, however little it is."""
+        """An update of the waiting pushes, however few."""
         return _update(())
 
 
@@ -90,9 +90,8 @@ class Synchronous(UpdatePolicy):
     """An update is the mean of several pushes.
 
     Args:
-        grads_to_wait: pushes of an update.
-        version_tolerance: by how many versions the weights that a gradient was computed on may be older than the
-            present ones.
+        grads_to_wait: number of pushes per update.
+        version_tolerance: how many versions old the weights of a gradient may be.
     """
 
     name = "synchronous"
@@ -111,12 +110,12 @@ class Synchronous(UpdatePolicy):
             return ""
         if version > present:
             return (
-                f"computed on version {version}, but the model is at version {present}: it was restored "
-                "from a checkpoint; pull and compute again"
+                f"computed on version {version}, but the model is at version {present}: it was restored from a "
+                "checkpoint; pull and compute again"
             )
         return (
-            f"computed on version {version}, the model is at version {present}, and at most "
-            f"{self._tolerance} versions of difference are allowed; pull and compute again"
+            f"computed on version {version}, but the model is at version {present} and the tolerance is "
+            f"{self._tolerance} versions; pull and compute again"
         )
 
     def decide(self, push: PushName, version: int, present: int) -> Decision:
@@ -141,14 +140,14 @@ _ROUNDS_KEPT = 9
 
 
 class Rounds(UpdatePolicy):
-    """Movements of local training are merged together: those of all workers that took part in the round before.
+    """Merges movements of local training together: those of all workers that took part in the previous round.
 
-    One that does not come is waited for as long as the first one of a round usually takes: the median of the last
-    rounds, which a pause between two epochs does not change; for `LEAST_SECONDS` at least. It takes part again when it
-    comes.
+    A missing worker is awaited as long as its round usually takes after the first movement: the median of the last
+    rounds, which a pause between two epochs does not change; at least `LEAST_SECONDS`. It takes part again when it
+    returns.
 
     Args:
-        clock: in seconds.
+        clock: seconds.
     """
 
     name = "local"
@@ -160,8 +159,8 @@ class Rounds(UpdatePolicy):
         self._clock = clock
         self._waiting: list[PushName] = []
         self._expected: frozenset[int] = frozenset()
-        self._ended = self._first = clock()  # the last round; when the first movement of this one came
-        self._usual: deque[float] = deque(maxlen=_ROUNDS_KEPT)  # seconds between the two
+        self._ended = self._first = clock()  # end of the last round; when the first movement of this one came
+        self._usual: deque[float] = deque(maxlen=_ROUNDS_KEPT)  # seconds between these two
 
     @property
     def waiting(self) -> tuple[PushName, ...]:
@@ -196,11 +195,11 @@ class Rounds(UpdatePolicy):
 
 
 def policy_of(training: TrainingSettings, replicas: bool, clock: Callable[[], float]) -> UpdatePolicy:
-    """The policy that a job's settings ask for.
+    """The policy for a job's settings.
 
     Args:
-        clock: as of `Rounds`.
-        replicas: changes are made again from a neighbour's notes, which do not tell who waited for whom.
+        clock: as in `Rounds`.
+        replicas: whether changes are replayed from a neighbour's log, which does not record who waited for whom.
     """
     if training.is_synchronous:
         return Synchronous(training.grads_to_wait, training.sync_version_tolerance)
@@ -214,35 +213,35 @@ def _update(pushes: tuple[PushName, ...]) -> Decision:
 
 
 class Answered(Generic[Answer]):
-    """What was answered to the latest pushes of each worker, so that a retry gets it again.
+    """Answers to the latest pushes of each worker, for retries.
 
-    A worker retries only what it has just sent; `keep` answers for each are plenty.
+    A worker only retries its latest push, so `keep` answers per worker are plenty.
     """
 
     def __init__(self, keep: int = 16) -> None:
         self._keep = keep
         self._answers: dict[int, OrderedDict[int, Answer]] = {}
-        self._dropped: dict[int, int] = {}  # highest sequence number that was forgotten
+        self._dropped: dict[int, int] = {}  # highest sequence number that was dropped
 
     def find(self, push: PushName) -> Answer | None:
         return self._answers.get(push.worker, OrderedDict()).get(push.sequence)
 
     def forgotten(self, push: PushName) -> bool:
-        """Whether the push was answered so long ago that the answer is gone."""
+        """Whether the push was answered so long ago that the answer was dropped."""
         return push.sequence <= self._dropped.get(push.worker, 0)
 
     def knows(self, push: PushName) -> bool:
-        """Whether the push was answered at any time."""
+        """Whether the push was ever answered."""
         return self.find(push) is not None or self.forgotten(push)
 
     def last(self) -> dict[int, int]:
-        """By worker, the sequence number of the last push that was answered."""
+        """By worker, the sequence number of its last answered push."""
         return {worker: next(reversed(answers)) for worker, answers in self._answers.items()} | {
             worker: last for worker, last in self._dropped.items() if worker not in self._answers
         }
 
     def forget_up_to(self, last: Mapping[int, int]) -> None:
-        """What was answered before is known, but not how: by worker, up to a sequence number."""
+        """Marks pushes up to a sequence number as answered, by worker, without their answers."""
         self._dropped.update(last)
 
     def remember(self, push: PushName, answer: Answer) -> None:

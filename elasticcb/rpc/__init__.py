@@ -1,1 +1,2 @@
-"""Bytes between processes: servers, connections, frames; shared memory on one machine, streams to others."""
+"""Communication between processes: servers, connections, frames; shared memory on one machine, streams between
+machines."""

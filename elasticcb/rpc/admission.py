@@ -1,6 +1,6 @@
-"""Which calls a server refuses before it looks at what they carry, and how many it has refused.
+"""Refuses calls before reading their messages, and counts them.
 
-A refused call costs no thread, and its message is not read: a flood of them takes nothing from the others but time.
+A refused call costs no thread, and its message is not read, so a flood of them costs other calls only time.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from elasticcb.security.credentials import TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-# It rises when messages change so that processes of the releases before and after can't work together.
+# Increased when messages change so that processes of older and newer releases can't work together.
 PROTOCOL = 2
 
-# Of the metadata that every call carries.
+# Metadata of every call.
 TOKEN_KEY, PROTOCOL_KEY = "elasticcb-token", "elasticcb-protocol"
-ERROR_KEY = "elasticcb-error"  # of the metadata of an error: its class
-TERM_KEY = "elasticcb-term"  # of a master's calls to servers: "TRAINING:NUMBER"
-BUSY_KEY = "elasticcb-busy"  # of the metadata of a refusal: the same call may be taken later
+ERROR_KEY = "elasticcb-error"  # metadata of an error: its class
+TERM_KEY = "elasticcb-term"  # metadata of a master's calls to servers: "TRAINING:NUMBER"
+BUSY_KEY = "elasticcb-busy"  # metadata of a refusal: the same call may be accepted later
 
-_LONGEST_PROTOCOL = 20  # characters of a caller's that an error shows
-_MOST_CALLS = 4_096  # that a server has under way; long polls of all workers of a large job are some 1,000
-_QUIET_SECONDS = 10.0  # between log lines on calls that are refused for one reason
+_LONGEST_PROTOCOL = 20  # maximum characters of a caller's value shown in an error
+_MOST_CALLS = 4_096  # maximum running calls of a server; long polls of all workers of a large job are about 1,000
+_QUIET_SECONDS = 10.0  # between log lines about calls refused for one reason
 
 
 class Refusal(Enum):
-    """Why a call was refused, as it stands behind a number."""
+    """Why a call was refused; the text follows a number."""
 
     TOKEN = "without the job's token"
     RELEASE = "of another release"
@@ -46,7 +46,7 @@ class Refusal(Enum):
 
 
 class RefusedCalls:
-    """How many calls a server has refused, by reason. The log has a line now and then, however many there are."""
+    """Counts refused calls by reason. Logs a line now and then, however many there are."""
 
     def __init__(self) -> None:
         self._counts: Counter[Refusal] = Counter()
@@ -61,16 +61,16 @@ class RefusedCalls:
                 return
             self._told[refusal] = now + _QUIET_SECONDS
             count = self._counts[refusal]
-        logger.warning("Calls refused up to now, %s: %d; the last one came from %s", refusal.value, count, caller)
+        logger.warning("Calls refused so far, %s: %d; the last one came from %s", refusal.value, count, caller)
 
     def counts(self) -> dict[str, int]:
-        """By the words of a `Refusal`."""
+        """Counts by the text of a `Refusal`."""
         with self._lock:
             return {refusal.value: self._counts[refusal] for refusal in Refusal if self._counts[refusal]}
 
 
 class CallThreads(futures.ThreadPoolExecutor):
-    """The threads that answer calls; it knows how many calls there are, waiting ones included."""
+    """The threads that answer calls; counts calls, including waiting ones."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads, thread_name_prefix="rpc")
@@ -90,7 +90,7 @@ class CallThreads(futures.ThreadPoolExecutor):
 
 
 class _AtOnce(futures.ThreadPoolExecutor):
-    """Runs what it is given in the thread that gives it."""
+    """Runs functions in the calling thread."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
         future: futures.Future[Any] = futures.Future()
@@ -99,14 +99,14 @@ class _AtOnce(futures.ThreadPoolExecutor):
 
 
 class Gate(grpc.ServerInterceptor):
-    """Lets calls through that carry the token and the protocol's number, as long as there are not too many.
+    """Accepts calls with the right token and protocol number, up to a maximum number of running calls.
 
     Args:
-        token: that calls must carry; "": none.
-        threads: that answer the calls.
-        control_threads: that answer those of `control` instead, full names of methods; it may grow.
-        refused: counts those that are refused, here or by the method. gRPC itself refuses messages that are too large,
-            which nobody hears of.
+        token: the token that calls must carry; "": none.
+        threads: threads that answer the calls.
+        control_threads: threads for the methods in `control` (full names; may grow) instead.
+        refused: counts refused calls, refused here or by the method. gRPC itself refuses messages that are too large;
+            these are not counted.
     """
 
     def __init__(
@@ -125,24 +125,24 @@ class Gate(grpc.ServerInterceptor):
         self._stranger = self._refusing(
             Refusal.TOKEN,
             grpc.StatusCode.UNAUTHENTICATED,
-            f"the call does not carry this job's token; give it to the process by {TOKEN_VARIABLE}",
+            f"the call does not carry this job's token; set {TOKEN_VARIABLE} for the process",
         )
-        self._newest_term = "", 0  # of the present training
+        self._newest_term = "", 0  # of the current training
         self._replaced = self._refusing(
             Refusal.REPLACED,
             grpc.StatusCode.FAILED_PRECONDITION,
-            "Another master goes on with this job; the one that called was replaced",
+            "Another master took over this job; the caller was replaced",
             ((ERROR_KEY, "ReplacedError"),),
         )
         self._busy = self._refusing(
             Refusal.BUSY,
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"{_MOST_CALLS:,} calls are under way already",
+            f"{_MOST_CALLS:,} calls are already running",
             ((BUSY_KEY, "1"),),
         )
 
     def intercept_service(self, continuation: Callable[[Any], Any], call: Any) -> Any:
-        # The token first: a stranger learns nothing else.
+        # The token first, so that strangers learn nothing else.
         if self._token and not hmac.compare_digest(_value(call, TOKEN_KEY).encode(), self._token):
             return self._stranger
         given = _value(call, PROTOCOL_KEY)
@@ -150,7 +150,7 @@ class Gate(grpc.ServerInterceptor):
             return self._refusing(
                 Refusal.RELEASE,
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"The caller speaks protocol {given[:_LONGEST_PROTOCOL] or 'none'}, this process speaks {PROTOCOL}; "
+                f"The caller uses protocol {given[:_LONGEST_PROTOCOL] or 'none'}, but this process uses {PROTOCOL}; "
                 "run the same release of ElasticCB in all processes of a job.",
             )
         if self._is_of_replaced_master(_value(call, TERM_KEY)):
@@ -181,14 +181,13 @@ class Gate(grpc.ServerInterceptor):
             context.set_trailing_metadata(metadata)
             context.abort(code, text)
 
-        # A name that gRPC looks for, for the threads to run it. The method of a stream gets no message unless it asks
-        # for one.
+        # gRPC looks for this attribute and lets these threads run the call. A stream's method gets no message unless it
+        # asks for one.
         refuse.experimental_thread_pool = self._at_once  # type: ignore[attr-defined]
         return grpc.stream_unary_rpc_method_handler(refuse)
 
     def _watching(self, handler: Any, threads: CallThreads) -> Any:
-        """The same handler of a method, run by `threads`, which counts the messages that can't be read, or that it
-        refuses."""
+        """The method's handler, run by `threads`, which counts messages that can't be read or are refused."""
         read = handler.request_deserializer or bytes
 
         def answer(message: bytes, context: Any) -> Any:
@@ -209,5 +208,5 @@ class Gate(grpc.ServerInterceptor):
 
 
 def _value(call: Any, name: str) -> str:
-    """Of the call's metadata; "" where it has none of that name."""
+    """A value of the call's metadata; "" if missing."""
     return next((value for key, value in call.invocation_metadata if key == name), "")

@@ -1,4 +1,4 @@
-"""Memory that arrays are received into, again and again."""
+"""Reusable memory for received arrays."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 
 from elasticcb.rpc.tensors import Array, aligned
 
-_MOST = 4  # that are kept
-_SMALL = 64 << 10  # bytes that cost less to ask the system for than to keep
+_MOST = 4  # maximum number of kept buffers
+_SMALL = 64 << 10  # bytes; smaller buffers are cheaper to allocate than to keep
 
 
 class Buffers:
-    """Gives memory, and gives it again once no array in it is in use any more: pages that were touched before are
-    several times as fast as new ones. For one thread at a time."""
+    """Allocates memory, and reuses it once no array in it is in use: pages that were touched before are several times
+    as fast as new ones. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Array, Callable[[], Any]]] = []  # and what in it is in use
+        self._kept: list[tuple[Array, Callable[[], Any]]] = []  # with a function that returns what is using it
 
     def take(self, size: int) -> Array:
-        """uint8 `[size]`, aligned for TensorFlow. It is in use as long as it, or its `data`, is.
+        """uint8 `[size]`, aligned for TensorFlow. In use as long as it, or its `data`, is referenced.
 
-        Raises `ValueError` or `MemoryError` for more than there can be.
+        Raises `ValueError` or `MemoryError` for an impossible size.
         """
         if size <= _SMALL:
             return aligned((size,), np.uint8)
@@ -34,7 +34,7 @@ class Buffers:
             index = fitting[0]
         elif free or len(self._kept) < _MOST:
             index = free[0] if free else len(self._kept)
-            # Some room: how many rows of embedding tables travel differs from batch to batch.
+            # Some headroom: the number of embedding rows differs from batch to batch.
             made = aligned((size + size // 4,), np.uint8)
             self._kept[index : index + 1] = [(made, lambda: None)]
         else:

@@ -1,4 +1,4 @@
-"""Errors as they travel: what a handler raises is raised at its caller's, by its class and in its words."""
+"""Errors over the wire: an exception of a handler is raised at its caller, with the same class and message."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from elasticcb import errors
 from elasticcb.errors import ConnectionLostError, ElasticCBError, HandlerError, WireError
 from elasticcb.rpc.admission import BUSY_KEY, ERROR_KEY
 
-_LONGEST_ERROR = 10_000  # characters; one may take 12 bytes in the header that carries the text
+_LONGEST_ERROR = 10_000  # characters; each may take 12 bytes in the header with the text
 
-# By which an error that a handler raises is the same error at the caller's: its class, and the user's traceback.
+# Metadata that recreates a handler's error at the caller: its class, and the user's traceback.
 _TRACEBACK_KEY = "elasticcb-traceback-bin"
 _ERRORS = {
     name: kind
@@ -21,20 +21,20 @@ _ERRORS = {
     if isinstance(kind, type) and issubclass(kind, ElasticCBError) and kind is not WireError
 }
 
-# A call that failed with one of these may be sent again: it did not reach the handler, or the handler
-# recognizes a repeated call.
+# A call that failed with one of these may be repeated: it did not reach the handler, or the handler recognizes repeated
+# calls.
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 
-# With this text gRPC tells of an exception in a handler that is none of this project's. The code alone does not say so:
-# gRPC has it also for some connections that break.
+# gRPC's text for an exception in a handler that is not one of this project's. The code is ambiguous by itself: gRPC
+# also uses it for some broken connections.
 _DEFECT = "Exception calling application: "
 
 
 class CallError(grpc.RpcError):
-    """A call that failed, as gRPC would raise it.
+    """A failed call, as gRPC would raise it.
 
     Attributes:
-        metadata: what comes with an error of the project: its class, the user's traceback.
+        metadata: metadata of an error of this project: its class, the user's traceback.
     """
 
     def __init__(self, code: grpc.StatusCode, text: str, metadata: Mapping[str, str | bytes] | None = None) -> None:
@@ -54,7 +54,7 @@ class CallError(grpc.RpcError):
 
 
 def call_error_of(error: ElasticCBError) -> CallError:
-    """As which an error of a handler travels."""
+    """The form in which a handler's error is sent."""
     refused = isinstance(error, WireError)
     code = grpc.StatusCode.INVALID_ARGUMENT if refused else grpc.StatusCode.FAILED_PRECONDITION
     trace = error.user_traceback.encode()[-_LONGEST_ERROR:]
@@ -63,17 +63,17 @@ def call_error_of(error: ElasticCBError) -> CallError:
 
 
 def call_error_of_defect(error: Exception) -> CallError:
-    """As which gRPC sends an error that no handler should raise."""
+    """The form in which gRPC sends an unexpected error of a handler."""
     return CallError(grpc.StatusCode.UNKNOWN, f"{_DEFECT}{error}")
 
 
 def raise_unless_transient(error: Any, server: str) -> None:
-    """Raises what a failed call to `server` means, unless the same call may succeed later.
+    """Raises the error that a failed call to `server` means, unless the same call may succeed later.
 
     Raises:
         WireError: the server refused the message.
-        HandlerError: an exception in the server that is a defect.
-        ElasticCBError: the server could not do what was asked; class, message and traceback are the server's.
+        HandlerError: a bug in the server raised an exception.
+        ElasticCBError: the server could not do what was requested; class, message and traceback are the server's.
         ConnectionLostError: anything else.
     """
     code, details = error.code(), error.details() or "no details"
@@ -87,7 +87,7 @@ def raise_unless_transient(error: Any, server: str) -> None:
         raise kind(details, given.get(_TRACEBACK_KEY, b"").decode(errors="ignore")) from None
     if code is grpc.StatusCode.UNKNOWN and details.startswith(_DEFECT):
         raise HandlerError(
-            f"{server} failed to answer a call: {details.removeprefix(_DEFECT) or 'no details'}. This is a defect of "
+            f"{server} failed to answer a call: {details.removeprefix(_DEFECT) or 'no details'}. This is a bug in "
             "ElasticCB; the log of that process has the traceback."
         ) from None
     raise ConnectionLostError(f"A call to {server} failed: {code.name}: {details}") from None

@@ -1,4 +1,4 @@
-"""Connections to servers, whose calls have deadlines and are repeated."""
+"""Connections to servers, with deadlines and retries."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from elasticcb.security.socket_folder import host_of
 logger = logging.getLogger(__name__)
 
 _ATTACH_SECONDS = 10.0
-_ALIVE_SECONDS = 30.0  # for a server to say that it is alive
+_ALIVE_SECONDS = 30.0  # for a server to answer the check
 
-# Not the module's own generator, whose seed belongs to the user's model.
+# Not the random module's own generator, whose seed belongs to the user's model.
 _jitter = random.Random()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_jitter.seed)
 
 
 class Connection:
-    """To one server; its calls have deadlines and are repeated on transient failures.
+    """A connection to one server; calls have deadlines and are repeated on transient failures.
 
-    Calls that go around `call` have to carry `metadata`.
+    Calls made without `call` must carry `metadata`.
 
     Args:
-        address: "host:port", or that of a socket in a folder.
-        name: what the server is, for messages: "the master", "parameter server 1".
-        patience_seconds: how long to go on trying before `ConnectionLostError`.
-        access: to the job.
+        address: "host:port", or the address of a socket in a folder.
+        name: name of the server in messages: "the master", "parameter server 1".
+        patience_seconds: how long to retry before `ConnectionLostError`.
+        access: credentials of the job.
     """
 
     def __init__(self, address: str, name: str, patience_seconds: float = 30.0, access: Access = OPEN) -> None:
@@ -60,16 +60,16 @@ class Connection:
         self._answered = False  # whether the server has ever answered
         self._closed = False
         self._grpc = GrpcTransport(address, access.tls)
-        self._linked: LinkedTransport | None = None  # when it is first used
+        self._linked: LinkedTransport | None = None  # created at first use
         self._making = threading.Lock()
 
     @property
     def channel(self) -> grpc.Channel:
-        """The present one to the server."""
+        """The current channel to the server."""
         return self._grpc.channel
 
     def transport_of(self, method: Method) -> Transport:
-        """By which the messages of a method go."""
+        """The transport for the messages of a method."""
         if not method.shared:
             return self._grpc
         attach = functools.partial(self._attach, method.attach_path)
@@ -112,14 +112,14 @@ class Connection:
         """Calls `method` until it answers.
 
         Args:
-            request: a frame, or a message, as the method has them.
+            request: a frame or a message, depending on the method.
 
         Raises:
-            ConnectionLostError: the server was out of reach for longer than the patience.
+            ConnectionLostError: the server was unreachable for longer than the patience.
             TLSError: it and this process can't agree on TLS.
             WireError: the server refused the message.
-            HandlerError: the server has a defect.
-            ElasticCBError: the server could not do what was asked; class, message and traceback are the server's.
+            HandlerError: the server has a bug.
+            ElasticCBError: the server could not do what was requested; class, message and traceback are the server's.
         """
         transport = self.transport_of(method)
         patience = self._patience if patience_seconds is None else patience_seconds
@@ -130,7 +130,7 @@ class Connection:
                 answer = transport.call(method, request, deadline_seconds, self.metadata)
                 self._answered = True
                 return answer
-            except ValueError as error:  # as gRPC says that a channel is closed
+            except ValueError as error:  # gRPC's error for a closed channel
                 if not self._closed:
                     raise
                 raise ConnectionLostError(f"The connection to {self._server} was closed.") from error
@@ -154,12 +154,12 @@ class Connection:
                 raise TLSError(f"No connection to {self._server}: {reason}.") from None
 
     def free_memory(self) -> None:
-        """Frees memory that frames lay in, after large ones."""
+        """Frees frame buffers, after large frames."""
         if self._linked is not None:
             self._linked.side.shrink()
 
     def close(self) -> None:
-        """Ends calls that other threads wait in, too: they raise `ConnectionLostError`."""
+        """Aborts running calls, also in other threads: they raise `ConnectionLostError`."""
         self._closed = True
         self._grpc.close()
         if self._linked is not None:

@@ -1,8 +1,7 @@
-"""Frames that are too large for one message: their arrays go in pieces, before the request or after the answer.
+"""Frames too large for one message: their arrays are sent in pieces, before the request or after the answer.
 
-In the frame itself stands a key instead of the array (`InPieces`). Before a request the client sends the pieces by
-calls of `Piece`, which every service of frames has, and after an answer it asks for them by such calls. Who asks for
-what is not there any more, or not yet, is told to make the whole call again.
+The frame has a key instead of the array (`InPieces`). The client sends the pieces before a request, and fetches them
+after an answer, by calls of `Piece`, which every frame service has. If pieces are missing, the whole call is repeated.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from elasticcb.errors import WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, Frame, InPieces, aligned
 
-LARGEST_FRAME = 256 << 20  # bytes of arrays, above which a frame goes in pieces
+LARGEST_FRAME = 256 << 20  # bytes of arrays above which a frame is sent in pieces
 PIECE_BYTES = 32 << 20
-_SMALL_BYTES = 64 << 10  # of an array that stays in the frame
-_KEY_BYTES = 16  # of a frame; an array's has its number behind it
-_SILENT_SECONDS = 300.0  # after which nobody will ask for the rest
-PIECES_MISSING = grpc.StatusCode.ABORTED  # by which a server says so
+_SMALL_BYTES = 64 << 10  # size of an array that stays in the frame
+_KEY_BYTES = 16  # of a frame; an array's key has its number appended
+_SILENT_SECONDS = 300.0  # after which pieces are discarded
+PIECES_MISSING = grpc.StatusCode.ABORTED  # the server's code for this error
 
 Call = Callable[[Frame[pb.PieceRequest]], Frame[pb.PieceResponse]]
 
 
 class UnknownPiecesError(Exception):
-    """A frame names arrays that are not here: this server was started anew, or they have been taken already."""
+    """A frame refers to arrays that are not here: the server was restarted, or they were already taken."""
 
 
 def in_pieces(frame: Frame[Any], call: Callable[[Frame[Any]], Frame[Any]], call_piece: Call, fits: bool) -> Frame[Any]:
-    """The answer to a call whose request may have to go in pieces, as may the answer.
+    """The answer to a call whose request, and answer, may have to be sent in pieces.
 
     Args:
         call: makes the call with a frame; raises `grpc.RpcError`, as does `call_piece`.
-        fits: the request needs no pieces.
+        fits: whether the request needs no pieces.
     """
     for last in (False, False, True):
         try:
@@ -52,7 +51,7 @@ def in_pieces(frame: Frame[Any], call: Callable[[Frame[Any]], Frame[Any]], call_
 
 
 def _sent_ahead(frame: Frame[Any], call: Call) -> Frame[Any]:
-    """`frame` without its larger arrays, after these have been sent."""
+    """`frame` without its larger arrays, after sending these."""
     tensors, larger = _without_larger(frame.tensors)
     for key, array in larger.items():
         content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -63,7 +62,7 @@ def _sent_ahead(frame: Frame[Any], call: Call) -> Frame[Any]:
 
 
 def _fetched_whole(frame: Frame[Any], call: Call) -> Frame[Any]:
-    """`frame` with all of its arrays."""
+    """`frame` with all its arrays."""
     if not any(isinstance(array, InPieces) for array in frame.tensors.values()):
         return frame
     return Frame(frame.header, {name: _fetched(array, call) for name, array in frame.tensors.items()})
@@ -81,7 +80,7 @@ def _fetched(array: Array | InPieces, call: Call) -> Array:
 
 
 def _without_larger(tensors: Mapping[str, Array]) -> tuple[dict[str, Any], dict[bytes, Array]]:
-    """What stays in a frame, with keys in the place of larger arrays; and these by key."""
+    """The frame with keys instead of larger arrays; and these arrays by key."""
     frame_key = secrets.token_bytes(_KEY_BYTES)
     staying: dict[str, Any] = dict(tensors)
     larger: dict[bytes, Array] = {}
@@ -105,30 +104,30 @@ class _Held:
 
     touched: float
     arrays: dict[bytes, Array] = field(default_factory=dict)
-    filled: dict[bytes, int] = field(default_factory=dict)  # bytes that are there
+    filled: dict[bytes, int] = field(default_factory=dict)  # bytes received
 
 
 class Pieces:
-    """The server's side: arrays of requests that are to come, and of answers that have not been fetched."""
+    """The server's side: arrays of requests being received, and of answers not yet fetched."""
 
     def __init__(self) -> None:
         self._frames: dict[bytes, _Held] = {}
         self._lock = threading.Lock()
 
     def answer(self, frame: Frame[pb.PieceRequest]) -> Frame[Any]:
-        """Of `Piece`. Raises `WireError` for a piece that does not fit, `UnknownPiecesError` for one of nothing."""
+        """Handles `Piece`. Raises `WireError` for a piece that does not fit, `UnknownPiecesError` for a wrong key."""
         request, piece = frame.header, frame.tensors.get("piece")
         key, start = request.key, request.start
         with self._lock:
             if min(start, request.size, request.count) < 0:
-                raise WireError(f"A piece begins at byte {start}, with {request.count} of {request.size} bytes.")
+                raise WireError(f"A piece starts at byte {start}, with {request.count} of {request.size} bytes.")
             if piece is None:
                 return Frame(pb.PieceResponse(), {"piece": self._read(key, start, request.count)})
             end = start + piece.size
             if piece.dtype != np.uint8 or piece.ndim != 1 or end > request.size or len(key) <= _KEY_BYTES:
                 raise WireError(
-                    f"A piece of {piece.dtype} {list(piece.shape)} begins at byte {start} of {request.size}; uint8 [n] "
-                    "that fits was expected."
+                    f"A piece of {piece.dtype} {list(piece.shape)} starts at byte {start} of {request.size}; expected "
+                    "uint8 [n] that fits."
                 )
             if start == 0:
                 held = self._frames.setdefault(key[:_KEY_BYTES], _Held(time.monotonic()))
@@ -138,7 +137,7 @@ class Pieces:
                 raise UnknownPiecesError("Pieces are missing.")
             held.touched = time.monotonic()
             content = held.arrays[key]
-        content[start:end] = piece  # one client sends one piece after another
+        content[start:end] = piece  # a client sends pieces one after another
         held.filled[key] = max(end, held.filled[key])
         return Frame(pb.PieceResponse(), {})
 
@@ -156,11 +155,11 @@ class Pieces:
     def _held(self, key: bytes) -> _Held:
         held = self._frames.get(key[:_KEY_BYTES])
         if held is None or key not in held.arrays:
-            raise UnknownPiecesError("An array that goes in pieces is not here.")
+            raise UnknownPiecesError("An array sent in pieces is not here.")
         return held
 
     def forget_silent(self) -> None:
-        """Forgets what nobody has sent or asked for any more for a while; to be called from time to time."""
+        """Discards pieces unused for a while; call it from time to time."""
         if not self._frames:
             return
         with self._lock:
@@ -170,7 +169,7 @@ class Pieces:
                     del self._frames[key]
 
     def taken(self, frame: Frame[Any]) -> Frame[Any]:
-        """A request with the arrays that were sent ahead of it. Raises `UnknownPiecesError` where one is missing."""
+        """A request with the arrays that were sent before it. Raises `UnknownPiecesError` when one is missing."""
         outlines: dict[str, Any] = {name: array for name, array in frame.tensors.items() if isinstance(array, InPieces)}
         if not outlines:
             return frame
@@ -180,14 +179,14 @@ class Pieces:
                 held = self._held(outline.key)
                 content = held.arrays[outline.key]
                 if held.filled[outline.key] != content.size or content.size != outline.size:
-                    raise UnknownPiecesError(f"The array {name!r} has not come whole.")
+                    raise UnknownPiecesError(f"The array {name!r} was not received completely.")
                 arrays[name] = _whole(outline, content)
             for outline in outlines.values():
                 self._frames.pop(outline.key[:_KEY_BYTES], None)
         return Frame(frame.header, {**frame.tensors, **arrays})
 
     def offered(self, frame: Frame[Any]) -> Frame[Any]:
-        """An answer without its larger arrays, which can be asked for from now on."""
+        """An answer without its larger arrays, which can then be fetched."""
         tensors, larger = _without_larger(frame.tensors)
         with self._lock:
             for key, array in larger.items():
@@ -200,9 +199,9 @@ def _room(size: int) -> Array:
     try:
         return aligned((size,), np.uint8)
     except (MemoryError, ValueError, OverflowError):
-        raise WireError(f"There is no memory for an array of {size:,} bytes.") from None
+        raise WireError(f"Not enough memory for an array of {size:,} bytes.") from None
 
 
 def bytes_of(frame: Frame[Any]) -> int:
-    """What the arrays of a frame take."""
+    """The size of a frame's arrays."""
     return sum(array.nbytes for array in frame.tensors.values())

@@ -1,4 +1,4 @@
-"""The server's side of calls whose messages are frames, by whichever transport they come."""
+"""The server's side of calls with frames, independent of the transport."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Handler = Callable[[Frame[Any]], Frame[Any]]
 
 
 class FrameService(grpc.GenericRpcHandler):
-    """A service whose messages are frames, by gRPC and by links.
+    """A service of calls with frames, over gRPC and links.
 
     Args:
-        handlers: by method of one service, a function from the request frame to the response frame. An
-            `ElasticCBError` that it raises is raised at the caller's.
+        handlers: by method of one service, a function from the request frame to the response frame. Its
+            `ElasticCBError`s are raised at the caller.
 
     Attributes:
-        control: full names of the methods that wait for nothing.
+        control: full names of the methods that never wait.
     """
 
     def __init__(self, handlers: Mapping[Method, Handler]) -> None:
@@ -42,8 +42,8 @@ class FrameService(grpc.GenericRpcHandler):
         self._handlers = {**handlers, first.piece: self._pieces.answer}
         self._methods = {method.name: method for method in self._handlers}
         self.control = [method.path for method in self._handlers if method.control] + [first.attach_path]
-        self.refused = RefusedCalls()  # the server's, once it has the service
-        self._links = ServerLinks(self._answer_link)  # to clients of this machine
+        self.refused = RefusedCalls()  # the server's, once the service is added
+        self._links = ServerLinks(self._answer_link)  # to clients on this machine
         self._memory = ServerMemory(self._links)
         self._streams = StreamListener(ServerLinks(self._answer_stream))
         self._by_path = {method.path: self._by_grpc(method) for method in self._handlers}
@@ -53,11 +53,11 @@ class FrameService(grpc.GenericRpcHandler):
         return self._by_path.get(handler_call_details.method)
 
     def listen_at(self, host: str, tls: TLS | None) -> None:
-        """On another port of which interface clients of other machines may connect; before the first call."""
+        """Sets the interface on which clients of other machines may connect; call it before the first call."""
         self._streams.listen_at(host, tls)
 
     def stop(self, grace_seconds: float) -> None:
-        """Ends the links."""
+        """Closes the links."""
         self._links.stop(grace_seconds)
         self._streams.stop(grace_seconds)
 
@@ -84,7 +84,7 @@ class FrameService(grpc.GenericRpcHandler):
     def _answer_counted(self, name: str, decode: Any, data: bytes) -> Message:
         try:
             return self._answer(self._methods[name], decode, data)
-        except CallError as error:  # else the gate would see it
+        except CallError as error:  # else the gate would count it
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 self.refused.add(Refusal.MALFORMED, "a process of this job")
             raise
@@ -110,7 +110,7 @@ class FrameService(grpc.GenericRpcHandler):
             raise call_error_of(error) from error
 
     def _attach(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        if not message:  # a client asks whether this server is alive
+        if not message:  # a client checks whether this server is alive
             return b""
         try:
             return self._streams.offer() if message == ASKED else self._memory.attach(message)

@@ -1,7 +1,7 @@
-"""The standard gRPC health service, as probes of platforms call it: on a port of its own, without token and TLS.
+"""The standard gRPC health service for platform probes: on a port of its own, without token and TLS.
 
-It says of a service whether it is ready, and of the whole process (the service "") that it answers, and nothing else.
-The ports of the job stay closed to those who have no token.
+It reports whether a service is ready, and that the whole process (service "") answers, and nothing else. The job's
+ports stay closed to callers without the token.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from elasticcb.errors import ConnectionLostError
 
 _OPTIONS = [
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", 4096),  # bytes; a check has the name of a service
-    # Requests that never end are those of strangers: they end with their connection.
+    ("grpc.max_receive_message_length", 4096),  # bytes; a check only has the name of a service
+    # Requests that never end come from strangers: they end with their connection.
     ("grpc.max_allowed_incoming_connections", 64),
     ("grpc.max_concurrent_streams", 16),
     ("grpc.server_handshake_timeout_ms", 2_000),
@@ -30,13 +30,13 @@ _OPTIONS = [
 
 
 class HealthServer:
-    """Answers `Check` from now on.
+    """Starts answering `Check`.
 
     Args:
         host: interface to listen on.
-        port: 0 takes any free one.
-        service: the name of the service that the process has for its job.
-        ready: whether that is ready. It is asked at each check, and must not wait for a lock.
+        port: 0 picks a free one.
+        service: name of the process's service for its job.
+        ready: returns whether that service is ready. Called at each check; must not wait for a lock.
 
     Attributes:
         address: "host:port".
@@ -45,7 +45,7 @@ class HealthServer:
     """
 
     def __init__(self, host: str, port: int, service: str, ready: Callable[[], bool]) -> None:
-        # A request of which a part has come takes no thread, as it would of gRPC's other server.
+        # In this server, a partially received request occupies no thread, unlike in gRPC's other server.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="health", daemon=True)
         self._thread.start()
@@ -54,8 +54,8 @@ class HealthServer:
         except RuntimeError as error:
             self._end()
             raise ConnectionLostError(
-                f"Health checks can't be answered on {host}:{port}: another process holds the port, or {host} is no "
-                "address of this machine. Choose another --health_port, or 0 for any that is free."
+                f"Could not serve health checks on {host}:{port}: another process uses the port, or {host} is not an "
+                "address of this machine. Choose another --health_port, or 0 for any free one."
             ) from error
         self.address = f"{host}:{bound}"
 
@@ -73,7 +73,7 @@ class HealthServer:
 
 
 async def _started(address: str, services: Mapping[str, Callable[[], bool]]) -> tuple[Any, int]:
-    """A server, and the port at which it listens."""
+    """A server, and the port on which it listens."""
     server = grpc.aio.server(options=_OPTIONS)
     server.add_generic_rpc_handlers((_handler(services),))
     bound = server.add_insecure_port(address)
@@ -82,8 +82,8 @@ async def _started(address: str, services: Mapping[str, Callable[[], bool]]) -> 
 
 
 def _handler(services: Mapping[str, Callable[[], bool]]) -> grpc.GenericRpcHandler:
-    """Answers `Check` alone. It reads the messages itself: gRPC logs a traceback for each that can't be read, and for
-    each call of a method that only its stub has, and these calls are anybody's."""
+    """Handles only `Check`. It parses messages itself, because gRPC logs a traceback for each unreadable message and
+    for each unimplemented method, and anybody can make such calls."""
 
     async def check(message: bytes, context: Any) -> bytes:
         try:
@@ -92,7 +92,7 @@ def _handler(services: Mapping[str, Callable[[], bool]]) -> grpc.GenericRpcHandl
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message can't be read")
         ready = services.get(service)
         if ready is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
             raise AssertionError("abort raises")
         states = health_pb2.HealthCheckResponse
         answer: bytes = states(status=states.SERVING if ready() else states.NOT_SERVING).SerializeToString()

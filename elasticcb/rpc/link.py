@@ -1,7 +1,7 @@
-"""Calls by a socket beside gRPC: a tenth of what a call of gRPC costs, and arrays without a copy of them.
+"""Calls over a socket besides gRPC: a tenth of the cost of a gRPC call, and arrays without a copy.
 
 A link belongs to one client and carries one call at a time. Whoever opens it (elasticcb/rpc/unix_socket.py on one
-machine, elasticcb/rpc/stream.py between machines) has seen to it that both ends belong to the job.
+machine, elasticcb/rpc/stream.py between machines) has verified that both ends belong to the job.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from elasticcb.rpc.tensors import SHARED_ALIGNMENT, Array
 
 logger = logging.getLogger(__name__)
 
-# Bytes of the frame, and of the arrays behind it; of a request the bytes of the method's name, which comes before the
-# frame; of an answer whether it is an error.
+# Bytes of the frame, and of the arrays after it; for a request the length of the method's name, which precedes the
+# frame; for an answer whether it is an error.
 _PREFIX = struct.Struct("<QQB")
 _CHUNK = 64 << 10  # bytes
-_QUIET_SECONDS = 20.0  # of waiting for an answer, after which the server is asked whether it is alive
+_QUIET_SECONDS = 20.0  # waiting time after which the client checks whether the server is alive
 
 
 class Message(NamedTuple):
-    """What travels by a link.
+    """A message on a link.
 
     Attributes:
-        data: a frame, or the header of one.
-        arrays: that follow, each at a multiple of `SHARED_ALIGNMENT`: those to be sent, or the bytes that came.
+        data: a frame, or its header.
+        arrays: the arrays that follow, each at a multiple of `SHARED_ALIGNMENT`: those to send, or the received bytes.
     """
 
     data: bytes
     arrays: Sequence[Array] = ()
 
     def read(self, offset: int, size: int) -> memoryview:
-        """Bytes of the arrays that came. A view of it keeps all of them."""
+        """Bytes of the received arrays. A view of it keeps all of them alive."""
         view: memoryview = self.arrays[0].data if self.arrays else memoryview(b"")
         return view[offset : offset + size]
 
 
 class ClientLink:
-    """The client's end. Of no use any more after a call that raised anything but the server's own error.
+    """The client's end. Unusable after a call that raised anything but the server's own error.
 
     Args:
-        is_alive: asks the server, in another way, whether it still answers.
+        is_alive: checks by another connection whether the server still answers.
     """
 
     def __init__(self, connected: socket.socket, is_alive: Callable[[], bool]) -> None:
@@ -72,7 +72,7 @@ class ClientLink:
             size, _, failed = _PREFIX.unpack_from(first)
             answer = _received(self._socket, first, size, self._buffers)
         except TimeoutError:
-            raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED, f"no answer for {timeout:g} s") from None
+            raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED, f"no answer within {timeout:g} s") from None
         except (OSError, struct.error) as error:
             if self._closed:
                 raise CallError(grpc.StatusCode.CANCELLED, "the connection was closed") from None
@@ -91,10 +91,10 @@ class ClientLink:
                 return self._socket.recv(_CHUNK)
             except TimeoutError:
                 if not self._is_alive():
-                    raise OSError("it does not answer any more") from None
+                    raise OSError("it no longer answers") from None
 
     def close(self) -> None:
-        """Ends a call that another thread waits in, too."""
+        """Aborts a running call, also in another thread."""
         self._closed = True
         close(self._socket)
 
@@ -103,7 +103,8 @@ class ServerLinks:
     """The server's ends of all links, each with a thread.
 
     Args:
-        respond: by (method, request) the answer, or raises `CallError`. The arrays of a request last as long as it.
+        respond: returns the answer to (method, request), or raises `CallError`. Arrays of a request are valid only
+        during the call.
     """
 
     def __init__(self, respond: Callable[[str, Message], Message]) -> None:
@@ -118,12 +119,12 @@ class ServerLinks:
         ended: Callable[[], Any],
         welcome: Callable[[socket.socket], socket.socket] = lambda connected: connected,
     ) -> bool:
-        """Answers a client's calls until it ends, then calls `ended`.
+        """Answers a client's calls until it disconnects, then calls `ended`.
 
         Args:
-            welcome: gives the socket to speak by, once the client has shown that it may; raises `OSError` if not.
+            welcome: authenticates the client and returns the socket to use; raises `OSError` on failure.
 
-        Returns whether that was possible; else it has closed the socket.
+        Returns whether the link was started; otherwise the socket is closed.
         """
         thread = threading.Thread(target=self._run, args=(connected, ended, welcome), name="link", daemon=True)
         with self._lock:
@@ -144,7 +145,7 @@ class ServerLinks:
                     return
             self._answer_all(link)
         except (OSError, struct.error, UnicodeDecodeError) as error:
-            logger.debug("A client is gone: %s", error)
+            logger.debug("A client disconnected: %s", error)
         finally:
             with self._lock:
                 self._threads.pop(thread, None)
@@ -157,7 +158,7 @@ class ServerLinks:
             size, _, length = _PREFIX.unpack_from(first)
             data, arrays = _received(link, first, length + size, buffers)
             answer, failed = self._answer(data[:length].decode(), Message(data[length:], arrays))
-            del data, arrays  # the buffer is free for the next one
+            del data, arrays  # so that the buffer can be reused
             _send(link, answer, failed=failed)
 
     def _answer(self, method: str, request: Message) -> tuple[Message, bool]:
@@ -166,12 +167,12 @@ class ServerLinks:
             return self._respond(method, request), False
         except CallError as error:
             return Message(_encode_error(error)), True
-        except Exception as error:  # a defect; as gRPC tells of it
+        except Exception as error:  # a bug; reported like gRPC does
             logger.exception("A call of %s failed", method)
             return Message(_encode_error(call_error_of_defect(error))), True
 
     def stop(self, grace_seconds: float) -> None:
-        """Ends all links; calls under way may still be answered for `grace_seconds`."""
+        """Closes all links; running calls may still be answered for `grace_seconds`."""
         with self._lock:
             self._stopped = True
             threads = dict(self._threads)
@@ -181,11 +182,11 @@ class ServerLinks:
         for thread, link in threads.items():
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                _shut_down(link, socket.SHUT_RDWR)  # it closes the socket itself
+                _shut_down(link, socket.SHUT_RDWR)  # the link's thread closes the socket
 
 
 def _send(link: socket.socket, message: Message, name: bytes = b"", failed: bool = False) -> None:
-    """Small arrays go with what is before them, in one packet if they fit; large ones from where they lie."""
+    """Sends small arrays with the preceding bytes, in one packet if they fit; large ones directly from their memory."""
     parts: list[Any] = [b"", name, message.data]
     position = waiting = 0
     for array in message.arrays:
@@ -209,17 +210,17 @@ def _send(link: socket.socket, message: Message, name: bytes = b"", failed: bool
 
 
 def _received(link: socket.socket, first: bytes, size: int, buffers: Buffers) -> Message:
-    """The message that begins with what came first.
+    """The message that starts with the bytes received first.
 
     Args:
-        size: bytes of it before the arrays, without the prefix.
+        size: number of bytes of it before the arrays, without the prefix.
     """
     _, following, _ = _PREFIX.unpack_from(first)
     end = _PREFIX.size + size
     if len(first) > end + following:
-        raise OSError(f"{len(first)} bytes came instead of {end + following}")
+        raise OSError(f"received {len(first)} bytes instead of {end + following}")
     try:
-        # np.empty and what `Buffers` has are touched as the bytes come, however many were announced.
+        # np.empty and `Buffers` allocate pages only as bytes are received, however many were announced.
         data = first[:end] if len(first) >= end else _filled(link, np.empty(end, np.uint8), first).tobytes()
         arrays = [_filled(link, buffers.take(following), first[end:])] if following else []
     except (ValueError, MemoryError, OverflowError):
@@ -228,26 +229,26 @@ def _received(link: socket.socket, first: bytes, size: int, buffers: Buffers) ->
 
 
 def _filled(link: socket.socket, buffer: Array, begun: bytes) -> Array:
-    """The buffer with what has come of its content, and what comes."""
+    """The buffer, with the part of its content already received and the rest."""
     view, position = buffer.data, len(begun)
     view[:position] = begun
     while position < len(view):
         count = link.recv_into(view[position:])
         if not count:
-            raise OSError(f"{position} of {len(view)} bytes came")
+            raise OSError(f"received {position} of {len(view)} bytes")
         position += count
     return buffer
 
 
 def close(link: socket.socket) -> None:
-    """Ends it for both sides, and for other threads that wait for it."""
+    """Closes it for both sides, and for other threads that wait on it."""
     _shut_down(link, socket.SHUT_RDWR)
     link.close()
 
 
 def _shut_down(link: socket.socket, how: int) -> None:
     with contextlib.suppress(OSError):
-        # Not the method of a socket with TLS, by which what is sent from then on would not be encrypted.
+        # Not the method of a TLS socket, after which data would be sent unencrypted.
         socket.socket.shutdown(link, how)
 
 

@@ -1,4 +1,4 @@
-"""The server's side of calls whose messages are plain ones."""
+"""The server's side of calls with plain protobuf messages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from elasticcb.rpc.services import Method
 
 
 class MessageService(grpc.GenericRpcHandler):
-    """A service whose messages are plain ones, by gRPC.
+    """A gRPC service of calls with plain protobuf messages.
 
     Args:
         methods: by name.
-        servicer: has a function of each name, from the request and gRPC's context to the response. An `ElasticCBError`
-            that it raises is raised at the caller's.
+        servicer: has a function for each method, from the request and gRPC's context to the response. Its
+            `ElasticCBError`s are raised at the caller.
     """
 
     def __init__(self, methods: Mapping[str, Method], servicer: Any) -> None:

@@ -1,5 +1,4 @@
-"""gRPC servers as this project uses them: on free ports or in folders of sockets, with threads of their own for calls
-that wait for nothing."""
+"""gRPC servers of this project: on free ports or in socket folders, with separate threads for calls that never wait."""
 
 from __future__ import annotations
 
@@ -16,27 +15,27 @@ from elasticcb.security.credentials import OPEN, Access
 from elasticcb.security.socket_folder import address_of, free_port, is_folder
 from elasticcb.security.tls import TLS, Certificate
 
-_CONTROL_THREADS = 8  # for calls that wait for nothing
+_CONTROL_THREADS = 8  # for calls that never wait
 _HANDSHAKE = ("grpc.server_handshake_timeout_ms", 10_000)
-# Of a connection without a call. A process of the job connects again when it has something to say.
+# Idle timeout of a connection. A process of the job reconnects when needed.
 _IDLE = ("grpc.max_connection_idle_ms", 60_000)
 
 
 class Server:
-    """A gRPC server on a free port. It answers calls that carry its `PROTOCOL`.
+    """A gRPC server on a free port. It answers calls with its `PROTOCOL` number.
 
     Args:
         host: interface to listen on, or a folder of sockets.
-        port: 0 takes any free one.
-        threads: how many calls it answers at once; a long poll takes one all the while. Calls that wait for nothing
-            have others.
-        access: what a call must carry to be answered, and by which the server shows itself.
-        largest_message: bytes of a message, above which it is refused; -1: what gRPC can carry.
+        port: 0 picks a free one.
+        threads: how many calls it answers at once; a long poll occupies one all the time. Calls that never wait have
+            other threads.
+        access: credentials that calls must carry, and by which the server identifies itself.
+        largest_message: maximum size of a message in bytes; -1: the limit of gRPC.
 
     Attributes:
-        refused: counts the calls that it refuses.
+        refused: counts refused calls.
 
-    Raises `ConnectionLostError` when the port is taken, or others can enter the folder.
+    Raises `ConnectionLostError` when the port is taken, or other users can access the folder.
     """
 
     def __init__(
@@ -50,11 +49,11 @@ class Server:
         self._pool = CallThreads(threads)
         self.refused = RefusedCalls()
         self._control_pool = CallThreads(_CONTROL_THREADS)
-        self._control: set[str] = set()  # methods that it answers: "/SERVICE/METHOD"
+        self._control: set[str] = set()  # answered methods: "/SERVICE/METHOD"
         gate = Gate(access.token, self._pool, self.refused, self._control_pool, self._control)
         connections = ("grpc.max_allowed_incoming_connections", most_connections())
         options = [*OPTIONS, _HANDSHAKE, connections, message_limit(largest_message)]
-        if access.tls is None:  # else only processes of the job have any, and a user's own certificates may expire
+        if access.tls is None:  # else only processes of the job have certificates, and a user's own may expire
             options.append(_IDLE)
         self.grpc_server = grpc.server(self._pool, interceptors=[gate], options=options)
         try:
@@ -82,7 +81,7 @@ class Server:
         return port if in_folder else bound
 
     def add(self, service: FrameService) -> None:
-        """Serves it from `start` until `stop`."""
+        """Serves it between `start` and `stop`."""
         service.refused = self.refused
         service.listen_at(self._host, self._tls)
         self._control.update(service.control)
@@ -93,7 +92,7 @@ class Server:
         self.grpc_server.start()
 
     def stop(self, grace_seconds: float = 1.0) -> None:
-        """Ends calls under way after `grace_seconds`, then returns."""
+        """Cancels running calls after `grace_seconds`, then returns."""
         stopped = self.grpc_server.stop(grace_seconds)
         for service in self._frame_services:
             service.stop(grace_seconds)
@@ -103,7 +102,7 @@ class Server:
 
 
 def _credentials(own: TLS) -> grpc.ServerCredentials:
-    """Of a server that shows the present certificate to each who connects, and wants to see one."""
+    """Credentials of a server that presents its current certificate to clients, and requires one from them."""
     shown = own.certificate
 
     def renewed() -> Any:

@@ -1,4 +1,4 @@
-"""The services of a job's processes, as proto/elasticcb.proto has them, and how calls of their methods are treated."""
+"""The services of a job's processes, as in proto/elasticcb.proto, and how calls of their methods are handled."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Method:
     """A method of a service.
 
     Attributes:
-        framed: its messages are frames; else they are plain messages.
+        framed: its messages are frames; otherwise plain messages.
         service: its full name.
-        request, response: its messages, or the headers of the frames.
-        transient: the handler keeps no array of a request beyond the call, so that none has to be copied out of shared
+        request, response: its messages, or headers of the frames.
+        transient: the handler keeps no array of a request after the call, so arrays need not be copied out of shared
             memory.
-        control: it waits for nothing. However many other calls run, it is answered.
-        shared: its frames go by shared memory where they can.
-        often: frames of the same size travel again and again, so that shared memory for a large one pays.
+        control: it never waits, and is answered however many other calls run.
+        shared: its frames use shared memory if possible.
+        often: frames of the same size are sent repeatedly, so shared memory for a large one pays off.
     """
 
     service: str
@@ -39,24 +39,24 @@ class Method:
 
     @functools.cached_property
     def path(self) -> str:
-        """As gRPC names it."""
+        """The name used by gRPC."""
         return f"/{self.service}/{self.name}"
 
     @functools.cached_property
     def is_numbered(self) -> bool:
-        """Whether a request carries the number of its call, by which a repeated one is done once."""
+        """Whether a request carries the number of its call, so that repeated calls are executed once."""
         return "call" in self.request.DESCRIPTOR.fields_by_name
 
     @functools.cached_property
     def piece(self) -> Method:
-        """The method of the same service by which arrays go that are too large for a frame (frame_pieces.py)."""
+        """The method of the same service for pieces of arrays too large for a frame (frame_pieces.py)."""
         return Method(
             self.service, _PIECE, pb.PieceRequest, pb.PieceResponse, transient=True, control=True, shared=self.shared
         )
 
     @property
     def attach_path(self) -> str:
-        """By which a client shows its shared memory, or asks whether the server is alive; not by frames."""
+        """The method by which a client attaches its shared memory, or checks that the server is alive; not framed."""
         return f"/{self.service}/Attach"
 
 
@@ -68,7 +68,7 @@ def _methods(
     whole: Collection[str] = (),
     often: Collection[str] = (),
 ) -> dict[str, Method]:
-    """The methods of a service of the proto, by name, but `Method.piece`; those of `whole` are not `shared`."""
+    """The methods of a service in the proto, by name, except `Method.piece`; those in `whole` are not `shared`."""
     described = pb.DESCRIPTOR.services_by_name[service]
     return {
         method.name: Method(
@@ -89,17 +89,17 @@ def _methods(
 
 MASTER_SERVICE, PS_SERVICE = (pb.DESCRIPTOR.services_by_name[name].full_name for name in ("Master", "ParameterServer"))
 
-LIVE_PATH, READY_PATH = "/healthz", "/readyz"  # of health checks by HTTP, on the port of the master's metrics
+LIVE_PATH, READY_PATH = "/healthz", "/readyz"  # HTTP health checks, on the port of the master's metrics
 
 MASTER_METHODS = _methods("Master", framed=False)
 NEXT_BATCH = _methods("Batches", often={"Next"})["Next"]
 PS_METHODS = _methods(
     "ParameterServer",
     transient={"Exchange"},
-    # A push may wait for the neighbour, which answers however many pushes wait there.
+    # A push may wait for the neighbour, which must answer however many pushes wait there.
     control={"Replicate", "ReadLog", "RefusedCalls"},
-    # What goes once, or is large: memory for it would be kept. And what a master decides: its term is looked at with
-    # each call (admission.py), but for shared memory, of which it is looked at once.
+    # Calls that are rare or large, for which shared memory would be kept; and calls by which a master decides, whose
+    # term is checked at each call (admission.py), but only once with shared memory.
     whole={
         *("ReadLog", "Receive", "CountTables", "FindRow"),
         *(

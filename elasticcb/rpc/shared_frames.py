@@ -1,15 +1,15 @@
-"""Frames whose arrays lie in memory that client and server share, if they are on one machine.
+"""Frames whose arrays are in memory shared by client and server, if they are on one machine.
 
-The client makes a segment, and shows it to the server (`Attach`); a server that can't see it is on another machine, and
-frames travel whole. What doesn't fit travels whole too, and makes the next segment larger. A call that failed may still
-run, so its segment is never used again.
+The client creates a segment and sends its path to the server (`Attach`); a server that can't open it is on another
+machine, and frames are sent whole. A frame that does not fit is also sent whole, and enlarges the next segment. A
+failed call may still be running, so its segment is never reused.
 
-With a segment comes a link (elasticcb/rpc/link.py), a Unix socket that headers travel by; where there can be none, they
-travel by gRPC.
+Each segment comes with a link (elasticcb/rpc/link.py), a Unix socket for the headers; if it is not possible, gRPC is
+used for them.
 
-Arrays of an answer are views of the segment. It has two parts for answers, and the server is told one of which no array
-is in use any more; when there is none, the answer travels whole. From then on the client copies the arrays of an answer
-where the other part is in use, so that one part is free.
+Arrays of an answer are views of the segment. It has two parts for answers, and the client names one in which no array
+is in use; if both are in use, the answer is sent whole. From then on the client copies the arrays of an answer if the
+other part is in use, so that one part stays free.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ logger = logging.getLogger(__name__)
 _SMALLEST = 64 << 10  # bytes of a part
 _LARGEST = 1 << 30
 _KEY_BYTES = 16
-_TAIL_BYTES = _KEY_BYTES + 1  # behind a header: the segment's key, and the part to answer into
-_WHOLE = 0  # instead of that part: the answer is to hold its arrays
-_LINKED = b"linked"  # the answer of `Attach` when the server has connected
+_TAIL_BYTES = _KEY_BYTES + 1  # after a header: the segment's key, and the part for the answer
+_WHOLE = 0  # instead of a part: the answer must contain its arrays
+_LINKED = b"linked"  # the answer of `Attach` once the server has connected
 
 
 class UnknownSegmentError(WireError):
-    """A frame names a segment that this server has not attached: it was started anew."""
+    """A frame refers to a segment that this server has not attached: the server was restarted."""
 
 
 class ClientMemory:
     """The client's side of one connection; one call at a time.
 
     Args:
-        attach: sends a message to the server's `Attach`; raises `ConnectionLostError` when that may be there later, and
-            another error when it refuses.
-        is_alive: asks the server whether it answers.
+        attach: sends a message to the server's `Attach`; raises `ConnectionLostError` if it may work later, and another
+            error if the server refuses.
+        is_alive: checks whether the server answers.
 
     Attributes:
-        link: by which frames without arrays may be sent, if there is one.
-        usable: a segment may be of use; once it is not, the server is on another machine, or memory is lacking.
+        link: for frames without arrays, if available.
+        usable: whether a segment may be used; False if the server is on another machine, or memory is short.
     """
 
     def __init__(self, attach: Callable[[bytes], bytes], is_alive: Callable[[], bool]) -> None:
@@ -64,25 +64,23 @@ class ClientMemory:
         self._is_alive = is_alive
         self._segment: Segment | None = None
         self._key = b""
-        self._part = _WHOLE  # that the next answer will lie in
-        self._in_use: dict[int, list[weakref.ref[Array]]] = {}  # the arrays given away, by part
-        self._wanted = _SMALLEST  # bytes of a part that the frames up to now would have needed
-        self._lacked_parts = (
-            False  # whether an answer ever had to travel whole because arrays in both parts were in use
-        )
+        self._part = _WHOLE  # for the next answer
+        self._in_use: dict[int, list[weakref.ref[Array]]] = {}  # weak references to arrays in use, by part
+        self._wanted = _SMALLEST  # size of a part that previous frames would have needed
+        self._lacked_parts = False  # whether an answer was ever sent whole because both parts were in use
         self.usable = is_supported()
         self._closed = False
 
     def takes(self, size: int, often: bool) -> bool:
-        """Whether a frame with so many bytes of arrays may travel as one.
+        """Whether a frame with that many bytes of arrays may be sent as one.
 
         Args:
-            often: such frames travel again and again, so that a large segment pays.
+            often: such frames are sent repeatedly, so a large segment pays off.
         """
         return size <= frame_pieces.LARGEST_FRAME or (often and self.usable and size <= _LARGEST)
 
     def encode(self, frame: Frame[Any]) -> Message:
-        """What to send for a request."""
+        """The bytes to send for a request."""
         size = needed(frame.tensors.values())
         self._wanted = max(self._wanted, size)
         segment = self._usable_segment()
@@ -98,7 +96,7 @@ class ClientMemory:
         return all(array() is None for array in self._in_use.get(part, ()))
 
     def decode(self, answer: Message, header_type: Callable[[], Any]) -> Frame[Any]:
-        """The answer that came."""
+        """The received answer."""
         data = answer.data
         if has_arrays(data) or self._segment is None:
             frame = frame_decoder(header_type)(data)
@@ -106,7 +104,8 @@ class ClientMemory:
             return frame
         segment = self._segment
         used: list[weakref.ref[Array]] = []
-        # Whoever keeps arrays for long would leave no part for the next answers. A copy costs less than the socket.
+        # A caller that keeps arrays for long would block the parts for later answers. A copy costs less than the
+        # socket.
         copies = self._lacked_parts and not any(self._is_free(part) for part in ANSWERS if part != self._part)
 
         def read(offset: int, size: int) -> memoryview:
@@ -114,7 +113,7 @@ class ClientMemory:
             if copies:
                 return aligned_copy(array).data
             used.append(weakref.ref(array))
-            return array.data  # which holds it, as does every view of it
+            return array.data  # every view of it keeps it alive
 
         frame = decode_header(data, header_type, read)
         if used:
@@ -122,7 +121,7 @@ class ClientMemory:
         return frame
 
     def forget(self) -> None:
-        """Begins with a new segment: the server may still write into this one, or does not know it."""
+        """Starts with a new segment: the server may still be writing into this one, or does not know it."""
         if self.link is not None:
             self.link.close()
             self.link = None
@@ -131,7 +130,7 @@ class ClientMemory:
             self._segment = None
 
     def close(self) -> None:
-        """Uses no memory any more; a call under way ends, in another thread, which then frees it."""
+        """Stops using memory; a call running in another thread frees it at its end."""
         self._closed = True
         link = self.link
         if link is not None:
@@ -143,7 +142,7 @@ class ClientMemory:
                 self.lock.release()
 
     def shrink(self) -> None:
-        """Frees the segment, after frames that were larger than those to come."""
+        """Frees the segment, after frames larger than those to come."""
         with self.lock:
             self.forget()
             self._wanted = _SMALLEST
@@ -157,11 +156,13 @@ class ClientMemory:
 
     def _make(self) -> None:
         try:
-            # Some room: how many rows of embedding tables travel differs from batch to batch.
+            # Some headroom: the number of embedding rows differs from batch to batch.
             segment = Segment.create(min(self._wanted + self._wanted // 4, _LARGEST))
         except OSError as error:
             self.usable = False
-            logger.warning("No memory to share with a server of this machine: %s. Tensors are sent, slower.", error)
+            logger.warning(
+                "No shared memory with a server on this machine: %s. Tensors are sent instead, which is slower.", error
+            )
             return
         key = secrets.token_bytes(_KEY_BYTES)
         listener = _listener()
@@ -178,7 +179,7 @@ class ClientMemory:
                     if self._closed:
                         self.link.close()
         except ConnectionLostError:
-            segment.close()  # the call that follows waits for the server
+            segment.close()  # the next call waits for the server
         except Exception as error:
             self.usable = False
             segment.close()
@@ -197,10 +198,10 @@ def _listener() -> Listener | None:
 
 
 class ServerMemory:
-    """The server's side, of all its connections.
+    """The server's side of all its connections.
 
     Args:
-        links: to the clients that are on this machine.
+        links: links to clients on this machine.
     """
 
     def __init__(self, links: ServerLinks) -> None:
@@ -209,7 +210,7 @@ class ServerMemory:
         self._lock = threading.Lock()
 
     def attach(self, message: bytes) -> bytes:
-        """Maps a client's segment and connects to it; returns the answer. Raises `WireError` when the first fails."""
+        """Maps a client's segment and connects to it; returns the answer. Raises `WireError` when mapping fails."""
         try:
             given = json.loads(message)
             path, inode, size = str(given["path"]), int(given["inode"]), int(given["size"])
@@ -222,7 +223,7 @@ class ServerMemory:
                 self._segments.pop(old).close()
             self._segments[key] = segment
         linked = socket and self._link(socket, key)
-        if not linked and segment.abandoned:  # the client has ended meanwhile, and nobody else would notice
+        if not linked and segment.abandoned:  # the client has exited meanwhile, which would go unnoticed
             self._detach(key)
         return _LINKED if linked else b""
 
@@ -241,8 +242,8 @@ class ServerMemory:
             segment.close()
 
     def decode(self, data: bytes, header_type: Callable[[], Any]) -> tuple[Frame[Any], Reply]:
-        """The request in the bytes that came, and where its answer goes. Its arrays may lie in a segment, and then last
-        as long as the call.
+        """The request in the received bytes, and where its answer goes. Its arrays may be in a segment, and are then
+        valid only during the call.
 
         Raises `UnknownSegmentError` for a segment that is not attached.
         """
@@ -251,10 +252,10 @@ class ServerMemory:
         with self._lock:
             segment = self._segments.get(data[-_TAIL_BYTES:-1])
         if segment is None:
-            raise UnknownSegmentError("A frame names shared memory that is not attached.")
+            raise UnknownSegmentError("A frame refers to shared memory that is not attached.")
         part = data[-1]
         if part not in (_WHOLE, *ANSWERS):
-            raise WireError(f"A frame asks for its answer in part {part} of a segment; there are {ANSWERS}.")
+            raise WireError(f"A frame requests its answer in part {part} of a segment, which has {ANSWERS}.")
         frame = decode_header(data, header_type, lambda offset, size: segment.read(offset, size, REQUEST).data)
         return frame, Reply(segment, part)
 
@@ -263,8 +264,8 @@ class Reply(NamedTuple):
     """Where the answer to a request goes.
 
     Attributes:
-        segment: that the request came by; None if it came whole.
-        part: of it.
+        segment: segment of the request; None if it was sent whole.
+        part: part of the segment for the answer.
     """
 
     segment: Segment | None
@@ -272,17 +273,17 @@ class Reply(NamedTuple):
 
     @property
     def borrowed(self) -> bool:
-        """Whether arrays of the request last no longer than the call."""
+        """Whether arrays of the request are valid only during the call."""
         return self.segment is not None
 
     def takes(self, size: int) -> bool:
-        """Whether an answer with so many bytes of arrays may travel as one."""
+        """Whether an answer with that many bytes of arrays may be sent as one."""
         return size <= frame_pieces.LARGEST_FRAME or (
             self.segment is not None and self.part != _WHOLE and size <= self.segment.size
         )
 
     def encode(self, frame: Frame[Any]) -> Message:
-        """What to answer."""
+        """The bytes to answer."""
         fits = self.segment is not None and needed(frame.tensors.values()) <= self.segment.size
         if self.segment is None or not fits or (frame.tensors and self.part == _WHOLE):
             return Message(encode_frame(frame))

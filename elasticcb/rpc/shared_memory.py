@@ -1,8 +1,8 @@
-"""Memory that two processes of one machine share, so that tensors between them are not sent, but written and read.
+"""Memory shared by two processes of one machine, so that tensors are written and read instead of sent.
 
-A segment is a file in memory (/dev/shm) that the client of a connection makes, with a part for its requests and two
-for the answers, of which it may keep one in use. It has no name: the server opens it by the client's descriptor, and
-the memory is freed when both have closed it, however they end. One call at a time uses a segment.
+A segment is an in-memory file (/dev/shm) created by the client of a connection, with one part for its requests and two
+for answers, of which it may keep one in use. It has no name: the server opens it through the client's file descriptor,
+and the memory is freed once both have closed it, however they exit. One call at a time uses a segment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elasticcb.rpc.tensors import SHARED_ALIGNMENT, Array, aligned
 _FOLDER = "/dev/shm"
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 
-REQUEST = 0  # number of the part that requests lie in
+REQUEST = 0  # number of the part for requests
 ANSWERS = (1, 2)
 _PARTS = 3
 
@@ -33,9 +33,9 @@ class Segment:
     """Memory in parts: one for requests, two for answers.
 
     Attributes:
-        path: by which another process opens it, as long as its maker lives.
-        inode: number of the file.
-        size: bytes of each part.
+        path: path by which another process can open it while its creator lives.
+        inode: inode of the file.
+        size: size of each part in bytes.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -50,13 +50,13 @@ class Segment:
 
     @classmethod
     def create(cls, size: int) -> Segment:
-        """A new one, readable by this user alone. Raises `OSError` when there is no room, or no such memory."""
+        """A new segment, readable only by this user. Raises `OSError` for lack of space, or of such a file system."""
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         descriptor = os.open(_FOLDER, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
-            # Pages that can't be had would otherwise end the process when they are first written.
+            # Otherwise unavailable pages would kill the process when they are first written.
             os.posix_fallocate(descriptor, 0, _PARTS * size)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # the sign that its maker lives
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # marks the creator as alive
             return cls(descriptor, size)
         except OSError:
             os.close(descriptor)
@@ -64,16 +64,16 @@ class Segment:
 
     @classmethod
     def attach(cls, path: str, inode: int, size: int) -> Segment:
-        """One that another process made. Raises `WireError` when it is not there, or no segment."""
+        """A segment created by another process. Raises `WireError` when it does not exist or is invalid."""
         if not _PATH.fullmatch(path):
             raise WireError(f"{path!r} is not the path of a shared segment.")
         try:
             status, device = os.stat(path), os.stat(_FOLDER).st_dev
-            # Elsewhere, or after its maker has ended, the same path is another file.
+            # On another machine, or after its creator has exited, the same path is another file.
             is_it = (status.st_dev, status.st_ino, status.st_nlink, status.st_uid) == (device, inode, 0, os.getuid())
             if not is_it or status.st_size != _PARTS * size or size <= 0:
                 raise WireError(
-                    f"{path} is not the shared segment {inode} of {_PARTS * size} bytes of this user: it is the file "
+                    f"{path} is not the shared segment {inode} of {_PARTS * size} bytes of this user: found file "
                     f"{status.st_ino} of {status.st_size} bytes."
                 )
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), size)
@@ -82,7 +82,7 @@ class Segment:
 
     @property
     def abandoned(self) -> bool:
-        """Whether its maker is gone; asked by the other process."""
+        """Whether its creator has exited; used by the other process."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -92,10 +92,10 @@ class Segment:
         return True
 
     def write(self, arrays: Iterable[Array], part: int) -> None:
-        """Puts arrays, `needed` bytes of them, one after another into a part."""
+        """Copies arrays of `needed` bytes into a part, one after another."""
         position = part * self.size
         for array in arrays:
-            # NumPy would let go of the interpreter's lock, and then wait for it longer than the copy takes.
+            # NumPy would release the interpreter's lock, and then wait for it longer than the copy takes.
             self._view[position : position + array.nbytes] = array.reshape(-1).view(np.uint8).data
             position += array.nbytes + -array.nbytes % SHARED_ALIGNMENT
 
@@ -107,17 +107,17 @@ class Segment:
         return self._bytes[begin : begin + size]
 
     def close(self) -> None:
-        """Lets go of it; the memory is freed when nobody uses it, or a view of it, any more."""
+        """Closes it; the memory is freed once nobody uses it, or a view of it."""
         self._close()
 
 
 def is_supported() -> bool:
-    """Whether this system has files in memory whose pages can be reserved: Linux has."""
+    """Whether this system has in-memory files whose pages can be reserved: only Linux."""
     return os.path.isdir(_FOLDER) and hasattr(os, "posix_fallocate") and hasattr(os, "O_TMPFILE")
 
 
 def aligned_copy(array: Array) -> Array:
-    """A copy that TensorFlow takes without another one."""
+    """A copy that TensorFlow can use without copying again."""
     copy = aligned(array.shape, array.dtype)
     copy[...] = array
     return copy

@@ -1,8 +1,8 @@
-"""Links between machines: connections beside gRPC that frames and their arrays travel by.
+"""Links between machines: connections besides gRPC for frames and their arrays.
 
-By `Attach`, a call with the job's token, a client asks for a port of the server and a key that is good for one
-connection. It connects, with TLS where the job has TLS, and shows the key. Where that can't be, since only the port of
-gRPC is reached, frames travel by gRPC.
+With `Attach`, a call with the job's token, a client requests a port of the server and a key that is valid for one
+connection. It connects, with TLS if the job uses TLS, and presents the key. Where that is not possible, because only
+the gRPC port is reachable, frames are sent over gRPC.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from elasticcb.security.tls import TLS
 
 logger = logging.getLogger(__name__)
 
-ASKED = b"stream"  # as a message of `Attach`
+ASKED = b"stream"  # message of `Attach`
 _KEY_BYTES = 32
-_TAKEN = b"+"  # what the server says to the right key
+_TAKEN = b"+"  # the server's answer to a valid key
 _CONNECT_SECONDS = 3.0
 _HANDSHAKE_SECONDS = 10.0
-_KEY_SECONDS = 60.0  # that a key is good for
-_MOST_STRANGERS = 64  # connections that have not shown a key
-_AGAIN_SECONDS = 60.0  # after which a client asks again that could not connect; twice as long each time
-# Of a connection to a machine that is gone, as gRPC's keepalive has them.
+_KEY_SECONDS = 60.0  # validity of a key
+_MOST_STRANGERS = 64  # maximum connections that have not presented a key
+_AGAIN_SECONDS = 60.0  # before a client that could not connect tries again; doubled each time
+# For connections to a dead machine, as in gRPC's keepalive.
 _QUIET_SECONDS, _PROBE_SECONDS, _SILENT_SECONDS = 20, 10, 30
 
 
@@ -41,14 +41,14 @@ class ClientStream:
     """The client's side of one connection; one call at a time.
 
     Args:
-        host: of the server.
-        tls: of this process; None: without.
-        attach: sends a message to the server's `Attach`; raises `ConnectionLostError` when that may be there later, and
-            another error when it refuses.
-        is_alive: asks the server whether it answers.
+        host: host of the server.
+        tls: TLS identity of this process; None: no TLS.
+        attach: sends a message to the server's `Attach`; raises `ConnectionLostError` if it may work later, and another
+            error if the server refuses.
+        is_alive: checks whether the server answers.
 
     Attributes:
-        link: to the server; None: frames go by gRPC.
+        link: link to the server; None: frames are sent over gRPC.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class ClientStream:
         self._closed = False
 
     def takes(self, size: int, often: bool) -> bool:
-        """Whether a frame with so many bytes of arrays may travel as one."""
+        """Whether a frame with that many bytes of arrays may be sent as one."""
         return self._present() is not None or size <= frame_pieces.LARGEST_FRAME
 
     def encode(self, frame: Frame[Any]) -> Message:
-        """What to send for a request."""
+        """The bytes to send for a request."""
         return Message(encode_frame(frame)) if self._present() is None else Message(*encode_header(frame))
 
     def decode(self, answer: Message, header_type: Callable[[], Any]) -> Frame[Any]:
-        """The answer that came."""
+        """The received answer."""
         if has_arrays(answer.data):
             return frame_decoder(header_type)(answer.data)
         return decode_header(answer.data, header_type, answer.read)
@@ -81,10 +81,14 @@ class ClientStream:
                 self.link = self._open(json.loads(self._attach(ASKED)))
                 self._pause = _AGAIN_SECONDS
             except ConnectionLostError:
-                pass  # the call that follows waits for the server
+                pass  # the next call waits for the server
             except Exception as error:
                 self._ask_at, self._pause = time.monotonic() + self._pause, 2 * self._pause
-                logger.info("Tensors go by gRPC, slower: no other connection to %s: %s", self._host, error)
+                logger.info(
+                    "Tensors are sent over gRPC, which is slower: could not open a direct connection to %s: %s",
+                    self._host,
+                    error,
+                )
             if self._closed:
                 self.forget()
         return self.link
@@ -98,53 +102,53 @@ class ClientStream:
                 connected = self._tls.connected(connected, self._host)
             connected.sendall(bytes.fromhex(offered["key"]))
             if connected.recv(1) != _TAKEN:
-                raise OSError("the server ended it")
+                raise OSError("the server closed it")
         except BaseException:
             connected.close()
             raise
         return ClientLink(connected, self._is_alive)
 
     def forget(self) -> None:
-        """Ends the link: a call by it failed, or may still run."""
+        """Closes the link: a call over it failed, or may still run."""
         link, self.link = self.link, None
         if link is not None:
             link.close()
 
     def shrink(self) -> None:
-        """Frees memory, after frames that were larger than those to come."""
+        """Frees memory, after frames larger than those to come."""
         with self.lock:
             self.forget()
 
     def close(self) -> None:
-        """Ends a call under way, in another thread, too."""
+        """Aborts a running call, also in another thread."""
         self._closed = True
         self.forget()
 
 
 class StreamListener:
-    """The server's side: takes the connections of clients that have a key.
+    """The server's side: accepts connections of clients that have a key.
 
     Args:
-        links: which answer them.
+        links: links that serve the connections.
     """
 
     def __init__(self, links: ServerLinks) -> None:
         self._links = links
         self._host = ""
         self._tls: TLS | None = None
-        self._socket: socket.socket | None = None  # once somebody has asked
+        self._socket: socket.socket | None = None  # created at the first request
         self._thread: threading.Thread | None = None
-        self._keys: dict[bytes, float] = {}  # until when they are good
+        self._keys: dict[bytes, float] = {}  # expiry time of each key
         self._strangers = 0
         self._lock = threading.Lock()
         self._stopped = False
 
     def listen_at(self, host: str, tls: TLS | None) -> None:
-        """Says on which interface it may listen, "": on none, and by what this process shows itself with TLS."""
+        """Sets the interface to listen on ("": none), and the TLS identity of this process."""
         self._host, self._tls = host.strip("[]"), tls
 
     def offer(self) -> bytes:
-        """The answer of `Attach` to a client that asks. Raises `WireError` where there can be no connection."""
+        """The answer of `Attach` to a client. Raises `WireError` when there can be no connection."""
         key, now = secrets.token_bytes(_KEY_BYTES), time.monotonic()
         with self._lock:
             if self._socket is None:
@@ -161,7 +165,7 @@ class StreamListener:
         try:
             self._socket = _listening(self._host)
         except OSError as error:
-            raise WireError(f"This server can't listen on another port of {self._host}: {error}.") from error
+            raise WireError(f"This server could not listen on another port of {self._host}: {error}.") from error
         self._thread = threading.Thread(target=self._accept, args=(self._socket,), name="streams", daemon=True)
         self._thread.start()
 
@@ -171,8 +175,8 @@ class StreamListener:
                 connected, _ = listening.accept()
             except OSError as error:
                 if not self._stopped:
-                    logger.warning("A connection for tensors was not taken: %s", error)
-                    time.sleep(0.1)  # too many open files may be fewer then
+                    logger.warning("Could not accept a connection for tensors: %s", error)
+                    time.sleep(0.1)  # too many open files may be closed by then
                 continue
             with self._lock:
                 self._strangers += 1
@@ -197,12 +201,12 @@ class StreamListener:
             while len(shown) < _KEY_BYTES:
                 more = connected.recv(_KEY_BYTES - len(shown))
                 if not more:
-                    raise OSError("it showed no key")
+                    raise OSError("it presented no key")
                 shown += more
             with self._lock:
-                until = self._keys.pop(shown, 0.0)  # 256 random bits: how long it takes tells nothing of use
+                until = self._keys.pop(shown, 0.0)  # 256 random bits, so timing reveals nothing useful
             if time.monotonic() > until:
-                raise OSError("it showed a key that is not good")
+                raise OSError("it presented an invalid key")
             connected.sendall(_TAKEN)
             connected.settimeout(None)
             return connected
@@ -213,7 +217,7 @@ class StreamListener:
             self._one_less()
 
     def stop(self, grace_seconds: float) -> None:
-        """Ends all links, as `ServerLinks.stop`."""
+        """Closes all links, as `ServerLinks.stop`."""
         self._stopped = True
         with self._lock, contextlib.suppress(OSError):
             if self._socket is not None:
@@ -225,7 +229,7 @@ class StreamListener:
 
 
 class StreamReply:
-    """Where the answer goes to a request that came by a stream; as `Reply` of shared memory."""
+    """Where the answer to a request from a stream goes; like `Reply` of shared memory."""
 
     borrowed = True
 
@@ -253,5 +257,5 @@ def _prepare(connected: socket.socket) -> None:
         ("TCP_KEEPCNT", 1),
         ("TCP_USER_TIMEOUT", 1000 * _SILENT_SECONDS),
     ):
-        if hasattr(socket, name):  # not on all systems
+        if hasattr(socket, name):  # not available on all systems
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,8 +1,8 @@
 """Arrays on the wire.
 
-`to_message` and `from_message` put small arrays inside protobuf. Frames carry large ones: a protobuf
-header whose `tensors` field describes arrays, followed by their raw bytes, so that nothing is encoded
-and a received array is a view of the received message (docs/wire_protocol.md).
+`to_message` and `from_message` store small arrays inside protobuf messages. Frames carry large ones: a protobuf header
+whose `tensors` field describes arrays, followed by their raw bytes, so that nothing is encoded and a received array is
+a view of the received message (docs/wire_protocol.md).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from elasticcb.proto import elasticcb_pb2 as pb
 Array = npt.NDArray[Any]
 Header = TypeVar("Header")
 
-_PREFIX = struct.Struct("<4sI")  # magic, bytes of the header
+_PREFIX = struct.Struct("<4sI")  # magic number, bytes of the header
 _MAGIC = b"ECB1"
-_MAGIC_OF_HEADER = b"ECBH"  # of a frame without its arrays
-SHARED_ALIGNMENT = 64  # of each array in shared memory: what TensorFlow takes without a copy
-_ALIGNMENT = 16  # of each array within a frame, enough for every dtype and for vector loads
+_MAGIC_OF_HEADER = b"ECBH"  # a frame without its arrays
+SHARED_ALIGNMENT = 64  # of each array in shared memory: TensorFlow then needs no copy
+_ALIGNMENT = 16  # of each array within a frame: enough for every dtype and for vector loads
 
-# The dtypes that may travel, by NumPy's name. bfloat16 and the float8s are registered by ml_dtypes,
-# which TensorFlow brings.
+# Supported dtypes, by NumPy name. bfloat16 and the float8 types are registered by ml_dtypes, a dependency of
+# TensorFlow.
 _DTYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
@@ -39,9 +39,9 @@ _DTYPES = (
 
 @functools.lru_cache
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The NumPy dtype that `name` stands for. Raises `WireError` for one that may not travel."""
+    """The NumPy dtype called `name`. Raises `WireError` for an unsupported one."""
     if name not in _DTYPES:
-        raise WireError(f"A tensor has the dtype {name!r}; these can travel: {', '.join(_DTYPES)}.")
+        raise WireError(f"A tensor has unsupported dtype {name!r}; supported: {', '.join(_DTYPES)}.")
     if name == "bfloat16":
         import ml_dtypes
 
@@ -52,11 +52,11 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 @functools.lru_cache
 def _name_of(dtype: np.dtype[Any]) -> str:
-    return str(dtype.name)  # which NumPy puts together anew each time
+    return str(dtype.name)  # which NumPy builds each time
 
 
 def to_message(array: Array, name: str = "") -> pb.Tensor:
-    """`array` of any shape and a numeric or boolean dtype, or of bytes, inside a protobuf message."""
+    """`array` of any shape and a numeric, boolean or bytes dtype, as a protobuf message."""
     if array.dtype.kind in "OSU":
         return _strings_to_message(array, name)
     dtype_of(array.dtype.name)
@@ -71,10 +71,10 @@ def from_message(message: pb.Tensor) -> Array:
 
 
 def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike, allocate: Callable[..., Array] = np.empty) -> Array:
-    """An array whose memory TensorFlow takes without a copy.
+    """An array whose memory TensorFlow can use without a copy.
 
     Args:
-        allocate: `np.empty`, or `np.zeros`, whose memory is not touched.
+        allocate: `np.empty`, or `np.zeros`, which does not touch the memory.
     """
     kind = np.dtype(dtype)
     size = math.prod(shape) * kind.itemsize
@@ -90,7 +90,7 @@ def all_finite(array: Array) -> bool:
         return True
     if array.dtype in (np.float32, np.float64):
         flat = array.reshape(-1)
-        # One pass at memory speed. A sum of squares that overflows is looked at again, element by element.
+        # One pass at memory speed. If the sum of squares overflows, elements are checked one by one.
         with np.errstate(over="ignore", invalid="ignore"):
             if math.isfinite(np.dot(flat, flat)):
                 return True
@@ -98,7 +98,7 @@ def all_finite(array: Array) -> bool:
 
 
 class InPieces(NamedTuple):
-    """Stands in a frame for an array that goes in pieces (elasticcb/rpc/frame_pieces.py), under this key."""
+    """Placeholder in a frame for an array that is sent in pieces (elasticcb/rpc/frame_pieces.py), with its key."""
 
     key: bytes
     dtype: np.dtype[Any]
@@ -117,7 +117,7 @@ class InPieces(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame(Generic[Header]):
-    """A header and the arrays that travel with it, by name."""
+    """A header and its arrays, by name."""
 
     header: Header
     tensors: Mapping[str, Array]
@@ -136,19 +136,19 @@ def encode_frame(frame: Frame[Any]) -> bytes:
 
 
 def encode_header(frame: Frame[Any]) -> tuple[bytes, list[Array]]:
-    """The bytes of `frame` without its arrays, and these, to be handed over in another way."""
+    """The bytes of `frame` without its arrays, and these arrays, which are transferred separately."""
     encoded, arrays = _described(frame)
     return _PREFIX.pack(_MAGIC_OF_HEADER, len(encoded)) + encoded, arrays
 
 
 def has_arrays(data: bytes) -> bool:
-    """Whether the bytes of a frame hold its arrays: `encode_frame` made them, not `encode_header`."""
+    """Whether the bytes of a frame contain its arrays: made by `encode_frame`, not `encode_header`."""
     return data[:4] != _MAGIC_OF_HEADER
 
 
 def decode_header(data: bytes, header_type: Callable[[], Header], read: Callable[[int, int], Any]) -> Frame[Header]:
-    """The frame whose `encode_header` is `data`; `read(offset, size)` gives the bytes of its arrays, which lie one
-    after another at multiples of `SHARED_ALIGNMENT`. Raises `WireError` as the function of `frame_decoder` does."""
+    """The frame whose `encode_header` is `data`; `read(offset, size)` returns the bytes of its arrays, which are stored
+    consecutively at multiples of `SHARED_ALIGNMENT`. Raises `WireError` like the function of `frame_decoder`."""
     header, _ = _header_of(data, header_type, _MAGIC_OF_HEADER)
     tensors: dict[str, Array] = {}
     position = 0
@@ -187,8 +187,8 @@ def _header_of(data: bytes, header_type: Callable[[], Any], expected: bytes) -> 
         header.ParseFromString(data[_PREFIX.size : position])
     except Exception as error:
         raise WireError(
-            f"A message of {len(data)} bytes is no {type(header).__name__} frame ({error}). All "
-            "processes of a job must run the same release of elasticcb."
+            f"A message of {len(data)} bytes is not a {type(header).__name__} frame ({error}). All processes of a job "
+            "must run the same release of elasticcb."
         ) from error
     return header, position
 
@@ -196,7 +196,7 @@ def _header_of(data: bytes, header_type: Callable[[], Any], expected: bytes) -> 
 def frame_decoder(header_type: Callable[[], Header]) -> Callable[[bytes], Frame[Header]]:
     """A function from the bytes of a frame to the frame; arrays are read-only views of the bytes.
 
-    The function raises `WireError` for anything that is not a whole frame with this header.
+    The function raises `WireError` for anything that is not a complete frame with this header.
     """
 
     def decode(data: bytes) -> Frame[Header]:
@@ -222,7 +222,7 @@ def frame_decoder(header_type: Callable[[], Header]) -> Callable[[bytes], Frame[
 
 
 def _outline_of(message: pb.Tensor) -> InPieces:
-    """What an array is said to be; its key is empty where it does not go in pieces."""
+    """The declared dtype and shape of an array; its key is empty if it is not sent in pieces."""
     shape = tuple(message.shape)
     if shape and min(shape) < 0:
         raise WireError(f"Tensor {message.name!r} has the shape {list(shape)}, with a negative size.")
@@ -232,8 +232,8 @@ def _outline_of(message: pb.Tensor) -> InPieces:
 def _view(content: memoryview, outline: InPieces, name: str) -> Array:
     if len(content) != outline.size:
         raise WireError(
-            f"Tensor {name!r} is said to be {_name_of(outline.dtype)}{list(outline.shape)}, which takes {outline.size} "
-            f"bytes, but {len(content)} came."
+            f"Tensor {name!r} is declared as {_name_of(outline.dtype)}{list(outline.shape)}, which takes "
+            f"{outline.size} bytes, but {len(content)} were received."
         )
     array: Array = np.frombuffer(content, outline.dtype).reshape(outline.shape)
     array.flags.writeable = False

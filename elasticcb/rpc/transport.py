@@ -1,4 +1,4 @@
-"""How a frame gets to a server and its answer back. Callers do not know by which of the transports."""
+"""How frames get to a server and back. Callers don't know which transport is used."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from elasticcb.rpc.tensors import Frame, encode_frame, frame_decoder, has_arrays
 from elasticcb.security import tls
 from elasticcb.security.socket_folder import host_of, why_unsafe
 
-# Weights travel in messages of many MB; gRPC's own limit of 4 MB would refuse them.
+# Weights are sent in messages of many MB, above gRPC's default limit of 4 MB.
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", -1),
-    # An error's text is metadata, of which gRPC takes 8 KB.
+    # An error's text is metadata, for which gRPC's limit is 8 KB.
     ("grpc.max_metadata_size", 256 << 10),
     ("grpc.absolute_max_metadata_size", 512 << 10),
     ("grpc.so_reuseport", 0),
-    # Long polls are quiet for seconds; a dead machine must be noticed all the same.
+    # Long polls are silent for seconds; a dead machine must still be detected.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-    # Some networks lose what goes to a machine that is gone: nobody refuses the connection.
+    # Some networks drop packets to a dead machine: nothing refuses the connection.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # A server that was killed may be back at the same address soon.
+    # A killed server may soon be back at the same address.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
-# With these codes the server itself ends a call.
+# Codes with which the server itself ends a call.
 _ANSWERS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, PIECES_MISSING}
 
 Metadata = tuple[tuple[str, str], ...]
 
 
 def _open_channel(address: str, name: str, own: tls.Certificate | None) -> grpc.Channel:
-    """Connects when it is first used.
+    """Connects at first use.
 
     Args:
-        name: that the server's certificate must be for; "": its address.
-        own: by which this process shows itself; None: without TLS.
+        name: name that the server's certificate must have; "": its address.
+        own: identity of this process; None: no TLS.
     """
     options = [*OPTIONS, message_limit(-1)]
     if own is None:
@@ -62,7 +62,7 @@ def _open_channel(address: str, name: str, own: tls.Certificate | None) -> grpc.
 
 
 def message_limit(size: int) -> tuple[str, Any]:
-    """The option by which messages of more bytes are refused; -1: none."""
+    """The option that limits the size of messages in bytes; -1: no limit."""
     return "grpc.max_receive_message_length", size
 
 
@@ -70,22 +70,22 @@ class Transport(ABC):
     """Sends frames of any size to the methods of one server."""
 
     def call(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata = ()) -> Frame[Any]:
-        """The answer to one try of a call. Raises `grpc.RpcError`."""
+        """The answer to one attempt of a call. Raises `grpc.RpcError`."""
         send = functools.partial(self._send, timeout=timeout, metadata=metadata)
         whole, piece = functools.partial(send, method), functools.partial(send, method.piece)
         return in_pieces(frame, whole, piece, self._takes(bytes_of(frame), method))
 
     @abstractmethod
     def _send(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata) -> Frame[Any]:
-        """The answer to a frame that is small enough to go whole."""
+        """The answer to a frame that is small enough to be sent whole."""
 
     @abstractmethod
     def _takes(self, size: int, method: Method) -> bool:
-        """Whether a frame with so many bytes of arrays may go whole."""
+        """Whether a frame with that many bytes of arrays may be sent whole."""
 
 
 class _Line(NamedTuple):
-    """A channel, the certificate that this process shows there, and what sends bytes to a method, by its path."""
+    """A channel, the certificate that this process presents there, and functions that send bytes to methods."""
 
     channel: grpc.Channel
     certificate: tls.Certificate | None
@@ -93,11 +93,11 @@ class _Line(NamedTuple):
 
 
 class GrpcTransport(Transport):
-    """Whole frames in messages of gRPC, to any machine; plain messages, too.
+    """Sends whole frames, and plain messages, over gRPC to any machine.
 
     Args:
-        address: of the server.
-        own: None: without TLS.
+        address: address of the server.
+        own: identity of this process; None: no TLS.
     """
 
     def __init__(self, address: str, own: tls.TLS | None) -> None:
@@ -115,8 +115,8 @@ class GrpcTransport(Transport):
 
     @property
     def channel(self) -> grpc.Channel:
-        """To the server. It is another one when this process has another certificate; calls under way end as they
-        would have."""
+        """The channel to the server. It is replaced when this process gets another certificate; running calls finish on
+        the old one."""
         return self._present().channel
 
     def _present(self) -> _Line:
@@ -125,7 +125,7 @@ class GrpcTransport(Transport):
             return line
         with self._lock:
             if not self._closed and self._line.certificate is not self._tls.certificate:
-                self._line = self._open()  # gRPC ends the other when the last call that it serves has ended
+                self._line = self._open()  # gRPC closes the old channel when its last call has ended
             return self._line
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class GrpcTransport(Transport):
         return method.response.FromString(answer)
 
     def raw(self, path: str) -> Any:
-        """What sends bytes to a method. Raises `CallError` where another user may have taken the server's place."""
+        """A function that sends bytes to a method. Raises `CallError` when another user may have its address now."""
         if self._folder and (unsafe := why_unsafe(self._folder)):
             raise CallError(grpc.StatusCode.UNAVAILABLE, unsafe)
         line = self._present()
@@ -157,13 +157,14 @@ class GrpcTransport(Transport):
 
 
 class LinkedTransport(Transport):
-    """Frames by a link to a server, and what belongs to it; by gRPC where that can't be. Its calls wait for each other.
+    """Sends frames over a link to a server, with its shared memory or stream; over gRPC if that is not possible. Calls
+    are serialized.
 
     Args:
-        grpc_transport: to the same server.
+        grpc_transport: transport to the same server.
 
     Attributes:
-        side: of this process: memory that it shares with a server of this machine, or a stream to one elsewhere.
+        side: this process's side: shared memory with a server on this machine, or a stream to another machine.
     """
 
     def __init__(self, grpc_transport: GrpcTransport, side: ClientMemory | ClientStream) -> None:
@@ -195,5 +196,5 @@ class LinkedTransport(Transport):
 
 
 def _is_an_answer(error: BaseException) -> bool:
-    """Whether a call failed because the server said so, and so runs no more."""
+    """Whether a call failed by the server's answer, and so is no longer running."""
     return isinstance(error, CallError) and error.code() in _ANSWERS

@@ -1,8 +1,8 @@
-"""Links between two processes of one machine, by Unix sockets.
+"""Links between two processes of one machine, over Unix sockets.
 
-The client listens under a name that it gives to the server by gRPC; the server connects, and shows the key that came
-with the name. The socket has no file, and ends with either process: whoever waits for an answer of a process that was
-killed hears of it at once.
+The client listens under a name that it sends to the server over gRPC; the server connects, and presents the key that
+came with the name. The socket has no file and closes when either process exits, so a caller that waits for a killed
+process is notified at once.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from collections.abc import Callable
 from elasticcb.rpc.link import ClientLink
 
 _HANDSHAKE_SECONDS = 5.0
-_CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end
+_CREDENTIALS = struct.Struct("3i")  # process, user and group of the peer
 
 
 class Listener:
-    """Waits for the one server that a client has told `name` and `key`. Raises `OSError` where there are no sockets."""
+    """Waits for the one server to which a client has sent `name` and `key`. Raises `OSError` if sockets are
+    unsupported."""
 
     def __init__(self) -> None:
         self.name = f"elasticcb-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.bind(f"\0{self.name}")  # no file
-            self._socket.listen(16)  # strangers may come first
+            self._socket.listen(16)  # strangers may connect first
         except OSError:
             self._socket.close()
             raise
 
     def accept(self, key: bytes, is_alive: Callable[[], bool]) -> ClientLink:
-        """The link to the server, which has connected already. Raises `OSError` when it has not."""
+        """The link to the server, which has already connected. Raises `OSError` if it has not."""
         deadline = time.monotonic() + _HANDSHAKE_SECONDS
         while True:  # any process of this machine may have connected
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -52,13 +53,13 @@ class Listener:
 
 
 def connect(name: str, key: bytes) -> socket.socket:
-    """The server's end of a link to the client that listens under a name. Raises `OSError` where there is none."""
+    """The server's end of a link to the client listening under a name. Raises `OSError` if there is none."""
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connected.settimeout(_HANDSHAKE_SECONDS)
         connected.connect(f"\0{name}")
         if not _of_this_user(connected):
-            raise OSError("the listener is another user's")
+            raise OSError("the listener belongs to another user")
         connected.sendall(key)
         connected.settimeout(None)
     except OSError:

@@ -1,9 +1,9 @@
-"""Keras objects as configs, and beside these what Keras can't put into a config.
+"""Keras objects as configs, with the objects that Keras can't put into a config.
 
-Keras writes down by name what it does not know: classes and functions, which it expects the reader to have. Here each
-gets a name of its own (two closures of one function are two functions), and travels with the config. An object of a
-user's class without a `get_config` of its own travels as it is, rather than by the arguments of its constructor: that
-is what `fit` would train.
+Keras stores classes and functions that it does not know by name, and expects the reader to have them. Here each gets a
+unique name (two closures of one function are two functions), and is sent with the config. An object of a custom class
+without its own `get_config` is sent by its state rather than by constructor arguments: this state is what `fit` would
+train.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ _LIBRARIES = {"keras", "tensorflow", "numpy", "builtins", "functools"}
 
 @dataclass
 class Written:
-    """A config, and what it refers to by name."""
+    """A config, and the objects that it refers to by name."""
 
     config: Any
     objects: dict[str, Any] = field(default_factory=dict)
-    as_it_is: set[str] = field(default_factory=set)  # names of classes whose objects don't travel by config
+    as_it_is: set[str] = field(default_factory=set)  # names of classes whose objects are sent by state, not config
 
 
 def write(root: Any, *beside: Any) -> Written:
     """Config of a Keras object or a structure of them.
 
     Args:
-        beside: further roots, whose classes and functions the config refers to.
+        beside: further roots whose classes and functions the config refers to.
 
     Raises:
         UsageError: it refers to a bound method.
-        Exception: whatever a user's `get_config` raises.
+        Exception: any error of a user's `get_config`.
     """
     written = Written(None)
     with contextlib.ExitStack() as stack:
@@ -91,10 +91,10 @@ def write(root: Any, *beside: Any) -> Written:
 
 
 def read(written: Written, layers: dict[int, Any] | None = None) -> Any:
-    """What `write` was given.
+    """The inverse of `write`.
 
     Args:
-        layers: takes the layers, by the `id` that they had where they were written.
+        layers: receives the layers, by their `id` in the writing process.
     """
     with ObjectSharingScope(), keras.saving.custom_object_scope(names(written)):
         made = keras.saving.deserialize_keras_object(written.config, safe_mode=False)
@@ -104,7 +104,7 @@ def read(written: Written, layers: dict[int, Any] | None = None) -> Any:
 
 
 def names(written: Written) -> dict[str, Any]:
-    """What Keras has to find by name, to read a config."""
+    """Objects that Keras must find by name to read a config."""
     found = {
         name: _AsItIs(value, written.objects) if name in written.as_it_is else value
         for name, value in written.objects.items()
@@ -113,20 +113,20 @@ def names(written: Written) -> dict[str, Any]:
 
 
 class _Layers(dict[int, Any]):
-    """Makes Keras number all layers when it writes them down, and nothing else, so that one layer stays one.
+    """Makes Keras number all layers when it serializes them, so that a shared layer stays one layer.
 
-    Keras itself numbers what it meets a second time, and by then the config of the first time may have been copied.
+    Keras itself only numbers objects that it meets a second time, when the first config may already have been copied.
     """
 
     def __init__(self, reachable: list[Any]) -> None:
         super().__init__({id(item): {} for item in reachable if isinstance(item, keras.Operation)})
 
     def __setitem__(self, number: int, config: Any) -> None:
-        """Others are not numbered."""
+        """Other objects are not numbered."""
 
 
 class _AsItIs:
-    """Stands for a class where Keras makes an object of it from a config."""
+    """Replaces a class where Keras creates an object from a config."""
 
     def __init__(self, kind: type, objects: dict[str, Any]) -> None:
         self._kind, self._objects = kind, objects
@@ -137,10 +137,10 @@ class _AsItIs:
 
 
 class _Graph:
-    """Stands for Keras's class of functional models.
+    """Replaces Keras's class of functional models.
 
-    Keras numbers the calls of a layer by graph, and looks them up among all its calls: of a layer that graphs share,
-    those of another graph must be out of sight meanwhile.
+    Keras numbers the calls of a layer by graph, and looks them up among all its calls: for a layer shared by graphs,
+    the calls of other graphs must be hidden meanwhile.
     """
 
     @staticmethod
@@ -164,18 +164,18 @@ def _without_calls() -> Iterator[None]:
 
 
 def _shared_layers() -> list[Any]:
-    """Those read so far that are written down more than once; of inputs there is one call, that made them."""
+    """Layers read so far that occur more than once; inputs have only the call that created them."""
     found = (global_state.get_global_attribute("shared_objects/id_to_obj_map") or {}).values()
     return [item for item in found if isinstance(item, keras.Operation) and not isinstance(item, InputLayer)]
 
 
 def _is_foreign(kind: Any) -> bool:
-    """Whether a class or function is neither Keras's nor one of the libraries below it."""
+    """Whether a class or function belongs neither to Keras nor to the libraries below it."""
     return (kind.__module__ or "").partition(".")[0] not in _LIBRARIES
 
 
 def is_as_it_is(kind: type) -> bool:
-    """Whether objects of a class travel by themselves: a user's, that does not say how they are made."""
+    """Whether objects of a class are sent by state: custom classes without their own config."""
     return _is_foreign(kind) and not _has_own_config(kind) and not issubclass(kind, keras.optimizers.Optimizer)
 
 
@@ -185,17 +185,17 @@ def _has_own_config(kind: type) -> bool:
 
 
 def _name(item: Any, written: Written, stack: contextlib.ExitStack) -> None:
-    """Gives a class or function the name by which Keras will write it down, and look for it."""
+    """Registers a class or function under the name by which Keras will store it and look for it."""
     if any(item is known for known in written.objects.values()):
         return
     registered = GLOBAL_CUSTOM_NAMES.get(item)
-    # A name that nobody has registered: what is registered goes before what a config brings along.
+    # A name that is not registered: registered names take precedence over those in a config.
     name = f"elasticcb>{len(written.objects)}>{'lambda' if item.__name__ == '<lambda>' else item.__name__}"
     written.objects[name] = item
     stack.callback(_restore_name, item, registered)
     GLOBAL_CUSTOM_NAMES[item] = name
     if isinstance(item, types.FunctionType) and item.__name__ == "<lambda>":
-        # Keras would write its code down, which does not have the globals and modules that it uses.
+        # Keras would store its code without the globals and modules that it uses.
         stack.callback(setattr, item, "__name__", item.__name__)
         item.__name__ = name
 
@@ -208,13 +208,13 @@ def _restore_name(item: Any, registered: str | None) -> None:
 
 
 def _replace_get_config(item: Any, function: Callable[[], Any], stack: contextlib.ExitStack) -> None:
-    # Around Keras's own __setattr__, which tracks what it is given.
+    # Bypasses Keras's __setattr__, which tracks values.
     vars(item)["get_config"] = function
     stack.callback(vars(item).pop, "get_config")
 
 
 def _reachable(root: Any) -> Iterator[Any]:
-    """Objects of Keras or of its kind below a structure, each before what it holds; functions and classes."""
+    """Keras objects in a structure, each before its parts; and functions and classes."""
     pending, seen = [root], set()
     while pending:
         item = pending.pop()
@@ -234,7 +234,7 @@ def _reachable(root: Any) -> Iterator[Any]:
         elif isinstance(item, _KERAS_TYPES):
             yield item
             pending.extend(value for name, value in vars(item).items() if name not in layer_state.METHODS)
-        elif type(item).__name__ == "SerializableDict":  # what `compile` was given
+        elif type(item).__name__ == "SerializableDict":  # passed to `compile`
             pending.append(item.config)
             _check_methods(item.config)
         elif isinstance(item, functools.partial) or (callable(item) and _is_foreign(type(item))):
@@ -245,15 +245,15 @@ def _check_methods(arguments: Any) -> None:
     for value in keras.tree.flatten(arguments):
         if isinstance(value, types.MethodType) and not isinstance(value.__self__, type):
             raise UsageError(
-                f"`compile` was given the method {value.__qualname__} of an object, which workers can't be sent "
-                "without a second copy of the object. Give it a function, or override compute_loss or compute_metrics "
-                "of the model."
+                f"`compile` was given the method {value.__qualname__} of an object, which can't be sent to workers "
+                "without a second copy of the object. Pass a function, or override compute_loss or compute_metrics of "
+                "the model."
             )
 
 
 def _for_constructors(config: Any, written: Written) -> Any:
-    """`config` without what Keras adds for every layer ("trainable", "dtype") where the constructor of a class of the
-    user's does not take it: such a class works in `fit`, and so it should here."""
+    """`config` without the keys that Keras adds for every layer ("trainable", "dtype") if the constructor of a custom
+    class does not accept them: such a class works in `fit`, so it should work here."""
     if isinstance(config, (list, tuple)):
         return [_for_constructors(item, written) for item in config]
     if not isinstance(config, dict):

@@ -1,7 +1,7 @@
-"""Objects of a user's classes that say nothing about how they were made: layers and models by what they hold.
+"""Objects of custom classes without a config: layers and models by their state.
 
 A layer's config then has the arguments of its Keras base class, its variables, layers and metrics, and its other
-attributes. Values of weights are left out: those are the parameter servers'.
+attributes. Weight values are left out, because the parameter servers hold them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import keras
 import numpy as np
 from keras.src.models.functional import Functional
 
-# What Keras (and this project, while a model trains) sets on a layer in the place of its methods.
+# Replacements of methods that Keras (and this project, during training) sets on a layer.
 METHODS = frozenset({"build", "quantize", "compute_metrics", "train_step", "test_step", "predict_step", "get_config"})
-# What stays where it is: results of the caller's, and arguments of the constructor.
+# Not sent: results of the caller, and constructor arguments.
 _LEFT_OUT = frozenset(
     {"history", "stop_training", "stop_evaluating", "stop_predicting", "_auto_config", "_auto_config_error_args"}
 )
@@ -36,7 +36,7 @@ _BY_CONFIG = (
 
 
 def put(item: Any, objects: dict[str, Any]) -> dict[str, str]:
-    """A reference to an object that travels by itself, among `objects`."""
+    """A reference to an object that is sent separately, in `objects`."""
     for name, known in objects.items():
         if known is item:
             return {"__object__": name}
@@ -46,10 +46,10 @@ def put(item: Any, objects: dict[str, Any]) -> dict[str, str]:
 
 
 def read(layer: keras.layers.Layer, objects: dict[str, Any]) -> dict[str, Any]:
-    """The config of a layer, by its state.
+    """The config of a layer, from its state.
 
     Args:
-        objects: takes what is neither plain nor Keras's.
+        objects: receives objects that are neither plain nor Keras's.
     """
     base = _keras_base(type(layer))
     whole = _holds_nothing(base)
@@ -83,7 +83,7 @@ def read(layer: keras.layers.Layer, objects: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(kind: type, config: dict[str, Any], objects: Mapping[str, Any]) -> Any:
-    """The object that `put` or `read` made `config` of.
+    """The object whose config `put` or `read` made.
 
     Args:
         kind: its class.
@@ -109,7 +109,7 @@ def write(kind: type, config: dict[str, Any], objects: Mapping[str, Any]) -> Any
     set_by_base = {} if _holds_nothing(base) else _attributes(layer)
     variables = [_variable(outline) for outline in config["variables"]]
     metrics = [keras.saving.deserialize_keras_object(item) for item in config["metrics"]]
-    # In the order in which they were made, which is that of the weights.
+    # In the order of their creation, which is the order of the weights.
     for variable in variables:
         layer._track_variable(variable)
     for item in [*added, *metrics]:
@@ -128,17 +128,17 @@ def write(kind: type, config: dict[str, Any], objects: Mapping[str, Any]) -> Any
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
-    """What was set on a layer: on PyTorch, layers in it are not among its `vars`."""
+    """Attributes set on a layer: on PyTorch, inner layers are not in its `vars`."""
     return vars(layer) | dict(vars(layer).get("_modules", {}))
 
 
 def _keras_base(kind: type) -> Any:
-    """The nearest class that is Keras's own."""
+    """The nearest base class that belongs to Keras."""
     return next(base for base in kind.__mro__ if base.__module__.startswith("keras."))
 
 
 def _holds_nothing(base: type) -> bool:
-    """Whether Keras's class brings no variables and layers of its own, apart from those it is given."""
+    """Whether Keras's base class adds no variables and layers of its own."""
     return base in (keras.layers.Layer, keras.Model, keras.Sequential) or base.__name__ == "Functional"
 
 
@@ -147,7 +147,7 @@ def _is_functional(layer: Any) -> bool:
 
 
 def _inner_layers(layer: Any) -> tuple[list[Any], list[Any]]:
-    """Layers of a functional model's graph, and others."""
+    """Layers of a functional model's graph, and other inner layers."""
     inner = layer.layers if _is_functional(layer) else []
     graph = [item for item in inner if any(item is operation for operation in layer._operations)]
     return graph, [item for item in layer._layers if all(item is not other for other in graph)]
@@ -155,7 +155,7 @@ def _inner_layers(layer: Any) -> tuple[list[Any], list[Any]]:
 
 @functools.cache
 def own_names() -> frozenset[str]:
-    """Attributes that Keras gives every layer and model."""
+    """Attributes that Keras sets on every layer and model."""
 
     class Layer(keras.layers.Layer):
         def call(self, x: Any) -> Any:
@@ -202,7 +202,7 @@ def _holds_keras(value: Any, known: Mapping[int, Any]) -> bool:
 
 
 def _untracked(value: Any) -> Any:
-    """Without the lists of Keras's that know their layer."""
+    """Without Keras's tracking lists, which refer to their layer."""
     if isinstance(value, list):
         return [_untracked(item) for item in value]
     if isinstance(value, set):

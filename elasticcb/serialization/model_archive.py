@@ -1,7 +1,7 @@
-"""A Keras model as bytes, without its weights: those are the parameter servers'.
+"""A Keras model as bytes, without its weights, which the parameter servers hold.
 
-Beside the configs of layers, losses, metrics and optimizers travel what these refer to (keras_config.py), what
-preprocessing layers have learned by `adapt`, and what is frozen.
+The archive has the configs of layers, losses, metrics and optimizers, the objects that these refer to
+(keras_config.py), the state of preprocessing layers after `adapt`, and which layers are frozen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME = "The model's own classes and functions"
 
 
 def save_model(model: keras.layers.Layer) -> bytes:
-    """The architecture of a built model or layer, how it is compiled, and what its layers have learned by `adapt`.
+    """The architecture of a built model or layer, its compile arguments, and the state of its layers after `adapt`.
 
     Raises:
         UsageError: Keras can't serialize it.
@@ -39,10 +39,10 @@ def save_model(model: keras.layers.Layer) -> bytes:
             written = keras_config.write(model, attributes)
     except UsageError:
         raise
-    except Exception as error:  # whatever a get_config of the user's raises
+    except Exception as error:  # any error of a user's get_config
         raise UsageError(
-            f"The model can't be sent to the workers, since Keras can't serialize it: {type(error).__name__}: {error}\n"
-            "Give its class (and those of its layers) a get_config() that returns the arguments of __init__. "
+            f"The model can't be sent to the workers: Keras can't serialize it: {type(error).__name__}: {error}\n"
+            "Add a get_config() that returns the arguments of __init__ to its class (and those of its layers). "
             "Or write a model file, whose custom_model() is called in every process: `elasticcb train --help`."
         ) from error
     compiled = written.config.pop("compile_config", None) or None
@@ -63,12 +63,12 @@ def save_model(model: keras.layers.Layer) -> bytes:
 
 
 def restore_model(data: bytes) -> Any:
-    """The model that `save_model` saved, with initial weights."""
+    """The model saved by `save_model`, with initial weights."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         saved = pickling.loads(archive.read("model"))
         written = saved["written"]
         with warnings.catch_warnings():
-            # It tells of layers that are built by their first call; that one follows.
+            # About layers that are built by their first call, which follows.
             warnings.filterwarnings("ignore", message="`build\\(\\)` was called on layer")
             layers: dict[int, Any] = {}
             model = keras_config.read(written, layers)
@@ -82,11 +82,11 @@ def restore_model(data: bytes) -> Any:
     return model
 
 
-# ---------------------------------------------------------------- what is frozen
+# ---------------------------------------------------------------- frozen layers
 
 
 def _trainable(model: keras.layers.Layer) -> tuple[dict[int, bool], list[bool]]:
-    """Of layers, and of weights: each can be frozen apart from the other."""
+    """The `trainable` flags of layers and of weights, which are independent."""
     return {id(layer): layer._trainable for layer in model._flatten_layers()}, [
         getattr(variable, "_trainable", True) for variable in model.weights
     ]
@@ -101,7 +101,7 @@ def _set_trainable(model: Any, layers: dict[int, Any], trainable: tuple[dict[int
             variable.trainable = value
 
 
-# ---------------------------------------------------------------- what layers learn by `adapt`
+# ---------------------------------------------------------------- state after `adapt`
 
 
 def _learns(layer: keras.layers.Layer) -> bool:
@@ -136,11 +136,11 @@ def _restore_layer(archive: zipfile.ZipFile, name: str, layer: keras.layers.Laye
                 layer.load_own_variables(dict(values))
 
 
-# ---------------------------------------------------------------- how it is compiled
+# ---------------------------------------------------------------- compile arguments
 
 
 def _compiles_in_its_own_way(model: keras.layers.Layer) -> bool:
-    """Whether the class has a `compile` of its own, and nothing that tells Keras how to call it again."""
+    """Whether the class has its own `compile`, without a config from which Keras could call it again."""
     kind = type(model)
     return (
         isinstance(model, keras.Model)
@@ -172,7 +172,7 @@ def _whole_compile_config(model: Any) -> Iterator[None]:
 
 
 def _compiled_attributes(model: keras.Model) -> dict[str, Any]:
-    """What such a `compile` may have set: optimizers, losses, metrics, functions and plain values."""
+    """Attributes that such a `compile` may have set: optimizers, losses, metrics, functions and plain values."""
     plain = (bool, int, float, str, types.FunctionType)
     kinds = (keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer, *plain)
     return {
@@ -186,7 +186,7 @@ def _compile(model: keras.Model, config: dict[str, Any], attributes: dict[str, A
     if type(model).compile_from_config is not keras.Model.compile_from_config:
         model.compile_from_config(config)
         return
-    # Not Keras's own compile_from_config, which makes the optimizer's slots: they are on the servers.
+    # Not Keras's own compile_from_config, which creates the optimizer's slots: these are on the servers.
     arguments = keras.saving.deserialize_keras_object(config, safe_mode=False)
     if type(model).compile is keras.Model.compile:
         model.compile(**arguments)
@@ -197,7 +197,7 @@ def _compile(model: keras.Model, config: dict[str, Any], attributes: dict[str, A
             setattr(model, name, value)
 
 
-# ---------------------------------------------------------------- models within what is pickled
+# ---------------------------------------------------------------- models within pickled objects
 
 
 def _reduce(layer: keras.layers.Layer) -> Any:

@@ -1,5 +1,5 @@
-"""Pickles of Python objects that may hold Keras objects: cloudpickle, which takes what is defined in a script, a
-notebook or a function, with Keras's own serialization for what Keras knows to serialize."""
+"""Pickles Python objects that may contain Keras objects: cloudpickle, which supports definitions in scripts, notebooks
+and functions, combined with Keras's own serialization."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elasticcb.errors import UsageError
 from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.serialization import keras_config
 
-# Their state is their config, if their class has one; layers have weights besides.
+# Their state is their config, if their class has one; layers also have weights.
 _BY_CONFIG = (
     keras.losses.Loss,
     keras.optimizers.Optimizer,
@@ -33,13 +33,13 @@ _TF_FUNCTION = type(tf.function(lambda: None))
 
 
 def dumps(value: Any, what: str, model: keras.Model | None = None, refers: bool = True) -> bytes:
-    """`value`, pickled.
+    """Pickles `value`.
 
     Args:
-        what: for messages, what the caller knows it as.
-        model: stands for itself: references to it, also from callbacks and closures, become references to the
-            model that `loads` is given. So do those to its layers, weights and optimizers.
-        refers: False where there may be no such references.
+        what: name of the value in messages.
+        model: references to it, its layers, weights and optimizers, also from callbacks and closures, become references
+            to the model given to `loads`.
+        refers: False if such references are not allowed.
 
     Raises:
         UsageError: something in it can't be pickled.
@@ -49,22 +49,22 @@ def dumps(value: Any, what: str, model: keras.Model | None = None, refers: bool 
         _Pickler(buffer, model, refers).dump(value)
     except UsageError:
         raise
-    except Exception as error:  # whatever the __reduce__ of a user's class raises
+    except Exception as error:  # any error of a user's __reduce__
         raise UsageError(
             f"{what} can't be sent to the workers: {type(error).__name__}: {error}. It is pickled with "
-            "cloudpickle: leave out what belongs to this process alone (locks, open files, connections), or make it "
-            "where it is used."
+            "cloudpickle. Remove objects that belong to this process only (locks, open files, connections), or create "
+            "them where they are used."
         ) from error
     return buffer.getvalue()
 
 
 def loads(data: bytes, model: keras.Model | None = None) -> Any:
-    """What `dumps` pickled. Only for data of a process that holds the job's token."""
+    """The inverse of `dumps`. Use it only for data of a process that has the job's token."""
     return _Unpickler(io.BytesIO(data), model).load()
 
 
 def register(kind: type, reduce: Callable[[Any], Any]) -> None:
-    """Objects of `kind` are pickled as `reduce` says, in the manner of `__reduce__`."""
+    """Objects of `kind` are pickled by `reduce`, which works like `__reduce__`."""
     _reducers[kind] = reduce
 
 
@@ -89,7 +89,8 @@ class _Pickler(cloudpickle.Pickler):
             raise UsageError(
                 "A function or class that the model uses (a loss, a metric, a layer) refers to the model itself, by a "
                 "global variable or a closure. Workers would get a second copy of the model with it. Make it a method "
-                "of the model (compute_loss, compute_metrics, train_step), or give it what it needs instead."
+                "of the model (compute_loss, compute_metrics, train_step), or pass it the values that it needs "
+                "instead."
             )
         return None
 
@@ -113,7 +114,7 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, tf.Tensor) and hasattr(obj, "numpy"):
             return tf.constant, (obj.numpy(), obj.dtype.name)
         if isinstance(obj, types.ModuleType) and f"{obj.__name__}.".startswith(("keras", "torch.")):
-            # These modules are made at import, and cloudpickle would take some of them apart.
+            # These modules are created at import, and cloudpickle would take some of them apart.
             return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
 
@@ -133,7 +134,7 @@ class _Unpickler(cloudpickle.pickle.Unpickler):
 
 
 def _parts(model: keras.Model) -> list[Any]:
-    """A model and what it is made of, in the same order in every process."""
+    """A model and its parts, in the same order in every process."""
     return [model, *model_optimizers(model), *model._flatten_layers(include_self=False), *model.weights]
 
 

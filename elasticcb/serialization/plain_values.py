@@ -1,6 +1,6 @@
-"""Values as JSON, and back: numbers, text, containers, arrays, and what can be imported by its name.
+"""Converts values to and from JSON: numbers, text, containers, arrays, and importable objects by name.
 
-Nothing is pickled: what is read back can't run code of its own, except that a name is imported.
+Nothing is pickled: reading can't run code, except by importing a name.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import numpy as np
 from elasticcb.errors import WireError
 from elasticcb.rpc.tensors import Array, dtype_of
 
-_TAG = "elasticcb"  # the only key of a dict that stands for a value that JSON lacks: [kind, what it is made of]
-_MOST_LEVELS = 50  # of containers in containers
+_TAG = "elasticcb"  # the only key of a dict that represents a value JSON lacks: [kind, content]
+_MOST_LEVELS = 50  # of nested containers
 
 
 class NotPlain(Exception):
-    """A value that has no place in JSON."""
+    """A value that can't be represented in JSON."""
 
 
 class NameNotFound(Exception):
-    """A function or class that was there when a value was written can't be imported."""
+    """A function or class that existed when a value was written can't be imported."""
 
 
 class MissingArray(Exception):
-    """An array is not among those that were given."""
+    """An array is missing."""
 
 
 class Writer:
-    """Turns the values of one object into JSON values.
+    """Converts the values of one object to JSON values.
 
     Args:
         owner: the object; its bound methods may be among the values.
-        arrays: takes the arrays, by the names that stand in their places; None: there may be none.
+        arrays: receives the arrays, by the names that replace them; None: arrays are not allowed.
     """
 
     def __init__(self, owner: Any = None, arrays: dict[str, Array] | None = None) -> None:
@@ -49,7 +49,7 @@ class Writer:
     def write(self, path: str, value: Any) -> Any:
         """`value` as a JSON value; `path` names it among the arrays.
 
-        Raises `NotPlain`; no array is taken then.
+        Raises `NotPlain`; in that case no array is stored.
         """
         taken: dict[str, Array] = {}
         written = self._write(path, value, taken, 0)
@@ -58,7 +58,7 @@ class Writer:
         return written
 
     def _write(self, path: str, value: Any, taken: dict[str, Array], level: int) -> Any:
-        if level > _MOST_LEVELS:  # a list that holds itself, perhaps
+        if level > _MOST_LEVELS:  # possibly a list that contains itself
             raise NotPlain
 
         def items(values: Any) -> list[Any]:
@@ -97,11 +97,11 @@ class Writer:
 
 
 def read(value: Any, arrays: Mapping[str, Array], owner: Any = None) -> Any:
-    """What `Writer.write` wrote.
+    """The inverse of `Writer.write`.
 
     Raises:
         MissingArray: an array is not in `arrays`.
-        NameNotFound: a function, a class or a method is not there any more.
+        NameNotFound: a function, a class or a method no longer exists.
     """
     if isinstance(value, list):
         return [read(item, arrays, owner) for item in value]
@@ -155,7 +155,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _name_of(value: Any) -> tuple[str, str]:
-    """Module and name that `value` is imported by; raises `NotPlain` when it is not what they give."""
+    """Module and name by which `value` can be imported; raises `NotPlain` if they give another object."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if isinstance(value, Enum):
         name = f"{type(value).__qualname__}.{value.name}"

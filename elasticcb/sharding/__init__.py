@@ -1,1 +1,1 @@
-"""Which parameter server holds what: dense weights, and rows of embedding tables."""
+"""Which parameter server holds which dense weights, and which rows of embedding tables."""

@@ -1,6 +1,6 @@
-"""Names of the arrays in frames and in files of checkpoints: "KIND/KEY", or "KIND/INDEX/NAME" (docs/wire_protocol.md).
+"""Names of the arrays in frames and checkpoint files: "KIND/KEY", or "KIND/INDEX/NAME" (docs/wire_protocol.md).
 
-Every kind is spelled here and nowhere else.
+Every kind is defined here and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from elasticcb.rpc.tensors import Array
 
 # By dtype, flat: a server's part of the trainable and of the non-trainable variables, and of a push.
 WEIGHTS, STATE, GRADIENTS, SHARES = "weights", "state", "gradients", "shares"
-# By variable: gradients of rows in a push; ids whose rows are wanted, and what belongs to an embedding table.
+# By variable: gradients of rows in a push; requested ids, and the data of an embedding table.
 ROWS, WANTED, TABLE = "rows", "lookup", "table"
 SCALES = "scales"  # of another array, whose full name follows
-# Of optimizers: by variable and name, and by name alone.
+# Of optimizers: by variable and name, and by name only.
 SLOTS, EXTRAS, SHARED = "slots", "extras", "shared"
-# From server to server: the part of a variable, all ids of a table that come, and when the model had which version.
+# Between servers: the part of a variable, all ids of a table to come, and the table ages.
 WEIGHT, HELD, AGES = "weight", "held", "ages"
 # In files, where SHARED, TABLE, WEIGHT and AGES are as in frames; SLOT is also a part of a TABLE.
 SLOT, EXTRA = "slot", "extra"
 
 
 def named(kind: str, arrays: Mapping[Any, Array]) -> dict[str, Array]:
-    """The arrays by their full names; a key is a dtype, an index, or (index, name)."""
+    """The arrays with their full names; a key is a dtype, an index, or (index, name)."""
     return {
         f"{kind}/{key[0]}/{key[1]}" if isinstance(key, tuple) else f"{kind}/{key}": each for key, each in arrays.items()
     }
@@ -36,18 +36,18 @@ def kind_of(name: str) -> str:
 
 
 def of_kind(kind: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """The arrays of a kind, by what follows it in their names."""
+    """The arrays of a kind, by the rest of their names."""
     prefix = f"{kind}/"
     return {name[len(prefix) :]: array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def only(arrays: Mapping[str, Array], *kinds: str) -> dict[str, Array]:
-    """The arrays of these kinds, under their full names."""
+    """The arrays of these kinds, with their full names."""
     return {name: array for name, array in arrays.items() if kind_of(name) in kinds}
 
 
 def without(arrays: Mapping[str, Array], *kinds: str) -> dict[str, Array]:
-    """The arrays of other kinds, under their full names."""
+    """The arrays of other kinds, with their full names."""
     return {name: array for name, array in arrays.items() if kind_of(name) not in kinds}
 
 

@@ -1,9 +1,9 @@
-"""Which parameter server holds which rows of embedding tables.
+"""Maps rows of embedding tables to parameter servers.
 
-Ids fall into a fixed number of buckets by a hash; a map says which server has which bucket. So a job's servers can
-become more or fewer, and only the buckets of some move: the fixed partitions of Dynamo (DeCandia et al., 2007, strategy
-3), or the hash slots of Redis Cluster. A ring with a hash per server (consistent hashing) would move as little, but
-levels the servers worse, and finding an id's server takes a search.
+Ids are hashed into a fixed number of buckets; a map assigns buckets to servers. So the number of servers can change by
+moving only some buckets: the fixed partitions of Dynamo (DeCandia et al., 2007, strategy 3), or the hash slots of Redis
+Cluster. A ring with a hash per server (consistent hashing) would move as little, but balance servers less well, and
+finding an id's server would need a search.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from elasticcb.errors import WireError
 from elasticcb.rpc.tensors import Array
 
-BUCKETS = 1024  # a power of two; the map of a job is 2 KiB
-# Multiplicative hashing (Knuth, TAOCP 3, 6.4), by 2^64 divided by the plastic number: successive ids spread evenly. Not
-# the golden ratio, which the index of a table hashes by: the ids of one server would be neighbours there.
+BUCKETS = 1024  # a power of two; a job's map takes 2 KiB
+# Multiplicative hashing (Knuth, TAOCP 3, 6.4), by 2^64 divided by the plastic number: consecutive ids spread evenly.
+# Not the golden ratio, which is the hash of a table's index: the ids of one server would cluster there.
 _MULTIPLIER = np.uint64(0xC13FA9A902A6328F)
 _SHIFT = np.uint64(64 - (BUCKETS - 1).bit_length())
 
@@ -32,12 +32,12 @@ def bucket_of(ids: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class BucketMap:
-    """Which server has which bucket.
+    """Assigns buckets to servers.
 
     Attributes:
-        servers: how many there are.
+        servers: number of servers.
         owners: by bucket, the index of its server: uint16 [BUCKETS].
-        version: rises with each map of a job.
+        version: increases with each map of a job.
     """
 
     servers: int
@@ -54,10 +54,10 @@ class BucketMap:
         return self.server_of(ids) == server
 
     def resized(self, servers: int) -> BucketMap:
-        """The next map, for another number of servers, at least 1. Servers are level within one bucket, and no map that
-        is so moves fewer buckets."""
+        """The next map, for another number of servers, at least 1. It is balanced within one bucket, and moves as few
+        buckets as possible for that."""
         counts = np.bincount(self.owners, minlength=servers)
-        # Those that have most now get the larger share, where shares differ.
+        # If shares differ, the servers that have most now get the larger shares.
         share = np.full(servers, BUCKETS // servers)
         share[np.argsort(-counts[:servers], kind="stable")[: BUCKETS % servers]] += 1
         owners, free = self.owners.copy(), []
@@ -71,30 +71,30 @@ class BucketMap:
         return BucketMap(servers, owners, self.version + 1)
 
     def moved(self, other: BucketMap) -> int:
-        """How many buckets have another server in `other`."""
+        """Number of buckets with another server in `other`."""
         return int(np.count_nonzero(self.owners != other.owners))
 
     def to_bytes(self) -> bytes:
-        """The owners, as they travel: uint16, little endian."""
+        """The owners in wire format: uint16, little endian."""
         return self.owners.astype("<u2").tobytes()
 
     @classmethod
     def from_bytes(cls, servers: int, owners: bytes, version: int) -> BucketMap:
-        """The inverse of `to_bytes`; no bytes are the even map. Raises `WireError` for what is no map."""
+        """The inverse of `to_bytes`; no bytes mean the even map. Raises `WireError` for an invalid map."""
         if not owners:
             return cls(servers, even(servers).owners, version)
         found = np.frombuffer(owners, "<u2").astype(np.uint16) if len(owners) == 2 * BUCKETS else None
         if found is None or int(found.max()) >= servers:
             raise WireError(
                 f"A map of buckets has {len(owners)} bytes"
-                f"{'' if found is None else f', and names server {found.max()} of {servers}'}; expected "
+                f"{'' if found is None else f', and has server {found.max()} of {servers}'}; expected "
                 f"{2 * BUCKETS}: for each of {BUCKETS} buckets its server, as uint16."
             )
         return cls(servers, found, version)
 
 
 def even(servers: int) -> BucketMap:
-    """The map that a job begins with: level within one bucket.
+    """The initial map of a job: balanced within one bucket.
 
     Args:
         servers: at least 1.

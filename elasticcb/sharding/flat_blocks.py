@@ -1,4 +1,4 @@
-"""Weights as they travel between workers and parameter servers: by server and dtype, flat."""
+"""Weights in wire format between workers and parameter servers: flat, by server and dtype."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Blocks = list[dict[str, Array]]  # by server: "weights/DTYPE" and "state/DTYPE",
 
 
 class PlacedBlocks(list[dict[str, Array]]):
-    """`Blocks` that know of which slices they are.
+    """`Blocks` with their slices.
 
     Attributes:
-        partition: by server, the slices.
+        partition: slices by server.
     """
 
     def __init__(self, blocks: Iterable[dict[str, Array]], partition: Sequence[Sequence[Slice]]) -> None:
@@ -34,11 +34,11 @@ def first_non_finite(
     subset: Collection[int] | None = None,
     shares: Mapping[str, Array] | None = None,
 ) -> str:
-    """The path of a variable that holds NaN or infinity in a server's flat `blocks`; "" when none does.
+    """The path of a variable with NaN or infinity in a server's flat `blocks`; "" if there is none.
 
     Args:
         slices, trainable, subset: of the blocks, as in `layout`.
-        shares: by dtype; elements with a share of 0 do not count.
+        shares: by dtype; elements with a share of 0 are ignored.
     """
     if all(map(all_finite, blocks.values())):
         return ""
@@ -59,7 +59,7 @@ def recut(
     trainable: bool,
     subset: Collection[int] | None = None,
 ) -> list[dict[str, Array]]:
-    """Flat blocks of some servers, as they are for others. What is left out counts as zeros."""
+    """Converts flat blocks of some servers to blocks for other servers. Missing parts are zeros."""
     whole: dict[int, Array] = {}
     for slices, own in zip(before, blocks, strict=True):
         for part, dtype, offset in layout(specs, slices, trainable, subset):
@@ -85,11 +85,11 @@ def state_moves(
     parts: Sequence[Sequence[Slice]],
     decays: Mapping[int, float],
 ) -> tuple[list[dict[str, Array]], list[dict[str, Array]]]:
-    """How a step that began with the state in `blocks` moved it: as `Gradients.state` and `Gradients.shares`.
+    """How a step that started with the state in `blocks` changed it: as `Gradients.state` and `Gradients.shares`.
 
     Args:
         state: by server and dtype, the non-trainable variables after the step, flat.
-        decays: of moving averages, by variable: how much of its old value the step's new one is made of.
+        decays: of moving averages, by variable: the weight of the old value in the new one.
     """
     towards, shares = [], []
     for slices, block, own in zip(parts, blocks, state, strict=True):
@@ -112,15 +112,15 @@ def state_moves(
 
 
 def moved_state(block: Array, values: Array, shares: Array, lag: float) -> Array:
-    """Non-trainable variables after a step that may have begun with older ones, a new array.
+    """Non-trainable variables after a step that may have started with older ones, as a new array.
 
-    Each floating value stays between those that were there and those that steps came to, however late a push is.
-    What is not floating can't be in between, and is set.
+    Each float value stays between its current value and the values that steps set, however late a push is. Non-float
+    values can't be averaged, and are set.
 
     Args:
-        block: the present values, flat.
+        block: current values, flat.
         values, shares: as in `Gradients.state` and `Gradients.shares`.
-        lag: updates since those that the step began with. Of values that it set, steps that began with the same
+        lag: updates since the values with which the step started. For values that steps set, steps with the same start
             count as one, as their mean.
     """
     if block.dtype.kind not in "fcV":
@@ -134,17 +134,17 @@ def moved_state(block: Array, values: Array, shares: Array, lag: float) -> Array
 
 
 def kept(blocks: Mapping[str, Array]) -> dict[str, Array]:
-    """Blocks as they may be kept: those of state, which rarely change, would keep the memory of the whole answer."""
+    """Blocks that can be kept: state, which rarely changes, would otherwise keep the memory of the whole answer."""
     return {name: aligned_copy(block) if kind_of(name) == STATE else block for name, block in blocks.items()}
 
 
 def pack_weights(weights: Sequence[Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> dict[str, Array]:
-    """One server's part of `weights`, as it travels."""
+    """One server's part of `weights`, in wire format."""
     return named(WEIGHTS, pack(weights, specs, slices, True)) | named(STATE, pack(weights, specs, slices, False))
 
 
 def unpack_weights(blocks: Blocks, specs: Sequence[VariableSpec], parts: Sequence[Sequence[Slice]]) -> list[Array]:
-    """The whole weights from all servers' blocks, in the order of `specs`; none of the rows of embedding tables."""
+    """The whole weights from all servers' blocks, in the order of `specs`; without the rows of embedding tables."""
     weights = [np.empty((0, *spec.shape[1:]) if spec.table else spec.shape, dtype_of(spec.dtype)) for spec in specs]
     for server, slices in zip(blocks, parts, strict=True):
         unpack(of_kind(WEIGHTS, server), specs, slices, True, weights)

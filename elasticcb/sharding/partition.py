@@ -1,7 +1,7 @@
 """Which parameter server holds which part of the model, and the order of a server's flat blocks.
 
-Both sides of the wire import this module; nothing else knows the mapping. It depends on the
-variables and the number of servers alone, so that every process works it out for itself.
+Only this module knows the mapping; clients and servers import it. It depends only on the variables and the number of
+servers, so every process computes it by itself.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from elasticcb.rpc.tensors import Array, dtype_of
 
 @dataclass(frozen=True)
 class VariableSpec:
-    """One weight of the model; its index is its place in `model.weights`."""
+    """One weight of the model; its index is its position in `model.weights`."""
 
-    path: str  # Keras's: "dense/kernel"
+    path: str  # Keras path: "dense/kernel"
     shape: tuple[int, ...]
-    dtype: str  # NumPy's name
+    dtype: str  # NumPy name
     trainable: bool
     constraint: str = ""  # JSON of `keras.saving.serialize_keras_object`; "": none
-    optimizer: int = 0  # which of the model's optimizers updates it: index in `model_optimizers(model)`
-    no_weight_decay: bool = False  # its optimizer was told to leave it out
-    table: str = ""  # of an embedding table: JSON of `TableSpec`; shape[0] is then 0 when any id may come
+    optimizer: int = 0  # index of its optimizer in `model_optimizers(model)`
+    no_weight_decay: bool = False  # excluded from weight decay
+    table: str = ""  # for an embedding table: JSON of `TableSpec`; shape[0] is then 0 if any id is allowed
 
     @property
     def row_elements(self) -> int:
-        """Elements of one row: of what one index of axis 0 names."""
+        """Elements of one row, i.e. per index of axis 0."""
         return math.prod(self.shape[1:])
 
     @property
@@ -62,10 +62,10 @@ class VariableSpec:
 
     @classmethod
     def from_message(cls, message: pb.Variable) -> VariableSpec:
-        """Raises `WireError` for a dtype or a shape that no variable can have."""
+        """Raises `WireError` for an invalid dtype or shape."""
         dtype_of(message.dtype)
         if any(size < 0 for size in message.shape):
-            raise WireError(f"Variable {message.path!r} has the shape {list(message.shape)}.")
+            raise WireError(f"Variable {message.path!r} has the invalid shape {list(message.shape)}.")
         return cls(
             path=message.path,
             shape=tuple(message.shape),
@@ -79,7 +79,7 @@ class VariableSpec:
 
 
 class Slice(NamedTuple):
-    """Elements [start, stop) of a variable in C order; both ends lie between rows."""
+    """Elements [start, stop) of a variable in C order; both ends are between rows."""
 
     variable: int  # index in the model
     start: int
@@ -90,19 +90,19 @@ class Slice(NamedTuple):
         return self.stop - self.start
 
     def row_range(self, spec: VariableSpec) -> tuple[int, int]:
-        """The rows [first, last) that it holds."""
+        """Its rows [first, last)."""
         row = max(spec.row_elements, 1)
         return self.start // row, (self.stop // row if spec.row_elements else spec.rows)
 
     def shape(self, spec: VariableSpec) -> tuple[int, ...]:
-        """The shape of the part: fewer rows, the same trailing dimensions."""
+        """Shape of the part: fewer rows, the same trailing dimensions."""
         if not spec.shape:
             return ()
         first, last = self.row_range(spec)
         return (last - first, *spec.shape[1:])
 
     def of(self, array: Array, spec: VariableSpec, held: Slice | None = None) -> Array:
-        """Its rows of an array [rows, …], the variable's or a slot's, with the rows of the slice `held`; None: all."""
+        """Its rows of an array [rows, …], of the variable or a slot, with the rows of the slice `held`; None: all."""
         if not spec.shape:
             return array
         first, last = self.row_range(spec)
@@ -111,7 +111,7 @@ class Slice(NamedTuple):
 
 
 class PlacedSlice(NamedTuple):
-    """Where a slice lies within the flat block of its dtype, in elements."""
+    """Position of a slice within the flat block of its dtype, in elements."""
 
     slice: Slice
     dtype: str
@@ -119,24 +119,24 @@ class PlacedSlice(NamedTuple):
 
 
 MOST_SERVERS = 10_000
-# A variable is not cut when the cut would move less than this: a tiny part costs more than it levels.
+# A variable is not cut if that moves less than this: tiny parts cost more than the imbalance.
 _SMALLEST_PART_BYTES = 16 * 1024
 
 
 def partition(specs: Sequence[VariableSpec], num_ps: int, split: bool) -> list[list[Slice]]:
     """The slices of each server, in the order of the variables.
 
-    Every element of every variable is held exactly once, and a server holds at most one slice of a
-    variable. Trainable and non-trainable variables are levelled apart, by bytes. Embedding tables, whose rows are
-    held by id (elasticcb/sharding/table_spec.py), are in no slice.
+    Every element of every variable is held exactly once, and a server has at most one slice of a variable. Trainable
+    and non-trainable variables are balanced separately, by bytes. Embedding tables, whose rows are assigned by id
+    (elasticcb/sharding/table_spec.py), are in no slice.
 
     Args:
         specs: the model's variables, in the order of `model.weights`.
-        num_ps: how many servers there are, at least 1.
-        split: whether variables may be cut between rows. One with a constraint never is.
+        num_ps: number of servers, at least 1.
+        split: whether variables may be cut between rows. Variables with a constraint never are.
     """
     if num_ps < 1:
-        raise ValueError(f"partition was asked for {num_ps} servers; there must be at least one.")
+        raise ValueError(f"num_ps={num_ps} is invalid: must be at least 1.")
     servers: list[list[Slice]] = [[] for _ in range(num_ps)]
     for trainable in (True, False):
         group = [index for index, spec in enumerate(specs) if spec.trainable is trainable and not spec.table]
@@ -148,7 +148,7 @@ def partition(specs: Sequence[VariableSpec], num_ps: int, split: bool) -> list[l
 
 
 def _fill_in_order(specs: Sequence[VariableSpec], group: list[int], servers: list[list[Slice]]) -> None:
-    """Cuts the variables, laid end to end, into as many level pieces as there are servers."""
+    """Cuts the variables, laid end to end, into as many equal pieces as there are servers."""
     left = sum(specs[index].bytes for index in group)
     server, room = 0, left / len(servers)
     for index in group:
@@ -183,7 +183,7 @@ def _rows(index: int, spec: VariableSpec, first: int, last: int) -> Slice:
 
 
 def _least_loaded(specs: Sequence[VariableSpec], group: list[int], servers: list[list[Slice]]) -> None:
-    """Gives each variable, largest first, to the server that has least so far."""
+    """Gives each variable, largest first, to the server with the least so far."""
     loads = [0] * len(servers)
     for index in sorted(group, key=lambda index: (-specs[index].bytes, index)):
         server = loads.index(min(loads))
@@ -197,11 +197,11 @@ def layout(
     trainable: bool,
     subset: Collection[int] | None = None,
 ) -> Iterator[PlacedSlice]:
-    """Where each slice lies in the flat blocks, one block per dtype, in the order of `slices`.
+    """The position of each slice in the flat blocks, one block per dtype, in the order of `slices`.
 
     Args:
-        trainable: which of the two groups of variables the blocks hold.
-        subset: the indices of the variables that the blocks hold; None: all of the group.
+        trainable: which of the two groups of variables the blocks contain.
+        subset: indices of the variables in the blocks; None: all of the group.
     """
     offsets: dict[str, int] = {}
     for part in slices:
@@ -251,12 +251,12 @@ def unpack(
     trainable: bool,
     arrays: Sequence[Array] | Mapping[int, Array],
 ) -> None:
-    """Writes one server's flat blocks into whole variables: the inverse of `pack`.
+    """Copies one server's flat blocks into whole variables: the inverse of `pack`.
 
     Args:
         arrays: whole variables by index in the model, C-contiguous and writable.
 
-    Raises `WireError` when the blocks are not those of this layout.
+    Raises `WireError` when the blocks don't match this layout.
     """
     check_blocks(blocks, block_sizes(specs, slices, trainable), "The blocks of one server")
     for part, dtype, offset in layout(specs, slices, trainable):
@@ -272,17 +272,17 @@ def check_blocks(blocks: Mapping[str, Array], sizes: Mapping[str, int], what: st
             shown = "none" if given is None else f"{given.dtype.name}{list(given.shape)}"
             wanted = "none" if expected is None else f"{dtype}[{expected}]"
             raise WireError(
-                f"{what}: for dtype {dtype} {wanted} was expected, {shown} was given. Both sides must "
-                "have the same model and the same number of parameter servers."
+                f"{what}: for dtype {dtype} expected {wanted}, got {shown}. Both sides must have the same model and "
+                "the same number of parameter servers."
             )
 
 
 def cut_slots(
     slots: Mapping[tuple[int, str], Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]
 ) -> dict[tuple[int, str], Array]:
-    """What the server that holds `slices` gets of arrays with the variables' rows; that of untrained ones is left out.
+    """The part of arrays with one entry per row for the server with `slices`; without untrained variables.
 
-    Raises `WireError` for one of other rows.
+    Raises `WireError` for an array with another number of rows.
     """
     held = {part.variable: part for part in slices if specs[part.variable].trainable}
     found = {}
@@ -292,8 +292,8 @@ def cut_slots(
         spec = specs[index]
         if value.shape[:1] != spec.shape[:1]:
             raise WireError(
-                f"The optimizer's {name} of {spec.path!r} has the shape {list(value.shape)}, the variable "
-                f"{list(spec.shape)}. The state is of another model."
+                f"The optimizer's {name} of {spec.path!r} has the shape {list(value.shape)}, but the variable has "
+                f"{list(spec.shape)}. The state belongs to another model."
             )
         found[index, name] = held[index].of(value, spec)
     return found

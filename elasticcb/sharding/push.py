@@ -1,4 +1,4 @@
-"""What a training step sends to the servers, cut for each of them, and its frame: both ends use this file."""
+"""The data that a training step sends to each server, and its frame; used by workers and servers."""
 
 from __future__ import annotations
 
@@ -31,33 +31,35 @@ from elasticcb.sharding.partition import Slice, VariableSpec, cut_slots
 
 _OPTIMIZERS = (SLOTS, EXTRAS, SHARED)
 _KINDS = (GRADIENTS, STATE, SHARES, ROWS, *_OPTIMIZERS)
-_IDS, _VALUES = "ids", "values"  # what "rows/INDEX/…" holds
+_IDS, _VALUES = "ids", "values"  # parts of "rows/INDEX/…"
 
 
 class Rows(NamedTuple):
     """Gradients of some rows of one variable."""
 
-    ids: Array  # int64 [n], unique; in a `Push` counted from the start of the server's part, but ids of a table
+    ids: Array  # int64 [n], unique; in a `Push` relative to the server's part, except ids of a table
     values: Array  # [n, *trailing dimensions], the variable's dtype
 
 
 @dataclass(frozen=True)
 class Push:
-    """What one server gets of a training step, or the mean of several of them."""
+    """One server's part of a training step, or the mean of several steps."""
 
-    dense: tuple[int, ...]  # the variables whose gradients `blocks` holds, in the order of the model
+    dense: tuple[int, ...]  # variables whose gradients are in `blocks`, in the order of the model
     blocks: Mapping[str, Array]  # dense gradients, flat, by dtype
     rows: Mapping[int, Rows]  # by variable
-    state: Mapping[str, Array] = field(default_factory=dict)  # what the non-trainable ones move towards, flat, by dtype
-    shares: Mapping[str, Array] = field(default_factory=dict)  # how far: float32, for each of `state`
-    state_base: int = -1  # the last version that `state` builds on; -1: nobody knows
+    # values that non-trainable variables move towards, flat, by dtype
+    state: Mapping[str, Array] = field(default_factory=dict)
+    shares: Mapping[str, Array] = field(default_factory=dict)  # how far: float32, for each element of `state`
+    state_base: int = -1  # the last version on which `state` is based; -1: unknown
     learning_rate: float | None = None  # for this update only
-    updated: frozenset[int] = frozenset()  # all variables that have gradients, on whichever server
-    batches: int | None = None  # of local training, that moved the weights by `blocks`; None: these are gradients
+    updated: frozenset[int] = frozenset()  # all variables with gradients, on any server
+    # batches of local training that moved the weights by `blocks`; None: these are gradients
+    batches: int | None = None
     optimizers: Mapping[str, Array] = field(default_factory=dict)  # after local training: "slots/I/NAME" and so on
 
     def copied(self) -> Push:
-        """One that outlives its call: the worker's next one takes the same memory."""
+        """A copy that outlives the call, because the worker's next call reuses the memory."""
         return replace(
             self,
             blocks={dtype: block.copy() for dtype, block in self.blocks.items()},
@@ -68,7 +70,7 @@ class Push:
         )
 
     def encode(self, header: pb.ExchangeRequest) -> dict[str, Array]:
-        """The arrays of its frame; the header gets what else belongs to it."""
+        """The arrays of its frame; other fields are stored in the header."""
         header.dense_variables.extend(self.dense)
         header.row_variables.extend(sorted(self.updated.difference(self.dense)))
         header.state_base = self.state_base
@@ -83,9 +85,9 @@ class Push:
 
     @classmethod
     def decode(cls, header: pb.ExchangeRequest, arrays: Mapping[str, Array]) -> Push:
-        """The inverse of `encode`, of any worker: `dense` also names variables that other servers hold.
+        """The inverse of `encode`, for any worker: `dense` includes variables of other servers.
 
-        Raises `WireError` for arrays that no push holds. Whether they fit the model, `PushReader` says.
+        Raises `WireError` for unknown arrays. `PushReader` checks whether they fit the model.
         """
         pairs: dict[int, dict[str, Array]] = {}
         for (index, what), array in by_index_and_name(ROWS, arrays).items():
@@ -94,13 +96,13 @@ class Push:
         unknown += [f"{ROWS}/{i}/{what}" for i, pair in pairs.items() for what in pair if what not in (_IDS, _VALUES)]
         if unknown:
             raise WireError(
-                f"A push holds a tensor named {unknown[0]!r}; known are gradients/DTYPE, rows/INDEX/ids, "
+                f"A push has an unknown tensor {unknown[0]!r}; known are gradients/DTYPE, rows/INDEX/ids, "
                 "rows/INDEX/values, state/DTYPE, shares/DTYPE, slots/INDEX/NAME, extras/INDEX/NAME and shared/NAME."
             )
         for index, pair in pairs.items():
             if len(pair) < 2:
                 raise WireError(
-                    f"The push holds {sorted(pair)} of the rows of variable {index}; it needs ids and values."
+                    f"The push has only {sorted(pair)} of the rows of variable {index}; it needs ids and values."
                 )
         return cls(
             tuple(header.dense_variables),
@@ -118,20 +120,20 @@ class Push:
 
 @dataclass
 class Gradients:
-    """What a training step hands to the servers, in blocks as they are cut for these.
+    """The result of a training step for the servers, in blocks cut for these.
 
     Attributes:
         gradients: by server and dtype, the dense gradients of `dense_variables`, flat.
-        dense_variables: indices of the variables whose gradients `gradients` holds.
+        dense_variables: indices of the variables in `gradients`.
         rows: by variable index, unique row ids (int64, of the whole variable or table) and their gradients.
-        state: by server and dtype, what the step moved the non-trainable variables towards, flat; no unchanged dtypes.
-        shares: likewise, how far it moved them, float32: 1 where it set them, 0 where it left them.
-        loss: of the batch.
-        non_finite: what holds NaN or infinity, in words: "the loss", "the gradient of 'dense/kernel'"; "" if
-            nothing does.
-        partition: by server, the slices that `gradients`, `state` and `shares` are of; None: those of the client.
-        batches: of local training, that moved the weights by `gradients`; None: these are gradients.
-        optimizers: after local training: "slots/I/NAME" and so on, whole.
+        state: by server and dtype, values that the step set for non-trainable variables, flat; without unchanged
+        dtypes.
+        shares: likewise, how far it moved them, float32: 1 where it set them, 0 where it left them unchanged.
+        loss: loss of the batch.
+        non_finite: what has NaN or infinity, as text: "the loss", "the gradient of 'dense/kernel'"; "" if nothing does.
+        partition: slices of `gradients`, `state` and `shares`, by server; None: those of the client.
+        batches: batches of local training that moved the weights by `gradients`; None: these are gradients.
+        optimizers: after local training: "slots/I/NAME" and so on, complete.
     """
 
     gradients: list[dict[str, Array]]
@@ -146,7 +148,7 @@ class Gradients:
     optimizers: Mapping[str, Array] = field(default_factory=dict)
 
     def recut(self, specs: Sequence[VariableSpec], partition: Sequence[Sequence[Slice]]) -> Gradients:
-        """The same for servers of another partition."""
+        """Converts it for servers with another partition."""
         before = self.partition
         if before is None or before == partition:
             return self
@@ -167,7 +169,7 @@ class Gradients:
         state_base: int = -1,
         learning_rate: float | None = None,
     ) -> Push:
-        """What server `index` gets, which holds `slices` and its `buckets` of tables."""
+        """The part for server `index`, which has `slices` and its `buckets` of tables."""
         return Push(
             self.dense_variables,
             self.gradients[index],
@@ -214,9 +216,9 @@ class Gradients:
 
 
 def knows_result(request: pb.ExchangeRequest, version: int) -> bool:
-    """Whether a worker's movement alone made this version of a server, from one that the worker had pulled.
+    """Whether a server's version was made only by the worker's movement, from a version that the worker had pulled.
 
-    Then it knows what the server holds. Of one that took the place of a lost one it had pulled nothing; and it says so
-    of all where an outer optimizer decides.
+    Then the worker knows the server's state. It does not for the replacement of a lost server; and with an outer
+    optimizer, servers report that it does not.
     """
     return 0 <= request.known_version == request.state_base == version - request.batches

@@ -1,4 +1,4 @@
-"""What is counted of an embedding table: by each server that holds a part of it, or from each file of a checkpoint."""
+"""Statistics of an embedding table: from each server that holds a part of it, or from each file of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from elasticcb.rpc.tensors import Array
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)
 
-# The ranges of a `Spread`: numbers below _EXACT have one each; above, each power of two is cut into _EXACT / 2 of the
-# same width, as the HDR Histogram does (Tene, 2012), so that a range begins less than 1 % below each of its numbers.
+# The ranges of a `Spread`: numbers below _EXACT have one each; above, each power of two is split into _EXACT / 2 equal
+# ranges, as in HDR Histogram (Tene, 2012), so that a range starts less than 1 % below each of its numbers.
 _EXACT_BITS = 8
 _EXACT, _HALF = 1 << _EXACT_BITS, 1 << (_EXACT_BITS - 1)
 _RANGES = _EXACT + (63 - _EXACT_BITS) * _HALF  # up to 2^63
 
 
 class Spread:
-    """How whole numbers >= 0 are spread: counts by range, which several servers can add up.
+    """A histogram of integers >= 0: counts by range, which can be summed over servers.
 
     Attributes:
         counts: by range, int64.
-        least, most, sum: of the numbers; 0 when there are none.
+        least, most, sum: of the numbers; 0 if there are none.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Spread:
         return int(self.counts.sum())
 
     def count(self, numbers: Array) -> None:
-        """Counts `numbers` (int64 [n], from 0 on)."""
+        """Counts `numbers` (int64 [n], 0 or more)."""
         if not len(numbers):
             return
         least, most = int(numbers.min()), int(numbers.max())
@@ -50,7 +50,7 @@ class Spread:
             self.counts[ranges] += counts
 
     def add(self, other: Spread) -> None:
-        """Counts what `other` has counted, too."""
+        """Adds the counts of `other`."""
         if other.counts.any():
             self.least = min(self.least, other.least) if self.counts.any() else other.least
             self.most = max(self.most, other.most)
@@ -58,7 +58,7 @@ class Spread:
         self.sum += other.sum
 
     def quantiles(self) -> tuple[int, ...]:
-        """By `QUANTILES`: the least and the most as they are, others less than 1 % too small; () of no numbers."""
+        """Values for `QUANTILES`: minimum and maximum are exact, others less than 1 % too small; () without numbers."""
         total = len(self)
         if not total:
             return ()
@@ -79,12 +79,12 @@ class Spread:
 
     @classmethod
     def from_message(cls, message: pb.Spread) -> Spread:
-        """Raises `WireError` for ranges that there are not."""
+        """Raises `WireError` for invalid ranges."""
         ranges = np.array(message.ranges, np.int64)
         if len(ranges) != len(message.counts) or ((ranges < 0) | (ranges >= _RANGES)).any():
             raise WireError(
-                f"A server counts numbers in {len(ranges)} ranges, with {len(message.counts)} counts; expected as many "
-                f"counts as ranges, which are below {_RANGES}. All processes of a job must run the same release."
+                f"A server sent {len(ranges)} ranges with {len(message.counts)} counts; expected as many counts as "
+                f"ranges, and ranges below {_RANGES}. All processes of a job must run the same release."
             )
         spread = cls()
         spread.counts[ranges] = message.counts
@@ -94,7 +94,7 @@ class Spread:
 
 def _range_of(numbers: Array) -> Array:
     """The range of each of `numbers`, all from _EXACT on."""
-    # A float64 may round up to the next power of two: the number is then in the last range below it, as it should be.
+    # A float64 may round up to the next power of two: the number then falls into the last range below it, as it should.
     shifts = np.frexp(numbers.astype(np.float64))[1].astype(np.int64) - _EXACT_BITS
     ranges: Array = _EXACT + (shifts - 1) * _HALF + (numbers >> shifts) - _HALF
     return ranges
@@ -109,13 +109,13 @@ def _start_of(index: int) -> int:
 
 
 class Top:
-    """The ids that were looked up most, of all that were shown.
+    """The most frequently looked-up ids among those shown.
 
     Args:
-        size: how many of them.
+        size: number of ids.
 
     Attributes:
-        ids, hits: int64 [n], those that were looked up most first; of equal ones the smaller id.
+        ids, hits: int64 [n], most frequent first; among equal ones, the smaller id first.
     """
 
     def __init__(self, size: int) -> None:
@@ -123,8 +123,8 @@ class Top:
         self.ids, self.hits = np.empty(0, np.int64), np.empty(0, np.int64)
 
     def show(self, ids: Array, hits: Array) -> None:
-        """Shows `ids` (int64 [n]) with how often each was looked up, int64 [n]."""
-        if self._size and len(self.ids) == self._size:  # few of many rows come near
+        """Adds `ids` (int64 [n]) with their lookups, int64 [n]."""
+        if self._size and len(self.ids) == self._size:  # few of many rows qualify
             better = (hits > self.hits[-1]) | ((hits == self.hits[-1]) & (ids < self.ids[-1]))
             ids, hits = ids[better], hits[better]
         if not len(ids):
@@ -136,11 +136,11 @@ class Top:
 
 @dataclass
 class Growth:
-    """Rows that came and went in the last `seconds`.
+    """Rows created and removed in the last `seconds`.
 
     Attributes:
-        made: for new ids.
-        removed: by age, or for want of room.
+        made: rows created for new ids.
+        removed: rows removed because of age or lack of space.
     """
 
     seconds: float = 0.0
@@ -150,20 +150,20 @@ class Growth:
 
 @dataclass
 class TableCounts:
-    """One part of a table.
+    """Statistics of one part of a table.
 
     Attributes:
-        top: of its ids.
-        rows, row_bytes: how many, and what the values of all of them take.
-        slot_bytes, slots: what the optimizer keeps for them, and its names.
-        hits: how often each row was looked up in training; nothing when nobody counted.
-        ages: how many versions ago each was last trained, likewise.
+        top: most frequent ids.
+        rows, row_bytes: number of rows, and bytes of their values.
+        slot_bytes, slots: bytes of the optimizer slots, and their names.
+        hits: lookups of each row in training; empty if not counted.
+        ages: versions since each row was last trained; likewise.
 
     Of a server:
-        bytes: all that its part of the table takes, with counts and index.
-        waiting: ids that were not looked up often enough for a row.
-        removed: rows, since the process holds the table.
-        growth: of late.
+        bytes: total memory of its part of the table, including counts and index.
+        waiting: ids not looked up often enough for a row.
+        removed: rows removed since the process has had the table.
+        growth: recent growth.
     """
 
     top: Top
@@ -179,10 +179,10 @@ class TableCounts:
     growth: Growth = field(default_factory=Growth)
 
     def count(self, ids: Array, hits: Array, used: Array, version: int) -> None:
-        """Counts some rows, by their ids, lookups and the versions at which they were last trained, int64 [n].
+        """Counts rows by their ids, lookups and versions of last training, int64 [n].
 
         Args:
-            version: of the model.
+            version: version of the model.
         """
         self.hits.count(hits)
         self.ages.count(np.maximum(version - used, 0))

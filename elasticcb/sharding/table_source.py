@@ -1,4 +1,4 @@
-"""The rows of an embedding table, wherever they are, to be read in pieces."""
+"""The rows of an embedding table, from any storage, read in pieces."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from elasticcb.sharding.table_state import TableState, joined
 
 
 class TableSource(Protocol):
-    """Rows of one table, each id once. They can be read several times, and come in the same order each time."""
+    """Rows of one table, each id once. They can be read several times, always in the same order."""
 
     def __len__(self) -> int: ...
 
     def ages(self) -> Iterator[tuple[Array, Array | None]]:
-        """(ids, the version at which each was last trained) in pieces, int64 [n] each; None when nobody knows."""
+        """(ids, version at which each was last trained) in pieces, int64 [n] each; None if unknown."""
 
     def pieces(self) -> Iterator[TableState]:
-        """All of it, at least one piece."""
+        """All of it, in at least one piece."""
 
 
 class JoinedTable:
-    """A `TableSource` of several, which hold rows of different ids."""
+    """A `TableSource` combining several, with rows of different ids."""
 
     def __init__(self, sources: Sequence[TableSource]) -> None:
         self._sources = sources

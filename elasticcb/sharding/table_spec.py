@@ -1,4 +1,4 @@
-"""What every process knows of an embedding table: a variable whose rows parameter servers hold by id."""
+"""What every process knows of an embedding table: a variable whose rows are distributed over servers by id."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class TableSpec:
     """One table.
 
     Attributes:
-        input_dim: ids are below it; None: any id from 0 on.
+        input_dim: upper bound (exclusive) of ids; None: any id from 0.
         initializer: of rows that nobody has set, as JSON of `keras.saving.serialize_keras_object`; "": all rows are
             given before training.
-        seed: of initial rows.
-        options: how its rows come, train and go.
+        seed: seed of initial rows.
+        options: how its rows are created, trained and evicted.
     """
 
     input_dim: int | None
@@ -34,7 +34,7 @@ class TableSpec:
 
     @classmethod
     def from_json(cls, text: str) -> TableSpec:
-        """Raises `WireError` when `text` is none."""
+        """Raises `WireError` when `text` is invalid."""
         try:
             spec: TableSpec = build(cls, json.loads(text))
             return spec
@@ -43,7 +43,7 @@ class TableSpec:
 
 
 def tables_named(name: str, paths: Mapping[int, str]) -> list[int]:
-    """Which tables a name means: the one of this path, or else those whose path ends with it.
+    """The tables that a name matches: the one with this path, or else those whose paths end with it.
 
     Args:
         paths: by table, of its layer, or of its variable.
@@ -56,5 +56,5 @@ def tables_named(name: str, paths: Mapping[int, str]) -> list[int]:
 
 
 def layer_of(path: str) -> str:
-    """The path of a table's layer, from that of its variable, or from itself."""
+    """The path of a table's layer, given the path of its variable or of the layer."""
     return path.removesuffix("/embeddings")

@@ -1,4 +1,4 @@
-"""The content of an embedding table, as it travels, is kept in checkpoints, and is cut for servers and joined again."""
+"""The content of an embedding table, as sent, saved in checkpoints, split between servers and joined again."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TableState:
     Attributes:
         ids: int64 [n], unique.
         rows: [n, dim].
-        slots: of the optimizer, by name: [n, dim] each, or of another width. One that is not there starts afresh.
-        hits: how often each was looked up in training, int64 [n]; None when nobody counted.
-        used: the version at which each was last trained, int64 [n]; None when nobody knows.
+        slots: optimizer slots, by name: [n, dim] each, or of another width. Missing ones start fresh.
+        hits: how often each was looked up in training, int64 [n]; None if not counted.
+        used: the version at which each was last trained, int64 [n]; None if unknown.
     """
 
     ids: Array
@@ -52,12 +52,12 @@ class TableState:
         )
 
     def part(self, index: int, buckets: BucketMap) -> TableState:
-        """What server `index` holds of it."""
+        """The part of server `index`."""
         return self if buckets.servers == 1 else self.select(buckets.owns(index, self.ids))
 
 
 def joined(states: Sequence[TableState]) -> TableState:
-    """One table of all servers' parts, in the order of the ids."""
+    """One table from all servers' parts, in the order of ids."""
     parts = [state for state in states if len(state.ids)] or states[:1]
 
     def all_of(arrays: Iterable[Array | None]) -> Any:
@@ -81,8 +81,8 @@ def joined(states: Sequence[TableState]) -> TableState:
 
 
 def gathered(total: int, pieces: Iterable[TableState]) -> TableState:
-    """One table of pieces with the same arrays, `total` rows in all, in the order of the ids. The pieces are let go one
-    by one."""
+    """One table from pieces with the same arrays, `total` rows in all, in the order of ids. Pieces are released one by
+    one."""
     arrays: dict[str, Array] = {}
     filled = 0
     for piece in pieces:
@@ -93,7 +93,7 @@ def gathered(total: int, pieces: Iterable[TableState]) -> TableState:
             arrays[name][filled : filled + len(array)] = array
         filled += len(piece.ids)
     if filled != total:
-        raise WireError(f"{filled} rows of an embedding table came instead of {total}.")
+        raise WireError(f"Received {filled} rows of an embedding table instead of {total}.")
     ids = arrays["ids"]
     if not (ids[1:] > ids[:-1]).all():
         order = np.argsort(ids)
@@ -103,7 +103,7 @@ def gathered(total: int, pieces: Iterable[TableState]) -> TableState:
 
 
 def overlaid(states: Sequence[TableState]) -> TableState:
-    """One table of several that were written one after another: of rows in several, the last."""
+    """One table from several that were written one after another: for rows in several, the last one counts."""
     ids = np.concatenate([state.ids for state in states])
     # `unique` finds the first of equal ids: the last, in reverse.
     _, places = np.unique(ids[::-1], return_index=True)
@@ -117,7 +117,7 @@ def overlaid(states: Sequence[TableState]) -> TableState:
 
 
 def to_tensors(tables: Mapping[int, TableState]) -> dict[str, Array]:
-    """Named as they travel: "table/I/ids", "table/I/rows", "table/I/slot/NAME", "table/I/hits", "table/I/used"."""
+    """Arrays with wire names: "table/I/ids", "table/I/rows", "table/I/slot/NAME", "table/I/hits", "table/I/used"."""
     return named(TABLE, {(i, name): array for i, state in tables.items() for name, array in _arrays_of(state).items()})
 
 
@@ -129,7 +129,7 @@ def _arrays_of(state: TableState) -> dict[str, Array]:
 
 
 def from_tensors(tensors: Mapping[str, Array]) -> dict[int, TableState]:
-    """The inverse of `to_tensors`; other tensors are passed over. Raises `WireError` for what is no table."""
+    """The inverse of `to_tensors`; other tensors are ignored. Raises `WireError` for an invalid table."""
     found: dict[int, dict[str, Array]] = {}
     for (index, name), array in by_index_and_name(TABLE, tensors).items():
         found.setdefault(index, {})[name] = array
@@ -139,7 +139,7 @@ def from_tensors(tensors: Mapping[str, Array]) -> dict[int, TableState]:
 def _state_of(index: int, arrays: Mapping[str, Array]) -> TableState:
     missing = {"ids", "rows"} - arrays.keys()
     if missing:
-        raise WireError(f"Table {index} comes without {' and '.join(sorted(missing))}.")
+        raise WireError(f"Table {index} lacks {' and '.join(sorted(missing))}.")
     state = TableState(
         arrays["ids"],
         arrays["rows"],
@@ -158,7 +158,6 @@ def _state_of(index: int, arrays: Mapping[str, Array]) -> TableState:
             f"{name} {arrays[name].dtype.name}{list(arrays[name].shape)}" for name in dict.fromkeys(wrong)
         )
         raise WireError(
-            f"Table {index} comes with {shown}; expected ids, hits and used of int64[n], rows of [n, dim], slots "
-            "of [n, ...]."
+            f"Table {index} has {shown}; expected ids, hits and used of int64[n], rows of [n, dim], slots of [n, ...]."
         )
     return state

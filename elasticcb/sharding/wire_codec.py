@@ -1,7 +1,7 @@
-"""Arrays in fewer bits for the way (`--wire_dtype`): both ends use this file, in both directions.
+"""Arrays in reduced precision for transfer (`--wire_dtype`), in both directions; used by workers and servers.
 
-Gradients, movements and weights that are float32 travel as bfloat16, which is rounded to the nearest. Rows do so too,
-or as 8-bit integers with a scale for each row. What arrives is float32 again; the servers keep float32.
+Gradients, movements and weights in float32 are sent as bfloat16, rounded to nearest. So are rows, or as 8-bit integers
+with a scale per row. The receiver converts them back to float32; the servers keep float32.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from elasticcb.sharding.array_names import GRADIENTS, ROWS, SCALES, TABLE, WEIGH
 from elasticcb.sharding.partition import VariableSpec
 
 _LARGEST = 127  # of an 8-bit integer
-_PARTS = 256  # of the distance between two integers, to round by chance
-_SMALLEST_SCALE = 1e-36  # _PARTS / it is finite
-_LEAST_ELEMENTS = 3  # of a row; a shorter one takes no more bytes as bfloat16
-_CHUNK_ROWS = 1024  # as many as stay in the processor's cache
-_BY_COLUMNS = 64  # NumPy finds the largest of so few elements faster column by column
+_PARTS = 256  # steps between two integers, for stochastic rounding
+_SMALLEST_SCALE = 1e-36  # _PARTS divided by it is finite
+_LEAST_ELEMENTS = 3  # of a row; shorter ones take no more bytes as bfloat16
+_CHUNK_ROWS = 1024  # fits into the processor's cache
+_BY_COLUMNS = 64  # for so few elements, NumPy finds the largest faster column by column
 
 
 def narrowed(
     arrays: Mapping[str, Array], wire_dtype: WireDtype, noise: np.random.SFC64 | None = None
 ) -> dict[str, Array]:
-    """The arrays of a frame as they travel.
+    """The arrays of a frame in reduced precision.
 
     Args:
-        noise: rounds integers up or down by chance, so that their mean is what it was (QSGD, Alistarh et al. 2017);
-            None: to the nearest.
+        noise: for stochastic rounding, so that the mean is preserved (QSGD, Alistarh et al. 2017); None: round to
+            nearest.
     """
     if wire_dtype is WireDtype.SAME:
         return dict(arrays)
@@ -48,17 +48,17 @@ def narrowed(
 
 
 def widened(arrays: Mapping[str, Array], specs: Sequence[VariableSpec]) -> dict[str, Array]:
-    """The arrays of a frame as they were before `narrowed`, but for what was rounded.
+    """The inverse of `narrowed`, except for rounding.
 
     Args:
-        specs: the variables of the model, whose dtypes the arrays of rows get.
+        specs: variables of the model, whose dtypes the rows get.
 
-    Raises `WireError`, which names the array, for integers without scales, and scales that do not fit.
+    Raises `WireError`, naming the array, for integers without scales, and scales that don't fit.
     """
     scales = {name.partition("/")[2]: array for name, array in only(arrays, SCALES).items()}
     found = without(arrays, SCALES)
     for name in scales.keys() - found.keys():
-        raise WireError(f"A message holds scales of {name!r}, but no such array.")
+        raise WireError(f"A message has scales of {name!r}, but no such array.")
     for name, array in found.items():
         if name in scales:
             found[name] = _scaled(name, array, scales[name])
@@ -69,20 +69,20 @@ def widened(arrays: Mapping[str, Array], specs: Sequence[VariableSpec]) -> dict[
 
 
 def wire_dtype_of(name: str, what: str) -> WireDtype:
-    """What a request asks for; "" is `SAME`. Raises `WireError` for another name.
+    """The requested precision; "" is `SAME`. Raises `WireError` for an unknown name.
 
     Args:
-        what: the arrays that are to be sent so, in words.
+        what: the requested arrays, as text.
     """
     try:
         return WireDtype(name or WireDtype.SAME.value)
     except ValueError:
         known = ", ".join(repr(each.value) for each in WireDtype)
-        raise WireError(f"A request asks for {what} as {name!r}; expected one of {known}.") from None
+        raise WireError(f"A request has invalid dtype {name!r} for {what}; expected one of {known}.") from None
 
 
 def _is_rows(name: str) -> bool:
-    """Whether an array is one of rows [n, ...], or of their gradients."""
+    """Whether an array contains rows [n, ...], or their gradients."""
     kind, _, key = name.partition("/")
     return key.isdecimal() if kind == TABLE else kind == ROWS and key.endswith("/values")
 
@@ -96,14 +96,14 @@ def _dtype_before(name: str, specs: Sequence[VariableSpec]) -> str:
 
 
 def _elements(shape: tuple[int, ...]) -> int:
-    """Of a row."""
+    """Per row."""
     return int(np.prod(shape[1:], dtype=np.int64)) if shape else 0
 
 
 def _integers(rows: Array, noise: np.random.SFC64 | None) -> tuple[Array, Array]:
     """Rows as integers from -127 to 127 (int8, of the same shape), and the scale of each (bfloat16 [n]).
 
-    The scale of a row that holds NaN or infinity is NaN, which makes all of it NaN.
+    The scale of a row with NaN or infinity is NaN, which makes the whole row NaN.
     """
     flat = rows.reshape(len(rows), _elements(rows.shape))
     integers, scales = np.empty(flat.shape, np.int8), np.empty(len(rows), np.float32)
@@ -113,7 +113,7 @@ def _integers(rows: Array, noise: np.random.SFC64 | None) -> tuple[Array, Array]
             scales[chunk] = _scales(flat[chunk])
             factors = np.divide(_PARTS, scales[chunk], out=np.zeros_like(scales[chunk]), where=scales[chunk] > 0)
             parts = flat[chunk] * factors[:, None]
-            # At most 127 * 256, so that another 255 do not overflow.
+            # At most 127 * 256, so that adding 255 does not overflow.
             fixed = np.rint(parts, out=parts).astype(np.int16)
             fixed += _PARTS // 2 if noise is None else _random_bytes(noise, fixed.size).reshape(fixed.shape)
             fixed >>= 8
@@ -122,7 +122,7 @@ def _integers(rows: Array, noise: np.random.SFC64 | None) -> tuple[Array, Array]
 
 
 def _scales(rows: Array) -> Array:
-    """By row, float32: the largest magnitude / 127, rounded up to what bfloat16 holds; 0 of a row of zeros."""
+    """By row, float32: the largest magnitude / 127, rounded up to a bfloat16; 0 for a row of zeros."""
     magnitudes = np.abs(rows)
     if rows.shape[1] > _BY_COLUMNS:
         largest: Array = magnitudes.max(axis=1)
@@ -147,18 +147,18 @@ def _random_bytes(noise: np.random.SFC64, count: int) -> Array:
 def _scaled(name: str, integers: Array, scales: Array) -> Array:
     """The inverse of `_integers`, float32."""
     if not _is_rows(name) or integers.dtype != np.int8 or not integers.ndim:
-        raise WireError(f"Scales came for {name!r}, which is {_shown(integers)}; only rows of int8 [n, ...] have them.")
+        raise WireError(
+            f"Received scales for {name!r}, which is {_shown(integers)}; only rows of int8 [n, ...] have them."
+        )
     if scales.dtype.name != "bfloat16" or scales.shape != (len(integers),):
         raise WireError(
-            f"The scales of {name!r} are {_shown(scales)}; bfloat16[{len(integers)}] was expected, one for each row."
+            f"The scales of {name!r} are {_shown(scales)}; expected bfloat16[{len(integers)}], one for each row."
         )
     wide: Any = scales.astype(np.float32)
     if (wide < 0).any():
-        raise WireError(
-            f"A scale of {name!r} is {wide.min():g}; it must be 0 or more, or NaN for a row that holds NaN."
-        )
+        raise WireError(f"A scale of {name!r} is {wide.min():g}; it must be 0 or more, or NaN for a row with NaN.")
     rows = aligned(integers.shape, np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):  # of a row that is not finite
+    with np.errstate(over="ignore", invalid="ignore"):  # for rows that are not finite
         np.multiply(integers, wide.reshape(-1, *[1] * (integers.ndim - 1)), out=rows)
     return rows
 

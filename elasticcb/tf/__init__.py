@@ -1,1 +1,1 @@
-"""What is used of TensorFlow besides Keras: tensors and arrays, variables, compiled functions."""
+"""TensorFlow utilities besides Keras: tensors and arrays, variables, compiled functions."""

@@ -1,4 +1,4 @@
-"""Kinds of batches: one traced function for all that differ in sizes alone."""
+"""Kinds of batches: one traced function for all batches that differ only in size."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Key = tuple[Any, ...]
 
 
 def flat_tensors(batch: Any) -> tuple[list[Any], Key]:
-    """The tensors of a batch, composite ones expanded, and what tells batches apart that need other functions.
+    """The tensors of a batch, with composite ones expanded, and a key for batches that need the same function.
 
-    None in a batch is left out.
+    None values in a batch are skipped.
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
     if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
         leaves = [tf.convert_to_tensor(leaf) for leaf in leaves]
-    # `shape` makes an object of each dimension.
+    # `shape` would create an object per dimension.
     shapes = [leaf._shape_tuple() for leaf in leaves]
     sizes = [(leaf.dtype, len(shape), shape[1:]) for leaf, shape in zip(leaves, shapes, strict=True)]
     return leaves, (_structure(batch), *sizes)
@@ -38,11 +38,11 @@ def _structure(value: Any) -> Any:
 class Signatures(Generic[Function]):
     """Functions by kind of batch.
 
-    The first one of a structure is made for the shapes of its batch, with a free batch dimension. One for other shapes
-    leaves all dimensions free that have been seen to change.
+    The first function for a structure is traced for the shapes of its batch, with a free batch dimension. For other
+    shapes, a function is traced in which all dimensions that have changed are free.
 
     Args:
-        make: makes a function for the specs of a batch.
+        make: creates a function for the specs of a batch.
     """
 
     def __init__(self, make: Callable[[Any], Function]) -> None:
@@ -51,7 +51,7 @@ class Signatures(Generic[Function]):
         self._specs: dict[Key, Any] = {}
 
     def function(self, batch: Any, key: Key) -> Function:
-        """That for `batch`, whose `flat_tensors` gave `key`."""
+        """The function for `batch`, whose `flat_tensors` gave `key`."""
         function = self._functions.get(key)
         return self._made(batch, key) if function is None else function
 

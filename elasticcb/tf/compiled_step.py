@@ -1,4 +1,4 @@
-"""A step of the model as a compiled function whose calls cost little."""
+"""A step of the model as a compiled function with a low call overhead."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _Call = Callable[[Sequence[Any]], Any]
 class CompiledStep:
     """A function of a batch and of structures of tensors, traced once per kind of batch.
 
-    A `tf.function` compares the shapes of all inputs with those of every call before, which takes longer than a small
-    step when these are always others: each batch has another number of rows.
+    A `tf.function` compares the shapes of all inputs with those of every earlier call. That takes longer than a small
+    step if shapes always differ, as with batches that use different numbers of rows.
 
     Args:
-        step: takes the batch, then what `call` is given.
+        step: a function of the batch and the other arguments of a call.
         jit_compile: as in `tf.function`.
     """
 

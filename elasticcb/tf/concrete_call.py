@@ -1,4 +1,4 @@
-"""Compiled functions that are called often, on little."""
+"""Compiled functions with a low call overhead, for frequent calls on small data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 try:
     from tensorflow.python.eager.context import function_executor_type
-except ImportError:  # it is not a public name
+except ImportError:  # not a public name
     function_executor_type = None
 
 _Call = Callable[[Sequence[tf.Tensor]], Any]
@@ -18,10 +18,10 @@ _Call = Callable[[Sequence[tf.Tensor]], Any]
 def quick_call(
     function: Callable[..., Any], signature: Sequence[tf.TensorSpec], jit_compile: bool | None = None
 ) -> _Call:
-    """`function`, compiled for tensors of `signature`, as a function of a list of such tensors.
+    """Compiles `function` for tensors of `signature`; returns a function of a list of such tensors.
 
-    A `tf.function` binds and checks its arguments again at each call, which takes 0.3 ms; here nothing is checked, and
-    a call of a small function takes 0.1 ms.
+    A `tf.function` binds and checks its arguments at each call, which takes 0.3 ms; here nothing is checked, and a call
+    of a small function takes 0.1 ms.
     """
     compiled = tf.function(
         function, input_signature=list(signature), autograph=False, jit_compile=jit_compile
@@ -36,9 +36,9 @@ def quick_call(
 
 
 def _packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
-    """A function that makes `structure` of its flat tensors, in their order.
+    """A function that builds `structure` from its flat tensors, in their order.
 
-    TensorFlow's own walks through the structure at each call, which takes 0.1 ms for what a step returns.
+    TensorFlow's own function walks through the structure at each call, which takes 0.1 ms for the result of a step.
     """
     if isinstance(structure, tf.Tensor):
         return next
@@ -63,14 +63,14 @@ def _packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
     return pack_any
 
 
-# How an error begins that says so before any operation has run.
+# Start of the error that is raised before any operation has run.
 _REFUSED = "Single-threaded executor does not support"
 
 
 class _OneAfterAnother:
-    """Runs the operations of a function in one thread, where that is possible.
+    """Runs the operations of a function in one thread, if possible.
 
-    Threads that hand each other small operations cost more than they bring. Within an operation there may be several.
+    Passing small operations between threads costs more than it gains. Single operations may still use several threads.
     """
 
     def __init__(self, function: _Call) -> None:

@@ -1,4 +1,4 @@
-"""What TensorFlow may compute with, in a process whose Keras is on another framework."""
+"""The devices of TensorFlow in a process whose Keras backend is another framework."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import tensorflow as tf
 
 
 def leave_gpus() -> None:
-    """TensorFlow, which reads the data, leaves the GPUs of this process to others."""
-    with contextlib.suppress(RuntimeError):  # it has computed already, in the caller's program
+    """Makes TensorFlow, which only reads the data here, leave the GPUs to others."""
+    with contextlib.suppress(RuntimeError):  # already initialized by the caller's program
         tf.config.set_visible_devices([], "GPU")

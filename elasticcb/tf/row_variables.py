@@ -1,4 +1,4 @@
-"""Variables whose number of rows changes."""
+"""Variables with a varying number of rows."""
 
 # mypy: allow-subclassing-any
 
@@ -13,16 +13,16 @@ import tensorflow as tf
 from elasticcb.rpc.tensors import Array, aligned, dtype_of
 from elasticcb.tf.convert import tensor_of
 
-# Else they hold arrays of another framework, which other arrays can take the place of.
+# Otherwise they hold arrays of another framework, which can simply be replaced.
 OF_TENSORFLOW = issubclass(keras.Variable, tf.__internal__.types.Tensor)
 
 
 class RowVariable(keras.Variable):
-    """Has any number of rows, whatever `shape` says."""
+    """Has any number of rows, regardless of `shape`."""
 
     free_rows = True
 
-    def _initialize(self, value: Any) -> None:  # of Keras's
+    def _initialize(self, value: Any) -> None:  # called by Keras
         if not OF_TENSORFLOW:
             super()._initialize(value)
             return
@@ -31,7 +31,7 @@ class RowVariable(keras.Variable):
 
 
 def make_free_rows(variable: keras.Variable) -> None:
-    """Empties a variable and lets it have any number of rows from now on."""
+    """Empties a variable and allows it any number of rows from now on."""
     if not OF_TENSORFLOW:
         _exchange(variable, np.zeros((0, *variable.shape[1:]), dtype_of(variable.dtype)))
         return
@@ -40,7 +40,7 @@ def make_free_rows(variable: keras.Variable) -> None:
 
 
 def _replace(variable: keras.Variable, value: tf.Variable) -> None:
-    value._unique_id = variable._value._unique_id  # by which an optimizer knows it that is built already
+    value._unique_id = variable._value._unique_id  # by which an already built optimizer identifies it
     variable._value = value
 
 
@@ -57,14 +57,14 @@ def _free(value: Any, variable: keras.Variable) -> tf.Variable:
 def _exchange(variable: keras.Variable, rows: Array) -> None:
     variable._shape = tuple(rows.shape)
     tensor = keras.ops.convert_to_tensor(rows, dtype=variable.dtype)
-    if hasattr(variable._value, "requires_grad"):  # PyTorch's, which layers list: it stays, and so it is listed
+    if hasattr(variable._value, "requires_grad"):  # PyTorch's, which layers list: it stays in place
         variable._value.data, variable._value.grad = tensor, None
     else:
         variable._initialize(tensor)
 
 
 def fill(variable: keras.Variable, rows: Array) -> None:
-    """Gives a variable with free rows these rows. Shares their memory: they may not be changed afterwards."""
+    """Sets the rows of a variable with free rows. Shares their memory: don't modify them afterwards."""
     if not OF_TENSORFLOW:
         _exchange(variable, rows)
         return
@@ -73,7 +73,7 @@ def fill(variable: keras.Variable, rows: Array) -> None:
 
 
 def make_whole(variable: keras.Variable, rows: Array) -> None:
-    """Gives a variable the shape and value of `rows`. Shares their memory: they may not be changed afterwards."""
+    """Gives a variable the shape and value of `rows`. Shares their memory: don't modify them afterwards."""
     if not OF_TENSORFLOW:
         _exchange(variable, rows)
         return
@@ -86,5 +86,5 @@ def make_whole(variable: keras.Variable, rows: Array) -> None:
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Zeros that TensorFlow shares, and that take no memory until they are written to."""
+    """Zeros that TensorFlow shares, and that take no memory until they are written."""
     return aligned(shape, tf.as_dtype(dtype).as_numpy_dtype, np.zeros)

@@ -1,7 +1,7 @@
-"""A worker's pushes and lookups: one after another, or beside the computation of the next batches.
+"""A worker's pushes and lookups: synchronous, or overlapped with the computation of the next batches.
 
-With `max_staleness` 0 each call waits for the servers' answer. Otherwise one thread speaks to the servers, in the order
-of the calls, while the next batches are computed; the rows of embedding tables that these need are asked for ahead.
+With `max_staleness` 0 each call waits for the servers' answer. Otherwise one thread makes the calls in order while the
+next batches are computed, and prefetches the embedding rows that these need.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from elasticcb.worker.task_input import Batch
 
 
 class Exchanges:
-    """What a worker says to the servers while it trains.
+    """A worker's calls to the servers during training.
 
     Args:
         ps: the servers.
-        max_staleness: batches that are computed before the first of their pushes must be answered.
-        pull_with_rows: fetch newer weights with rows that did not come along with a push.
+        max_staleness: batches that may be computed before the first of their pushes is answered.
+        pull_with_rows: fetch newer weights with rows that did not come with a push.
     """
 
     def __init__(self, ps: PSClient, max_staleness: int, pull_with_rows: bool) -> None:
@@ -29,12 +29,12 @@ class Exchanges:
         self._max_staleness = max_staleness
         self._pull_with_rows = pull_with_rows
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="exchange") if max_staleness else None
-        # By the id of a batch to come: it, and the answer to what was asked for it.
+        # By id of an upcoming batch: the batch, and the answer to its prefetch.
         self._rows: dict[int, tuple[Batch, Future[PushResult | dict[int, Any]]]] = {}
 
     @property
     def batches_ahead(self) -> int:
-        """Batches to come whose rows are worth asking for."""
+        """Number of upcoming batches whose rows should be prefetched."""
         return 1 + self._max_staleness
 
     def rows_of(self, batch: Batch) -> dict[int, Any]:
@@ -42,16 +42,16 @@ class Exchanges:
         _, answer = self._rows.pop(id(batch), (None, None))
         found = {} if answer is None else answer.result()
         if isinstance(found, PushResult):
-            found = found.rows  # none with a push that was refused
+            found = found.rows  # none with a refused push
         return found or self._run(self._lookup, batch).result()
 
     def push(
         self, push: Gradients, learning_rate: float | None, pull: bool, coming: Sequence[Batch]
     ) -> Future[PushResult]:
-        """Hands gradients over; `PSClient.push` says more.
+        """Sends gradients; see `PSClient.push`.
 
         Args:
-            coming: the next batches; the rows that they need are fetched, too.
+            coming: the next batches; their rows are also fetched.
         """
         wanted = [batch for batch in coming if batch.ids and id(batch) not in self._rows]
         first = wanted[0] if wanted else None
@@ -64,7 +64,7 @@ class Exchanges:
         return answer
 
     def forget_rows(self) -> None:
-        """What was asked for ahead is of no use: weights have been pulled since, or other batches come."""
+        """Discards prefetched rows: weights have been pulled since, or other batches come next."""
         self._rows.clear()
 
     def close(self) -> None:
@@ -78,5 +78,5 @@ class Exchanges:
         if self._pool is not None:
             return self._pool.submit(function, *args)
         done: Future[Any] = Future()
-        done.set_result(function(*args))  # an error is the caller's
+        done.set_result(function(*args))  # the caller gets the error
         return done

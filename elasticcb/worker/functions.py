@@ -1,4 +1,4 @@
-"""Calls what `Cluster.schedule` was given (elasticcb/api/functions.py), one function after another."""
+"""Runs the functions of `Cluster.schedule` (elasticcb/api/functions.py), one after another."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from elasticcb.worker.placed_model import PlacedModel
 
 logger = logging.getLogger(__name__)
 
-# So that a tf.function is traced once, and not in each of its calls.
+# So that a tf.function is traced once, not at every call.
 _FUNCTIONS_KEPT = 64
 
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A call of a function on its way to a worker; functions, arguments and values are pickled."""
+    """A function call for a worker; functions, arguments and values are pickled."""
 
     name: str
     function: bytes
     arguments: bytes  # (args, kwargs)
-    values: Mapping[int, bytes]  # by number, of the earlier calls whose results are among the arguments
-    sys_path: tuple[str, ...]  # the caller's modules are found where the caller finds them
+    values: Mapping[int, bytes]  # by id, results of earlier calls that are among the arguments
+    sys_path: tuple[str, ...]  # so that the caller's modules are found
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a call: a pickled `value`, or an `error` in words."""
+    """The result of a call: a pickled `value`, or an `error` message."""
 
     value: bytes = b""
     error: str = ""
     traceback: str = ""
-    cause: bytes = b""  # the exception, pickled if that can be done
+    cause: bytes = b""  # the exception, pickled if possible
     where: str = ""
 
 
@@ -57,10 +57,10 @@ class FunctionWorker:
     """One worker of a job of functions.
 
     Args:
-        settings: of the job.
-        client: of the master.
-        index: the place to take; -1 lets the master choose.
-        spec: brings the model that `Cluster.place` was given; None: there is none.
+        settings: settings of the job.
+        client: client of the master.
+        index: slot to take; -1: the master chooses.
+        spec: provides the model given to `Cluster.place`; None: there is none.
     """
 
     def __init__(self, settings: JobSettings, client: MasterClient, index: int, spec: Spec | None) -> None:
@@ -72,14 +72,14 @@ class FunctionWorker:
         self._functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()  # by digest, newest last
         self._datasets: dict[int, Any] = {}
         self._iterators: dict[int, Any] = {}
-        self._values: Mapping[int, bytes] = {}  # of the present call
+        self._values: Mapping[int, bytes] = {}  # of the current call
 
     def run(self) -> None:
         """Works until the job is over.
 
         Raises:
-            ConnectionLostError: the master or a server is out of reach.
-            ElasticCBError: the model is not usable.
+            ConnectionLostError: the master or a server is unreachable.
+            ElasticCBError: the model is unusable.
         """
         self._index = self._client.register(pb.WORKER, self._index)
         cluster = self._client.wait_for_cluster()
@@ -102,7 +102,7 @@ class FunctionWorker:
                 self._placed.close()
 
     def _run_task(self, task: Any, progress: ProgressReporter) -> None:
-        # The sign that keeps the lease alive, however long the function takes.
+        # The heartbeat that keeps the lease alive, however long the function takes.
         progress.update(task.lease, 0, 0)
         result = self._result(pickle.loads(task.payload))
         progress.clear()
@@ -110,7 +110,7 @@ class FunctionWorker:
         report = pb.ReportTaskRequest(lease=task.lease, version=version, result=pickle.dumps(result))
         answer = self._client.report_done(report)
         if not answer.accepted:
-            logger.warning("What task %d returned is not wanted: %s", task.id, answer.reason)
+            logger.warning("The result of task %d was refused: %s", task.id, answer.reason)
 
     def _result(self, call: FunctionCall) -> Result:
         self._values = call.values
@@ -130,7 +130,7 @@ class FunctionWorker:
     def _failure(self, call: FunctionCall, caught: BaseException) -> Result:
         error = caught
         if self._placed is not None and self._placed.error is not None:
-            error = self._placed.error  # of which a tf.function tells only the text
+            error = self._placed.error  # a tf.function only passes on its text
             if isinstance(error, ConnectionLostError):
                 raise error
             self._placed.error = None
@@ -139,7 +139,7 @@ class FunctionWorker:
         logger.info("%s() failed: %s\n%s", call.name, message, trace)
         try:
             cause = pickling.dumps(error.with_traceback(None), "The error", self._model)
-            pickling.loads(cause, self._model)  # the classes of some can't be made again from their `args`
+            pickling.loads(cause, self._model)  # some exception classes can't be recreated from their `args`
         except Exception:
             cause = b""
         where = f"worker {self._index} (process {os.getpid()} on {host_name()})"
@@ -154,7 +154,7 @@ class FunctionWorker:
         self._functions.move_to_end(digest)
         return self._functions[digest]
 
-    # ------------------------------------------------------------ what arguments refer to
+    # ------------------------------------------------------------ references in arguments
 
     def dataset(self, number: int) -> Any:
         if number not in self._datasets:
@@ -170,21 +170,21 @@ class FunctionWorker:
         return pickling.loads(self._values[number], self._model)
 
 
-_here = threading.local()  # `worker`: the one of this thread
+_here = threading.local()  # `worker`: the worker of this thread
 
 
 def dataset_here(number: int) -> Any:
-    """What a per-worker dataset is on the worker that unpickles it."""
+    """Resolves a per-worker dataset on the worker that unpickles it."""
     return _here.worker.dataset(number)
 
 
 def iterator_here(number: int, dataset: int) -> Any:
-    """What an iterator over a per-worker dataset is on the worker that unpickles it."""
+    """Resolves an iterator over a per-worker dataset on the worker that unpickles it."""
     return _here.worker.iterator(number, dataset)
 
 
 def value_here(number: int) -> Any:
-    """What an earlier function returned, on the worker that unpickles the reference to it."""
+    """Resolves the result of an earlier call on the worker that unpickles its reference."""
     return _here.worker.value(number)
 
 

@@ -1,4 +1,4 @@
-"""Training by gradients, which the servers apply: one push for each batch."""
+"""Training by gradients that the servers apply: one push per batch."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Pushed:
-    """A training batch whose gradients are on their way."""
+    """A training batch whose gradients were sent."""
 
     batch: Batch
     result: TrainResult
     answer: Future[PushResult]
     started: float
-    version: int  # of the weights that they were computed on; -1: not known
+    version: int  # of the weights they were computed on; -1: unknown
 
 
 class GradientTraining(Training):
-    """Arguments as of `TaskProgress`; `progress` is that of the task."""
+    """Arguments as in `TaskProgress`; `progress` is that of the task."""
 
     def __init__(self, session: Session, tally: Tally, progress: TaskProgress) -> None:
         self._session, self._tally, self._progress = session, tally, progress
@@ -68,7 +68,7 @@ class GradientTraining(Training):
             session.exchanges.forget_rows()
 
     def _settle(self, pushed: _Pushed) -> bool:
-        """Waits for the answer to a push, and carries out what follows; whether the servers took it as new enough."""
+        """Waits for the answer to a push, and handles it; returns whether the servers accepted it as new enough."""
         session, progress, batch, result = self._session, self._progress, pushed.batch, pushed.result
         answer = pushed.answer.result()
         if answer.status == pb.STALE:

@@ -1,4 +1,4 @@
-"""The learning rate of a worker: the base rate of the servers, and what callbacks here make of it."""
+"""The learning rate of a worker: the servers' base rate, and changes by callbacks here."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from elasticcb.optimizers.traits import learning_rate_variable, not_cached
 
 
 class WorkerRate:
-    """Follows the base rate, and finds out when the model's own is another.
+    """Follows the base rate, and detects when the model's own rate differs.
 
     Args:
-        model: of the worker.
+        model: model of the worker.
         ps: the servers.
     """
 
@@ -25,7 +25,7 @@ class WorkerRate:
         self._is_known = False  # reading it takes half a millisecond
 
     def adopt_base(self) -> None:
-        """A new base rate (from a checkpoint, or set on the master) becomes the rate here too."""
+        """Adopts a new base rate (from a checkpoint, or set on the master)."""
         version = self._ps.learning_rate_version
         if version != self._version and self._rate() is not None:
             self._base = self._ps.learning_rate
@@ -34,7 +34,7 @@ class WorkerRate:
             self._is_known = False
 
     def may_have_changed(self) -> None:
-        """A callback runs."""
+        """A callback runs, and may change the rate."""
         self._is_known = False
 
     def changed(self) -> float | None:
@@ -46,6 +46,6 @@ class WorkerRate:
         return self._changed
 
     def _rate(self) -> float | None:
-        """None when a schedule rules it."""
+        """None with a schedule."""
         rate = learning_rate_variable(getattr(self._model, "optimizer", None))
         return None if rate is None else float(rate.numpy())

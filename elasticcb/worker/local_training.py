@@ -1,4 +1,4 @@
-"""Training by the worker itself, whose work is merged after a window of batches."""
+"""Local training, merged after every window of batches."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class _Trained:
     """A batch that is not merged yet."""
 
     units: int
-    loss: float | None = None  # None: it was passed over
+    loss: float | None = None  # None: it was skipped
     event: pb.BatchEvent | None = None
     states: States = field(default_factory=dict)
-    batch: Batch | None = None  # with the rows that it had; for when it has to be done again
+    batch: Batch | None = None  # with its rows; for when it has to be repeated
     rows: TableRows = field(default_factory=dict)
 
 
 class LocalTraining(Training):
-    """Arguments as of `TaskProgress`; `progress` is that of the task, `local` of the session."""
+    """Arguments as in `TaskProgress`; `progress` is that of the task, `local` that of the session."""
 
     def __init__(self, session: Session, tally: Tally, progress: TaskProgress, local: LocalUpdates) -> None:
         self._session, self._tally, self._progress, self._local = session, tally, progress, local
@@ -49,7 +49,7 @@ class LocalTraining(Training):
         self._pushed: deque[Future[PushResult]] = deque()  # of rows, not answered yet
 
     def train(self, batch: Batch, index: int) -> None:
-        """Trains on a batch, after what was trained on before is merged, if that is enough by now."""
+        """Trains on a batch, after merging the previous ones if the window is full."""
         session, progress, local = self._session, self._progress, self._local
         if len(self._window) >= local.length.batches:
             self._merge()
@@ -59,7 +59,7 @@ class LocalTraining(Training):
             rows = session.exchanges.rows_of(batch) if batch.ids else {}
             result, loss = self._step(batch, rows)
             if not math.isfinite(loss) and session.settings.training.non_finite is NonFinite.SKIP and self._redo():
-                result, loss = self._step(batch, rows)  # what came before it had ruined the weights
+                result, loss = self._step(batch, rows)  # earlier batches had ruined the weights
             if math.isfinite(loss):
                 self._push_rows(result, loss)
         session.forget_shown()
@@ -75,10 +75,10 @@ class LocalTraining(Training):
         session.call_of_batch("on_train_batch_end", local.version, {"size": batch.records, **result.logs})
         trained = _Trained(batch.units, loss, progress.event, result.states)
         if local.may_go_back:
-            # Copies, since answers of servers come in few places of memory, which would be taken until the window ends.
+            # Copies, because answers share a small pool of buffers, which would stay in use until the window ends.
             trained = replace(trained, batch=batch, rows={index: aligned_copy(own) for index, own in rows.items()})
         self._window.append(trained)
-        progress.tell(seconds=progress.lap())  # the batch is done when it is merged
+        progress.tell(seconds=progress.lap())  # the batch is done once it is merged
 
     def _step(self, batch: Batch, rows: TableRows) -> tuple[StepResult, float]:
         result = self._local.train(batch.inputs, rows)
@@ -92,7 +92,7 @@ class LocalTraining(Training):
             self._await_pushes(self._session.settings.training.max_staleness)
 
     def _await_pushes(self, most: int) -> None:
-        """Waits until at most so many pushes of rows are not answered."""
+        """Waits until at most `most` pushes of rows are unanswered."""
         while len(self._pushed) > most:
             self._pushed.popleft().result()
 
@@ -104,10 +104,10 @@ class LocalTraining(Training):
         with self._session.progress.computing(self._progress.task.lease):
             self._redo()
         self._window.append(_Trained(batch.units))
-        self._merge()  # so that the next one that is passed over has less done again
+        self._merge()  # so that less must be repeated when the next batch is skipped
 
     def _redo(self) -> int:
-        """Makes the weights here what they are without batches of the window that ruin them; how many these are."""
+        """Restores the weights without the batches of the window that ruin them; returns how many these are."""
         report, version = self._progress.report, self._local.version
         before = report.batches_skipped
         while not self._is_redone():
@@ -116,7 +116,7 @@ class LocalTraining(Training):
         return int(report.batches_skipped - before)
 
     def _is_redone(self) -> bool:
-        """Trains on the window's batches anew. One that ruins the weights is passed over; whether there is none."""
+        """Repeats the window's batches. Skips one that ruins the weights; returns whether there was none."""
         self._local.go_back()
         for place, trained in enumerate(self._window):
             if trained.batch is not None:
@@ -132,8 +132,8 @@ class LocalTraining(Training):
     def _merge(self, ends_task: bool = False) -> None:
         session, progress = self._session, self._progress
         version = self._local.version
-        with session.progress.computing(progress.task.lease):  # others may take their time
-            self._await_pushes(0)  # a batch that is merged is done, with its rows
+        with session.progress.computing(progress.task.lease):  # other workers may take their time
+            self._await_pushes(0)  # a merged batch is done, with its rows
             answer = self._local.merge(self._last_loss, ends_task)
             if answer.status == pb.NON_FINITE:
                 if session.settings.training.non_finite is NonFinite.STOP:
@@ -149,7 +149,7 @@ class LocalTraining(Training):
             progress.event = trained.event
             progress.add_states(trained.states)
             progress.note_done(trained.units, trained.loss, seconds=0.0)
-        progress.lap()  # waiting for others is no time of a batch
+        progress.lap()  # waiting for others does not count as batch time
 
     @property
     def _last_loss(self) -> float:

@@ -1,4 +1,4 @@
-"""Training on a worker's own weights, and what of it goes to the servers: how far it moved them."""
+"""Training on a worker's own weights, and merging their movement into the servers' model."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from elasticcb.worker.window_length import WindowLength
 
 
 class LocalUpdates:
-    """A worker that trains for some batches, and then has how far its weights moved merged into the servers'.
+    """A worker that trains for some batches, and then merges the movement of its weights into the servers' model.
 
-    The servers give a movement its share in all that moved the model since the worker's last merge. A worker that is
-    alone goes on with its own weights, which then are those of the servers; so it trains as `fit` does, to the bit,
-    unless there is an outer optimizer.
+    The servers weight a movement by its share of all batches since the worker's last merge. A worker without others
+    continues with its own weights, which then are those of the servers; so without an outer optimizer it trains
+    bit-identically to `fit`.
 
     Args:
-        computation: of the model.
+        computation: computation of the model.
         ps: the servers.
-        length: of the windows of batches that are merged.
+        length: length of the windows of batches that are merged.
 
     Attributes:
-        may_go_back: `go_back` may be called.
+        may_go_back: whether `go_back` may be called.
     """
 
     def __init__(self, computation: LocalComputation, ps: PSClient, length: WindowLength) -> None:
         self._computation, self._ps, self.length = computation, ps, length
-        self._base = PlacedBlocks((), ())  # what the servers held after the last merge
-        self._versions: Sequence[int] = ()  # of that, by server
-        self._batches = 0  # trained on since
+        self._base = PlacedBlocks((), ())  # the servers' weights after the last merge
+        self._versions: Sequence[int] = ()  # version of these, by server
+        self._batches = 0  # batches trained since
         self.may_go_back = False
-        self._optimizers = OptimizerState()  # after the last merge, if it may go back
-        self._is_alone = True  # no other worker has moved the model since the last merge
+        self._optimizers = OptimizerState()  # state after the last merge, if it may go back
+        self._is_alone = True  # whether no other worker has changed the model since the last merge
 
     @property
     def version(self) -> int:
-        """Of the model, as far as this worker knows, with the batches that are not merged yet."""
+        """Version of the model as known to this worker, including unmerged batches."""
         return (self._versions[0] if self._versions else self._ps.version) + self._batches
 
     @property
     def is_behind(self) -> bool:
-        """Whether the model here is none that training can go on from."""
+        """Whether the model here must be updated before training continues."""
         return not self._versions
 
     def follow(self, overwritten: bool = False) -> None:
-        """Goes on from what the servers hold, where that is not what this worker has brought them to.
+        """Adopts the servers' weights where they differ from what this worker last merged.
 
         Args:
             overwritten: the model here holds other weights meanwhile.
@@ -65,15 +65,15 @@ class LocalUpdates:
             self._take(optimizers if self.is_behind else OptimizerState(shared=optimizers.shared))
 
     def forget(self) -> None:
-        """What is not merged does not count: others do it."""
+        """Discards unmerged work: others repeat it."""
         self._batches, self._versions = 0, ()
 
     def go_back(self) -> None:
-        """To where the last merge was, or what has come of it since; the batches from there on do not count."""
+        """Goes back to the last merge, or its current result; later batches are discarded."""
         kept = self._optimizers
         self.forget()
         self.follow()
-        self._computation.set_optimizer_state(OptimizerState(kept.slots, kept.extras))  # servers may lack these
+        self._computation.set_optimizer_state(OptimizerState(kept.slots, kept.extras))  # the servers may lack these
         self._keep()
 
     def _keep(self) -> None:
@@ -81,7 +81,7 @@ class LocalUpdates:
             self._optimizers = self._computation.optimizer_state()
 
     def _take(self, optimizers: OptimizerState | None) -> None:
-        """The model, and its optimizers, become what the servers hold; None: they are that."""
+        """Sets the model and its optimizers to the servers' state; None: they already have it."""
         if optimizers is not None:
             self._computation.set_optimizer_state(optimizers)
             self._computation.set_weights(self._ps.blocks)
@@ -89,23 +89,23 @@ class LocalUpdates:
         self._keep()
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
-        """Trains on a batch, which counts once its result is found to be of use."""
+        """Trains on a batch, which is counted once its result is known to be usable."""
         return self._computation.train(batch, rows)
 
     def count(self) -> None:
-        """The model was trained on another batch."""
+        """The model was trained on one more batch."""
         self._batches += 1
 
     @property
     def is_finite(self) -> bool:
-        """Whether the weights that this worker trains are."""
+        """Whether this worker's trained weights are finite."""
         weights = self._computation.weights(self._base.partition)
         return all(all_finite(block) for server in weights for block in of_kind(WEIGHTS, server).values())
 
     def rows(self, result: StepResult, loss: float) -> Gradients:
-        """A push of the gradients of rows of embedding tables, which servers apply at once.
+        """A push of gradients of embedding rows, which servers apply at once.
 
-        They do it with the rate and the steps that the optimizers had here.
+        They use the rate and steps that the optimizers had here.
         """
         servers = self._ps.servers.partition
 
@@ -118,14 +118,14 @@ class LocalUpdates:
         )
 
     def merge(self, loss: float, ends_task: bool) -> PushResult:
-        """Has the movement since the last merge merged, and goes on from what comes of it.
+        """Merges the movement since the last merge, and continues from the result.
 
-        What the optimizers hold of each variable is merged with it at the end of a task, for checkpoints and for new
-        workers. This one goes on with its own. It takes as many bytes as the weights, or more, so workers that share a
-        slow network leave it out now and then.
+        The optimizer slots are merged too at the end of a task, for checkpoints and new workers; this worker continues
+        with its own. They take as many bytes as the weights, or more, so workers that share a slow network skip this at
+        times.
 
         Args:
-            loss: of the last batch.
+            loss: loss of the last batch.
         """
         begun = time.perf_counter()
         with_slots = ends_task and (self._is_alone or self.length.slots_are_due)
@@ -168,7 +168,7 @@ class LocalUpdates:
 
 
 def _trained(state: OptimizerState, specs: Sequence[VariableSpec]) -> OptimizerState:
-    """Without what belongs to variables that servers do not train as a whole."""
+    """Without state of variables that servers don't train as a whole."""
 
     def own(arrays: dict[tuple[int, str], Array]) -> dict[tuple[int, str], Array]:
         return {key: each for key, each in arrays.items() if specs[key[0]].trainable and not specs[key[0]].table}
@@ -177,7 +177,7 @@ def _trained(state: OptimizerState, specs: Sequence[VariableSpec]) -> OptimizerS
 
 
 def _non_finite(moved: Sequence[dict[str, Array]], present: PlacedBlocks, specs: Sequence[VariableSpec]) -> str:
-    """What of the model holds NaN or infinity; "" when nothing does."""
+    """The part of the model with NaN or infinity; "" if there is none."""
     for blocks, slices in zip(moved, present.partition, strict=True):
         path = first_non_finite(blocks, specs, slices, True)
         if path:

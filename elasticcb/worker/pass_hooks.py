@@ -1,7 +1,7 @@
-"""Hooks of epochs and evaluation rounds on a worker, for callbacks that `runs_on` put there.
+"""Hooks of epochs and evaluation passes on a worker, for callbacks placed there by `runs_on`.
 
-A worker sees tasks, not epochs and rounds: one begins with its first task of it, and is over when a task
-comes that belongs to another, or none any more.
+A worker sees tasks, not epochs and rounds: one begins with its first task, and ends when a task of
+another epoch or round comes, or no more tasks come.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class PassHooks:
     """Calls `on_epoch_begin/end` and `on_test_begin/end` as this worker sees them.
 
     Args:
-        metrics: of the model; between tasks they are free to be used here.
-        wants: whether a hook is implemented by a callback that runs here.
+        metrics: metrics of the model; free to use between tasks.
+        wants: whether a callback here implements a hook.
         call: calls a hook.
     """
 
@@ -28,9 +28,9 @@ class PassHooks:
         self._call = call
         self._has_epochs = wants("on_epoch_begin") or wants("on_epoch_end")
         self._has_rounds = wants("on_test_begin") or wants("on_test_end")
-        self._epoch: int | None = None  # that runs
+        self._epoch: int | None = None  # current epoch
         self._epoch_states: States = {}
-        self._round: int | None = None  # that runs
+        self._round: int | None = None  # current round
         self._round_version = 0
         self._round_tasks: list[States] = []
 
@@ -42,7 +42,7 @@ class PassHooks:
             self._end_epoch()
 
     def enter(self, task: Any, snapshot_version: int) -> None:
-        """Begins what `task` is the first of; the weights of an evaluation round have `snapshot_version`."""
+        """Begins what `task` is the first of; the weights of an evaluation pass have version `snapshot_version`."""
         if task.type == pb.EVALUATION and self._has_rounds and self._round is None:
             self._round, self._round_version = task.evaluation_round, snapshot_version
             self._call("on_test_begin", {})
@@ -51,7 +51,7 @@ class PassHooks:
             self._call("on_epoch_begin", task.epoch, {})
 
     def _is_of_next_epoch(self, task: Any) -> bool:
-        # A task of an older epoch that comes back from a lost worker counts into the present one.
+        # A requeued task of an older epoch counts into the current one.
         return task.type == pb.TRAINING and (self._epoch is None or task.epoch > self._epoch)
 
     def after(self, task: Any, states: States) -> None:
@@ -64,7 +64,7 @@ class PassHooks:
                 self._epoch_states[name] = self._metrics.merge_states(name, [*before, values])
 
     def end(self) -> None:
-        """No task comes any more."""
+        """No more tasks come."""
         self._end_round()
         self._end_epoch()
 

@@ -1,4 +1,4 @@
-"""A worker's copy of the model that `Cluster.place` was given: its weights are the parameter servers'."""
+"""A worker's copy of the model given to `Cluster.place`: its weights are those of the parameter servers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 
 class PlacedModel:
-    """Makes the optimizers of `model` hand their gradients to the servers, and fetch the weights after that.
+    """Makes the optimizers of `model` send their gradients to the servers, and pull the weights after that.
 
     Args:
-        model: built, with the weights of the caller's.
+        model: built model with the caller's weights.
         cluster: the master's `GetClusterResponse`.
-        client: of the master.
-        settings: of the job.
+        client: client of the master.
+        settings: settings of the job.
 
     Attributes:
-        error: what happened in the last call of an optimizer, if it failed.
+        error: error in the last call of an optimizer, if it failed.
 
     Raises:
-        ModelFileError: `model` has other weights than the caller's.
+        ModelFileError: the weights of `model` differ from the caller's.
     """
 
     def __init__(self, model: keras.Model, cluster: Any, client: MasterClient, settings: JobSettings) -> None:
@@ -47,8 +47,9 @@ class PlacedModel:
         own = [(spec.shape, spec.dtype) for spec in variable_specs(model)]
         if own != [(spec.shape, spec.dtype) for spec in self._specs]:
             raise ModelFileError(
-                f"The model has {len(own)} weights here and {len(self._specs)} where it was placed, or others. Layers "
-                "must be built from the model's get_config() and build() alone, as keras.models.clone_model needs it."
+                f"The model has {len(own)} weights here, but {len(self._specs)} (or different ones) where it was "
+                "placed. Layers must be fully built by the model's get_config() and build(), as for "
+                "keras.models.clone_model."
             )
         servers = ServerGroup(
             places_of(cluster),
@@ -64,11 +65,11 @@ class PlacedModel:
 
     @property
     def version(self) -> int:
-        """Of the weights."""
+        """Version of the weights."""
         return self._ps.version
 
     def pull(self) -> None:
-        """Makes the model hold the newest weights."""
+        """Sets the model to the newest weights."""
         self._ps.pull()
         self._computation.set_weights(self._weights())
 
@@ -84,7 +85,7 @@ class PlacedModel:
             if applied.usable:
                 self._push(applied)
             else:
-                logger.info("A step is skipped: gradients of the scaled loss are not finite")
+                logger.info("Step skipped: gradients of the scaled loss are not finite")
             return self._weights()
         except Exception as error:
             self.error = error
@@ -107,7 +108,7 @@ class PlacedModel:
         if answer.status == pb.NON_FINITE and self._non_finite is NonFinite.STOP:
             raise NonFiniteError.of(answer.reason)
         if answer.status == pb.NON_FINITE:
-            logger.warning("A step is skipped: %s", answer.reason)
+            logger.warning("Step skipped: %s", answer.reason)
         elif answer.status != pb.ACCEPTED:
             raise ElasticCBError(f"A parameter server refused gradients: {answer.reason}")
 

@@ -1,4 +1,4 @@
-"""What a worker has from its first task of a job to its last: the model, the servers, the callbacks, its input."""
+"""What a worker keeps during a job: the model, the servers, the callbacks, its input."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ logger = logging.getLogger(__name__)
 
 
 class BuiltModel:
-    """The model and its data, before the worker has joined the job.
+    """The model and its data, before the worker joins the job.
 
     Args:
-        settings: of the job.
-        client: of the master.
-        spec: brings model, callbacks and, for a program, the data.
+        settings: settings of the job.
+        client: client of the master.
+        spec: provides model, callbacks and, for a serialized job, the data.
 
-    Raises `ElasticCBError` when the model file or the data is not usable.
+    Raises `ElasticCBError` when the model file or the data is unusable.
     """
 
     def __init__(self, settings: JobSettings, client: MasterClient, spec: Spec) -> None:
@@ -56,11 +56,11 @@ class BuiltModel:
         batch = self.pipeline(self.first_mode).first_batch()
         backend().build(spec, self.model, batch, self.first_mode, settings.training.is_local)
         self.metrics.reset()
-        remove_generated_files()  # a job may end before there is a task for this worker
+        remove_generated_files()  # a job may end before this worker gets a task
         logger.info("The model is built")
 
     def pipeline(self, mode: Mode) -> Pipeline:
-        """The data of a mode; opened when it is asked for first."""
+        """The data of a mode; opened at first use."""
         if mode not in self._pipelines:
             self._pipelines[mode] = open_pipeline(
                 self.settings,
@@ -73,7 +73,7 @@ class BuiltModel:
 
     @property
     def callback_params(self) -> dict[str, Any]:
-        """`callback.params` on this worker, which has joined the job."""
+        """`callback.params` on this worker, after it has joined the job."""
         params = callback_params(self.settings, worker_id=self.client.id)
         spec = self.pipeline(self.first_mode).element_spec
         labelled = self.first_mode is not Mode.PREDICTION and isinstance(spec, tuple)
@@ -86,14 +86,14 @@ class Session:
 
     Args:
         built: the model.
-        cluster: what the master tells of the servers; a `pb.GetClusterResponse`.
+        cluster: the master's `pb.GetClusterResponse`.
 
     Attributes:
         transports, training_units: of the metrics, as in `ModelMetrics`.
-        reports_batches, reports_predictions: the master wants to hear of batches, and to have predictions.
-        holds_predictions: callbacks here hold them until the end.
-        stop_told: the master knows that a callback wants training to stop.
-        local: how this worker trains by itself; None where servers apply its gradients.
+        reports_batches, reports_predictions: whether the master wants batch events, and predictions.
+        holds_predictions: whether callbacks here keep predictions in memory until the end.
+        stop_told: whether the master knows that a callback requested the end of training.
+        local: local training; None if servers apply gradients.
     """
 
     def __init__(self, built: BuiltModel, cluster: Any) -> None:
@@ -130,7 +130,7 @@ class Session:
             in_program=not settings.model.definition,
         )
         if self.local is not None:
-            # A callback that ends training at a NaN lets the job end in order.
+            # so that a callback that stops training at NaN ends the job in order
             skips = training.non_finite is NonFinite.SKIP
             self.local.may_go_back = skips or self.callbacks.wants("on_train_batch_end")
         self.holds_predictions = holds_predictions(self.callbacks.callbacks)
@@ -139,8 +139,8 @@ class Session:
         self.progress.on_leave = self.input.leave
         self.progress.on_split = self.input.wake
         self.stop_told = False
-        self._snapshot: tuple[int, PlacedBlocks] | None = None  # an evaluation round and its weights
-        self._assigned: PlacedBlocks | None = None  # what the model's variables hold
+        self._snapshot: tuple[int, PlacedBlocks] | None = None  # an evaluation pass and its weights
+        self._assigned: PlacedBlocks | None = None  # the current values of the model's variables
 
     def close(self) -> None:
         """Ends threads and connections."""
@@ -151,14 +151,14 @@ class Session:
 
     @property
     def gradient_computation(self) -> GradientComputation:
-        """What computes gradients, where servers apply them."""
+        """Computes gradients, if servers apply them."""
         assert isinstance(self.computation, GradientComputation)
         return self.computation
 
     # ------------------------------------------------------------ hooks
 
     def call(self, hook: str, *args: Any) -> None:
-        """Calls a hook, and passes on that it wants training to stop."""
+        """Calls a hook, and reports if it stops training."""
         if self.callbacks.is_due(hook):
             self.rate.may_have_changed()
         self.callbacks.call(hook, *args)
@@ -167,7 +167,7 @@ class Session:
             self.stop_told = True
 
     def call_of_batch(self, hook: str, version: int, logs: dict[str, Any]) -> None:
-        """Calls a hook of training batches, on a model that holds the newest weights."""
+        """Calls a hook of training batches, on a model with the newest weights."""
         if self.local is None and self.callbacks.is_due(hook):
             self.show(self.ps.blocks)
         self.call(hook, version, logs)
@@ -175,7 +175,7 @@ class Session:
     # ------------------------------------------------------------ weights of the model
 
     def show(self, blocks: PlacedBlocks) -> None:
-        """Makes `callback.model` hold `blocks`."""
+        """Sets `callback.model` to `blocks`."""
         if self._assigned is None or any(map(operator.is_not, blocks, self._assigned)):
             self.computation.set_weights(blocks)
             self._assigned = blocks
@@ -185,21 +185,21 @@ class Session:
         self._assigned = None
 
     def show_snapshot(self, evaluation_round: int) -> None:
-        """Makes it hold the weights of an evaluation round."""
+        """Sets the model to the weights of an evaluation pass."""
         if self._snapshot is None or evaluation_round != self._snapshot[0]:
             self._snapshot = (evaluation_round, self.ps.pull_snapshot(evaluation_round))
         self.show(self._snapshot[1])
 
     def drop_snapshot(self) -> None:
-        """It is as large as the model."""
+        """Frees the snapshot, which is as large as the model."""
         self._snapshot = None
 
     def show_tables(self) -> None:
-        """Makes it hold all rows of its embedding tables; no further batch comes."""
+        """Loads all rows of the embedding tables into the model; no more batches come."""
         self.computation.hold_tables(whole_tables(self.ps.servers.specs, self.ps.read_table, self.settings.directory))
 
     def begin_training_pass(self) -> None:
-        """The master's callbacks may have set the learning rate at the end of the epoch before."""
+        """The master's callbacks may have set the learning rate at the end of the previous epoch."""
         self.ps.pull()
         self.exchanges.forget_rows()
         self.rate.adopt_base()
@@ -231,7 +231,7 @@ def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
 
 
 def _checked_variables(built: BuiltModel, cluster: Any) -> list[VariableSpec]:
-    """The model's weights as the servers hold them. Raises `ModelFileError` when the model here has others."""
+    """The model's weights as the servers hold them. Raises `ModelFileError` when the model here differs."""
     specs = [VariableSpec.from_message(message) for message in cluster.variables]
     own = variable_specs(built.model)
     for index in range(max(len(specs), len(own))):
@@ -239,12 +239,12 @@ def _checked_variables(built: BuiltModel, cluster: Any) -> list[VariableSpec]:
         table = bool(expected and expected[0].table)
         if [_agreed(spec, table) for spec in expected] != [_agreed(spec, table) for spec in found]:
             raise ModelFileError(
-                f"Weight {index} of the model is {found or 'missing'} here and {expected or 'missing'} on "
+                f"Weight {index} of the model is {found or 'missing'} on this worker, but {expected or 'missing'} on "
                 f"the master. {built.spec.path} must build the same model in every process."
             )
     return specs
 
 
 def _agreed(spec: VariableSpec, table: bool) -> tuple[tuple[int, ...], str]:
-    """What all processes must agree on; how many rows of an embedding table they hold is their own affair."""
+    """What all processes must agree on; the number of embedding rows may differ."""
     return spec.shape[1:] if table else spec.shape, spec.dtype

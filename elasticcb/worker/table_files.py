@@ -1,4 +1,4 @@
-"""A whole embedding table in one process, without memory of its size: its rows are in a file that is mapped."""
+"""A whole embedding table in one process, without needing memory for it: its rows are in a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def whole_tables(
     """(variable, ids, rows) of each table among the variables.
 
     Args:
-        read: gives (ids [n], rows [n, dim]) of a table, by its index, in pieces.
-        folder: with room for the rows.
+        read: returns (ids [n], rows [n, dim]) of a table, by index, in pieces.
+        folder: folder with enough space for the rows.
     """
     for index, spec in enumerate(specs):
         if spec.table:
@@ -35,8 +35,8 @@ def collect(pieces: Iterable[tuple[Array, Array]], folder: str, input_dim: int) 
 
     Args:
         pieces: (ids, rows), in any order.
-        folder: where there is room for the rows; the file has no name, and goes with the array.
-        input_dim: of a table all of whose rows are there; 0: it is to be seen which are.
+        folder: folder with enough space for the rows; the file is unnamed and disappears with the array.
+        input_dim: number of rows of a table that has all of them; 0: unknown.
     """
     found: list[Array] = []
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -63,7 +63,7 @@ def collect(pieces: Iterable[tuple[Array, Array]], folder: str, input_dim: int) 
 
 
 def _mapped(file: IO[bytes], dtype: np.dtype[Any], rows: int, dim: int) -> Array:
-    """The file, made as long as needed, as an array that outlives it."""
+    """The file, extended as needed, as an array that outlives it."""
     if not rows * dim:
         return np.zeros((rows, dim), dtype)
     file.truncate(rows * dim * dtype.itemsize)

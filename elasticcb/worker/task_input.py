@@ -1,7 +1,7 @@
-"""Tasks and their batches, fetched ahead of the computation.
+"""Tasks and their batches, prefetched during the computation.
 
-A thread asks the master for tasks and reads their records, so that the next task's first batch is at
-hand when the present task ends.
+A thread requests tasks from the master and reads their records, so that the next task's first batch is ready when the
+current task ends.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TaskStarted:
-    """A task was handed to this worker."""
+    """This worker got a task."""
 
     task: Any
-    counts_progress: bool = False  # whether the n-th record out of `feed` is the n-th of the shard
+    counts_progress: bool = False  # whether the n-th record from `feed` is the n-th of the shard
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of the task that started last."""
+    """One batch of the most recently started task."""
 
     inputs: Prepared
-    units: int  # of the shard: records, or 1 where it counts batches
+    units: int  # of the shard: records, or 1 if it counts batches
 
     @property
     def records(self) -> int:
@@ -48,13 +48,13 @@ class Batch:
 
     @property
     def ids(self) -> Mapping[int, Array]:
-        """By embedding table, the unique ids that the batch looks up."""
+        """By embedding table, the unique ids looked up by the batch."""
         return self.inputs.ids
 
 
 @dataclass(frozen=True)
 class TaskRead:
-    """All batches of the task have come, or an error ended them."""
+    """All batches of the task have been read, or reading failed."""
 
     error: BaseException | None = None
     exhausted: bool = False  # the source ended before the shard did
@@ -62,14 +62,14 @@ class TaskRead:
 
 @dataclass(frozen=True)
 class Finished:
-    """No task will come any more; with an error when the master was lost."""
+    """No more tasks will come; with an error when the master was lost."""
 
     error: BaseException | None = None
 
 
 @dataclass(frozen=True)
 class Woken:
-    """Nothing has come, but there is something to look at."""
+    """Nothing was read, but the consumer should check its state."""
 
 
 Event = TaskStarted | Batch | TaskRead | Finished | Woken
@@ -80,10 +80,10 @@ class TaskInput:
 
     Args:
         pipeline_of: opens the input of a mode.
-        prepare: makes a batch ready, as `Computation.prepare`.
+        prepare: prepares a batch, as `Computation.prepare`.
 
     Attributes:
-        leaving: whether this process was asked to end.
+        leaving: whether this process was asked to stop.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TaskInput:
         self._client = client
         self._pipeline_of = pipeline_of
         self._prepare = prepare
-        self._taken: deque[Event] = deque()  # out of the queue, to look at what comes
+        self._taken: deque[Event] = deque()  # taken from the queue to look ahead
         self._events: queue.Queue[Event] = queue.Queue(buffer_batches)
         self._leases: set[int] = set()
         self._stopped = threading.Event()
@@ -112,7 +112,7 @@ class TaskInput:
                 return
 
     def coming(self, count: int) -> list[Batch]:
-        """The training batches that come next, at most `count` of them, as far as they are read already."""
+        """The next training batches, at most `count`, as far as they are read."""
         found: list[Batch] = []
         for place in range(3 * count):
             if place == len(self._taken):
@@ -128,26 +128,26 @@ class TaskInput:
         return found
 
     def release(self, lease: int) -> None:
-        """The task of `lease` was reported, or given up: this worker holds it no longer."""
+        """The task of `lease` was reported, or revoked: this worker no longer holds it."""
         self._leases.discard(lease)
 
     def holds(self, lease: int) -> bool:
-        """Whether the task of `lease` is this worker's."""
+        """Whether this worker holds the task of `lease`."""
         return lease in self._leases
 
     def stop(self) -> None:
-        """Asks for no further task."""
+        """Stops requesting tasks."""
         self._stopped.set()
 
     def leave(self) -> None:
-        """This process is to end, soon. Called from another thread than that which iterates."""
+        """This process should stop soon. Called from another thread than the iterating one."""
         self.leaving = True
         self.stop()
         self.wake()
 
     def wake(self) -> None:
-        """Whoever waits for an event is to look up. Called from another thread."""
-        with contextlib.suppress(queue.Full):  # else nobody waits for an event
+        """Wakes the consumer. Called from another thread."""
+        with contextlib.suppress(queue.Full):  # else nobody is waiting
             self._events.put_nowait(Woken())
 
     def _put(self, event: Event) -> None:
@@ -168,7 +168,7 @@ class TaskInput:
                 if answer.kind == pb.GetTaskResponse.TASK:
                     self._leases.add(answer.task.lease)
                     self._read(answer.task)
-        except BaseException as caught:  # also a model file's sys.exit(): whoever waits for events must hear of it
+        except BaseException as caught:  # including sys.exit() in a model file: the consumer must be notified
             error = caught
         self._put(Finished(error))
 
@@ -189,7 +189,7 @@ class TaskInput:
                 units += batch.units
                 self._put(batch)
                 if self._stopped.is_set() or task.lease not in self._leases:
-                    return  # nobody wants the rest
+                    return  # the rest is not needed
         except (Exception, SystemExit) as error:
             if not isinstance(error, ElasticCBError):
                 logger.exception("Reading a task failed")
@@ -202,5 +202,5 @@ class TaskInput:
 
 
 def _pass_of(task: Any) -> int:
-    """Which pass over its data a task is a part of, from 0: an epoch, or an evaluation round."""
+    """Which pass over its data a task belongs to, from 0: an epoch, or an evaluation pass."""
     return int(task.evaluation_round - 1 if task.type == pb.EVALUATION else task.epoch)

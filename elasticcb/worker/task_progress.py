@@ -1,4 +1,4 @@
-"""How far a task is, what came of its batches, and what the master hears of it meanwhile."""
+"""Progress of a task, results of its batches, and reports to the master."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Tally:
-    """What a worker counts over its tasks.
+    """A worker's counters over its tasks.
 
     Attributes:
-        present: task type, epoch and evaluation round of the last task.
-        batches: that ran here, by those.
-        predicts: it has had a prediction task.
+        present: task type, epoch and evaluation pass of the last task.
+        batches: batches run here, by these.
+        predicts: whether it has had a prediction task.
         steps: training steps.
-        first_step_told: the log has a line of the first one.
-        last_version: of the model, at the last batch.
+        first_step_told: whether the first step has been logged.
+        last_version: version of the model at the last batch.
     """
 
     present: tuple[int, int, int] = (0, 0, 0)
@@ -42,24 +42,24 @@ class Tally:
     last_version: int = 0
 
     def tell_first_step(self) -> None:
-        """The servers have taken a step; it may have been the first one."""
+        """The servers have applied a step; logs the first one."""
         if not self.first_step_told:
             logger.info("The first step is done, after compiling it")
             self.first_step_told = True
 
 
 class TaskProgress:
-    """Of one task.
+    """Progress of one task.
 
     Args:
-        session: of the worker.
-        tally: of the worker; counted on.
+        session: session of the worker.
+        tally: counters of the worker; updated.
         started: the task.
 
     Attributes:
-        report: of the task, as far as it is made.
+        report: the task's report so far.
         units_done: records, or batches, that count as done.
-        event: what the master's callbacks will hear of the present batch.
+        event: event of the current batch for the master's callbacks.
     """
 
     def __init__(self, session: Session, tally: Tally, started: TaskStarted) -> None:
@@ -68,7 +68,7 @@ class TaskProgress:
         self.report = pb.ReportTaskRequest(lease=started.task.lease)
         self.units_done = 0
         self.event: pb.BatchEvent | None = None
-        self._done_at = time.monotonic()  # when the batch before ended
+        self._done_at = time.monotonic()  # end of the previous batch
         self._batch_states: dict[str, list[Any]] = {}  # of training batches
 
     def add_states(self, states: States) -> None:
@@ -79,12 +79,12 @@ class TaskProgress:
 
     @property
     def training_states(self) -> States:
-        """Those of all training batches."""
+        """Metric states of all training batches."""
         merge = self._session.metrics.merge_states
         return {name: merge(name, batches) for name, batches in self._batch_states.items()}
 
     def note_event(self, batch: Batch, version: int, logs: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """What the master's callbacks will hear of the batch."""
+        """Records the event of a batch for the master's callbacks."""
         if self._session.reports_batches:
             numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
             number = self.task.epoch if self.task.type == pb.TRAINING else self.task.evaluation_round
@@ -93,10 +93,10 @@ class TaskProgress:
             )
 
     def pass_over(self, reason: str, batch: Batch, logs: dict[str, Any]) -> None:
-        """A batch has NaN or infinity: the job fails, unless it need not."""
+        """Skips a batch with NaN or infinity, or fails the job, depending on the settings."""
         session = self._session
         if session.settings.training.non_finite is NonFinite.STOP:
-            # A callback that ends training now, as TerminateOnNaN does, lets the job end in order.
+            # A callback that stops training now, such as TerminateOnNaN, ends the job in order.
             given = {"size": batch.records, **logs, "loss": float("nan")}
             session.call_of_batch("on_train_batch_end", session.ps.version, given)
             if not session.callbacks.stop_requested:
@@ -105,18 +105,18 @@ class TaskProgress:
         self.report.batches_skipped += 1
 
     def lap(self) -> float:
-        """Seconds since the batch before; 0 where they tell nothing."""
+        """Seconds since the previous batch; 0 if not meaningful."""
         now = time.monotonic()
         compiled = self._tally.steps > 1 + self._session.settings.training.max_staleness
         seconds, self._done_at = now - self._done_at, now
         return seconds if compiled and self.task.type == pb.TRAINING else 0.0
 
     def note_done(self, units: int, loss: float | None, seconds: float | None = None) -> None:
-        """Counts a batch as done, and tells the master at times.
+        """Counts a batch as done, and reports to the master at intervals.
 
         Args:
-            units: of the batch.
-            seconds: that it took, where they are known already.
+            units: units of the batch.
+            seconds: duration of the batch, if already known.
         """
         self.units_done += units
         self.tell(
@@ -127,15 +127,15 @@ class TaskProgress:
         )
 
     def tell(self, **more: Any) -> None:
-        """Lets the master know soon how far the task is: a sign of life. Arguments as of `ProgressReporter.update`."""
+        """Sends progress soon, as a heartbeat. Arguments as in `ProgressReporter.update`."""
         session = self._session
-        # Predictions of half a task die with its worker.
+        # Predictions of a partial task die with its worker.
         lost = self.task.type == pb.PREDICTION and (session.reports_predictions or session.holds_predictions)
         done = self.units_done if self.counts_progress and not lost else 0
         session.progress.update(self.task.lease, done, session.ps.version, **more)
 
     def _passed_a_milestone(self) -> bool:
-        """Whether the master has something to do at the present version."""
+        """Whether the master has something to do at the current version."""
         settings, version = self._session.settings, self._session.ps.version
         last, self._tally.last_version = self._tally.last_version, version
         every = (settings.training.evaluation_steps, settings.checkpoint.steps)
@@ -150,18 +150,18 @@ class Training(ABC):
         """Trains on a batch.
 
         Args:
-            index: of the batch, among those of the epoch here.
+            index: index of the batch in the epoch on this worker.
         """
 
     @abstractmethod
     def settle(self) -> None:
-        """All batches that were begun become a part of the servers' model."""
+        """Waits until all started batches are part of the servers' model."""
 
     @property
     @abstractmethod
     def units_begun(self) -> int:
-        """Records, or batches, that are begun and no part of it yet."""
+        """Records, or batches, that are started but not part of it yet."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Others do what is no part of it yet."""
+        """Drops what is not part of it yet: others repeat it."""

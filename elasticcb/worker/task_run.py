@@ -28,23 +28,23 @@ from elasticcb.worker.task_progress import Tally, TaskProgress, Training
 
 logger = logging.getLogger(__name__)
 
-_MOST_OUTPUTS = 2**31 - 2**26  # bytes of one task, in a message of at most 2 GiB
-# Doing the task again would end the same way.
+_MOST_OUTPUTS = 2**31 - 2**26  # bytes per task; a message has at most 2 GiB
+# Repeating the task would fail the same way.
 _FATAL = (NonFiniteError, ModelFileError, DataChangedError, TableError)
 
 
 class TaskRun:
-    """Does a task, and reports it.
+    """Runs a task, and reports it.
 
     Args:
-        session: of the worker.
-        tally: of the worker; counted on.
+        session: session of the worker.
+        tally: counters of the worker; updated.
         started: the task.
 
     Attributes:
-        end: records of it that are done here, if others do the rest.
-        is_left: nothing more is done of it: it failed, was taken away, or is done as far as `end`.
-        gave_up: the job fails by an error here.
+        end: number of records to process here, if others do the rest.
+        is_left: nothing more is done: it failed, was revoked, or is done up to `end`.
+        gave_up: an error here has failed the job.
     """
 
     def __init__(self, session: Session, tally: Tally, started: TaskStarted) -> None:
@@ -85,7 +85,7 @@ class TaskRun:
 
     def _end_training(self) -> None:
         session = self._session
-        # The sign that keeps the lease alive while a callback takes its time.
+        # The heartbeat that keeps the lease alive while a callback runs.
         session.progress.update(self.task.lease, 0, session.ps.version)
         if session.callbacks.wants("on_train_end"):
             session.show(session.ps.pull(exact=True))
@@ -95,9 +95,9 @@ class TaskRun:
     # ------------------------------------------------------------ batches
 
     def run(self, batch: Batch) -> None:
-        """Does one batch."""
+        """Runs one batch."""
         if self.task.lease in self._session.progress.lost_leases:
-            logger.warning("The lease of task %d was taken away; leaving the rest to others", self.task.id)
+            logger.warning("The lease of task %d was revoked; other workers do the rest", self.task.id)
             self.leave()
             return
         index = self._tally.batches[self._tally.present]
@@ -137,7 +137,7 @@ class TaskRun:
     # ------------------------------------------------------------ the end
 
     def send_predicted(self) -> None:
-        """What callbacks have put down of predictions is done, though the task is not."""
+        """Predictions that callbacks have stored are done, even if the task is not."""
         session = self._session
         progress = self._progress
         if session.input.holds(self.task.lease) and progress.counts_progress and not session.reports_predictions:
@@ -148,17 +148,17 @@ class TaskRun:
         return self._progress.units_done + self._training.units_begun
 
     def settle(self) -> None:
-        """What is begun becomes a part of the servers' model."""
+        """Waits until started batches are part of the servers' model."""
         self._training.settle()
 
     def end_early(self) -> None:
-        """Reports the task if all that this worker is to do of it is begun."""
+        """Reports the task if this worker's part of it is started completely."""
         if self.end is not None and not self.is_left and self.units_begun >= self.end:
             self.finish(exhausted=False)
             self.is_left = True
 
     def finish(self, exhausted: bool) -> None:
-        """Reports the task as done; `exhausted`: its source ended before it."""
+        """Reports the task as done; `exhausted`: its source ended early."""
         self.settle()
         session, report = self._session, self._progress.report
         session.progress.clear()
@@ -172,7 +172,7 @@ class TaskRun:
         report.metrics.extend(to_metric_states(states))
         _check_size(self.task, self._outputs)
         report.outputs.extend(to_outputs(self._outputs))
-        session.progress.flush()  # the end of an epoch comes after its batches
+        session.progress.flush()  # the end of an epoch must come after its batches
         answer = session.client.report_done(report)
         if answer.accepted:
             session.passes.after(self.task, states)
@@ -181,7 +181,7 @@ class TaskRun:
         session.input.release(self.task.lease)
 
     def fail(self, error: BaseException) -> None:
-        """Reports that the task failed, by what was raised in it."""
+        """Reports that the task failed with `error`."""
         session, task = self._session, self.task
         fatal = isinstance(error, _FATAL) or (isinstance(error, CallbackError) and task.type != pb.TRAIN_END)
         if isinstance(error, ElasticCBError):
@@ -192,16 +192,16 @@ class TaskRun:
         logger.error("Task %d failed: %s\n%s", task.id, message, trace, exc_info=error)
         with contextlib.suppress(ElasticCBError):
             self.settle()
-        session.progress.send()  # what is done need not be done again
+        session.progress.send()  # so that finished work need not be repeated
         session.progress.clear()
         answer = session.client.report_failed(task.lease, message, trace, fatal)
         if not answer.accepted:
             logger.warning("The report of task %d was refused: %s", task.id, answer.reason)
-        self.gave_up = fatal and answer.accepted  # else the task is another's, and so is its failure
+        self.gave_up = fatal and answer.accepted  # else another worker has the task, and this failure does not matter
         self.leave()
 
     def leave(self) -> None:
-        """Nothing more is done of it here."""
+        """Stops working on the task here."""
         self.is_left = True
         self._training.drop()
         self._session.exchanges.forget_rows()
@@ -219,7 +219,7 @@ def _check_size(task: Any, outputs: list[Outputs]) -> None:
     size = sum(array.nbytes for batch in outputs for array in batch.values())
     if size > _MOST_OUTPUTS:
         raise ModelFileError(
-            f"What the model gives for {task.shard.end - task.shard.start} records or batches of one task takes "
-            f"{size / 2**30:.1f} GiB; at most {_MOST_OUTPUTS / 2**30:.1f} GiB can travel in one message. Make tasks "
-            "smaller: --num_minibatches_per_task, or a smaller batch."
+            f"The outputs of one task ({task.shard.end - task.shard.start} records or batches) take {size / 2**30:.1f} "
+            f"GiB, but a message can hold at most {_MOST_OUTPUTS / 2**30:.1f} GiB. Use smaller tasks "
+            "(--num_minibatches_per_task) or a smaller batch."
         )

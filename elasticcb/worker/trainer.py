@@ -1,4 +1,4 @@
-"""What a training step of the model is to the servers: a push."""
+"""Turns a training step of the model into a push."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from elasticcb.sharding.push import Gradients
 
 @dataclass
 class TrainResult:
-    """A training step: what to push, the batch's own logs, and its metric states."""
+    """A training step: the push, the batch's own logs, and its metric states."""
 
     push: Gradients
     logs: dict[str, Any]
     states: States
-    # Why there is nothing to push: the scaled loss has gradients that are not finite. What the step did to
-    # non-trainable variables (moving statistics) is then left out, too; its metrics count, as in `fit`.
+    # Why there is nothing to push: gradients of the scaled loss are not finite. The step's changes of non-trainable
+    # variables (moving statistics) are then dropped too; its metrics count, as in `fit`.
     overflow: str = ""
 
 
@@ -36,11 +36,11 @@ def train(
     version: int,
     rows: TableRows,
 ) -> TrainResult:
-    """Gradients of a batch, for the servers that `weights` are of.
+    """Gradients of a batch, for the servers that hold `weights`.
 
     Args:
-        computation: of the model.
-        specs: of `model.weights`.
+        computation: computation of the model.
+        specs: specs of `model.weights`.
         batch, weights, version, rows: as in `Computation.train`.
     """
     step = computation.train(batch, weights, version, rows)
@@ -55,7 +55,7 @@ def train(
         partition=weights.partition,
     )
     push.non_finite = _find_non_finite(push, specs)
-    # No scale can help where the loss is not finite.
+    # No scale helps if the loss is not finite.
     overflow = step.overflow if push.non_finite and np.isfinite(push.loss) else ""
     return TrainResult(push, step.logs, step.states, overflow)
 

@@ -1,4 +1,4 @@
-"""How many batches a worker trains on before its work is merged, by the time that a merge takes."""
+"""How many batches a worker trains on before a merge, based on the duration of a merge."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-_MOST_OF_TIME = 0.05  # that merging may take of the time of training
-_LEAST, _MOST = 4, 64  # batches; within these, windows make equally good models (docs/updates.md)
+_MOST_OF_TIME = 0.05  # maximum share of training time spent merging
+_LEAST, _MOST = 4, 64  # batches; within these, windows give equally good models (docs/updates.md)
 _BATCHES_KEPT, _MERGES_KEPT = 33, 9
 
 
 class WindowLength:
-    """The length of windows: a given one, or one by which merging takes a twentieth of the time of training.
+    """The length of windows: fixed, or such that merging takes a twentieth of the training time.
 
-    A batch and a merge are as long as the median of the last ones. A merge includes waiting for other workers: how much
-    earlier one comes by chance grows slower than windows, and one that is faster than the others waits less if its own
-    windows are longer.
+    Durations are medians of the last batches and merges. A merge includes waiting for other workers: random differences
+    between workers grow slower than the window, and a worker faster than the others waits less if its own windows are
+    longer.
 
     Args:
-        given: batches; None: as said.
-        clock: in seconds.
+        given: batches per window; None: automatic.
+        clock: seconds.
 
     Attributes:
-        batches: of the present window.
+        batches: batches of the current window.
     """
 
     def __init__(self, given: int | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,21 +34,21 @@ class WindowLength:
         self._batch_seconds: deque[float] = deque(maxlen=_BATCHES_KEPT)
         self._merge_seconds: deque[float] = deque(maxlen=_MERGES_KEPT)
         self._slot_seconds: deque[float] = deque(maxlen=_MERGES_KEPT)  # of merges with slots
-        self._slots_merged = 0.0  # when
+        self._slots_merged = 0.0  # time of the last one
 
     def note_batch(self, seconds: float) -> None:
-        """Training on a batch took so long."""
+        """A batch took `seconds` to train."""
         self._batch_seconds.append(seconds)
 
     @property
     def slots_are_due(self) -> bool:
-        """Whether merging what optimizers hold now, too, takes a twentieth of the time at most."""
+        """Whether also merging the optimizers' slots would take at most a twentieth of the time."""
         if not self._slot_seconds:
             return True
         return self._clock() - self._slots_merged >= min(self._slot_seconds) / _MOST_OF_TIME
 
     def note_merge(self, seconds: float, with_slots: bool = False) -> None:
-        """A merge took so long; the next window begins."""
+        """A merge took `seconds`; the next window begins."""
         if with_slots:
             self._slot_seconds.append(seconds)
             self._slots_merged = self._clock()

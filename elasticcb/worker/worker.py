@@ -1,4 +1,4 @@
-"""Takes tasks, has their batches run, and leaves to others what it is asked to."""
+"""Takes tasks, runs their batches, and hands work to other workers on request."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class Worker:
     """One worker of a job.
 
     Args:
-        settings: of the job.
-        client: of the master; the worker registers with it once its model is built.
-        index: the place to take; -1 lets the master choose.
-        spec: brings model, callbacks and, for a program, the data.
+        settings: settings of the job.
+        client: client of the master; the worker registers once its model is built.
+        index: slot to take; -1: the master chooses.
+        spec: provides model, callbacks and, for a serialized job, the data.
     """
 
     def __init__(self, settings: JobSettings, client: MasterClient, index: int, spec: Spec) -> None:
         self._settings, self._client, self._index, self._spec = settings, client, index, spec
 
     def run(self) -> None:
-        """Works until the master says that nothing will come any more.
+        """Works until the master reports that no more work will come.
 
         Raises:
-            ConnectionLostError: the master or a server is out of reach.
-            LeaveRequestedError: SIGTERM came, or the master needs fewer workers.
-            ElasticCBError: the model file, or the cluster, is not usable.
+            ConnectionLostError: the master or a server is unreachable.
+            LeaveRequestedError: SIGTERM was received, or the master needs fewer workers.
+            ElasticCBError: the model file, or the cluster, is unusable.
         """
         built = BuiltModel(self._settings, self._client, self._spec)
         self._client.register(pb.WORKER, self._index)
@@ -54,17 +54,17 @@ class TaskLoop:
     """Runs the tasks of a session, one after another.
 
     Args:
-        session: of the worker.
+        session: session of the worker.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._tally = Tally()
-        self._run: TaskRun | None = None  # of the present task, or the last one
-        self._given_back: set[int] = set()  # leases, before they were begun with
+        self._run: TaskRun | None = None  # of the current task, or the last one
+        self._given_back: set[int] = set()  # leases returned before they were started
 
     def run(self) -> None:
-        """Returns when no task will come any more. Raises as `Worker.run`."""
+        """Returns when no more tasks will come. Raises the same errors as `Worker.run`."""
         session = self._session
         for event in session.input:
             session.progress.raise_error()
@@ -87,7 +87,7 @@ class TaskLoop:
         self._end_predictions()
 
     def _take(self, event: Event) -> None:
-        remove_generated_files()  # an event of the last task before its report, after which the job may be over
+        remove_generated_files()  # before the last task's report, after which the job may be over
         if self._session.progress.splits:
             self._agree_to_splits()
         if isinstance(event, TaskStarted):
@@ -110,12 +110,12 @@ class TaskLoop:
             run.finish(event.exhausted)
 
     def _may_leave(self, event: Event) -> bool:
-        """The hooks of TRAIN_END run once, and so to their end."""
+        """The hooks of TRAIN_END run only once, so they must finish."""
         return self._run is None or self._run.task.type != pb.TRAIN_END or isinstance(event, TaskRead)
 
     def _put_down(self) -> None:
-        """Tells the master all that is done; the rest of the present task goes to others."""
-        logger.info("Asked to end: the rest of the present task goes back")
+        """Reports all finished work; the rest of the current task is requeued."""
+        logger.info("Stop requested: the rest of the current task is requeued")
         if self._run is not None:
             self._run.settle()
         if self._tally.predicts:
@@ -127,18 +127,18 @@ class TaskLoop:
         raise LeaveRequestedError
 
     def _end_predictions(self) -> None:
-        """Lets callbacks put down what they hold of this worker's predictions."""
+        """Lets callbacks store this worker's predictions that they hold in memory."""
         if self._tally.predicts:
             self._session.call("on_predict_end", {})
 
     def _agree_to_splits(self) -> None:
-        """Leaves to others that wait what is not begun of this worker's tasks."""
+        """Hands unstarted work of this worker's tasks to waiting workers."""
         session = self._session
         while session.progress.splits and not session.input.leaving:
             lease, end = session.progress.splits.popitem()
             run = self._run
             if run is not None and (lease != run.task.lease or run.is_left):
-                run = None  # it is of a task that has not begun
+                run = None  # of a task that has not started
             pipeline = session.pipeline(Mode.TRAINING)
             exact = not pipeline.ends_by_itself and (pipeline.keeps_order or run is None)
             if not exact or not session.input.holds(lease):

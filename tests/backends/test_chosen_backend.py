@@ -84,11 +84,11 @@ def test_a_job_is_resumed_on_its_backend_unless_the_user_has_chosen_one(monkeypa
 def test_a_worker_on_another_backend_than_its_job_is_refused():
     registry.check_backend_of_job("tensorflow")
     registry.check_backend_of_job("")  # a master of an earlier release does not say it
-    with pytest.raises(UsageError, match=r"'tensorflow' in this worker, and on 'jax' .* KERAS_BACKEND=jax"):
+    with pytest.raises(UsageError, match=r"'tensorflow' in this worker, but on 'jax' .* KERAS_BACKEND=jax"):
         registry.check_backend_of_job("jax")
 
 
 def test_a_process_whose_keras_is_another_can_t_be_a_server(monkeypatch):
     monkeypatch.setattr(registry, "chosen_backend", lambda: "torch")
-    with pytest.raises(UsageError, match=r"Keras runs on 'torch' in this process, and parameter servers need"):
+    with pytest.raises(UsageError, match=r"Keras runs on 'torch' in this process, but parameter servers need"):
         registry.use_backend_of_servers()

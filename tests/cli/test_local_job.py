@@ -16,7 +16,9 @@ from elasticcb.storage import durable
 
 
 @pytest.mark.parametrize("command", ["status", "stop", "table"])
-@pytest.mark.parametrize(("trains", "advice"), [(True, "`elasticcb resume {}` goes on"), (False, "start it again")])
+@pytest.mark.parametrize(
+    ("trains", "advice"), [(True, "`elasticcb resume {}` resumes the job"), (False, "start it again")]
+)
 def test_who_asks_a_killed_master_is_told_how_to_go_on(tmp_path, monkeypatch, capsys, command, trains, advice):
     monkeypatch.setattr(local_job, "_PATIENCE_SECONDS", 0.1)
     with socket.socket() as bound:  # and listens to nobody

@@ -21,7 +21,7 @@ def folder(tmp_path):
 
 def test_the_last_lines_are_given(folder):
     assert list(log_lines(folder, "worker-0", 2, follow=False)) == ["two\x0bhalf\n", "three\n"]
-    with pytest.raises(UsageError, match="has no log of ps-0; there are: worker-0"):
+    with pytest.raises(UsageError, match="has no log of ps-0; logs: worker-0"):
         list(log_lines(folder, "ps-0", 2, follow=False))
 
 

@@ -97,7 +97,7 @@ def test_files_of_the_page_need_no_key_and_all_else_does(app):
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
-        ("/api/stop", b"{}", 409, "It has ended"),
+        ("/api/stop", b"{}", 409, "The job has ended"),
         ("/api/scale", b'{"workers": 0}', 409, "Expected a whole number of at least 1"),
         ("/api/scale", b'{"workers": true}', 409, "Expected a whole number of at least 1"),
         ("/api/scale", b'{"cats": 3}', 400, "can't be read"),

@@ -71,19 +71,19 @@ UNSUPPORTED = {
     f"{WITH_GRADIENTS} a `train_step` that updates a variable twice": (
         lambda: compiled(Twice()),
         ElasticCBError,
-        "a variable can be updated once per step",
+        "a variable can be updated only once per step",
         "servers apply the gradients after the step",
     ),
     f"{WITH_GRADIENTS} a `train_step` that reads a variable after its update (the DCGAN step, MoCo, mean teacher)": (
         lambda: compiled(Teacher()),
         ElasticCBError,
-        "after it has given the optimizer .* its gradient",
+        "after giving its gradient to the optimizer",
         "servers apply the gradients after the step",
     ),
     f"{WITH_GRADIENTS} an optimizer applied inside `tf.cond`, a loop or a separate `@tf.function`": (
         lambda: compiled(Sometimes()),
         ElasticCBError,
-        "where its gradients can't be taken out of",
+        "where its gradients can't be captured",
         "gradients leave the step as outputs",
     ),
     f"{WITH_GRADIENTS} `global_clipnorm` with `gradient_accumulation_steps` on several servers": (
@@ -107,19 +107,19 @@ UNSUPPORTED = {
     "a bound method as a loss or metric": (
         lambda: dense(metrics=[Meter().off]),
         UsageError,
-        "which workers can't be sent without a second copy of the object",
+        "which can't be sent to workers without a second copy of the object",
         "workers would get a second copy",
     ),
     "attributes that belong to one process (locks, files, connections)": (
         lambda: compiled(Locked()),
         UsageError,
-        "leave out what belongs to this process alone",
+        "Remove objects that belong to this process only",
         "they can't be pickled",
     ),
     "a `get_config` that fails": (
         lambda: compiled(Broken()),
         UsageError,
-        "Give its class .* a get_config\\(\\)",
+        "Add a get_config\\(\\)",
         "its config is needed to send it",
     ),
 }

@@ -83,7 +83,7 @@ def test_worker_that_brings_nothing_is_given_back(tmp_path, monkeypatch, faults)
         (
             r"Autoscale: 1 -> 2 workers: 1 does [\d,]+ records/s\.",
             r"Autoscale: 2 -> 1 worker: 2 do [\d,]+ records/s, [\d.]+ times the .* which is not enough\.",
-            r"Autoscale: off, since the number of workers was set by hand\.",
+            r"Autoscale: off, because the number of workers was set manually\.",
         ),
         told,
         strict=True,

@@ -35,5 +35,5 @@ def test_data_file_that_was_changed_ends_the_job_at_once_and_is_told_once(tmp_pa
         run_master(settings, display)
     story = str(raised.value)
     assert story.count("train.npz was changed while the job used it") == 1
-    assert "the worker says that trying again can't help" in story
+    assert "the worker reported that retrying can't help" in story
     assert "times" not in story

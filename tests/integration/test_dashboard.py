@@ -166,7 +166,7 @@ def test_the_page_shows_what_status_says_scales_and_stops_the_job(job, page, tmp
     page.driver.find_element(By.ID, "scale-workers").clear()
     page.driver.find_element(By.ID, "scale-workers").send_keys("3")
     page.click("#scale-dialog .main")
-    page.wait_for_text("#toast", "3 workers from now on; there were 2")
+    page.wait_for_text("#toast", "now has 3 workers (was 2)")
     page.wait_for_text("#workers-now", "3 of 3 up")
 
     errors = [entry for entry in page.driver.get_log("browser") if "/api/stream" not in entry["message"]]

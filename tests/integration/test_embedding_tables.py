@@ -236,10 +236,10 @@ def test_batch_whose_ids_a_table_cannot_hold_fails_the_job_at_its_first_try(upda
     model = model_of(Embedding(4, max_rows=5, name="small"), keras.optimizers.SGD())
     with (
         cluster(embedding=tables(), updates=updates) as servers,
-        pytest.raises(JobFailedError, match=r"is full: .* Raise max_rows, or choose another") as caught,
+        pytest.raises(JobFailedError, match=r"is full: .* Raise max_rows, or set") as caught,
     ):
         servers.fit(model, np.arange(40).reshape(10, 4), np.ones((10, 1)), batch_size=8, verbose=0)
-    assert "trying again can't help" in str(caught.value)
+    assert "retrying can't help" in str(caught.value)
     assert "It was tried" not in str(caught.value)
 
 
@@ -359,7 +359,7 @@ def test_a_full_table_ends_the_job_with_words() -> None:
 
 def test_an_id_out_of_range_is_named() -> None:
     model = native_model(keras.optimizers.SGD(0.1))
-    with cluster() as servers, pytest.raises(JobFailedError, match=r"asked for the id 999.*input_dim=300"):
+    with cluster() as servers, pytest.raises(JobFailedError, match=r"called with the id 999.*input_dim=300"):
         servers.fit(model, np.where(np.arange(320)[:, None] < 300, IDS, 999), LABELS, shuffle=False, verbose=0)
 
 
@@ -441,7 +441,7 @@ def test_a_job_exports_its_tables_and_another_goes_on_from_its_checkpoint(tmp_pa
     assert evaluated.version == 60
     assert re.match(r"Skipped version-00000099: The manifest .* can't be read", display.messages[0])
     assert re.match(rf"Skipped version-00000098: The checkpoint file {file} is damaged", display.messages[1])
-    assert display.messages[3] == f"The model starts from {checkpoint}, version 60."
+    assert display.messages[3] == f"Training starts from {checkpoint}, version 60."
     with pytest.raises(
         CheckpointError, match=rf"The checkpoint file {file} is damaged: .*Start from another version\."
     ):

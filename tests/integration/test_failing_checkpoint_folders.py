@@ -89,7 +89,7 @@ def test_job_goes_on_while_the_folder_is_away(settings):
 def test_job_whose_last_checkpoint_is_missing_is_done_but_for_it_and_resume_writes_it(settings):
     folder, fail, mend = replaced(settings)
     display = Display(Evaluation_at_version=fail)
-    with pytest.raises(LastCheckpointError, match=r"done, but for its last checkpoint: .*checkpoints.*resume"):
+    with pytest.raises(LastCheckpointError, match=r"finished without its last checkpoint: .*checkpoints.*resume"):
         run_master(settings, display)
     assert display.summary.records_per_epoch == (320,) * 5
     assert display.summary.checkpoints_failed >= 2

@@ -16,7 +16,7 @@ PREDICTIONS = """
 pytestmark = pytest.mark.timeout(600)  # they wait for what does not answer
 
 RECORDS, EVALUATED = 1_200, 200
-IS_BACK = r"Parameter server \d is back after [\d.]+ s, from its recovery files"
+IS_BACK = r"Parameter server \d recovered in [\d.]+ s from its recovery files"
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def assert_complete(job):
 
 
 MOMENTS = ("asks for a task", "trains a batch", "evaluates a batch")
-STOPPED = "(silent for 4 s|it made no progress on its task)"  # whichever is noticed first
+STOPPED = "(no heartbeat for 4 s|it made no progress on its task)"  # whichever is noticed first
 
 
 @pytest.mark.deep  # the test after the next one has a case
@@ -107,7 +107,7 @@ def test_a_server_whose_answers_are_late_is_waited_for_and_one_that_nobody_reach
         for source in ("master-0", "worker-0", "worker-1"):
             network.route(source, "ps").partition()
             network.route(source, "ps").cut()
-        job.wait_for_line(r"parameter server 0 .* was lost: out of reach for 3 s; restart 1 of 10")
+        job.wait_for_line(r"parameter server 0 .* was lost: unreachable for 3 s; restart 1 of 10")
         job.wait_for_line(IS_BACK)
         assert_complete(job)
         assert number(job.output, "parameter servers lost") == 1
@@ -158,10 +158,10 @@ def test_processes_started_by_hand_join_and_are_refused_when_they_come_back_afte
         job.wait_for_line(r"Evaluation at version")
         processes[role].process.send_signal(signal.SIGSTOP)
         job.wait_for_line(rf"{role} 0 does not answer; stop it on its machine")
-        job.wait_for_line(r"was lost: silent for 3 s")
+        job.wait_for_line(r"was lost: no heartbeat for 3 s")
         processes[role].process.send_signal(signal.SIGCONT)
         assert processes[role].finish() == 2
-        assert "is no longer part of the job: silent for 3 s" in processes[role].output
+        assert "is no longer part of the job: no heartbeat for 3 s" in processes[role].output
         processes[role] = start_job(role, *join)
     assert_complete(job)
     for process in processes.values():
@@ -183,5 +183,5 @@ def test_master_whose_processes_all_died_ends_soon_after_sigterm(data, start_job
     job.process.send_signal(signal.SIGTERM)
     assert job.process.wait(60) == 130
     assert job.finish() == 130
-    assert "No checkpoint could be written: Parameter server 0 is lost" in job.output
-    assert "To continue it: elasticcb resume" in job.output
+    assert "The checkpoint could not be written: Parameter server 0 was lost" in job.output
+    assert "To resume it: elasticcb resume" in job.output

@@ -178,7 +178,7 @@ def test_a_census_job_ends_with_a_saved_model_though_a_worker_and_the_server_are
     job.wait_for_line(r"epoch \d/4.*workers 2/2")
     delete_pod(api, "ps", 0)  # the node may still ask it to end before it kills it
     job.wait_for_line(r"parameter server 0 .* (was lost: its pod was deleted|leaves: it was asked to end)")
-    job.wait_for_line(r"Parameter server 0 is back after .* from its recovery files")
+    job.wait_for_line(r"Parameter server 0 recovered in .* from its recovery files")
     events = api.list("Event", fields="involvedObject.kind=Job,involvedObject.name=job")["items"]
     told = {(event["reason"], event["type"]): event["message"] for event in events}
     assert " from its recovery files; " in told["ServerRecovered", "Normal"]
@@ -201,16 +201,16 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     (server,) = api._core.read_namespaced_endpoints("job-ps", api.namespace).subsets[0].addresses
     assert server.hostname == "job-ps-0"  # of the name job-ps-0.job-ps, where there is DNS
     delete_pod(api, "ps", 0)
-    job.wait_for_line(r"Parameter server 0 is back after .* from its recovery files")  # with the same host name
+    job.wait_for_line(r"Parameter server 0 recovered in .* from its recovery files")  # with the same host name
     (folder / "job" / "crash").touch()
     job.wait_for_line(r"The master's pod .*: killed by SIGKILL. A new pod continues the job")
-    job.wait_for_line(r"The master is back after .*1 worker and 1 parameter server went on meanwhile")
+    job.wait_for_line(r"The master recovered in .*1 worker and 1 parameter server kept running")
     here = f"--namespace={api.namespace}"
     assert main(["scale", "job", here, "--workers=2"]) == 0
     assert main(["jobs", here]) == main(["status", "job", here]) == main(["table", "job", here]) == 0
     shown = capsys.readouterr().out
     assert "There are no embedding tables" in shown
-    assert "job has 2 workers from now on; there were 1." in shown
+    assert "job now has 2 workers (was 1)." in shown
     assert re.search(r"job +running +\d +1 ", shown)
     assert re.search(r"job-worker-0\S* +localhost +it runs", shown)
     job.wait_for_line(r"workers 2/2")
@@ -218,7 +218,7 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     job.wait_for_line(r"workers 1/1")
     deleted = delete_pod(api, "master")
     job.wait_for_line(rf"The master's pod {deleted}: .*A new pod continues the job")
-    job.wait_for_line(r"Parameter server 0 goes on from its recovery files; 0 updates")
+    job.wait_for_line(r"Parameter server 0 resumes from its recovery files; 0 updates")
     job.wait_for_line(r"epoch \d+/.*workers 1/1")
     assert main(["stop", "job", here]) == 0
     job.wait_for_line(r"The master's pod .*: .*")
@@ -228,7 +228,7 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     assert "Detached; the job continues" in job.output
 
     stopped = start_job("resume", "job", here)
-    stopped.wait_for_line(r"Parameter server 0 goes on from its recovery files; 0 updates")
+    stopped.wait_for_line(r"Parameter server 0 resumes from its recovery files; 0 updates")
     stopped.wait_for_line(r"epoch \d+/.*workers 1/1")
     (folder / "job" / "fail").touch()
     assert stopped.finish() == 1
@@ -322,7 +322,7 @@ def test_workers_that_are_out_of_memory_evicted_over_quota_or_preempted_come_bac
 
     (folder / "job" / "crash").touch()
     job.wait_for_line(r"The master's pod .*: killed by SIGKILL. A new pod continues the job")
-    job.wait_for_line(r"The master is back after .*2 workers and 1 parameter server went on meanwhile")
+    job.wait_for_line(r"The master recovered in .*2 workers and 1 parameter server kept running")
     assert len(api.list("Pod", f"{JOB_LABEL}=job,{ROLE_LABEL}=master")["items"]) == 1  # its container was restarted
     api.delete("Job", "job")
     assert job.finish() == 1

@@ -58,13 +58,13 @@ def test_a_job_is_stopped_by_its_name_and_goes_on_later(data, started, start_job
     started.assert_no_orphans()
 
     assert main(["stop", name]) == 2
-    assert "It has ended: `elasticcb status" in capsys.readouterr().err
+    assert "The job has ended: `elasticcb status" in capsys.readouterr().err
     assert main(["status", "latest"]) == 0
     assert "interrupted" in capsys.readouterr().out
     assert main(["logs", "latest", "--master", "--lines=1"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
     assert main(["logs", "latest", "--ps=7"]) == 2
-    assert "no log of ps-7; there are: master, ps-0, worker-0, worker-1" in capsys.readouterr().err
+    assert "no log of ps-7; logs: master, ps-0, worker-0, worker-1" in capsys.readouterr().err
 
     resumed = start_job("resume", first[1])
     while not is_starting(Path(first[1])):

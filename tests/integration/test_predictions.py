@@ -199,7 +199,7 @@ def test_job_that_fails_leaves_no_file(tmp_path):
         (
             "def feed(d, mode, metadata): return d.map(lambda r: r['x']).filter(lambda x: x[0] > 5)",
             "out.csv",
-            "nobody can tell which record a row",
+            "can't be matched to records",
         ),
     ],
 )

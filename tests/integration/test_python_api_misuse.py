@@ -214,7 +214,7 @@ def test_close_in_another_thread_ends_a_call_with_words_and_the_cluster_works_ag
     assert running.wait(60)
     cluster.close()
     thread.join()
-    assert errors == ["The cluster was closed before the job was done."]
+    assert errors == ["The cluster was closed before the job finished."]
     assert fit(cluster).history["loss"]
     cluster.close()
 

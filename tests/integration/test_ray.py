@@ -82,7 +82,7 @@ def test_a_node_is_lost_with_a_parameter_server_and_every_record_is_trained_on_t
     cluster.remove_node(cluster.nodes_at.pop(host), allow_graceful=False)
     job.wait_for_line(rf"parameter server 0 .* was lost: its node {host} ")
     job.wait_for_line(r"it made room for parameter server 0")
-    job.wait_for_line(r"Parameter server 0 is back .* from its recovery files")
+    job.wait_for_line(r"Parameter server 0 recovered .* from its recovery files")
     waits = r"Not started yet: worker \d, worker \d \(no Ray node has a free CPU\)"
     if not re.search(waits, job.output):
         job.wait_for_line(waits)

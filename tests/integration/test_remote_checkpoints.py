@@ -235,7 +235,7 @@ def test_job_goes_on_while_its_storage_is_away(storage, settings):
 def test_last_checkpoint_that_can_not_be_written_is_kept_and_resume_writes_it(storage, settings, tmp_path):
     storage.stop()
     try:
-        with pytest.raises(CheckpointError, match=r"The last checkpoint is kept in .*elasticcb resume") as failed:
+        with pytest.raises(CheckpointError, match=r"The last checkpoint is in .*elasticcb resume") as failed:
             run_master(settings, RecordingDisplay())
     finally:
         storage.start()

@@ -121,9 +121,7 @@ def test_killed_program_goes_on_where_it_was(program):
     again = Counter((fit, epoch) for fit, epoch, _ in first.keys() & second.keys())
     assert 0 < again.pop((2, 1)) < 60
     assert again == {(1, 0): 1, (2, 0): 1}  # the first batches, by which the model is built
-    lost = re.findall(
-        r"goes on from its recovery files; (\d+) updates of its part of the model are lost\.$", output, re.M
-    )
+    lost = re.findall(r"resumes from its recovery files; (\d+) updates to its shard were lost\.$", output, re.M)
     updates, loss = re.search(r"updates (\d+) loss (.*)", output).groups()
     assert int(updates) + sum(map(int, lost)) >= 4 * BATCHES
     assert float(loss) < 0.1
@@ -136,7 +134,7 @@ def test_lost_cluster_and_sigterm_end_a_program_with_75_and_it_goes_on_when_it_i
     assert code == 75, output
     assert "parameter server 0" in output
     assert "max_ps_restarts" in output
-    assert "To go on where the job stands: run the program again" in output
+    assert "To resume the job: run the program again" in output
     assert "The cluster is lost. The program exits with code 75" in output
     assert "Traceback" not in output
     code, output = program.run("SIGTERM", fit=2, epoch=2, batch=20)

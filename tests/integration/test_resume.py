@@ -70,10 +70,10 @@ def test_killed_master_is_replaced_while_workers_and_servers_go_on(data, start_j
     job.wait_for_line(r"starting: ")
     job.master.kill()  # before it has built its model
     job.wait_for_line(r"a new one continues the job\.")
-    job.wait_for_line(r"is back after .*; 2 workers and 2 parameter servers went on meanwhile")
+    job.wait_for_line(r"recovered in .*; 2 workers and 2 parameter servers kept running")
     job.wait_for_line(r"Evaluation at version")
     job.master.kill()
-    job.wait_for_line(r"is back after")
+    job.wait_for_line(r"recovered in")
     later = Scrape(metrics)  # at the same port; what was counted goes on
     assert later.find("elasticcb_ready") == 1
     for kind in ("training", "evaluation"):
@@ -148,7 +148,7 @@ REMEMBERS = """
 def test_callbacks_that_are_interrupted_end_training_where_they_would_have(data, start_job):
     write_model_file(data, LINEAR_MODEL + PACE + REMEMBERS, "remembers")
     job = start_job(*[flag.replace("linear.", "remembers.") for flag in flags(data, num_epochs=30, num_ps=1)])
-    job.wait_for_line(r"is back after")
+    job.wait_for_line(r"recovered in")
     job.wait_for_line(r"Evaluation at version")
     job.interrupt()
     assert job.finish() == 130
@@ -180,9 +180,9 @@ def test_processes_killed_with_the_master_are_replaced_and_all_when_the_one_that
         process.kill()
     assert not psutil.wait_procs(killed, 60)[1]
     job.master.kill()
-    job.wait_for_line(r"parameter server 1 .* was lost: it ended while there was no master")
-    job.wait_for_line(r"Parameter server 1 is back")
-    job.wait_for_line(r"is back after .*; 1 worker and 1 parameter server went on meanwhile")
+    job.wait_for_line(r"parameter server 1 .* was lost: it exited while there was no master")
+    job.wait_for_line(r"Parameter server 1 recovered")
+    job.wait_for_line(r"recovered in .*; 1 worker and 1 parameter server kept running")
     assert len(set(others(job)) & set(before)) == 2
 
     job.wait_for_line(r"Evaluation at version")
@@ -192,13 +192,13 @@ def test_processes_killed_with_the_master_are_replaced_and_all_when_the_one_that
     job.wait_for_line(r"worker 0 .* was lost")
     job.master.kill()
     job.wait_for_line(r"a new one continues the job with new processes")
-    job.wait_for_line(r"Parameter server 1 goes on from its recovery files")
+    job.wait_for_line(r"Parameter server 1 resumes from its recovery files")
     assert not set(others(job)) & set(before)
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * 4
     assert number(job.output, "parameter servers lost") == 1
     assert number(job.output, "workers lost") == 2  # as the masters saw
-    lost = sum(map(int, re.findall(r"; (\d+) updates of its part of the model are lost", job.output)))
+    lost = sum(map(int, re.findall(r"; (\d+) updates to its shard were lost", job.output)))
     assert number(job.output, "updates lost with them") == lost
     assert {int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)} == {TESTED}
     job.assert_no_orphans()
@@ -210,7 +210,7 @@ def test_synchronous_servers_outlive_the_master_and_are_started_anew_together(da
     job.wait_for_line(r"Evaluation at version")
     before = others(job)
     job.master.kill()
-    job.wait_for_line(r"is back after .*; 2 workers and 2 parameter servers went on meanwhile")
+    job.wait_for_line(r"recovered in .*; 2 workers and 2 parameter servers kept running")
     job.wait_for_line(r"Evaluation at version")
     assert others(job) == before
     job.kill("ps", 1)
@@ -245,7 +245,7 @@ def test_interrupted_job_is_resumed_without_a_loss_where_it_can_be(data, start_j
     np.savez(data / "train.npz", **shorter)
     changed = start_job("resume", str(data / "job"))
     assert changed.finish() == 1
-    assert "The training data have changed: 1,200 records in 1 sources when the job began, 1,100" in changed.output
+    assert "The training data has changed: 1,200 records in 1 sources when the job started, 1,100" in changed.output
     (data / "train.npz").write_bytes(whole)
 
     again = start_job("resume", str(data / "job"))
@@ -253,7 +253,7 @@ def test_interrupted_job_is_resumed_without_a_loss_where_it_can_be(data, start_j
     for _ in range(2):  # the shell's and the kernel's, when a terminal is closed
         again.process.send_signal(signal.SIGHUP)
     assert again.finish() == 130, again.output
-    assert re.findall(r"goes on from its recovery files; (\d+) updates", again.output) == ["0", "0"]
+    assert re.findall(r"resumes from its recovery files; (\d+) updates", again.output) == ["0", "0"]
 
     # Without recovery files, from the newest checkpoint of the job.
     newest = max((data / "ckpt").glob("version-*"))
@@ -263,7 +263,7 @@ def test_interrupted_job_is_resumed_without_a_loss_where_it_can_be(data, start_j
     shutil.rmtree(data / "job" / "recovery")
     last = start_job("resume", str(data / "job"))
     assert last.finish() == 0, last.output
-    assert re.findall(rf"goes on from {newest}; (\d+) updates", last.output) == ["0", "0"], last.output
+    assert re.findall(rf"resumes from {newest}; (\d+) updates", last.output) == ["0", "0"], last.output
     assert records_trained(last.output) == [RECORDS] * 4
     assert number(last.output, "model version") >= 4 * RECORDS // 8 > version
 
@@ -309,14 +309,14 @@ def test_a_folder_has_one_job_and_a_master_that_was_cut_off_can_not_act(data, st
         (data / lock).unlink()
     monkeypatch.setenv("HELD_BY", str(second))
     new = start_job("resume", str(data / "job"))
-    new.wait_for_line(r"goes on from its recovery files")
+    new.wait_for_line(r"resumes from its recovery files")
     new.wait_for_line(r"Evaluation at version")
     second.touch()
     if end is not None:
         old.send_signal(end)
     old.resume()
     assert job.finish() == 1
-    assert "Another master goes on with the job" in job.output, job.output
+    assert "Another master took over the job" in job.output, job.output
     assert not (data / "job" / "status.json").exists()
     assert (data / "job" / "master.json").exists()
     second.unlink()
@@ -338,7 +338,7 @@ def test_job_on_a_full_disk_ends_with_what_to_do_and_goes_on_when_there_is_room(
             while True:
                 filler.write(bytes(4096))
         assert job.finish() == 1, job.output
-        assert re.search(r"The journal .* can't be written: .*No space left.*Make room", job.output)
+        assert re.search(r"The journal .* can't be written: .*No space left.*Free disk space", job.output)
         assert "elasticcb resume" in job.output
         (disk / "filler").unlink()
         again = start_job("resume", str(disk / "job"))

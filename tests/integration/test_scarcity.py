@@ -49,7 +49,7 @@ def test_recovery_files_that_can_not_be_written_are_told_of_and_training_goes_on
     shutil.rmtree(folder)
     folder.touch()  # as hard to write into as a full disk, also for root
     warning = job.wait_for_line("Parameter server 0: .* can't be written")
-    assert "Training goes on" in warning
+    assert "Training continues" in warning
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * 10
     assert job.output.count("can't be written") == 1

@@ -14,7 +14,7 @@ from elasticcb.checkpoint.versions import find_latest
 from jobs import GATE, number, offsets_job, open_gate, records_trained, train_flags
 
 RECORDS, TESTED, IDS = 4_000, 400, 40
-IS_BACK = r"Parameter server \d is back after [\d.]+ s, from its recovery files; \d+ updates"
+IS_BACK = r"Parameter server \d recovered in [\d.]+ s from its recovery files; \d+ updates"
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_killed_servers_are_replaced_alone_in_training_and_in_evaluation(data, s
     unwanted = ("training_data", "checkpoint_interval")
     given = [flag for flag in flags(data, **more) if not flag.startswith(tuple(f"--{name}=" for name in unwanted))]
     evaluation = start_job("evaluate", *given)
-    evaluation.wait_for_line(r"The model starts from")
+    evaluation.wait_for_line(r"Training starts from")
     evaluation.kill("ps", 1)
     assert evaluation.finish() == 0, evaluation.output
     assert number(evaluation.output, "records evaluated, once each") == TESTED
@@ -80,7 +80,7 @@ def test_epoch_that_has_ended_is_not_lost_with_a_server(data, start_job):
             # The file that the end of the epoch calls for comes after those that the others have begun with.
             wait_until(lambda log=log, epoch=epoch: len(files_of(log)) > epoch)
             job.kill("ps", index)
-            assert "; 0 updates of its part of the model are lost" in job.wait_for_line(IS_BACK)
+            assert "; 0 updates to its shard were lost" in job.wait_for_line(IS_BACK)
         (data / "next").write_text(str(first_epoch * (epoch + 1)))
         (data / "next").replace(stop)
     open_gate(data)
@@ -104,11 +104,11 @@ def test_servers_with_replicas_lose_no_update_however_often_they_are_killed(data
     master_died = faults.fail_at("master", 0, "introduces a server to its neighbour")
     job = start_job("train", *flags(data, **given, checkpoint_dir=data / "weights"))
     by_replica = "from its recovery files and its replica; 0 updates"
-    for index, words in ((0, "The master is back"), (1, by_replica), (0, by_replica)):
+    for index, words in ((0, "The master recovered"), (1, by_replica), (0, by_replica)):
         job.wait_for_line(r"Evaluation at version")
         job.kill("ps", index)
-        job.wait_for_line(rf"Parameter server {1 - index} has no replica until parameter server {index} is back")
-        assert words in job.wait_for_line(r"is back after")
+        job.wait_for_line(rf"Parameter server {1 - index} has no replica until parameter server {index} recovers")
+        assert words in job.wait_for_line(r"recovered in")
     assert master_died()
     assert job.finish() == 0, job.output
     assert re.search(r"parameter servers lost +3 \(3 replaced", job.output)

@@ -78,7 +78,7 @@ def test_straggler_is_named_and_the_rest_of_its_tasks_goes_to_other_workers(tmp_
     )
     summary, display = run_job(settings)
 
-    reason = r"Worker 1 is a straggler: [\d.]+ s per batch, the median of the others is [\d.]+ s\."
+    reason = r"Worker 1 is a straggler: [\d.]+ s per batch; the median of the others is [\d.]+ s\."
     assert [each for each in display.messages if re.fullmatch(reason, each)]
     assert any(status.stragglers == (1,) for status in display.statuses)
     assert summary.stragglers_ever == (1,)

@@ -108,7 +108,7 @@ def test_nobody_else_can_take_the_place_of_a_server_that_was_killed(data, start_
     folder = assert_in_one_folder(before, 1)
     job.kill("ps")
     assert set(itertools.chain(*takes(before).values())) == {"PermissionError"}
-    job.wait_for_line("Parameter server 0 is back")
+    job.wait_for_line("Parameter server 0 recovered")
     after = [each for each in listening(job.children("ps")) if each.startswith("/")]
     assert_in_one_folder(after, 1)
     assert before != after

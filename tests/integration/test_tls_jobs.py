@@ -112,12 +112,12 @@ def test_a_job_outlives_its_certificates_and_its_processes_are_replaced_meanwhil
 
     first = wait_for_their_end()
     job.kill("ps")
-    job.wait_for_line(r"Parameter server 0 is back")
+    job.wait_for_line(r"Parameter server 0 recovered")
     job.kill("worker", 1)
     job.wait_for_line(r"Evaluation at version")
     second = wait_for_their_end()
     job.master.kill()
-    job.wait_for_line(r"The master is back after")
+    job.wait_for_line(r"The master recovered in")
     job.wait_for_line(r"Evaluation at version")
     wait_until(lambda: first < second < min(expiries().values()))  # a process tells the master at times
     assert ca.read_bytes() == before

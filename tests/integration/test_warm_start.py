@@ -128,7 +128,7 @@ def test_another_fit_of_a_model_keeps_what_it_has_learned(tmp_path, messages):
     messages.clear()
     fit(model, 1, 1 << 20, init_from=str(tmp_path))
     np.testing.assert_allclose(rows(model, "user"), learned, rtol=1e-6)
-    assert "the model has been trained for 4 steps already" in messages.text
+    assert "the model has already been trained for 4 steps" in messages.text
 
 
 def test_masters_that_take_over_and_jobs_that_are_resumed_keep_what_was_trained(tmp_path: Path, start_job, monkeypatch):
@@ -147,7 +147,7 @@ def test_masters_that_take_over_and_jobs_that_are_resumed_keep_what_was_trained(
     assert "first" in said
     job.wait_for_line(r"Evaluation at version")
     job.master.kill()
-    job.wait_for_line(r"is back after")
+    job.wait_for_line(r"recovered in")
     job.wait_for_line(r"Evaluation at version")
     job.interrupt()
     assert job.finish() == 130
@@ -156,5 +156,5 @@ def test_masters_that_take_over_and_jobs_that_are_resumed_keep_what_was_trained(
     resumed = start_job("resume", str(tmp_path / "job-2"))
     assert resumed.finish() == 0, resumed.output
     assert "variables from" not in resumed.output
-    assert f"goes on from {tmp_path / 'second'}/version-" in resumed.output
+    assert f"resumes from {tmp_path / 'second'}/version-" in resumed.output
     assert number(resumed.output, "model version") >= 4 * 1_200 // 8

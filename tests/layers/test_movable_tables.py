@@ -134,7 +134,7 @@ def eagerly(model, ids, training):
 
 
 NOT_SERVABLE = [
-    (eagerly, "the step can't be traced, as it must be"),
+    (eagerly, "the step can't be traced, which is needed"),
     (tied, "the step uses its variable in other ways"),
     (ranking, "the step uses its variable in other ways"),
     (by_rows, "its ids depend on rows of an embedding"),

@@ -118,7 +118,7 @@ def small(layer, length=4):
 def test_id_out_of_range_is_told_with_its_layer(wrong):
     model, batch = small(Embedding(DIM, ROWS, name="words"))
     lookups = TensorFlowTables(model, tables_of(model, batch)).lookups(model.train_step)
-    with pytest.raises(ModelFileError, match=rf"'words' was asked for the id {wrong}.*below its input_dim={ROWS}"):
+    with pytest.raises(ModelFileError, match=rf"'words' was called with the id {wrong}.*below its input_dim={ROWS}"):
         lookups((tf.constant([[0, 1, wrong, 3]]), batch[1]))
 
 
@@ -169,7 +169,7 @@ def test_tables_that_are_asked_for_the_same_ids_share_them():
 def test_a_model_called_outside_a_step_says_where_its_rows_are():
     model, batch = small(Embedding(DIM, name="words"))
     TensorFlowTables(model, tables_of(model, batch))
-    with pytest.raises(ModelFileError, match="outside a step of the job, and with it the embedding layer 'words'"):
+    with pytest.raises(ModelFileError, match="outside a step of the job, but its embedding layer 'words'"):
         model(batch[0])
 
 
@@ -178,7 +178,7 @@ def test_a_step_that_calls_a_layer_more_often_than_expected_is_refused():
     served = TensorFlowTables(model, {0: model.layers[1].table_spec()})
     ids, places = served.lookups(model)(x)[0]
     with (
-        pytest.raises(NotServableError, match="'words' more often than the 1 times"),
+        pytest.raises(NotServableError, match="'words' more than the 1 times"),
         served.serving({0: tf.zeros([len(ids), DIM])}, {0: places}),
     ):
         model(model(x) * 0 + tf.cast(x, tf.float32))

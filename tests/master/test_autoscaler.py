@@ -106,12 +106,12 @@ def test_it_looks_again_when_the_load_is_another_and_after_a_long_time():
     assert job.run(500) == []
     job.curve = lambda workers: 500.0 * workers
     again = job.run(300)
-    assert "looks again whether 2 is the best number: 1,112 records/s are no longer the 2,000" in again[0].reason
+    assert "searching again from 2 workers: throughput changed from 2,000 to 1,112 records/s" in again[0].reason
     assert again[-1].workers == 8
     job.curve = lambda workers: 1500.0  # all the same to it
     assert job.numbers(300)[-1] == 1
     assert job.run(500) == []
-    assert "it is time to" in job.run(500)[0].reason
+    assert "periodic check" in job.run(500)[0].reason
     assert job.scaler.workers == 1
     assert job.run(1200) == []  # twice as long after a search that changed nothing
 

@@ -87,8 +87,8 @@ def test_arrays_that_can_not_be_kept_are_told_of_once_and_training_goes_on(tmp_p
     assert arrays.keep({"a": np.ones(50)}) is None
     assert arrays.keep({"a": np.ones(60)}) is None
     assert len(said) == 1
-    assert "is not kept" in said[0]
+    assert "are not saved" in said[0]
     (tmp_path / "recovery").write_text("a file where the folder should be")
     arrays, said = opened(tmp_path)
     assert arrays.keep({"a": np.ones(5)}) is None
-    assert "is not kept" in said[0]
+    assert "are not saved" in said[0]

@@ -132,7 +132,7 @@ def test_task_is_counted_once():
     assert rounds.collect(number, 7, states(1)).accepted
     again = rounds.collect(number, 7, states(1))
     assert not again.accepted
-    assert "before" in again.reason
+    assert "already" in again.reason
     assert rounds.collection.merged().states["accuracy"][0] == 1
 
 

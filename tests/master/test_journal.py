@@ -81,7 +81,7 @@ def test_master_that_is_replaced_while_it_rewrites_its_journal_says_so(tmp_path,
         durable.sync(unfinished)
 
     monkeypatch.setattr(durable, "sync", replace)
-    with pytest.raises(ReplacedError, match="Another master goes on"):
+    with pytest.raises(ReplacedError, match="Another master took over"):
         journal.rewrite([])
     assert Journal(path).memory.version == 2
 

@@ -66,7 +66,7 @@ def test_a_worker_that_waits_for_the_servers_learns_that_the_job_is_over(lines):
     master = make_master(lines)
     worker = join(master)
     master.desk.close()
-    with pytest.raises(JobFailedError, match="ended before it began"):
+    with pytest.raises(JobFailedError, match="ended before it started"):
         master.calls.wait_for_cluster(worker, 60.0)
 
 
@@ -110,7 +110,7 @@ def test_autoscaling_ends_when_the_number_of_workers_is_set_by_hand(lines, tmp_p
     state_of(master).queue, state_of(master).autoscales = make_queue(), True
     assert master.calls.scale(3) == 1
     assert not state_of(master).autoscales
-    assert lines[-1] == "Autoscale: off, since the number of workers was set by hand."
+    assert lines[-1] == "Autoscale: off, because the number of workers was set manually."
     memory = Journal(tmp_path / "journal.log").memory
     assert (memory.workers, memory.autoscale) == (3, False)
 
@@ -121,8 +121,8 @@ def test_a_wish_for_servers_knows_what_it_waits_for(lines):
     master.calls.register(Role.PS, 0, "here:1", 2, "here")
     scaling = master.server_scaling
     wish = scaling.ask(2, waiting=False, seconds=0.0)
-    scaling.turn(None, "the evaluation round to end", lambda servers: "")
-    assert scaling.ask(2, waiting=True, seconds=0.0).waits_for == "the evaluation round to end"
+    scaling.turn(None, "the evaluation pass to end", lambda servers: "")
+    assert scaling.ask(2, waiting=True, seconds=0.0).waits_for == "the evaluation pass to end"
     scaling.turn(None, "", lambda servers: "")
     assert wish.waits_for == "all parameter servers to be up"
     scaling.turn(None, "", lambda servers: f"no {servers}")
@@ -143,7 +143,7 @@ def test_workers_that_run_functions_are_not_scaled(lines):
     master = make_master(lines)
     state_of(master).queue = make_queue()
     state_of(master).settings = replace(state_of(master).settings, command=Command.CALL)
-    with pytest.raises(UsageError, match=r"Functions of Cluster\.schedule"):
+    with pytest.raises(UsageError, match=r"workers of Cluster\.schedule"):
         master.calls.scale(2)
     assert state_of(master).roster.size(Role.WORKER) == 1
 
@@ -196,7 +196,7 @@ def test_a_long_batch_is_told_with_the_number_by_which_its_worker_has_a_log(line
     master = make_master(lines)
     master.calls.register(Role.PS, -1, "here:1", 1, "here")  # so that the worker's id is another number than its place
     hold_long_batch(master)
-    assert any(line.startswith("Worker 0 has been in one batch for 2 s. After 12 s") for line in lines)
+    assert any(line.startswith("Worker 0 has computed one batch for 2 s. After 12 s") for line in lines)
 
 
 def test_a_thread_in_a_long_batch_is_not_called_hung(lines):
@@ -214,7 +214,7 @@ def test_a_process_of_a_job_that_is_over_is_sent_to_the_next_one(lines):
         lambda: master.calls.wait_for_cluster(worker, 60.0),
         lambda: join(master),
     ):
-        with pytest.raises(JobOverError, match="Job 1 is over; the present one is 2"):
+        with pytest.raises(JobOverError, match="Job 1 is over; the current job is 2"):
             call()
     assert master.calls.get_task(worker, (), 60.0).kind is DecisionKind.FINISHED
     assert master.calls.register(Role.WORKER, -1, "", 1, "here", job=2).id == worker

@@ -136,7 +136,7 @@ def test_parameter_server_whose_part_of_the_model_can_not_be_had_again_fails_the
     job.register(Role.PS)
     job.roster.losses.recovers_ps = False
     job.ends("ps", reason="killed by SIGKILL", failed=False)
-    with pytest.raises(JobFailedError, match=r"parameter server 0 .*killed by SIGKILL.*part of the model is gone"):
+    with pytest.raises(JobFailedError, match=r"parameter server 0 .*killed by SIGKILL.*part of the model is lost"):
         job.processes.check()
 
 

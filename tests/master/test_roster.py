@@ -46,7 +46,7 @@ def test_place_that_is_taken_is_refused():
     register(roster, WORKER, 0, 11)
     with pytest.raises(UsageError, match=r"worker 0 \(id 1, pid 11 on host\)"):
         register(roster, WORKER, 0, 12)
-    with pytest.raises(UsageError, match="all 1 of this job are there"):
+    with pytest.raises(UsageError, match="already has all its 1"):
         register(roster, WORKER, -1, 12)
 
 
@@ -75,11 +75,11 @@ def test_job_goes_on_with_the_other_workers_when_the_restarts_are_used_up():
     first, second = register(roster, pid=1), register(roster, pid=2)
     decision = roster.lost(first.id, "killed")
     assert decision.kind is Consequence.IGNORE
-    assert "1 other workers go on" in decision.reason
+    assert "1 other workers continue" in decision.reason
     assert roster.state(WORKER, 0) is PlaceState.GIVEN_UP
     decision = roster.lost(second.id, "killed")
     assert decision.kind is Consequence.FAIL
-    assert "no worker is left" in decision.reason
+    assert "no workers are left" in decision.reason
 
 
 def test_worker_that_is_expected_counts_as_one_that_can_go_on():
@@ -139,11 +139,11 @@ def test_unknown_and_lost_ids_are_refused_with_the_reason():
     roster = Roster(1, 0, max_worker_restarts=1)
     member = register(roster)
     assert roster.seen(member.id, 1.0).accepted
-    roster.lost(member.id, "silent for 30 s")
+    roster.lost(member.id, "no heartbeat for 30 s")
     for answer in (roster.seen(member.id, 2.0), roster.left(member.id)):
         assert not answer.accepted
-        assert "silent for 30 s" in answer.reason
-    assert "no process with the id 99" in roster.seen(99, 2.0).reason
+        assert "no heartbeat for 30 s" in answer.reason
+    assert "no process with id 99" in roster.seen(99, 2.0).reason
 
 
 def test_member_that_is_not_seen_for_long_is_silent():

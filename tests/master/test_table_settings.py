@@ -49,7 +49,7 @@ def test_the_end_of_a_path_is_enough_where_no_other_table_has_it():
 
 def test_rows_go_to_disk_only_where_something_limits_them():
     with pytest.raises(
-        UsageError, match=r"nothing limits the tables of this job\. Set --embedding_memory_bytes, or max_"
+        UsageError, match=r"this job has no limit for its tables\. Set --embedding_memory_bytes, or max_"
     ):
         resolved({}, when_full=WhenFull.DISK)
     assert resolved({}, when_full=WhenFull.DISK, memory_bytes=1000)
@@ -59,10 +59,13 @@ def test_rows_go_to_disk_only_where_something_limits_them():
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"user": {}}, r"'user', which is no embedding table .* are: 'users', 'left/items', 'right/items', 'films'\. "),
-        ({"items": {}}, r"'items', which is the name of 2 tables.*'right/items', 'films'\. Write one of these"),
+        (
+            {"user": {}},
+            r"'user', which is not an embedding table .* are: 'users', 'left/items', 'right/items', 'films'\. ",
+        ),
+        ({"items": {}}, r"'items', which matches 2 tables.*'right/items', 'films'\. Use one of these"),
         ({"users": {}, "users/embeddings": {}}, "'users' twice"),
-        ({"films": {"max_rows": 3}}, r"max_rows=3 for 'films', a keras.layers.Embedding, whose rows are all there"),
+        ({"films": {"max_rows": 3}}, r"max_rows=3 for 'films', a keras.layers.Embedding, which creates all its rows"),
     ],
 )
 def test_names_and_settings_that_fit_no_table_are_refused(tables, message):
@@ -80,7 +83,7 @@ def test_layer_of_keras_takes_a_multiplier_and_the_dtype_of_rows():
 
 def test_tables_that_let_rows_go_can_not_have_replicas():
     for given in ({"min_count": 2}, {"max_age": 9}):
-        with pytest.raises(UsageError, match=r"--ps_replicas=1 can't be with m.* of the embedding table 'users'"):
+        with pytest.raises(UsageError, match=r"--ps_replicas=1 excludes m.* of the embedding table 'users'"):
             resolved({"users": given}, replicas=1)
         with pytest.raises(UsageError, match="'users': a replica does not know which rows"):
             resolved({}, replicas=1, layer=TableOptions(**given))

@@ -145,7 +145,7 @@ def test_held_epoch_begins_only_after_release():
     assert reached(queue) == [(EPOCH_DONE, 0)]
     decision = queue.get_task(1, 0.0)
     assert decision.kind is DecisionKind.WAIT
-    assert "epoch 0 is not released" in decision.reason
+    assert "epoch 0 has not been released" in decision.reason
     queue.release_epoch(0)
     assert [t.epoch for t in drain(queue)] == [1, 1]
     assert reached(queue) == [(EPOCH_DONE, 1), (TRAINING_DONE, 0)]

@@ -250,7 +250,7 @@ def test_worker_that_computes_one_long_batch_keeps_its_lease_up_to_a_limit_and_t
     answers = {now: queue.report_progress(1, lease.id, 0, now, computing=now) for now in range(10, 661, 10)}
     assert queue.expire(719.0) == []
     assert [now for now, answer in answers.items() if answer.long_batch] == list(range(60, 661, 10))
-    assert "has been in one batch for 60 s. After 720 s (12 times lease_seconds)" in answers[60].reason
+    assert "has computed one batch for 60 s. After 720 s (12 times lease_seconds)" in answers[60].reason
     for now in (670.0, 710.0):  # which keeps nothing alive any more
         assert not queue.report_progress(1, lease.id, 0, now, computing=now).long_batch
     assert queue.expire(720.0) == [lease]

@@ -113,7 +113,7 @@ def test_splits_that_can_not_be_are_refused():
     lease = take(queue, 1)
     queue.report_progress(1, lease.id, 10, 1.0)
     for end in (-5, 0, 5, 21):
-        with pytest.raises(WireError, match=rf"wants to do the first {end} records.*from as many to 20"):
+        with pytest.raises(WireError, match=rf"asked to keep only the first {end} records.*from 10 to 20"):
             queue.split(1, lease.id, end)
     assert queue.split(1, lease.id, 20).reason == "there is nothing to split off"
     assert not queue.split(2, lease.id, 15).accepted

@@ -61,7 +61,7 @@ def test_silent_server_is_ended_and_another_takes_its_place():
     assert watched.backend.killed == [("ps", 0)]
     assert state_of(watched.master).roster.to_start() == [(Role.PS, 0)]
     assert 0 in state_of(watched.master).lost_ps
-    assert "silent for 30 s; restart 1 of 10" in watched.lines[0]
+    assert "no heartbeat for 30 s; restart 1 of 10" in watched.lines[0]
 
 
 def test_worker_whose_end_the_backend_would_tell_has_the_time_of_a_lease():
@@ -81,7 +81,7 @@ def test_any_process_that_nobody_watches_is_missed_and_refused_when_it_comes_bac
     for id in (watched.worker, watched.server):
         sighting = state_of(watched.master).roster.seen(id, 31.0)
         assert not sighting.accepted
-        assert "silent for 30 s" in sighting.reason
+        assert "no heartbeat for 30 s" in sighting.reason
 
 
 def test_what_prepares_for_the_next_job_may_be_silent():
@@ -111,4 +111,6 @@ def test_nobody_is_missed_when_the_job_is_over(end):
 def test_silent_server_without_a_restart_left_ends_the_job():
     watched = Watched(max_ps_restarts=0)
     watched.look(10.0, 20.0, 30.0)
-    assert "silent for 30 s; the 0 restarts (--max_ps_restarts) are used up" in str(state_of(watched.master).error)
+    assert "no heartbeat for 30 s; the 0 restarts (--max_ps_restarts) are used up" in str(
+        state_of(watched.master).error
+    )

@@ -232,7 +232,7 @@ def test_table_of_given_rows_goes_to_disk_and_comes_back(full):
     table.put(TableState(ids, initial(ids)))
     assert table.lookup(ids[::-7], True).tolist() == initial(ids[::-7]).tolist()
     assert table.lookup(ids, False).tolist() == initial(ids).tolist()
-    with pytest.raises(ElasticCBError, match="has no row of the id 100"):
+    with pytest.raises(ElasticCBError, match="has no row for id 100"):
         table.lookup(np.array([100]), True)
 
 
@@ -244,7 +244,7 @@ def test_max_rows_are_those_in_memory(store):
         train_rows(table, ids, np.zeros((4, DIM), np.float32), descend, version)
     assert len(table) == 36
     assert len(table.used) <= 9
-    with pytest.raises(ElasticCBError, match=r"have gone\. Raise max_rows, or make batches"):
+    with pytest.raises(ElasticCBError, match=r"were evicted\. Raise max_rows, or use smaller batches"):
         table.lookup(np.arange(10), True)
     assert len(table) == 36
 
@@ -253,7 +253,7 @@ def test_batch_that_does_not_fit_in_memory_is_an_error_and_loses_nothing(full):
     both = Both(full(20))
     for start in range(0, 90, 15):
         both.train(np.arange(start, start + 15), np.random.default_rng(start))
-    with pytest.raises(ElasticCBError, match="All rows that may go have gone"):
+    with pytest.raises(ElasticCBError, match="All rows that could be evicted were evicted"):
         both.table.lookup(np.arange(50), True)
     np.testing.assert_array_equal(both.table.lookup(np.arange(90), False), both.plain.lookup(np.arange(90), False))
 

@@ -267,7 +267,7 @@ def test_slots_that_a_state_lacks_begin_with_their_initial_row():
 def test_id_without_a_row_in_a_table_of_given_rows_is_named():
     table = EmbeddingTable(2, "float32", None, {}, name="emb/embeddings")
     table.load(TableState(np.arange(3), np.zeros((3, 2), np.float32)), 0)
-    with pytest.raises(ElasticCBError, match="emb/embeddings has no row of the id 3"):
+    with pytest.raises(ElasticCBError, match="emb/embeddings has no row for id 3"):
         table.lookup(np.arange(5), True)
 
 

@@ -116,7 +116,7 @@ def test_rows_alone_make_no_version(one):
 
 def test_a_movement_says_how_far_all_variables_have_moved(one):
     frame = one.frame({1: moved_by(1.0)[1]}, worker_id=1, sequence=1, batches=4, state_base=0)
-    with pytest.raises(WireError, match="moved 1 of the 3 variables that this server trains; it must say so of all"):
+    with pytest.raises(WireError, match="movements of 1 of the 3 variables that this server trains; it must have all"):
         one.call(0, "Exchange", frame)
 
 

@@ -187,7 +187,7 @@ def test_each_push_counts_once_while_servers_become_more_and_fewer(start):
     assert weights[4] == 1
     assert [each.buckets for each in moved] == [682, 341, 512, 768]
     assert pushes > 20
-    assert str(moved[0]).startswith("The job has 3 parameter servers from now on; there were 1. Moved 682 of 1,024")
+    assert str(moved[0]).startswith("The job now has 3 parameter servers (was 1). Moved 682 of 1,024")
 
 
 @pytest.mark.parametrize("make", [keras.optimizers.Adam, RowNorms])
@@ -329,8 +329,8 @@ def test_synchronous_servers_are_not_moved(start):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"specs": [replace(SPECS[0], shape=(0, 8)), *SPECS[1:]]}, "names other variables"),
-        ({"addresses": 1}, "to 3 servers names 1 addresses"),
+        ({"specs": [replace(SPECS[0], shape=(0, 8)), *SPECS[1:]]}, "has other variables"),
+        ({"addresses": 1}, "to 3 servers has 1 addresses"),
     ],
 )
 def test_a_move_that_does_not_fit_what_a_server_holds_is_refused(start, changed, words):

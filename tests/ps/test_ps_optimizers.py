@@ -215,5 +215,7 @@ def test_constraints_are_applied_on_the_servers(start, constraint, monkeypatch):
 def test_a_constraint_that_can_not_be_made_on_a_server_is_an_error_that_says_what_to_do(start):
     specs = [replace(SPECS[0], constraint='{"class_name": "Nowhere", "config": {}, "module": "nowhere"}')]
     client = start(lambda count: [optimizers.SGD(0.1)], specs)
-    with pytest.raises(ModelFileError, match=r"constraint of 'model/embedding/embeddings' can't be made .* Register"):
+    with pytest.raises(
+        ModelFileError, match=r"constraint of 'model/embedding/embeddings' can't be created .* Register"
+    ):
         client.initialize(InitialModel(initial_values(specs)))

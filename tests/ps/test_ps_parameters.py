@@ -173,7 +173,7 @@ def test_the_learning_rate_of_a_push_holds_for_that_push_alone():
 
 def test_a_learning_rate_that_a_schedule_decides_on_is_not_set():
     part = Part(OPTIMIZERS["Adam with amsgrad and a schedule"], initial_values())
-    with pytest.raises(ElasticCBError, match="made with a ExponentialDecay"):
+    with pytest.raises(ElasticCBError, match="uses a ExponentialDecay"):
         part.parameters.set_learning_rate(0.1)
 
 

@@ -89,5 +89,5 @@ def test_small_variables_are_not_cut():
 def test_blocks_of_another_layout_are_refused_in_words():
     specs = [VariableSpec("bias", (4,), "float32", True)]
     slices = partition(specs, 1, True)[0]
-    with pytest.raises(WireError, match=r"float32\[4\] was expected, float32\[3\] was given"):
+    with pytest.raises(WireError, match=r"expected float32\[4\], got float32\[3\]"):
         unpack({"float32": np.zeros(3, np.float32)}, specs, slices, True, [np.zeros(4, np.float32)])

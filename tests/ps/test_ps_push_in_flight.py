@@ -80,7 +80,7 @@ def test_pushes_of_a_worker_that_was_given_up_are_refused_from_then_on():
     client.initialize(InitialModel(VALUES))
     push(server.address, "", None)
     lost.add(7)
-    with pytest.raises(ElasticCBError, match="gradients of worker 7 are refused: the master gave it up"):
+    with pytest.raises(ElasticCBError, match="gradients of worker 7 are refused: the master declared it lost"):
         push(server.address, "", None)
     client.pull()
     assert client.version == 1

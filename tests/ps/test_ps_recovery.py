@@ -122,7 +122,7 @@ def test_server_without_files_begins_anew(losing, tmp_path):
     servers.write()
     (tmp_path / "job" / "recovery" / "ps-0" / "log.json").write_text("{}")
     restored = servers.replace(version=5)
-    assert (restored.source, restored.version) == ("the first weights", 0)
+    assert (restored.source, restored.version) == ("the initial weights", 0)
     np.testing.assert_array_equal(servers.held()[0], VALUES[0])
     assert servers.push(1).version == 6
 
@@ -133,7 +133,7 @@ def test_files_of_variables_of_other_shapes_are_refused(losing):
     servers.write()
     servers.master.servers.specs[0] = dataclasses.replace(SPECS[0], shape=(7,))
     request = servers.master._beginning(servers.master.servers.known[0], InitialModel(version=1), True)
-    with pytest.raises(CheckpointError, match=r"lack variables \[0\]: they are of another model"):
+    with pytest.raises(CheckpointError, match=r"lack variables \[0\]: they belong to another model"):
         servers.servers[0]._servicer.handlers["Initialize"](request)
     assert servers.push(1).version == 2  # the server goes on with what it holds
 
@@ -210,5 +210,5 @@ def test_files_of_another_training_are_refused(tmp_path):
     log.write(saved(1, [1]), whole=True)
     with pytest.raises(CheckpointError, match="another training"):
         RecoveryLog(tmp_path, "other").read()
-    with pytest.raises(CheckpointError, match="no recovery files"):
+    with pytest.raises(CheckpointError, match="No readable recovery files"):
         RecoveryLog(tmp_path / "nowhere", "run").read()

@@ -10,11 +10,11 @@ from elasticcb.ps.push_reader import check_row_ids
 @pytest.mark.parametrize(
     ("ids", "below", "message"),
     [
-        (np.array([3, -1]), None, "Row id -1 of 'emb' is out of range: expected ids from 0 on."),
-        (np.array([0, 7]), 7, "Row id 7 of 'emb' is out of range: expected ids from 0 on, below 7."),
-        (np.array([5, 2, 5]), None, "Row id 5 of 'emb' comes more than once"),
-        (np.array([3], np.int32), None, r"int64\[n\] was expected, int32\[1\] was given"),
-        (np.zeros((2, 1), np.int64), None, r"int64\[n\] was expected, int64\[2, 1\] was given"),
+        (np.array([3, -1]), None, "Row id -1 of 'emb' is out of range: expected ids from 0."),
+        (np.array([0, 7]), 7, "Row id 7 of 'emb' is out of range: expected ids from 0, below 7."),
+        (np.array([5, 2, 5]), None, "Row id 5 of 'emb' is repeated"),
+        (np.array([3], np.int32), None, r"expected int64\[n\], got int32\[1\]"),
+        (np.zeros((2, 1), np.int64), None, r"expected int64\[n\], got int64\[2, 1\]"),
     ],
 )
 def test_ids_that_name_no_rows_or_one_twice_are_refused(ids, below, message):

@@ -154,5 +154,5 @@ def test_the_row_of_an_id_is_told_with_its_slots_and_counts(losing):
      ("FindRow", pb.FindRowRequest(id=-1))],
 )  # fmt: skip
 def test_what_can_not_be_asked_is_refused(losing, method, asked):
-    with pytest.raises(WireError, match=r"expected 0 to|count from 0"):
+    with pytest.raises(WireError, match=r"expected 0 t?o"):
         losing().servers[0]._servicer.handlers[method](Frame(asked, {}))

@@ -217,7 +217,7 @@ def test_a_journal_with_a_flipped_bit_is_refused_and_nothing_is_changed(tmp_path
     journal.close()
     for place, flipped in flips(path.read_bytes()):
         path.write_bytes(flipped)
-        with pytest.raises(JobFailedError, match=r"is damaged from byte .* Put back a copy"):
+        with pytest.raises(JobFailedError, match=r"is damaged from byte .* Restore the journal"):
             Journal(path)
         assert path.read_bytes() == flipped, place
     assert not list(tmp_path.glob(".tmp-*"))
@@ -284,7 +284,7 @@ def test_a_journal_on_a_full_disk_keeps_what_it_had_and_goes_on_when_there_is_ro
         while True:
             journal.add(version=version + 1, queue={"text": "x" * 700, "number": version})
             version += 1
-    with pytest.raises(JobFailedError, match=r"can't be written: .*No space left.*Make room"):
+    with pytest.raises(JobFailedError, match=r"can't be written: .*No space left.*Free disk space"):
         journal.add(version=1)  # smaller, but something before it is missing
     with pytest.raises(JobFailedError, match="No space left"):
         journal.rewrite([])
@@ -332,7 +332,7 @@ def test_a_master_that_was_replaced_can_not_write_the_journal(tmp_path):
     new.begin()
     assert new.term == old.term + 1
     for write in (lambda: old.add(version=9), lambda: old.rewrite([]), old.check_is_ours):
-        with pytest.raises(ReplacedError, match="Another master goes on"):
+        with pytest.raises(ReplacedError, match="Another master took over"):
             write()
     new.add(version=3)
     new.close()
@@ -346,7 +346,7 @@ def test_a_server_that_was_replaced_can_not_write_recovery_files(tmp_path):
     new = RecoveryLog(tmp_path / "ps-0", "abc")
     assert new.take_over().part.version == 3
     for _ in range(3):
-        with pytest.raises(CheckpointError, match="Another parameter server has taken the place"):
+        with pytest.raises(CheckpointError, match="Another parameter server has replaced this one"):
             old.write(Saved(part(9), {1: 9}), whole=True)
         new.write(Saved(part(5), {1: 4}), whole=True)
     assert RecoveryLog(tmp_path / "ps-0", "abc").read().part.version == 5

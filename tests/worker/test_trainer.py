@@ -129,5 +129,5 @@ def test_weights_left_out_of_weight_decay_are_told_to_the_servers():
 def test_layer_that_assigns_to_its_own_trainable_kernel_is_refused(jit_compile):
     normalized = keras.layers.SpectralNormalization(keras.layers.Dense(4))
     trainer, blocks = make_trainer(dense_model(layers=[normalized], jit_compile=jit_compile))
-    with pytest.raises(ModelFileError, match=r"assigns a value to '.*kernel', which an optimizer updates as well"):
+    with pytest.raises(ModelFileError, match=r"assigns a value to '.*kernel', which an optimizer also updates"):
         trainer.train((X, Y), blocks)

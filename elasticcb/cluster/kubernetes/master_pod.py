@@ -79,7 +79,7 @@ def keep_in_pod(settings: JobSettings, run: Callable[[bool, float], None]) -> No
     except (JobInterrupted, LostServerError, ReplacedError, KubernetesError) as error:
         if isinstance(error, KubernetesError) and error.hopeless:
             raise
-        what = str(error).splitlines()[0].partition(" To continue it:")[0]
+        what = str(error).splitlines()[0].partition(" To resume it:")[0]
         say(f"{what} The master's next pod continues the job.")
         sys.exit(GO_ON)
 

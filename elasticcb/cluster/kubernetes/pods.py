@@ -53,8 +53,8 @@ _REASONS = (  # text in a line, and the reason and type of its event
     (" leaves: ", "ProcessLost", "Warning"),
     ("Not started yet: ", "ProcessesWait", "Warning"),
     (" is a straggler: ", "Straggler", "Warning"),
-    (" is back after ", "ServerRecovered", "Normal"),
-    (" from now on; there were ", "Scaled", "Normal"),
+    (" recovered in ", "ServerRecovered", "Normal"),
+    (" job now has ", "Scaled", "Normal"),
 )
 
 

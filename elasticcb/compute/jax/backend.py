@@ -1,4 +1,4 @@
-"""JAX as a backend."""
+"""The JAX backend."""
 
 from __future__ import annotations
 

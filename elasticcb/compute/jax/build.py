@@ -1,4 +1,4 @@
-"""Builds what Keras builds lazily, with one real batch, which is traced and not run."""
+"""Builds what Keras builds lazily, by tracing one real batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elasticcb.settings import Mode
 
 
 def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -> dict[int, int] | None:
-    """As `Backend.build`."""
+    """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
     with told_with_batch(spec, batch, mode, explain), building:
         data = sized(model, arrays_of(batch))
@@ -36,7 +36,7 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -
             test_step(model).trace(data)
             return None
         _trace_training(model, data)
-        with contextlib.suppress(Exception):  # a model that can't be evaluated may train
+        with contextlib.suppress(Exception):  # a model that can't be evaluated may still be trained
             test_step(model).trace(data)
         if not is_overridden(model, "train_step"):
             return None
@@ -44,7 +44,7 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -
 
 
 def sized(model: keras.Model, data: Any) -> Any:
-    """The arrays of a batch, of the size that the model takes."""
+    """The arrays of a batch, in the size that the model accepts."""
     size = fixed_batch_size(model)
     return data if size is None else repeated(data, size)
 
@@ -55,8 +55,8 @@ def _check_optimizer(model: keras.Model, local: bool) -> None:
         return
     if not local:
         raise ModelFileError(
-            f"The optimizer {optimizer.name!r} scales the loss, as of mixed_float16. On JAX that needs "
-            "--updates=local. Or use mixed_bfloat16, which needs no scale."
+            f"The optimizer {optimizer.name!r} scales the loss, as with mixed_float16. On JAX this needs "
+            "--updates=local. Or use mixed_bfloat16, which needs no loss scaling."
         )
     if not optimizer.built:  # its scale is a variable
         optimizer.build(model.trainable_variables)
@@ -78,7 +78,7 @@ def _build_layers(model: keras.Model, data: Any) -> None:
 
 
 def _build_all(model: keras.Model, data: Any) -> None:
-    """Layers, loss and metrics, as `fit` does it; the optimizer is left, which has memory of the model's size."""
+    """Builds layers, loss and metrics, like `fit`, but not the optimizer, whose slots are as large as the model."""
     with _left_out(getattr(model, "optimizer", None)):
         model._symbolic_build(data_batch=data)
 

@@ -1,4 +1,4 @@
-"""What a model's `train_step` hands to its optimizer: kept, instead of applied."""
+"""Captures the gradients that a model's `train_step` passes to its optimizer, instead of applying them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from elasticcb.optimizers.traits import model_optimizers
 
 
 class StatelessCapture:
-    """Makes the optimizer of a model keep what its `stateless_apply` is given, from now on.
+    """Makes the optimizer of a model store the arguments of its `stateless_apply`.
 
     Args:
-        model: whose optimizer this is.
-        kept: indices in `model.weights` of the variables whose gradients are kept; the optimizer applies the others
-            as ever. None: all are kept.
+        model: the model with this optimizer.
+        kept: indices in `model.weights` of variables whose gradients are stored; the optimizer applies the others as
+            usual. None: all are stored.
 
     Attributes:
-        optimizer: of the model.
+        optimizer: optimizer of the model.
     """
 
     def __init__(self, model: keras.Model, kept: Collection[int] | None = None) -> None:
@@ -31,27 +31,27 @@ class StatelessCapture:
         self._kept = set(self._indices) if kept is None else set(kept)
         self._given: dict[int, Any] | None = None
         if self._kept:
-            # Around Keras's __setattr__, which tracks what it is given.
+            # Bypasses Keras's __setattr__, which tracks values.
             object.__setattr__(self.optimizer, "stateless_apply", self._stateless_apply)
 
     def begin(self) -> None:
-        """A step is traced from here on."""
+        """A step is traced from now on."""
         self._given = None
 
     def gradients(self) -> dict[int, Any]:
-        """The gradients that the step gave, by index in `model.weights`. Raises `ModelFileError` when it gave none."""
+        """The step's gradients, by index in `model.weights`. Raises `ModelFileError` when there are none."""
         if not self._kept:
             return {}
         if self._given is None:
             raise ModelFileError(
-                "The model's train_step gave the optimizer no gradients. On JAX it takes them by "
+                "The model's train_step gave the optimizer no gradients. On JAX, pass them to "
                 "`self.optimizer.stateless_apply(optimizer_variables, gradients, trainable_variables)`."
             )
         given, self._given = self._given, None
         return given
 
     def release(self) -> None:
-        """Gives the optimizer its own method back."""
+        """Restores the optimizer's own method."""
         vars(self.optimizer).pop("stateless_apply", None)
 
     def _stateless_apply(
@@ -65,8 +65,8 @@ class StatelessCapture:
             )
         if len(grads) != len(self._indices):
             raise ModelFileError(
-                f"The optimizer {name!r} was given {len(grads)} gradients for the {len(self._indices)} trainable "
-                "variables of the model; there must be one for each, in their order."
+                f"The optimizer {name!r} got {len(grads)} gradients for the {len(self._indices)} trainable variables "
+                "of the model; there must be one for each, in their order."
             )
         self._given = {
             index: gradient
@@ -81,7 +81,7 @@ class StatelessCapture:
     def _apply(
         self, places: Sequence[int], state: Sequence[Any], grads: Sequence[Any], values: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """As Keras's own, of the trainable variables at these places."""
+        """Like Keras's own, for the trainable variables at these positions."""
         optimizer, variables = self.optimizer, self._model.trainable_variables
         mapping = [(variables[place], values[place]) for place in places]
         with keras.StatelessScope([*mapping, *zip(optimizer.variables, state, strict=True)]) as scope:
@@ -93,12 +93,12 @@ class StatelessCapture:
 
 
 def one_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
-    """The model's. Raises `ModelFileError` when it holds several."""
+    """The model's optimizer. Raises `ModelFileError` when it has several."""
     found = model_optimizers(model)
     if len(found) != 1:
         names = ", ".join(repr(optimizer.name) for optimizer in found) or "none"
         raise ModelFileError(
-            f"The model holds {len(found)} optimizers ({names}). On JAX a step is given the state of one, that of "
+            f"The model has {len(found)} optimizers ({names}). On JAX a step gets the state of one, that of "
             "`compile(optimizer=...)`: use one (keras.optimizers.MultiOptimizer has several inside), or "
             "KERAS_BACKEND=tensorflow."
         )

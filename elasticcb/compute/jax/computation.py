@@ -1,4 +1,4 @@
-"""What the steps of a mode have in common: the state that they are given, from Keras's variables and back to them."""
+"""The common part of all steps: passes state from Keras's variables to a step, and its results back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Step = Callable[..., Any]
 
 
 class Metrics(NamedTuple):
-    """Values of the variables of metrics: those that Keras counts as the model's, and the others by unit."""
+    """Values of metric variables: those that Keras counts as the model's, and the others by unit."""
 
     of_model: list[Any]
     carried: dict[str, list[Any]]
@@ -37,11 +37,12 @@ class Metrics(NamedTuple):
 class JAXComputation(Computation):
     """Runs batches of one model.
 
-    Its Keras variables hold what the last step has come to; each step is given that, and its results are put back.
+    Its Keras variables hold the results of the last step; each step gets these values, and its results are written
+    back.
 
     Args:
         held: the model.
-        capture: of its optimizer; None where nothing is trained.
+        capture: captures the gradients of its optimizer; None if nothing is trained.
     """
 
     def __init__(self, held: HeldModel, capture: StatelessCapture | None) -> None:
@@ -53,25 +54,25 @@ class JAXComputation(Computation):
         self._served = JAXTables(held.model, tables)
         self._lookups = {mode: self._served.lookups(step_of(held.model, mode, capture)) for mode in Mode}
         indices = {id(variable): index for index, variable in enumerate(held.model.weights)}
-        self._trained_places = [indices[id(variable)] for variable in self._trained]  # in `model.weights`
+        self._trained_places = [indices[id(variable)] for variable in self._trained]  # positions in `model.weights`
         pairs = zip(self._trained, self._trained_places, strict=True)
         self._dense = [variable for variable, index in pairs if index not in tables]
         self._test, self._predict = self._compiled(self._test_step), self._compiled(self._predict_step)
-        self._fresh: Metrics | None = None  # states of no batch
+        self._fresh: Metrics | None = None  # states without any batch
         self._has_traced = False
 
     def _compiled(self, step: Step, donated: Sequence[int] = ()) -> Step:
-        """A step, compiled unless the model is not to be.
+        """A compiled step, unless the model must not be compiled.
 
         Args:
-            donated: which arguments are of no use after it.
+            donated: arguments that are not needed afterwards.
         """
         model = self._model
         compiled = not model.run_eagerly and model.jit_compile
         inner = jax.jit(step, donate_argnums=donated) if compiled else step
 
         def run(*args: Any) -> Any:
-            # What a layer makes in the step gets its value after it, and none that is traced.
+            # Variables created in the step get their values after it, not traced ones.
             with explained(), keras.StatelessScope():
                 return inner(*args)
 
@@ -82,12 +83,12 @@ class JAXComputation(Computation):
         wanted = self._lookups[mode](arrays)
         ids = {table: found for table, (found, _) in wanted.items()}
         places = {table: found for table, (_, found) in wanted.items()}
-        # Ahead of its step, where there is something to be ahead of: the processor takes arrays as they are.
+        # Copied ahead of the step on accelerators; CPUs use arrays directly.
         batch = arrays if jax.default_backend() == "cpu" else jax.device_put(arrays)
         return Prepared(batch, records_in(arrays), ids, places)
 
     def _with_rows(self, rows: TableRows) -> list[Any]:
-        """The values of the trained variables in a step: of tables, the rows of its batch."""
+        """The values of the trained variables in a step: for tables, the rows of its batch."""
         padded = self._served.padded(rows)
         return [
             padded.get(index, variable.value)
@@ -141,13 +142,13 @@ class JAXComputation(Computation):
     # ------------------------------------------------------------ training
 
     def _traced_train_step(self, state: Any, metrics: Metrics, places: Any, data: Any) -> Any:
-        """The model's own, which is traced.
+        """The model's own train step, to be traced.
 
         Args:
-            state: values of the variables that are trained, of the others, and of the optimizer's.
+            state: values of trained variables, of other variables, and of optimizer variables.
 
         Returns:
-            Its logs, the state after it, states of metrics by unit, and the gradients that were kept.
+            Its logs, the state after it, metric states by unit, and the stored gradients.
         """
         assert self._capture is not None
         with self._served.serving(self._rows_in(state[0]), places), self._metrics.carried(metrics.carried) as carried:
@@ -168,8 +169,8 @@ class JAXComputation(Computation):
         }
 
     def _fresh_metrics(self) -> Metrics:
-        """The states with which a training step begins."""
-        if self._fresh is None or self._has_traced:  # a step may have logs that were not there before
+        """The metric states at the start of a training step."""
+        if self._fresh is None or self._has_traced:  # a step may have new logs
             self._has_traced = False
             self._metrics.reset()
             carried = {
@@ -185,7 +186,7 @@ class JAXComputation(Computation):
         arrays = unpack_weights(weights, self._specs, weights.partition)
         for variable, spec, array in zip(self._model.weights, self._specs, arrays, strict=True):
             if not spec.table:
-                # A copy: JAX may take the memory of an array as it is, which the next pull changes.
+                # A copy: JAX may use the array's memory directly, and the next pull changes it.
                 variable.assign(np.array(array))
 
     def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
@@ -195,16 +196,16 @@ class JAXComputation(Computation):
 
 
 def put(variables: Iterable[keras.Variable], found: Iterable[Any]) -> None:
-    """Makes variables hold what a step has given, as Keras's own `fit` does at the end of an epoch.
+    """Sets variables to a step's results, like Keras's `fit` at the end of an epoch.
 
-    Around `assign`, which takes longer than a small step for all variables of a model.
+    Bypasses `assign`, which for all variables of a model takes longer than a small step.
     """
     for variable, value in zip(variables, found, strict=False):
         variable._value = value
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Logs that were fetched, as Python's numbers."""
+    """Fetched logs as Python numbers."""
     return {name: to_number(value) for name, value in logs.items()}
 
 
@@ -213,5 +214,5 @@ def states_of(fetched: Mapping[str, Sequence[Any]]) -> States:
 
 
 def rows_of(gradients: Mapping[int, Array], ids: Mapping[int, Array]) -> RowGradients:
-    """Gradients of padded rows as those of the rows of `ids`, by table."""
+    """Converts gradients of padded rows to those of the rows of `ids`, by table."""
     return {index: (ids[index], gradient[: len(ids[index])]) for index, gradient in gradients.items() if index in ids}

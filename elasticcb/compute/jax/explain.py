@@ -1,4 +1,4 @@
-"""What an error of JAX means for the code of a model file, in words."""
+"""Explains errors of JAX in terms of the model file."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _NOT_TRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConv
 
 
 def explain(error: Exception) -> str:
-    """What happened, and what to do; "" where the error says it itself."""
+    """What happened, and what to do; "" if the error is clear by itself."""
     if isinstance(error, jax.errors.UnexpectedTracerError):
         return (
-            f"it keeps an array of a step that is traced beyond the step: {_first_line(error)}. State that a step "
+            f"it keeps an array of a traced step beyond the step: {_first_line(error)}. State that a step "
             "changes must be in a keras.Variable of the model, or of one of its layers or metrics."
         )
     if _goes_through_tensorflow(error):
         return (
-            f"it calls TensorFlow on an array of JAX ({_first_line(error)}). With KERAS_BACKEND=jax the model, its "
-            "loss and its metrics are traced by JAX: use keras.ops or jax.numpy in them in the place of tf. "
-            "`feed` keeps TensorFlow: tf.data feeds every backend."
+            f"it calls TensorFlow with a JAX array ({_first_line(error)}). With KERAS_BACKEND=jax the model, its "
+            "loss and its metrics are traced by JAX: use keras.ops or jax.numpy in them instead of tf. "
+            "`feed` can keep using TensorFlow: tf.data works with every backend."
         )
     if isinstance(error, _NOT_TRACEABLE):
         return (
             f"it can't be traced by JAX ({_first_line(error)}). Use keras.ops (keras.ops.cond, keras.ops.where) or "
-            "jax.numpy where Python's `if`, float() or NumPy looks at the values of arrays; or compile the model with "
+            "jax.numpy where Python's `if`, float() or NumPy reads array values; or compile the model with "
             "run_eagerly=True, or jit_compile=False, which is slow."
         )
     return ""
@@ -40,7 +40,7 @@ def explain(error: Exception) -> str:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """What a step raises, as a `ModelFileError` that says what to do, where that is known."""
+    """Converts errors of a step to a `ModelFileError` with advice, if known."""
     try:
         yield
     except ElasticCBError:

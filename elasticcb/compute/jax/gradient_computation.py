@@ -1,7 +1,7 @@
 """Training steps whose gradients go to servers.
 
-Pulled weights are cut out of flat blocks, and gradients packed into one flat array per server and dtype, inside the
-compiled step.
+Inside the compiled step, pulled weights are sliced from flat blocks, and gradients are packed into one flat array per
+server and dtype.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from elasticcb.sharding.partition import Slice, layout
 
 
 class JAXGradients(JAXComputation, GradientComputation):
-    """For the arguments see `Backend.computation`."""
+    """For the arguments, see `Backend.computation`."""
 
     def __init__(self, held: HeldModel) -> None:
         trains = getattr(held.model, "optimizer", None) is not None
         super().__init__(held, StatelessCapture(held.model) if trains else None)
         self._averages = MovingAverages(held.model)
         places = {id(variable): index for index, variable in enumerate(held.model.weights)}
-        self._other_places = [places.get(id(variable)) for variable in self._others]  # None: it is of this worker
-        self._pushed: tuple[int, ...] = ()  # dense variables that have gradients
+        self._other_places = [places.get(id(variable)) for variable in self._others]  # None: belongs to this worker
+        self._pushed: tuple[int, ...] = ()  # dense variables with gradients
         self._clipped: Sequence[Clipping] = ()
         self._train: Any = None
         self._follow(held.partition)
 
     def _follow(self, partition: Sequence[Sequence[Slice]]) -> None:
-        """Takes weights from, and packs gradients for, the servers of a partition."""
+        """Uses weights from, and packs gradients for, the servers of a partition."""
         self._partition = partition
         if self._capture is not None:
             self._clipped = clippings(self._model, self._specs, [self._capture.optimizer], len(partition))
@@ -87,7 +87,7 @@ class JAXGradients(JAXComputation, GradientComputation):
         return others, logs, states, self._packed(dense, True), of_rows, self._packed(moved, False)
 
     def _clip(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
-        """Of the weights' dtypes, and clipped by their norm where it is for the worker to do."""
+        """Gradients in the weights' dtypes, clipped by their norm if that is the worker's job."""
         found = {index: gradient.astype(self._specs[index].dtype) for index, gradient in gradients.items()}
         for clipping in self._clipped:
             own = [index for index in found if index in clipping.variables]
@@ -111,7 +111,7 @@ class JAXGradients(JAXComputation, GradientComputation):
         return found
 
     def _packed(self, arrays: Mapping[int, Any], trainable: bool) -> list[dict[str, Any]]:
-        """Flat blocks by server, as `sharding.partition.pack` makes them of arrays."""
+        """Flat blocks by server, like those of `sharding.partition.pack` for arrays."""
         blocks = []
         for slices in self._partition:
             pieces: dict[str, list[Any]] = {}

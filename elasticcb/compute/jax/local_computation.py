@@ -1,4 +1,4 @@
-"""Training by the model's own optimizer, as Keras does it; only gradients of the rows of embedding tables come out."""
+"""Training by the model's own optimizer, like Keras; only gradients of embedding rows are returned."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from elasticcb.sharding.partition import Slice
 
 
 class JAXLocal(JAXComputation, HoldsOptimizers):
-    """For the arguments see `Backend.local_computation`."""
+    """For the arguments, see `Backend.local_computation`."""
 
     def __init__(self, held: HeldModel) -> None:
         tables = [index for index, spec in enumerate(held.specs) if spec.table]
@@ -31,11 +31,11 @@ class JAXLocal(JAXComputation, HoldsOptimizers):
         JAXComputation.__init__(self, held, capture)
         self._averages = MovingAverages(held.model)
         self._state: Sequence[Any] = capture.optimizer.variables
-        # The last state is of no use after a step, whose results are put in its place.
+        # The previous state is not needed after a step, whose results replace it.
         self._train = self._compiled(self._train_step, donated=(0, 1, 2))
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
-        # What a push of gradients of rows needs, as it was before the step.
+        # Values before the step, which a push of row gradients needs.
         shared = self.shared_optimizer_state() if batch.ids else {}
         others, optimizer = values(self._others, self._state)
         given = self._with_rows(rows), others, optimizer
@@ -67,6 +67,6 @@ class JAXLocal(JAXComputation, HoldsOptimizers):
 def _check_scale(optimizer: Any) -> None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ModelFileError(
-            f"The optimizer {optimizer.name!r} scales the loss, as of mixed_float16, and the model has embedding "
-            "tables on the servers. On JAX that can't be: use mixed_bfloat16, or keras.layers.Embedding."
+            f"The optimizer {optimizer.name!r} scales the loss, as with mixed_float16, and the model has embedding "
+            "tables on the servers. JAX does not support this: use mixed_bfloat16, or keras.layers.Embedding."
         )

@@ -1,7 +1,7 @@
-"""Which rows a batch needs, before it is computed.
+"""Determines which rows a batch needs before it is computed.
 
-The model's step is traced once for each kind of batch, while its embedding layers write down the ids that they are
-asked for. The part of what was traced that leads to ids then runs for each batch: it depends on nothing but the batch.
+The model's step is traced once for each kind of batch, while its embedding layers record the requested ids. The part of
+the trace that leads to ids then runs for each batch: it depends only on the batch.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from elasticcb.compute.jax.steps import StatelessStep
 from elasticcb.layers.table_layers import TableLayer
 from elasticcb.rpc.tensors import Array
 
-# Older releases have it as an experiment.
+# Older releases have it as experimental.
 _enable_x64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 _LOOP = (
     "it is called inside a loop, a condition or a function of its own (keras.ops.cond, scan, while_loop, map; a layer "
-    "that runs another one step by step, as TimeDistributed), where its ids can't be known before the step runs. Call "
-    "it from the model's `call` itself, on the ids of all steps at once: it takes ids of any shape."
+    "that runs an inner layer step by step, such as TimeDistributed), where its ids can't be known before the step "
+    "runs. Call it from the model's `call` itself, on the ids of all steps at once: it takes ids of any shape."
 )
 
 
 class StepRecording:
-    """Writes down what layers are asked for in a step that is traced, and answers with rows that mean nothing."""
+    """Records the layers' lookups while a step is traced, and returns placeholder rows."""
 
     def __init__(self, layers: Mapping[int, TableLayer]) -> None:
         self._layers = layers
@@ -39,7 +39,7 @@ class StepRecording:
         self.asked: list[tuple[int, Any]] = []  # (table, ids)
 
     def begin(self, stand_in: Any) -> None:
-        """A step is traced from here on; what it computes of rows depends on `stand_in`."""
+        """A step is traced from now on; its use of rows depends on `stand_in`."""
         self.asked, self._stand_in = [], stand_in
 
     def lookup(self, index: int, ids: Any) -> Any:
@@ -51,15 +51,15 @@ class StepRecording:
 
 
 class TracedIds:
-    """What a step asks layers for, as a function of a batch of one kind.
+    """The lookups of a step, as a function of a batch of one kind.
 
     Args:
-        step: of the model; its layers ask `recording`, which is given what it is traced with.
-        recording: of the layers.
+        step: the model's step; its layers call `recording`, which is given the placeholders.
+        recording: lookups of the layers.
         data: a batch, as NumPy arrays.
 
     Attributes:
-        tables: of each lookup of the step, in order.
+        tables: table of each lookup of the step, in order.
     """
 
     def __init__(self, step: StatelessStep, recording: StepRecording, data: Any) -> None:
@@ -72,7 +72,7 @@ class TracedIds:
             return [ids for _, ids in recording.asked], rest
 
         try:
-            # Ids may be larger than what JAX computes with otherwise.
+            # Ids may exceed JAX's default integer range.
             with _enable_x64(True), keras.StatelessScope():
                 self._whole = jax.make_jaxpr(traced)(state, jax.ShapeDtypeStruct((), "float32"), data)
         except jax.errors.UnexpectedTracerError:
@@ -87,18 +87,18 @@ class TracedIds:
         self._leaves = leaves
 
     def _part(self, outputs: Sequence[int]) -> tuple[Any, list[bool]]:
-        """What leads to some of the outputs, and which of the inputs that takes."""
+        """The part that leads to some outputs, and the inputs it needs."""
         jaxpr = self._whole.jaxpr
         wanted = [place in outputs for place in range(len(jaxpr.outvars))]
         part, used = dce_jaxpr(jaxpr, wanted)
         return part, list(used)
 
     def _of_data(self, used: Sequence[bool]) -> list[int]:
-        first = len(self._variables) + 1  # after the state and the stand-in
+        first = len(self._variables) + 1  # after the state and the placeholder
         return [place - first for place, is_used in enumerate(used) if is_used and place >= first]
 
     def problems(self, layers: Mapping[int, TableLayer]) -> dict[int, str]:
-        """Why rows can't be known before the step, by table."""
+        """Why rows can't be determined before the step, by table."""
         if self._in_loop:
             return dict.fromkeys(layers, _LOOP)
         found = {index: self._problem_of(index, layer) for index, layer in layers.items()}
@@ -116,18 +116,18 @@ class TracedIds:
         if used[len(self._variables)]:
             return (
                 "its ids depend on rows of an embedding, so that they can't be known before these rows are there. "
-                "Compute ids from the features alone."
+                "Compute ids only from the features."
             )
         paths = [variable.path for variable, is_used in zip(self._variables, used, strict=False) if is_used]
         if paths:
             return (
-                f"its ids depend on {paths[0]!r}, which changes from step to step. Compute ids from the features "
-                "alone; draw random ids in `feed`."
+                f"its ids depend on {paths[0]!r}, which changes from step to step. Compute ids only from the "
+                "features; draw random ids in `feed`."
             )
         return ""
 
     def ids(self, data: Any) -> list[Array]:
-        """Of each lookup, int64, for a batch of the kind."""
+        """The ids of each lookup, int64, for a batch of this kind."""
         leaves = jax.tree.leaves(data)
         with _enable_x64(True):
             found = self._compiled(*(leaves[place] for place in self._leaves))
@@ -135,13 +135,13 @@ class TracedIds:
 
 
 def kind_of(data: Any) -> Any:
-    """What tells batches apart for which a step is traced again."""
+    """A key for batches that need separate traces of a step."""
     leaves, structure = jax.tree.flatten(data)
     return structure, *((leaf.shape, leaf.dtype.str) for leaf in leaves)
 
 
 def unique_ids(asked: Sequence[Array]) -> tuple[Array, list[Array]]:
-    """The unique ids of some lookups, in order, and where among them those of each lookup are, int32 of its shape."""
+    """The unique ids of some lookups, in order, and each lookup's positions among them, int32 of its shape."""
     unique, places = np.unique(np.concatenate([ids.reshape(-1) for ids in asked]), return_inverse=True)
     ends = np.cumsum([ids.size for ids in asked])
     parts = np.split(places.reshape(-1).astype(np.int32), ends[:-1])

@@ -1,4 +1,4 @@
-"""The steps of a model in Keras's stateless form: what they are given, and what they give."""
+"""The steps of a model in Keras's stateless form: their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class StatelessStep(NamedTuple):
     """A step of some mode.
 
     Attributes:
-        run: of the values of its variables, by group, and a batch; what it gives but for those.
-        variables: of which it is given the values.
+        run: a function of its variables' values, by group, and a batch; returns the step's results.
+        variables: variables whose values it gets.
     """
 
     run: Callable[[Any, Any], Any]
     variables: Callable[[], Groups]
 
     def trace(self, data: Any) -> Any:
-        """The shapes of what it gives for a batch."""
-        with keras.StatelessScope():  # what is made in the step gets its value after it, and none that is traced
+        """The shapes of its results for a batch."""
+        with keras.StatelessScope():  # variables created in the step get their values after it, not traced ones
             return jax.eval_shape(self.run, values(*self.variables()), data)
 
 
@@ -46,7 +46,7 @@ def predict_step(model: keras.Model) -> StatelessStep:
 
 
 def train_step(model: keras.Model, capture: StatelessCapture) -> StatelessStep:
-    """Gives logs and the gradients that `capture` keeps."""
+    """Returns logs and the gradients that `capture` stores."""
 
     def run(state: Any, data: Any) -> Any:
         capture.begin()

@@ -1,7 +1,7 @@
 """Embedding tables whose rows are an argument of the compiled step.
 
-In a step, the value of a table's variable is the rows of the batch, padded so that few sizes have to be compiled. Its
-gradient is then what the model's own step computes of that argument.
+In a step, the value of a table's variable is the batch's rows, padded so that few sizes must be compiled. Its gradient
+is the one that the model's step computes for that argument.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LEAST_ROWS = 8
 
 
 class JAXTables(ServedTables):
-    """For the arguments see `ServedTables`."""
+    """For the arguments, see `ServedTables`."""
 
     def lookups(self, step: StatelessStep) -> Lookups:
-        """A function that tells what a step looks up for a batch: by table the unique ids, and where among them those
-        of each lookup are. It may be called in another thread than the step.
+        """A function that returns the lookups of a step for a batch: by table, the unique ids, and the positions of
+        each lookup's ids among them. It may be called in another thread than the step.
 
         The function raises:
-            NotServableError: ids depend on rows, weights or randomness, or are asked for inside a loop or function.
+            NotServableError: ids depend on rows, weights or randomness, or are looked up inside a loop or function.
             ModelFileError: an id is out of range.
         """
         if not self._layers:
@@ -60,7 +60,7 @@ class JAXTables(ServedTables):
         return ids
 
     def padded(self, rows: Mapping[int, Array]) -> dict[int, Array]:
-        """Rows as a step takes them, of all tables: those of a batch, and zeros up to a power of two."""
+        """The rows of all tables in a step: those of a batch, padded with zeros to a power of two."""
         found = {}
         for index, layer in self._layers.items():
             given = rows.get(index, np.zeros((0, layer.output_dim), dtype_of(layer._embeddings.dtype)))
@@ -70,7 +70,7 @@ class JAXTables(ServedTables):
         return found
 
     def _hold(self, layer: TableLayer, rows: Any) -> None:
-        # The value is the step's own; Keras compares its shape with what the variable says.
+        # The value belongs to the step; Keras compares its shape with that of the variable.
         layer._embeddings._shape = tuple(rows.shape)
 
     def _gather(self, layer: TableLayer, places: Any, ids: Any) -> Any:
@@ -78,7 +78,7 @@ class JAXTables(ServedTables):
 
 
 def problems_of(model: keras.Model, step: StatelessStep, data: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
-    """Why rows can't be known before a step, by variable; as `movable.FindProblems`, of arrays."""
+    """Why rows can't be determined before a step, by variable; like `movable.FindProblems`, for arrays."""
     recording = StepRecording(layers)
     with answered(layers, recording.lookup):
         return TracedIds(step, recording, data).problems(layers)

@@ -1,1 +1,1 @@
-"""Steps in TensorFlow: the model's own, compiled."""
+"""The TensorFlow backend: compiles the model's own steps."""

@@ -1,4 +1,4 @@
-"""Finds what a traced step assigns to, besides what goes to its optimizers."""
+"""Finds assignments in a traced step, besides those by its optimizers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import tensorflow as tf
 
 from elasticcb.compute.refusals import assignment
 
-_ASSIGN = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign")  # how the ops' names begin
+_ASSIGN = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign")  # prefixes of the ops' names
 
 
 @contextlib.contextmanager
 def refused_assignments(trainable: Iterable[Any]) -> Iterator[None]:
-    """Refuses a step, traced in the context, that assigns to variables that servers update with gradients.
+    """Refuses a step, traced inside the context, that assigns to variables that servers update with gradients.
 
-    The assigned value would be lost: the weights after a step are those that the servers come to, from the
-    weights before it.
+    The assigned value would be lost: servers compute the weights after a step from the weights before it.
 
     Args:
         trainable: Keras variables.

@@ -1,4 +1,4 @@
-"""TensorFlow as a backend."""
+"""The TensorFlow backend."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from elasticcb.settings import Mode
 
 
 def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -> dict[int, int] | None:
-    """As `Backend.build`."""
+    """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
     batch = _of_fixed_size(model, batch)
     with told_with_batch(spec, batch, mode), building:
@@ -28,10 +28,10 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -
 
 
 def _run_unchanged(model: keras.Model, step: Callable[[Any], Any], batch: Any) -> None:
-    """Runs a step and leaves the model as it is, also what layers change in `call` and the seeds they draw from."""
+    """Runs a step and restores the model, including changes by layers in `call` and the seeds that they use."""
     failed: Exception | None = None
     if not model.run_eagerly and not all(layer.built for layer in model._flatten_layers()):
-        try:  # makes what is built late, without running it
+        try:  # builds lazily created variables without running it
             tf.function(step, autograph=False).get_concrete_function(batch)
         except Exception as error:
             failed = error
@@ -41,11 +41,11 @@ def _run_unchanged(model: keras.Model, step: Callable[[Any], Any], batch: Any) -
         except Exception:
             if failed is None:
                 raise
-            raise failed from None  # the other one may be about variables that the first one left half made
+            raise failed from None  # the other error may be about variables left half built by the first
 
 
 def _of_fixed_size(model: keras.Model, batch: Any) -> Any:
-    """The batch; its records repeated where the model takes batches of one size only."""
+    """The batch; its records are repeated if the model only accepts batches of one size."""
     size = fixed_batch_size(model)
     if size is None:
         return batch

@@ -1,4 +1,4 @@
-"""What a model's `train_step` hands to its optimizers, while TensorFlow traces or runs it."""
+"""Captures the gradients that a model's `train_step` passes to its optimizers, while TensorFlow traces or runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elasticcb.errors import ModelFileError
 
 
 class TensorFlowCapture(OptimizerCapture):
-    """For the arguments see `OptimizerCapture`."""
+    """For the arguments, see `OptimizerCapture`."""
 
     def __init__(self, model: keras.Model, variables: Collection[int] | None = None, refuses: bool = True) -> None:
         super().__init__(model, LateReads(), variables, refuses)
@@ -29,20 +29,20 @@ class TensorFlowCapture(OptimizerCapture):
     def _check_place(self, optimizer: int, place: Any) -> None:
         if place is not _graph():
             raise ModelFileError(
-                f"The optimizer {self.named(optimizer)} is applied inside a tf.cond, a loop or a function of its own "
-                "(@tf.function, keras.ops.cond), where its gradients can't be taken out of. Call it from train_step "
-                "itself: leave the decorator out (the whole step is compiled anyway), and instead of a condition "
-                "multiply the gradients with 0 or 1."
+                f"The optimizer {self.named(optimizer)} is applied inside a tf.cond, a loop or a separate function "
+                "(@tf.function, keras.ops.cond), where its gradients can't be captured. Call it directly in "
+                "train_step: remove the decorator (the whole step is compiled anyway), and instead of a condition "
+                "multiply the gradients by 0 or 1."
             )
 
 
 def updated_variables(model: keras.Model, batch: Any, refuses: bool = True) -> dict[int, int]:
     """Which variables `train_step` updates: by index in `model.weights`, the index of the optimizer.
 
-    The step is traced, not run; what `run_eagerly` makes run leaves the model as it was.
+    The step is traced, not run; code run by `run_eagerly` leaves the model unchanged.
 
     Args:
-        refuses: as of `OptimizerCapture`.
+        refuses: as in `OptimizerCapture`.
     """
     capture = TensorFlowCapture(model, refuses=refuses)
     found: dict[int, Update] = {}
@@ -63,5 +63,5 @@ def updated_variables(model: keras.Model, batch: Any, refuses: bool = True) -> d
 
 
 def _graph() -> Any:
-    """That is being traced; None where nothing is."""
+    """The graph being traced; None if there is none."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

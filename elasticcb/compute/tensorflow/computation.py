@@ -37,8 +37,8 @@ class _Steps:
     """Functions of tensors.
 
     Attributes:
-        jit: XLA compiles the model's own step.
-        model_step: that one, within `train`.
+        jit: whether XLA compiles the model's own step.
+        model_step: the model's own step, within `train`.
     """
 
     jit: bool
@@ -53,7 +53,7 @@ class TensorFlowComputation(Computation):
 
     Args:
         held: the model.
-        capture: of its optimizers.
+        capture: captures the gradients of its optimizers.
     """
 
     def __init__(self, held: HeldModel, capture: OptimizerCapture) -> None:
@@ -68,14 +68,14 @@ class TensorFlowComputation(Computation):
             Mode.PREDICTION: held.model.predict_step,
         }
         self._lookups = {mode: self._served.lookups(step) for mode, step in steps.items()}
-        # Each batch has another number of rows, for which XLA would compile the step again.
+        # The number of rows differs for each batch, and XLA would compile the step again.
         self._steps = self._compiled(jit=bool(getattr(held.model, "jit_compile", False)) and not tables)
 
     def _compiled(self, jit: bool) -> _Steps:
         test, predict = self._served_step(self._test_step), self._served_step(self._model.predict_step)
         if getattr(self._model, "run_eagerly", False):
             return _Steps(jit, self._model_step, self._train_step, test, predict)
-        # XLA gets the model's own step alone: it can't compile the search for the rows of an embedding.
+        # XLA compiles only the model's own step: it can't compile the row lookup of an embedding.
         model_step = (
             tf.function(self._model_step, autograph=False, reduce_retracing=True, jit_compile=True)
             if jit
@@ -85,18 +85,20 @@ class TensorFlowComputation(Computation):
         return _Steps(jit, model_step, CompiledStep(self._train_step), test, predict)
 
     def _run(self, name: str, *args: Any) -> Any:
-        """Runs a compiled step, without XLA from the first time on that it can't compile one."""
+        """Runs a compiled step; stops using XLA the first time that it can't compile a step."""
         try:
             return getattr(self._steps, name)(*args)
         except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError) as error:
             if not self._steps.jit or not _NOT_COMPILABLE.search(error.message):
                 raise
-            logger.warning("The model runs without jit_compile, which it can't do: %s", error.message.split("\n")[0])
+            logger.warning(
+                "The model runs without jit_compile, because XLA can't compile it: %s", error.message.split("\n")[0]
+            )
             self._steps = self._compiled(jit=False)
             return getattr(self._steps, name)(*args)
 
     def _served_step(self, step: Callable[[Any], Any]) -> Callable[..., Any]:
-        """A step on the rows that it is given."""
+        """A step on the given rows."""
 
         def served(batch: Any, rows: Any, places: Any) -> Any:
             with self._served.serving(rows, places):
@@ -136,14 +138,14 @@ class TensorFlowComputation(Computation):
 
     @abstractmethod
     def _train_step(self, batch: Any, *args: Any) -> Any:
-        """What `train` runs, on tensors."""
+        """The function behind `train`, on tensors."""
 
     @abstractmethod
     def _model_step(self, batch: Any, rows: Any, places: Any) -> Any:
         """The part of it that XLA may compile."""
 
     def _follow(self, partition: Sequence[Sequence[Slice]]) -> bool:
-        """Takes weights by the servers that they are of; whether these are others."""
+        """Switches to the servers of the weights; returns whether these are different."""
         if partition == self._partition:
             return False
         self._partition = partition
@@ -155,7 +157,7 @@ class TensorFlowComputation(Computation):
             return self._model.test_step(batch), tuple(outputs)
 
     def _metric_states(self) -> dict[str, list[Any]]:
-        """The present states of all metrics, as tensors."""
+        """The current states of all metrics, as tensors."""
         units = self._metrics.units().items()
         return {name: [tf.convert_to_tensor(variable.value) for variable in unit.variables] for name, unit in units}
 
@@ -178,7 +180,7 @@ class TensorFlowComputation(Computation):
         return {index: each.value for index, each in weights if self._specs[index].trainable is trainable}
 
     def _pack(self, values: Mapping[int, Any], trainable: bool) -> list[dict[str, Any]]:
-        """Flat blocks by server, as `sharding.partition.pack` makes them of arrays."""
+        """Flat blocks by server, like those of `sharding.partition.pack` for arrays."""
         return [self._packed_for(slices, values, trainable) for slices in self._partition]
 
     def _packed_for(self, slices: Sequence[Slice], values: Mapping[int, Any], trainable: bool) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Training steps whose gradients go to servers.
 
-The optimizers keep what they are given (capture.py), so that the gradients of the traced step come out of the function
-as outputs instead of being applied. Pulled weights are assigned, and gradients packed into one flat array per server
-and dtype, inside the same function.
+The optimizers store their gradients (capture.py), so that the traced function returns them instead of applying them.
+Pulled weights are assigned, and gradients packed into one flat array per server and dtype, inside the same function.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from elasticcb.tf.convert import array_of, tensor_of
 
 
 class TensorFlowGradients(TensorFlowComputation, GradientComputation):
-    """For the arguments see `Backend.computation`."""
+    """For the arguments, see `Backend.computation`."""
 
     def __init__(self, held: HeldModel) -> None:
         super().__init__(held, TensorFlowCapture(held.model))
@@ -66,7 +65,8 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
         )
 
     def _model_step(self, batch: Any, rows: Any, positions: Any) -> tuple[Any, dict[int, Any], Any]:
-        """The model's own step: its logs, gradients of the plain loss by variable, by optimizer whether to use them."""
+        """The model's own step: its logs, gradients of the plain loss by variable, and by optimizer whether they are
+        usable."""
         pairs = zip(self._model.weights, self._specs, strict=True)
         with (
             self._served.serving(rows, positions),
@@ -94,12 +94,12 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
         dense, pairs, served = sort_gradients(found, self._specs, self._clipped, rows)
         gradients = self._pack(dense, True)
         state = self._pack(self._values(False), False)
-        # Keys, because a function compiled for another kind of batch may have other variables.
+        # Keys, because a function for another kind of batch may have other variables.
         return logs, states, dict.fromkeys(dense, ()), gradients, pairs, state, usable, served
 
 
 def _tensor_of(number: int) -> tf.Tensor:
-    """int64 [], made without an operation: `tf.constant` runs one, which takes 0.1 ms beside a step."""
+    """int64 [], created without an operation: `tf.constant` runs one, which takes 0.1 ms per step."""
     array = aligned((), np.int64)
     array[...] = number
     return tensor_of(array)

@@ -1,4 +1,4 @@
-"""From the gradients of a step to what is pushed: of the weights' dtypes, rows added up, clipped."""
+"""Converts the gradients of a step for a push: cast to the weights' dtypes, rows summed, clipped."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from elasticcb.sharding.partition import VariableSpec
 Dense = dict[int, Any]  # gradients by variable
 Rows = dict[int, tuple[Any, Any]]  # (unique int64 ids, gradients of these rows) by variable
 
-# Gradients of rows of a variable of at most so many bytes are made dense: to sort, send, check and apply rows of a
-# variable by itself takes a server and a worker longer than so many bytes do among the other dense gradients.
+# Row gradients of variables up to this size in bytes are made dense: sorting, sending, checking and applying their rows
+# separately takes longer than sending this many bytes with the other dense gradients.
 SMALL_BYTES = 256 << 10
 
 
@@ -42,7 +42,7 @@ def sort_gradients(
 
 
 def _of_table(gradient: Any, rows: Any) -> Any:
-    """The gradient of each of the rows [n, dim] that a step was given."""
+    """The gradient of each of the rows [n, dim] given to a step."""
     if isinstance(gradient, tf.IndexedSlices):
         places = tf.reshape(gradient.indices, [-1])
         gradient = tf.math.unsorted_segment_sum(gradient.values, places, tf.shape(rows)[0])

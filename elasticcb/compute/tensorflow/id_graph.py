@@ -1,4 +1,4 @@
-"""The part of a step's graph that leads to the ids that it looks up."""
+"""The part of a step's graph that leads to the looked-up ids."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import tensorflow as tf
 from elasticcb.layers.table_layers import TableLayer
 from elasticcb.optimizers.traits import model_optimizers
 
-# Stateful to TensorFlow, and yet the same whenever they run: they read, or check.
+# Stateful for TensorFlow, but with the same result at every run: they only read, or check.
 _HARMLESS = {
     "Assert", "LookupTableFindV2", "LookupTableSizeV2", "PartitionedCall", "ReadVariableOp", "ResourceGather",
     "VarHandleOp", "VariableShape",
 }  # fmt: skip
-_ASSIGN = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign")  # how the ops' names begin
+_ASSIGN = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign")  # prefixes of the ops' names
 
 
 class Recording:
-    """Writes down what layers are asked for while a step is traced, and answers with rows that mean nothing."""
+    """Records the layers' lookups while a step is traced, and returns placeholder rows."""
 
     def __init__(self, layers: Mapping[int, TableLayer]) -> None:
         self._layers = layers
@@ -31,16 +31,16 @@ class Recording:
         self._problems: dict[int, str] = {}
 
     def lookup(self, index: int, ids: tf.Tensor) -> tf.Tensor:
-        """A stand-in for the rows of `ids`, through which the tape reaches the layer's variable."""
+        """A placeholder for the rows of `ids`, through which the tape reaches the layer's variable."""
         layer = self._layers[index]
         graph = tf.compat.v1.get_default_graph()
         if graph is not self._graph:
             self._problems.setdefault(
                 index,
-                "it is called inside a loop, a condition or a function of its own (a layer that runs another one step "
-                "by step, as TimeDistributed; @tf.function; keras.ops.cond, scan, while_loop, map), where its ids "
-                "can't be known before the step runs. Call it from the model's `call` itself, on the ids of all steps "
-                "at once: it takes ids of any shape.",
+                "it is called inside a loop, a condition or a function of its own (a layer that runs an inner layer "
+                "step by step, such as TimeDistributed; @tf.function; keras.ops.cond, scan, while_loop, map), where "
+                "its ids can't be known before the step runs. Call it from the model's `call` itself, on the ids of "
+                "all steps at once: it takes ids of any shape.",
             )
         before = len(graph.get_operations())
         rows = tf.gather(layer._embeddings._value, tf.zeros_like(ids))
@@ -49,15 +49,15 @@ class Recording:
         return rows
 
     def calls(self) -> dict[int, int]:
-        """How often each table is asked."""
+        """How often each table is looked up."""
         return {index: len(asked) for index, asked in self._asked.items()}
 
     def problems(self) -> dict[int, str]:
-        """Why rows can't be known beforehand, by table."""
+        """Why rows can't be determined beforehand, by table."""
         return dict(self._problems)
 
     def find_problems(self, model: keras.Model) -> None:
-        """Looks for ids that depend on what the step computes, and for variables with other uses."""
+        """Finds ids that depend on the step's computation, and other uses of the variables."""
         inner = {id(own): outer for outer, own in self._graph.captures}
         weights = {id(variable._value.handle): variable for variable in model.weights}
         for index, layer in self._layers.items():
@@ -86,7 +86,7 @@ class Recording:
             if operation in self._answers:
                 return (
                     "its ids depend on rows of an embedding, so that they can't be known before these rows are there. "
-                    "Compute ids from the features alone."
+                    "Compute ids only from the features."
                 )
             if operation.type == "Placeholder" and operation.outputs:
                 own = operation.outputs[0]
@@ -94,28 +94,28 @@ class Recording:
                 if variable is not None and variable.trainable:
                     return (
                         f"its ids depend on the weights {variable.path!r}, which change from step to step. Compute ids "
-                        "from the features alone."
+                        "only from the features."
                     )
                 if any(consumer.type.startswith(_ASSIGN) for consumer in own.consumers()):
                     name = getattr(variable, "path", "a variable, as the seed of random numbers")
                     return (
-                        f"its ids depend on {name}, which the step changes. Compute ids from the features alone; draw "
+                        f"its ids depend on {name}, which the step changes. Compute ids only from the features; draw "
                         "random ids in `feed`."
                     )
             elif operation.op_def is not None and operation.op_def.is_stateful and operation.type not in _HARMLESS:
                 return (
                     f"its ids depend on the operation {operation.type}, which may give other values when the step "
-                    "runs. Compute ids from the features alone, without randomness and Python functions "
+                    "runs. Compute ids only from the features, without randomness and Python functions "
                     "(tf.numpy_function has stateful=False); or compute them in `feed`."
                 )
         return ""
 
     def outputs(self) -> list[tf.Tensor]:
-        """By table in order whether an id is out of range (bool [tables]); for each table its unique ids (int64 [n]),
+        """By table, in order, whether an id is out of range (bool [tables]); for each table its unique ids (int64 [n]),
         and for each of its calls the positions of the ids among them (int32, of the ids' shape)."""
         bad, result = [], []
         same = _Sameness()
-        made: dict[Any, list[tf.Tensor]] = {}  # tables that are asked for the same ids share them
+        made: dict[Any, list[tf.Tensor]] = {}  # shared by tables with the same ids
         for index in sorted(self._asked):
             asked, limit = self._asked[index], self._layers[index].input_dim
             key = tuple(map(same.number, asked))
@@ -135,10 +135,10 @@ def _unique_ids(asked: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 class _Sameness:
-    """Numbers tensors of a graph: those with the same number have the same values."""
+    """Numbers the tensors of a graph: tensors with the same number have the same values."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}  # of operations, and of what makes operations the same
+        self._numbers: dict[Any, int] = {}  # of operations, and of keys that identify equal operations
 
     def number(self, tensor: tf.Tensor) -> tuple[int, int]:
         pending = [tensor.op]
@@ -163,11 +163,11 @@ class _Sameness:
 def id_function(
     model: keras.Model, recorded: Callable[[Any], Recording], specs: Any
 ) -> tuple[Callable[[Sequence[tf.Tensor]], list[tf.Tensor]], Recording]:
-    """A function of the leaves of a batch that gives `Recording.outputs`, where it has no problems.
+    """A function from the leaves of a batch to `Recording.outputs`, if there are no problems.
 
     Args:
         recorded: traces a step.
-        specs: of the batch.
+        specs: specs of the batch.
     """
     recording: Recording
     outputs: list[tf.Tensor] = []
@@ -186,7 +186,7 @@ def id_function(
         return outputs
 
     with _without_updates(model):
-        # Has no automatic control dependencies, by which ids would wait for everything that happens before them.
+        # Without automatic control dependencies, which would make ids wait for everything before them.
         whole = tf.compat.v1.wrap_function(traced, signature)
     if recording.problems():
         return lambda leaves: [], recording
@@ -198,7 +198,7 @@ def id_function(
     part = whole.prune([whole.inputs[place] for place in feeds], [by_id[key] for key in different])
 
     def function(leaves: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        # A call of `part` compares its arguments with a signature, which takes as long as all the rest.
+        # Calling `part` compares arguments with a signature, which takes as long as everything else.
         found = part._call_flat([leaves[place] for place in feeds], part.captured_inputs)
         return [found[place] for place in places]
 
@@ -207,7 +207,7 @@ def id_function(
 
 @contextlib.contextmanager
 def _without_updates(model: keras.Model) -> Iterator[None]:
-    """Optimizers do nothing, apart from those that somebody listens to."""
+    """Optimizers do nothing, except those that are being captured."""
     silent = [optimizer for optimizer in model_optimizers(model) if "apply" not in vars(optimizer)]
     for optimizer in silent:
         vars(optimizer)["apply"] = lambda *args, **kwargs: None
@@ -219,7 +219,7 @@ def _without_updates(model: keras.Model) -> Iterator[None]:
 
 
 def _ancestors(tensors: Sequence[tf.Tensor]) -> list[Any]:
-    """The operations that these tensors come from."""
+    """The operations on which these tensors depend."""
     pending = [tensor.op for tensor in tensors]
     seen: dict[Any, None] = dict.fromkeys(pending)
     while pending:

@@ -1,4 +1,4 @@
-"""Finds what a model's step reads of variables after an optimizer was given their gradients."""
+"""Finds variables that a model's step reads after their gradients were given to an optimizer."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import op_callbacks  # no public name tells of each operation that runs
+from tensorflow.python.framework import op_callbacks  # there is no public API to observe each operation
 
 from elasticcb.compute.refusals import late_read
 
-# Of those that take a variable: what tells nothing of its value. compute/tensorflow/assignments.py has what assigns.
+# Operations on variables that don't read their values. compute/tensorflow/assignments.py has those that assign.
 _NO_READS = ("VariableShape", "VarIsInitializedOp", "Assign", "ResourceScatter", "ResourceStridedSliceAssign")
-# Back through a loop or a condition, TensorFlow hands over variables of which only the shapes are wanted.
+# In gradients of loops and conditions, TensorFlow passes variables of which only the shapes are used.
 _BACKWARDS, _CALLS = "gradient_tape/", ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase")
 
 
 class LateReads:
-    """Watches one step from the first gradients on that it gives to an optimizer.
+    """Watches a step from the first time that it passes gradients to an optimizer.
 
-    Servers apply gradients after the step, so what it reads later in it are values from before the update.
+    Servers apply gradients after the step, so later reads in the step see values from before the update.
     """
 
     def __init__(self) -> None:
-        self._given: list[tuple[Any, str, str, int]] = []  # (handle, variable, optimizer, operations before it)
-        self._found: list[tuple[str, str]] = []  # (variable, optimizer) of reads that have run
+        # (handle, variable, optimizer, number of operations before it)
+        self._given: list[tuple[Any, str, str, int]] = []
+        self._found: list[tuple[str, str]] = []  # (variable, optimizer) of reads that were executed
         self._running = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def refused(self) -> Iterator[None]:
-        """A step, traced or run in the context, that reads such a variable is an error.
+        """Inside the context, it is an error if a step, traced or run, reads such a variable.
 
         Raises:
             ModelFileError: it reads one.
@@ -44,7 +45,7 @@ class LateReads:
             raise late_read(found)
 
     def given(self, variables: Sequence[Any], optimizer: str) -> None:
-        """The optimizer of that name was given gradients of these: Keras's variables, or tf.Variables."""
+        """The optimizer called `name` was given gradients of these variables: Keras variables, or tf.Variables."""
         eager = tf.executing_eagerly()
         if eager and not self._given:
             op_callbacks.add_op_callback(self._note)
@@ -58,7 +59,7 @@ class LateReads:
     def _note(
         self, kind: Any, inputs: Sequence[Any], attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None
     ) -> None:
-        """Called by TensorFlow after each operation that has run."""
+        """Called by TensorFlow after each operation."""
         if graph is None and not tf.compat.as_str(kind).startswith(_NO_READS):
             self._found += [
                 (path, optimizer)

@@ -1,4 +1,4 @@
-"""Training by the model's own optimizers, as Keras does it; only gradients of the rows of embedding tables come out."""
+"""Training by the model's own optimizers, like Keras; only gradients of embedding rows are returned."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from elasticcb.tf.convert import array_of, tensor_of
 
 
 class TensorFlowLocal(TensorFlowComputation, LocalComputation):
-    """For the arguments see `Backend.local_computation`."""
+    """For the arguments, see `Backend.local_computation`."""
 
     def __init__(self, held: HeldModel) -> None:
         tables = [index for index, spec in enumerate(held.specs) if spec.table]
@@ -34,7 +34,7 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         super().__init__(held, capture)
         self._averages = MovingAverages(held.model)
         self._optimizer_names, self._optimizer_variables = variables.optimizers, _by_kind(variables)
-        # What a step tells, because a push of its gradients of rows needs it.
+        # Returned by a step, because a push of its row gradients needs it.
         self._shared: Mapping[str, Any] = variables.shared if tables else {}
         self._read_shared, self._read_all = _reader(variables.shared), _reader(self._optimizer_variables)
         self._set: dict[tuple[Any, ...], Callable[[Any], Any]] = {}  # by the variables that it sets
@@ -50,7 +50,7 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         )
 
     def _train_step(self, batch: Any, rows: Any, places: Any) -> Any:
-        # Identities, because what is read of a variable may be its memory, which the step changes.
+        # Identities, because a read may share the variable's memory, which the step changes.
         shared = {name: tf.identity(variable.value) for name, variable in self._shared.items()}
         self._metrics.reset()
         logs, found = self._steps.model_step(batch, rows, places)
@@ -82,7 +82,7 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         return tuple(self._pack(self._values(trainable), trainable) for trainable in (True, False))
 
     def set_weights(self, weights: PlacedBlocks) -> None:
-        # TensorFlow gives variables the memory of what they are set to, and training writes to it.
+        # TensorFlow variables take over the memory of assigned values, and training writes to it.
         copies = ({name: aligned_copy(block) for name, block in server.items()} for server in weights)
         super().set_weights(PlacedBlocks(copies, weights.partition))
 
@@ -107,16 +107,16 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         if tuple(given) not in self._set:
             signature = [tf.TensorSpec(value.shape, value.dtype) for value in given.values()]
             self._set[tuple(given)] = quick_call(assign, signature)
-        # TensorFlow gives variables the memory of what they are set to, and training writes to it.
+        # TensorFlow variables take over the memory of assigned values, and training writes to it.
         self._set[tuple(given)]([tensor_of(aligned_copy(value)) for value in given.values()])
 
 
 def _by_kind(state: OptimizerState) -> dict[tuple[str, Any], Any]:
-    """All that it holds, by attribute and key."""
+    """All optimizer variables, by attribute and key."""
     return {(kind, key): value for kind in ("slots", "extras", "shared") for key, value in getattr(state, kind).items()}
 
 
 def _reader(variables: Mapping[Any, Any]) -> Callable[[], dict[Any, Array]]:
-    """Reads all of the variables at once, as arrays that do not change later."""
+    """Reads all variables at once, as arrays that do not change later."""
     read = quick_call(lambda: [tf.convert_to_tensor(variable.value) for variable in variables.values()], [])
     return lambda: dict(zip(variables, map(array_of, read([])), strict=True))

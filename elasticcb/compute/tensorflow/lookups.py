@@ -1,7 +1,7 @@
-"""Which rows a batch needs, before it is computed; and the step on these rows.
+"""Determines which rows a batch needs before it is computed; and runs the step on these rows.
 
-The model's step is traced once while its embedding layers write down the ids that they are asked for. The part of
-the graph that leads to ids alone then runs for each batch: it touches no weight, metric or seed.
+The model's step is traced once while its embedding layers record the requested ids. The part of the graph that leads to
+ids then runs for each batch: it uses no weight, metric or seed.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from elasticcb.layers.table_layers import TableLayer
 from elasticcb.tf.batch_signatures import Signatures, flat_tensors
 
 Step = Callable[[Any], Any]
-# By table: the unique ids, int64 [n]; for each call of the layer, where among them its ids are, int32 of their shape.
+# By table: the unique ids, int64 [n]; for each call of the layer, the positions of its ids among them, int32 of their
+# shape.
 Wanted = dict[int, tuple[tf.Tensor, list[tf.Tensor]]]
 
 
 class TensorFlowTables(ServedTables):
-    """For the arguments see `ServedTables`."""
+    """For the arguments, see `ServedTables`."""
 
     def lookups(self, step: Step) -> Callable[[Any], Wanted]:
-        """A function that tells what `step`, of the same batch, looks up.
+        """A function that returns the lookups of `step` for a batch.
 
         It may be called in another thread than the step.
 
         Args:
-            step: takes a batch, of any structure; is traced, once for each structure and kind of batch, never run.
+            step: a function of a batch, of any structure; traced once for each structure and kind of batch, never run.
 
         The function raises:
-            NotServableError: ids depend on rows, weights or randomness, or are asked for inside a loop or function.
+            NotServableError: ids depend on rows, weights or randomness, or are looked up inside a loop or function.
             ModelFileError: an id is out of range.
         """
         if not self._layers:

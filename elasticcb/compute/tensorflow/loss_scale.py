@@ -11,7 +11,7 @@ from elasticcb.compute.loss_scale import LossScale
 
 
 class TensorFlowScale(LossScale):
-    """For the arguments see `LossScale`."""
+    """For the arguments, see `LossScale`."""
 
     def unscale(self, gradients: dict[int, Any]) -> tuple[dict[int, Any], Any]:
         if not self.dynamic:
@@ -30,7 +30,7 @@ class TensorFlowScale(LossScale):
 
 
 def plain_gradient(optimizer: keras.optimizers.Optimizer, gradient: Any) -> Any:
-    """A gradient of the loss as `optimizer` has scaled it, as that of the loss itself."""
+    """Converts a gradient of the loss scaled by `optimizer` to one of the plain loss."""
     dynamic = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     scale = tf.convert_to_tensor(optimizer.dynamic_scale.value) if dynamic else optimizer.loss_scale_factor
     return gradient if scale is None else _divided(gradient, scale)
@@ -41,7 +41,7 @@ def _values(gradient: Any) -> Any:
 
 
 def _divided(gradient: Any, scale: Any) -> Any:
-    """In single precision at least, as Keras divides: a scale may be more than float16 can hold."""
+    """At least in single precision, like Keras: a scale may exceed the range of float16."""
     values = keras.ops.divide(_values(gradient), scale)
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)

@@ -1,4 +1,4 @@
-"""A model whose optimizers exchange with the servers whenever they are applied, also within a tf.function."""
+"""A model whose optimizers exchange with the servers whenever they are applied, also inside a tf.function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elasticcb.sharding.partition import VariableSpec
 
 
 class TensorFlowPlaced(PlacedOptimizers):
-    """For the arguments see `Backend.placed`."""
+    """For the arguments, see `Backend.placed`."""
 
     def __init__(self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange) -> None:
         super().__init__(model, specs, num_ps, exchange, TensorFlowScale)
@@ -30,7 +30,8 @@ class TensorFlowPlaced(PlacedOptimizers):
 
     def _update(self, gradients: dict[int, Any], usable: Any) -> None:
         dense, rows, _ = sort_gradients(gradients, self._specs, self._clipped)
-        # As inputs, so that in a graph the state is read after, and weights are set before what stands so there.
+        # As inputs, so that in a graph the state is read after preceding operations, and weights are set before later
+        # ones.
         state = [tf.identity(self._model.weights[index].value) for index in self._state]
         inputs = [usable, *state, *dense.values(), *(part for pair in rows.values() for part in pair)]
         exchange = functools.partial(self._exchanged, tuple(dense), tuple(rows))

@@ -14,7 +14,7 @@ from elasticcb.tf.batch_signatures import specs_of
 
 
 def problems_of(model: keras.Model, step: Step, batch: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
-    """Why rows can't be known before a step of `batch`, which is traced, by variable; as `FindProblems`."""
+    """Why rows can't be determined before a step of `batch`, which is traced, by variable; see `FindProblems`."""
     recording: Recording
 
     def recorded(batch: Any) -> Recording:

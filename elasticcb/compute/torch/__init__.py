@@ -1,1 +1,1 @@
-"""PyTorch as a backend."""
+"""The PyTorch backend."""

@@ -1,4 +1,4 @@
-"""Tensors as arrays, of the same memory where that can be, and weights from and to what travels."""
+"""Converts between tensors and arrays, sharing memory where possible, and weights to and from their wire format."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from elasticcb.sharding.partition import VariableSpec, unpack
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """The tensor's array, of its memory on the CPU: it changes with the tensor, and the other way round."""
+    """The tensor's array, sharing its CPU memory: changes of one affect the other."""
     tensor = tensor.detach().cpu()
-    if tensor.dtype == torch.bfloat16:  # NumPy itself has none
+    if tensor.dtype == torch.bfloat16:  # not supported by NumPy
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     array: Array = tensor.numpy()
     return array
@@ -33,18 +33,18 @@ def tensor_of(array: Array) -> torch.Tensor:
 
 
 def tensors_of(batch: Any) -> Any:
-    """A batch, copied: layers of PyTorch may write to what they are given. Raises as `arrays_of`."""
+    """A copy of a batch: PyTorch layers may modify their inputs. Raises the same errors as `arrays_of`."""
     return keras.tree.map_structure(tensor_of, arrays_of(batch), none_is_leaf=False)
 
 
 def as_array(value: Any) -> Array:
-    """A copy of a tensor, or of what NumPy takes."""
+    """A copy of a tensor, or of anything that NumPy accepts."""
     array: Array = keras.ops.convert_to_numpy(value)
     return array
 
 
 def assign_weights(model: keras.Model, specs: Sequence[VariableSpec], weights: PlacedBlocks) -> None:
-    """Makes the model hold `weights`: without copies between, where its variables are in the memory of the CPU."""
+    """Sets the model to `weights`, without intermediate copies if its variables are in CPU memory."""
     apart: dict[int, Array] = {}
     targets: list[Array] = []
     for index, (variable, spec) in enumerate(zip(model.weights, specs, strict=True)):
@@ -62,6 +62,6 @@ def assign_weights(model: keras.Model, specs: Sequence[VariableSpec], weights: P
 
 
 def held_arrays(model: keras.Model, specs: Sequence[VariableSpec], trainable: bool) -> dict[int, Array]:
-    """What those of its variables hold, by index: as `array_of`, so that they are to be copied."""
+    """The values of its variables, by index, like `array_of`: copy them before use."""
     pairs = enumerate(zip(model.weights, specs, strict=True))
     return {i: array_of(variable.value) for i, (variable, spec) in pairs if spec.trainable is trainable}

@@ -1,4 +1,4 @@
-"""PyTorch as a backend."""
+"""The PyTorch backend."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.tf.devices import leave_gpus
 
-OWN_THREADS = "OMP_NUM_THREADS"  # PyTorch itself reads it
+OWN_THREADS = "OMP_NUM_THREADS"  # read by PyTorch itself
 
 
 class TorchBackend(Backend):
@@ -42,7 +42,7 @@ class TorchBackend(Backend):
 
     def __init__(self) -> None:
         leave_gpus()
-        # As TensorFlow, PyTorch would start a thread for each core, in each of several workers on one machine.
+        # Otherwise PyTorch starts a thread for each core, in each of several workers on one machine.
         if OWN_THREADS not in os.environ and THREADS_VARIABLE in os.environ:
             torch.set_num_threads(int(os.environ[THREADS_VARIABLE]))
 

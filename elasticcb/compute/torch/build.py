@@ -22,7 +22,7 @@ from elasticcb.settings import Mode
 
 
 def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -> dict[int, int] | None:
-    """As `Backend.build`."""
+    """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
     name_publicly(model_optimizers(model))
     with told_with_batch(spec, batch, mode), building:
@@ -36,14 +36,14 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -
 
 
 def _make_variables(model: keras.Model, batch: Any) -> None:
-    """Makes what is built late, without running it. What fails here fails again where it runs, and is told then."""
+    """Builds lazily created variables without running the step. Errors are ignored: they recur when it runs."""
     if not all(layer.built for layer in model._flatten_layers()):
         with contextlib.suppress(Exception):
             compute_output_spec(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
 
 
 def _run_unchanged(model: keras.Model, step: Callable[[Any], Any], batch: Any) -> None:
-    """Runs a step and leaves the model as it is, also what layers change in `call` and the seeds they draw from."""
+    """Runs a step and restores the model, including changes by layers in `call` and the seeds that they use."""
     model.eval()
     with kept(model), torch.no_grad():
         step(batch)

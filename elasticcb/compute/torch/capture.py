@@ -1,4 +1,4 @@
-"""What a model's `train_step` hands to its optimizers, while PyTorch runs it."""
+"""Captures the gradients that a model's `train_step` passes to its optimizers, while PyTorch runs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elasticcb.compute.torch.operations import Operations, is_view, memory_of, t
 
 
 class TorchCapture(OptimizerCapture):
-    """For the arguments see `OptimizerCapture`."""
+    """For the arguments, see `OptimizerCapture`."""
 
     def __init__(self, model: keras.Model, variables: Collection[int] | None = None, refuses: bool = True) -> None:
         super().__init__(model, WatchedReads(), variables, refuses)
@@ -26,11 +26,11 @@ class TorchCapture(OptimizerCapture):
 
 
 class WatchedReads:
-    """For what it does see `ReadWatch`. Watching costs time, and steps are alike, so it watches the first step only."""
+    """See `ReadWatch`. Watching is slow and steps are alike, so it watches only the first step."""
 
     def __init__(self) -> None:
         self._watches = True
-        self._given: dict[int, tuple[str, str]] = {}  # (variable, optimizer) by where the variable's memory is
+        self._given: dict[int, tuple[str, str]] = {}  # (variable, optimizer) by the address of the variable's memory
         self._found: list[tuple[str, str]] = []
         self._running = contextlib.ExitStack()
 
@@ -67,7 +67,7 @@ def refused_assignments(trainable: Sequence[keras.Variable]) -> Iterator[None]:
     Raises:
         ModelFileError: it assigns to one of them.
     """
-    # PyTorch counts how often the memory of a tensor was written to.
+    # PyTorch counts writes to each tensor's memory.
     before = [variable.value._version for variable in trainable]
     yield
     for variable, version in zip(trainable, before, strict=True):
@@ -78,10 +78,10 @@ def refused_assignments(trainable: Sequence[keras.Variable]) -> Iterator[None]:
 def updated_variables(model: keras.Model, batch: Any, refuses: bool = True) -> dict[int, int]:
     """Which variables `train_step` updates: by index in `model.weights`, the index of the optimizer.
 
-    The step is run, and leaves the model as it was.
+    The step is run, and the model is restored.
 
     Args:
-        refuses: as of `OptimizerCapture`.
+        refuses: as in `OptimizerCapture`.
     """
     capture = TorchCapture(model, refuses=refuses)
     try:

@@ -1,4 +1,4 @@
-"""The model's own `train_step` and friends, which PyTorch runs as they are written."""
+"""Runs the model's own `train_step` and similar steps eagerly in PyTorch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TorchComputation(Computation):
 
     Args:
         held: the model.
-        capture: of its optimizers.
+        capture: captures the gradients of its optimizers.
     """
 
     def __init__(self, held: HeldModel, capture: OptimizerCapture) -> None:
@@ -74,9 +74,9 @@ class TorchComputation(Computation):
 
     @contextlib.contextmanager
     def _step_of(self, batch: Prepared, rows: TableRows, training: bool) -> Iterator[None]:
-        """A step of the model in it finds the rows of the batch."""
+        """Inside the context, a step of the model uses the rows of the batch."""
         with self._served.serving(rows, batch.places):
-            if self._model.training is not training:  # what layers of PyTorch's own go by; Keras's are told by calls
+            if self._model.training is not training:  # the mode of PyTorch layers; Keras layers get it as an argument
                 self._model.train(training)
             yield
 

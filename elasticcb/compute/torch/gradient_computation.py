@@ -21,7 +21,7 @@ from elasticcb.sharding.partition import pack
 
 
 class TorchGradients(TorchComputation, GradientComputation):
-    """For the arguments see `Backend.computation`."""
+    """For the arguments, see `Backend.computation`."""
 
     def __init__(self, held: HeldModel) -> None:
         super().__init__(held, TorchCapture(held.model))
@@ -61,7 +61,7 @@ class TorchGradients(TorchComputation, GradientComputation):
         )
 
     def _unscaled(self, updates: Mapping[int, Update]) -> tuple[dict[int, Any], list[bool]]:
-        """Gradients of the plain loss, by variable; by optimizer whether to use them."""
+        """Gradients of the plain loss, by variable; and by optimizer whether they are usable."""
         check_updated(updates, self._specs)
         gradients: dict[int, Any] = {}
         usable = []

@@ -1,4 +1,4 @@
-"""From the gradients of a step to what is pushed: rows added up, clipped, as arrays."""
+"""Converts the gradients of a step for a push: rows summed, clipped, as arrays."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def sort_gradients(
 ) -> tuple[dict[int, Array], RowGradients]:
     """Dense gradients and gradients of rows, by variable, in the variables' dtypes.
 
-    Dense ones are of the gradients' memory.
+    Dense ones share the gradients' memory.
 
     Args:
-        table_ids: of embedding tables, by variable: the ids of the rows that the step was given.
+        table_ids: of embedding tables, by variable: ids of the rows given to the step.
     """
     found = {i: gradients[i].coalesce() if gradients[i].is_sparse else gradients[i] for i in sorted(gradients)}
     for clipping in clipped:
@@ -49,5 +49,5 @@ def _clipping_factor(gradients: Collection[torch.Tensor], limit: float) -> Any:
         return 1.0
     norms = [(each.values() if each.is_sparse else each).float().norm() for each in gradients]
     norm = torch.stack(norms).norm()
-    # Where the norm is not finite, all are made NaN: nothing finite may come of them.
+    # If the norm is not finite, all are set to NaN, so that no finite result can hide it.
     return limit / torch.clamp(norm, min=limit) + (norm - norm)

@@ -1,4 +1,4 @@
-"""Training by the model's own optimizers, as Keras does it; only gradients of the rows of embedding tables come out."""
+"""Training by the model's own optimizers, like Keras; only gradients of embedding rows are returned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elasticcb.sharding.partition import Slice, pack
 
 
 class TorchLocal(TorchComputation, HoldsOptimizers):
-    """For the arguments see `Backend.local_computation`."""
+    """For the arguments, see `Backend.local_computation`."""
 
     def __init__(self, held: HeldModel) -> None:
         tables = [index for index, spec in enumerate(held.specs) if spec.table]
@@ -26,7 +26,7 @@ class TorchLocal(TorchComputation, HoldsOptimizers):
         HoldsOptimizers.__init__(self, prepared(held, capture.optimizers))
         TorchComputation.__init__(self, held, capture)
         self._averages = MovingAverages(held.model)
-        # What a step tells, because a push of its gradients of rows needs it.
+        # Returned by a step, because a push of its row gradients needs it.
         self._shared: Mapping[str, Any] = self._held.shared if tables else {}
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:

@@ -1,4 +1,4 @@
-"""Which rows a batch needs, before it is computed; and the step on these rows."""
+"""Determines which rows a batch needs before it is computed; and runs the step on these rows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from elasticcb.layers.table_layers import NotServableError, TableLayer, answered
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.table_spec import TableSpec
 
-# By table: the unique ids, int64 [n]; for each call of the layer, where among them its ids are, int64 of their shape.
+# By table: the unique ids, int64 [n]; for each call of the layer, the positions of its ids among them, int64 of their
+# shape.
 Wanted = dict[int, tuple[Array, list[torch.Tensor]]]
 
 
 class TorchTables(ServedTables):
-    """For the arguments see `ServedTables`."""
+    """For the arguments, see `ServedTables`."""
 
     def __init__(self, model: keras.Model, tables: Mapping[int, TableSpec]) -> None:
         super().__init__(model, tables)
-        # Which PyTorch lists as the model's; those of a step are not among them.
+        # PyTorch lists these as the model's parameters; the tensors of a step are not among them.
         self._listed = {index: layer._embeddings._value for index, layer in self._layers.items()}
 
     def release(self) -> None:
@@ -34,13 +35,13 @@ class TorchTables(ServedTables):
         super().release()
 
     def lookups(self, step: Step) -> Callable[[Any], Wanted]:
-        """A function that tells what `step`, of the same batch, looks up.
+        """A function that returns the lookups of `step` for a batch.
 
         It may be called in another thread than the step.
 
         Args:
-            step: takes a batch, of any structure. It is run to its end once for each structure and kind of batch, and
-                up to its last lookup for each batch; nothing changes by that.
+            step: a function of a batch, of any structure. It is run completely once for each structure and kind of
+                batch, and up to its last lookup for each batch; this changes nothing.
 
         The function raises:
             NotServableError: ids depend on rows, weights or randomness.
@@ -48,7 +49,7 @@ class TorchTables(ServedTables):
         """
         if not self._layers:
             return lambda batch: {}
-        known: dict[Any, dict[int, int]] = {}  # by kind of batch, how often each table is asked
+        known: dict[Any, dict[int, int]] = {}  # by kind of batch, how often each table is looked up
 
         def look_up(batch: Any) -> Wanted:
             kind = _kind(batch)
@@ -62,8 +63,8 @@ class TorchTables(ServedTables):
                         recording.run(self._model, step, batch)
             if {index: len(asked) for index, asked in recording.asked.items()} != calls:
                 raise NotServableError(
-                    "The step does not call embedding layers as often as it did before. How often a step calls a "
-                    "layer must not change."
+                    "The step does not call its embedding layers as often as before. The number of calls must "
+                    "not change."
                 )
             wanted = {index: _unique(recording.asked[index]) for index in sorted(calls)}
             for index, (ids, _) in wanted.items():
@@ -89,13 +90,13 @@ class TorchTables(ServedTables):
 
 
 def problems_of(model: keras.Model, step: Step, batch: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
-    """Why rows can't be known before a step of `batch`, which is run, by variable; as `FindProblems`."""
+    """Why rows can't be determined before a step of `batch`, which is run, by variable; see `FindProblems`."""
     uses = Uses(model, layers)
     try:
         with answered(layers, uses.lookup):
             uses.run(model, step, batch)
     except Exception:
-        if not uses.problems():  # else they are why it fails, on stand-ins for rows
+        if not uses.problems():  # otherwise they explain why it fails with placeholder rows
             raise
     return uses.problems()
 
@@ -108,6 +109,6 @@ def _unique(asked: list[torch.Tensor]) -> tuple[Array, list[torch.Tensor]]:
 
 
 def _kind(batch: Any) -> Any:
-    """What tells batches apart whose steps may call other layers."""
+    """A key for batches whose steps may call other layers."""
     leaves, structure = torch.utils._pytree.tree_flatten(batch)
     return str(structure), tuple((leaf.dtype, leaf.ndim) for leaf in leaves if leaf is not None)

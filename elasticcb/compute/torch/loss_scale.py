@@ -11,7 +11,7 @@ from elasticcb.compute.loss_scale import LossScale
 
 
 class TorchScale(LossScale):
-    """For the arguments see `LossScale`."""
+    """For the arguments, see `LossScale`."""
 
     def unscale(self, gradients: dict[int, Any]) -> tuple[dict[int, Any], bool]:
         plain = {index: plain_gradient(self.optimizer, gradient) for index, gradient in gradients.items()}
@@ -26,15 +26,15 @@ class TorchScale(LossScale):
 
 
 def plain_gradient(optimizer: keras.optimizers.Optimizer, gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient of the loss as `optimizer` has scaled it, as that of the loss itself."""
+    """Converts a gradient of the loss scaled by `optimizer` to one of the plain loss."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        # An optimizer that is not built has scaled with the initial one.
+        # An unbuilt optimizer has used the initial scale.
         scale = float(optimizer.dynamic_scale.value if optimizer.built else optimizer.initial_scale)
     elif optimizer.loss_scale_factor is not None:
         scale = optimizer.loss_scale_factor
     else:
         return gradient
-    # In single precision at least, as Keras divides: a scale may be more than float16 can hold.
+    # At least in single precision, like Keras: a scale may exceed the range of float16.
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return gradient.to(wide) / scale
 

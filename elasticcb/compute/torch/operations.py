@@ -1,4 +1,4 @@
-"""Watches the operations of PyTorch that a piece of code runs."""
+"""Observes the PyTorch operations that a piece of code runs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # no public name tells of each operation that runs
+from torch.utils._python_dispatch import TorchDispatchMode  # there is no public API to observe each operation
 
-# Tells of an operation: itself, the tensors that it was given, those that it gave.
+# Called with an operation, its input tensors, and its outputs.
 Note = Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
 class Operations(TorchDispatchMode):
-    """Tells of each operation that has run in the context, also of those by which gradients are computed."""
+    """Reports each operation in the context, including those that compute gradients."""
 
     def __init__(self, note: Note) -> None:
         super().__init__()
@@ -26,17 +26,17 @@ class Operations(TorchDispatchMode):
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Where the memory of a tensor begins: of views the same."""
+    """The address of a tensor's memory: the same for views."""
     return int(tensor.untyped_storage().data_ptr())
 
 
 def tells_nothing(operation: Any) -> bool:
-    """Whether what an operation gives does not depend on the values that it is given, as the shape of one does."""
+    """Whether an operation's result does not depend on its inputs' values, like a shape."""
     return operation.overloadpacket in _SHAPES
 
 
 def is_view(operation: Any) -> bool:
-    """Whether it gives another name to the memory that it is given, and reads nothing of it."""
+    """Whether it only creates a view of its input's memory, without reading it."""
     return operation.overloadpacket in _NAMES
 
 

@@ -17,7 +17,7 @@ from elasticcb.sharding.partition import VariableSpec
 
 
 class TorchPlaced(PlacedOptimizers):
-    """For the arguments see `Backend.placed`."""
+    """For the arguments, see `Backend.placed`."""
 
     def __init__(self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange) -> None:
         super().__init__(model, specs, num_ps, exchange, TorchScale)

@@ -1,4 +1,4 @@
-"""Which ids a step looks up, before it is computed: it is run up to its last lookup, and changes nothing."""
+"""Determines the ids that a step will look up: runs it up to its last lookup, without side effects."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from elasticcb.layers.table_layers import TableLayer
 from elasticcb.optimizers.traits import model_optimizers
 
 Step = Callable[[Any], Any]
-_ROWS, _RANDOM = "rows", "random"  # what a tensor depends on; else the path of a variable
+_ROWS, _RANDOM = "rows", "random"  # what a tensor depends on; otherwise the path of a variable
 
 
 class _Done(BaseException):
-    """The last lookup was made. No Exception, which Keras would add to."""
+    """The last lookup was made. Not an Exception, because Keras would wrap it."""
 
 
 class IdRecording:
-    """Writes down what layers are asked for while a step runs, and answers with rows that mean nothing.
+    """Records the layers' lookups while a step runs, and returns placeholder rows.
 
     Args:
         layers: by index in `model.weights`.
-        calls: how often each is asked, after which the step ends; None: it runs to its end.
+        calls: how often each is looked up, after which the step ends; None: run it completely.
     """
 
     def __init__(self, layers: Mapping[int, TableLayer], calls: Mapping[int, int] | None = None) -> None:
@@ -36,7 +36,7 @@ class IdRecording:
         self._left = -1 if calls is None else sum(calls.values())
 
     def lookup(self, index: int, ids: torch.Tensor) -> torch.Tensor:
-        """A stand-in for the rows of `ids`."""
+        """A placeholder for the rows of `ids`."""
         self.asked.setdefault(index, []).append(ids.detach())
         self._left -= 1
         if not self._left:
@@ -52,16 +52,16 @@ class IdRecording:
 
 
 class Uses(IdRecording):
-    """One that also finds out why rows can't be known beforehand, in a step that it runs to its end."""
+    """Also determines why rows can't be known beforehand, by running a step completely."""
 
     def __init__(self, model: keras.Model, layers: Mapping[int, TableLayer]) -> None:
         super().__init__(layers)
         self._model = model
-        self._depends: Any = WeakTensorKeyDictionary()  # tensor -> what its values depend on
+        self._depends: Any = WeakTensorKeyDictionary()  # tensor -> dependencies of its values
         self._ids_depend: dict[int, frozenset[str]] = {}  # by table
         self._other_uses: set[int] = set()
         self._answers = False
-        self._sources: dict[int, int | str] = {}  # by the memory of a variable: its table, or its path
+        self._sources: dict[int, int | str] = {}  # by address of a variable: its table, or its path
         self._changed: set[str] = set()  # paths of variables
 
     def lookup(self, index: int, ids: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Uses(IdRecording):
 
     def _stand_in(self, layer: TableLayer, ids: torch.Tensor) -> torch.Tensor:
         self._answers = True
-        # By which gradients reach the layer's variable.
+        # through which gradients reach the layer's variable
         rows = (layer._embeddings.value.sum() * 0).expand(*ids.shape, layer.output_dim)
         self._answers = False
         self._depends[rows] = frozenset({_ROWS})
@@ -107,7 +107,7 @@ class Uses(IdRecording):
                 self._depends[tensor] = self._depends.get(tensor, frozenset()) | found
 
     def problems(self) -> dict[int, str]:
-        """Why rows can't be known beforehand, by table."""
+        """Why rows can't be determined beforehand, by table."""
         found = {}
         trainable = {variable.path for variable in self._model.trainable_variables}
         for index in self._layers:
@@ -120,29 +120,29 @@ class Uses(IdRecording):
             elif _ROWS in depends:
                 found[index] = (
                     "its ids depend on rows of an embedding, so that they can't be known before these rows are there. "
-                    "Compute ids from the features alone."
+                    "Compute ids only from the features."
                 )
             elif _RANDOM in depends:
                 found[index] = (
-                    "its ids depend on random numbers, which may be others when the step runs. Compute ids from the "
-                    "features alone; draw random ids in `feed`."
+                    "its ids depend on random numbers, which may be others when the step runs. Compute ids "
+                    "only from the features; draw random ids in `feed`."
                 )
             elif depends & trainable:
                 found[index] = (
                     f"its ids depend on the weights {min(depends & trainable)!r}, which change from step to step. "
-                    "Compute ids from the features alone."
+                    "Compute ids only from the features."
                 )
             elif depends & self._changed:
                 found[index] = (
-                    f"its ids depend on {min(depends & self._changed)}, which the step changes. Compute ids from the "
-                    "features alone; draw random ids in `feed`."
+                    f"its ids depend on {min(depends & self._changed)}, which the step changes. Compute ids "
+                    "only from the features; draw random ids in `feed`."
                 )
         return found
 
 
 @contextlib.contextmanager
 def unaffected(model: keras.Model) -> Iterator[keras.StatelessScope]:
-    """What a step in the context does to variables and random numbers is undone after it. Optimizers do nothing."""
+    """Undoes changes of variables and random state by a step in the context. Optimizers do nothing."""
     before = {optimizer: vars(optimizer).get("apply") for optimizer in model_optimizers(model)}
     for optimizer in before:
         vars(optimizer)["apply"] = lambda *args, **kwargs: None
@@ -160,7 +160,7 @@ def unaffected(model: keras.Model) -> Iterator[keras.StatelessScope]:
 
 @contextlib.contextmanager
 def _one_row(layer: TableLayer) -> Iterator[None]:
-    """The layer's variable has a single row: gradients of it need little memory."""
+    """The layer's variable has a single row, so its gradient needs little memory."""
     variable: Any = layer._embeddings
     before = variable._value
     variable._value = torch.nn.Parameter(before.new_zeros((1, layer.output_dim)), requires_grad=variable.trainable)

@@ -116,7 +116,7 @@ def test_ids_are_of_64_bits():
 def test_ids_out_of_range_are_told():
     held, _ = hold_tables(with_own_table(input_dim=40), tensors((IDS[:BATCH], Y[:BATCH])))
     computation = backend().computation(held)
-    with pytest.raises(ModelFileError, match="was asked for the id 40"):
+    with pytest.raises(ModelFileError, match="was called with the id 40"):
         computation.prepare(tensors((IDS[:BATCH] + 40 - IDS[:BATCH].min(), Y[:BATCH])), Mode.EVALUATION)
 
 
