@@ -145,8 +145,8 @@ class LostServerError(ClusterLostError):
 
 
 class FunctionError(ElasticCBError):
-    """A function of `Cluster.schedule` raised an error, which is the cause, or was cancelled because another one
-    did."""
+    """A function of `Cluster.schedule` raised an error, which is the cause, or was cancelled because another
+    function did."""
 
 
 class JobInterrupted(ElasticCBError):

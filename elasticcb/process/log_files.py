@@ -150,7 +150,7 @@ class LogReader:
             self._file = following
 
     def _next_to(self, file: TextIO, step: int) -> TextIO | None:
-        """The file after another one (`step` 1), or before it (-1); None: there is none. A removed file precedes all
+        """The file after `file` (`step` 1), or before it (-1); None: there is none. A removed file precedes all
         others."""
         while True:
             files = self._files()

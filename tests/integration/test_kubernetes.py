@@ -265,7 +265,7 @@ def test_a_master_that_lost_its_lease_ends_at_once_and_none_acts_while_another_p
 
     wait_until(take_lease)
     taken = time.monotonic()
-    job.wait_for_line(r"This master has lost its Lease, so another one may act")
+    job.wait_for_line(r"This master has lost its Lease, so another master may act")
     job.wait_for_line(r"The master in the pod job-elsewhere may still act; waiting for its end")
     assert lease()["holderIdentity"] == "job-elsewhere"
     wait_until(lambda: lease()["holderIdentity"] != "job-elsewhere")

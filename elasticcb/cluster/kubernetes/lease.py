@@ -150,7 +150,7 @@ def held(lease: MasterLease, say: Callable[[str], None], end: Callable[[int], ob
             at_latest.daemon = True
             at_latest.start()
             try:
-                say("This master has lost its Lease, so another one may act. The next pod continues the job.")
+                say("This master has lost its Lease, so another master may act. The next pod continues the job.")
             finally:
                 at_latest.cancel()
                 end(GO_ON)
