@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotDoneError
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ from elasticcb.clients.ps_places import Places
 from elasticcb.errors import ConnectionLostError, ElasticCBError
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors
+from elasticcb.process.signals import uninterrupted
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.security.credentials import OPEN, Access
@@ -28,6 +31,7 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 _MOST_CALLS = 1_000  # at once; threads for them start as they are needed
+_LOOK_SECONDS = 0.1  # how often who waits for an answer looks for Ctrl-C
 _MOVING_PAUSE_SECONDS = 0.01  # before a server that hands over what it holds is asked again
 _PAUSE_SECONDS = 0.1  # before a server that does not answer, and is not replaced, is asked again
 
@@ -42,6 +46,16 @@ class MapChangedError(ElasticCBError):
 
 class ServerReplacedError(ElasticCBError):
     """A server was replaced in the midst of calls that belong together."""
+
+
+def _answer_of(call: Future[Answer]) -> Answer:
+    done = False
+    while not done:
+        with uninterrupted(), contextlib.suppress(NotDoneError):
+            call.exception(_LOOK_SECONDS)
+            done = True
+    with uninterrupted():
+        return call.result()
 
 
 @dataclass
@@ -174,8 +188,15 @@ class ServerGroup:
     # ------------------------------------------------------------ calls
 
     def each(self, function: Callable[..., Answer], *arguments: Iterable[Any]) -> list[Answer]:
-        """As `map`, with a thread for each call."""
-        return list(self._pool.map(function, *arguments))
+        """As `map`, with a thread for each call. Ctrl-C ends the wait for them, but never leaves a lock taken."""
+        with uninterrupted():
+            calls = [self._pool.submit(function, *each) for each in zip(*arguments, strict=False)]
+        try:
+            return [_answer_of(call) for call in calls]
+        finally:
+            with uninterrupted():
+                for call in calls:
+                    call.cancel()
 
     def on_all(self, method: str, header: Any) -> list[Any]:
         """The headers of all servers' answers, by index."""
@@ -194,6 +215,8 @@ class ServerGroup:
 
     def send(self, server: KnownServer, frame: Frame[Any], method: str = "Exchange") -> Frame[Any]:
         """A server's answer, or that of the process that takes its place meanwhile."""
+        if threading.current_thread() is threading.main_thread():  # where Ctrl-C would leave locks of gRPC taken
+            return self.each(self.send, [server], [frame], [method])[0]
         begun = time.monotonic()
         while True:
             link = server.link
