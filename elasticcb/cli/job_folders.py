@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from elasticcb.clients.running_master import COMMAND_LOCK, MASTER_FILE
+from elasticcb.clients.running_master import COMMAND_LOCK, MASTER_FILE, refuse_cluster
 from elasticcb.errors import UsageError
 from elasticcb.settings import JOB_FILE, STATUS_FILE, Command
 
@@ -43,7 +43,7 @@ def find_job(job: str) -> Path:
         job: the folder, its name below `jobs`, a `--job_name` (the newest such job), or "latest".
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or the folder is that of a `Cluster`.
     """
     parent = Path.cwd() / JOBS
     found = _newest_first(parent)
@@ -56,6 +56,7 @@ def find_job(job: str) -> Path:
         if job in (LATEST, match[1]):
             return parent / match[0]
     if folders[0].is_dir():
+        refuse_cluster(folders[0])
         raise UsageError(f"{folders[0]} is not the folder of a job. {_expected(job, names)}")
     tried = f"neither {folders[0]} nor {folders[1]} exists" if job != LATEST else f"{parent} contains no jobs"
     raise UsageError(f"There is no job {job}: {tried}. {_expected(job, names)}")

@@ -13,6 +13,7 @@ from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.follow import follow_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.kubernetes.recreate import make_again, make_missing_lease, wait_for_old_master
+from elasticcb.clients.running_master import refuse_cluster
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.compute.registry import keep_backend
 from elasticcb.errors import UsageError
@@ -69,6 +70,7 @@ def resumed_settings(folder: Path) -> JobSettings:
             "with --checkpoint_dir_for_init."
         ) from None
     except OSError as error:
+        refuse_cluster(folder)
         raise UsageError(
             f"{folder} contains no job that can be resumed ({error.strerror}). Expected the folder of an `elasticcb "
             "train` job. Start `evaluate` and `predict` jobs again instead."

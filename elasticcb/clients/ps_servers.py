@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotDoneError
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ from elasticcb.clients.ps_places import Places
 from elasticcb.errors import ConnectionLostError, ElasticCBError
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors
+from elasticcb.process.signals import is_interruptible, uninterrupted
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.security.credentials import OPEN, Access
@@ -28,6 +31,7 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 _MOST_CALLS = 1_000  # at once; threads start as needed
+_LOOK_SECONDS = 0.1  # between looks for Ctrl-C while waiting for an answer
 _MOVING_PAUSE_SECONDS = 0.01  # before retrying a server that is handing over its data
 _PAUSE_SECONDS = 0.1  # before retrying a server that does not answer and is not replaced
 
@@ -42,6 +46,16 @@ class MapChangedError(ElasticCBError):
 
 class ServerReplacedError(ElasticCBError):
     """A server was replaced during calls that belong together."""
+
+
+def _answer_of(call: Future[Answer]) -> Answer:
+    done = False
+    while not done:
+        with uninterrupted(), contextlib.suppress(NotDoneError):
+            call.exception(_LOOK_SECONDS)
+            done = True
+    with uninterrupted():
+        return call.result()
 
 
 @dataclass

@@ -101,7 +101,20 @@ def running_master(folder: str | Path) -> RunningMaster:
     try:
         return RunningMaster(**durable.read_document(Path(folder, MASTER_FILE)))
     except (OSError, ValueError, TypeError):
+        refuse_cluster(Path(folder))
         raise UsageError(f"{folder} is not the folder of a running job. {_why_not(Path(folder))}") from None
+
+
+def refuse_cluster(folder: Path) -> None:
+    """Raises `UsageError` for the `job_dir` or `directory` of a `Cluster`, which has no master that others can call."""
+    if any((folder / name).exists() for name in (JOB_FILE, MASTER_FILE, STATUS_FILE, COMMAND_LOCK, "logs/master.log")):
+        return
+    if (folder / "logs" / "zygote.log").exists() or any(folder.glob("fit-*/fit.json")):
+        raise UsageError(
+            f"{folder} belongs to an elasticcb.Cluster, not to a job of an `elasticcb` command. The program with the "
+            "Cluster shows its progress, also as a live page with Cluster(dashboard=True); run it again to resume a "
+            "`fit` with job_dir."
+        )
 
 
 def _why_not(folder: Path) -> str:

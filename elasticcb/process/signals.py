@@ -51,6 +51,11 @@ def uninterrupted() -> Iterator[None]:
             raise_if_interrupted()
 
 
+def is_interruptible() -> bool:
+    """Whether `interrupt` may raise in this thread."""
+    return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is interrupt
+
+
 def raise_if_interrupted() -> None:
     """Raises a deferred `KeyboardInterrupt`, if there is one and this is the main thread."""
     global _held_back

@@ -34,6 +34,23 @@ def test_who_asks_a_killed_master_is_told_how_to_go_on(tmp_path, monkeypatch, ca
     assert trains or "resume" not in message
 
 
+@pytest.mark.parametrize("command", ["status", "stop", "table", "resume"])
+@pytest.mark.parametrize("holds", ["logs/zygote.log", "fit-1/fit.json"])
+def test_who_asks_about_the_folder_of_a_cluster_is_told_who_shows_its_progress(tmp_path, capsys, command, holds):
+    (tmp_path / holds).parent.mkdir()
+    (tmp_path / holds).write_text("{}")
+    assert main([command, str(tmp_path)]) == 2
+    assert f"{tmp_path} belongs to an elasticcb.Cluster, not to a job" in capsys.readouterr().err
+
+
+def test_a_job_whose_master_never_started_is_not_taken_for_a_cluster(tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    for name in (".command.lock", "logs/zygote.log"):
+        (tmp_path / name).write_text("")
+    assert main(["status", str(tmp_path)]) == 2
+    assert "is not the folder of a job that runs" in capsys.readouterr().err
+
+
 def test_a_job_that_ends_before_its_next_master_is_asked_was_stopped(tmp_path, monkeypatch):
     asked = []
 

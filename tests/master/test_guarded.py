@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
+from interrupted import interrupted_at
 
 from elasticcb.master.guarded import Guarded, Wake
 from elasticcb.process import signals
@@ -29,29 +27,6 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def guarded() -> Guarded[list[int]]:
     return Guarded([], lambda value: Wake.NOBODY)
-
-
-def interrupted_at(operation: int, call: Callable[[], None]) -> bool:
-    """Calls, with Ctrl-C before one of the operations of it; whether it has as many."""
-    left = operation
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal left
-        frame.f_trace_opcodes = True
-        left -= 1
-        if left == 0:
-            signal.raise_signal(signal.SIGINT)
-        return trace
-
-    try:
-        sys.settrace(trace)
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    assert left > 0, "it was lost"
-    return False
 
 
 def is_free(guarded: Guarded[list[int]]) -> bool:
