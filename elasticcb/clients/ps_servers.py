@@ -188,8 +188,15 @@ class ServerGroup:
     # ------------------------------------------------------------ calls
 
     def each(self, function: Callable[..., Answer], *arguments: Iterable[Any]) -> list[Answer]:
-        """Like `map`, with a thread for each call."""
-        return list(self._pool.map(function, *arguments))
+        """Like `map`, with a thread per call. Ctrl-C ends the wait for them, but never leaves a lock taken."""
+        with uninterrupted():
+            calls = [self._pool.submit(function, *each) for each in zip(*arguments, strict=False)]
+        try:
+            return [_answer_of(call) for call in calls]
+        finally:
+            with uninterrupted():
+                for call in calls:
+                    call.cancel()
 
     def on_all(self, method: str, header: Any) -> list[Any]:
         """The headers of all servers' answers, by index."""
@@ -208,6 +215,8 @@ class ServerGroup:
 
     def send(self, server: KnownServer, frame: Frame[Any], method: str = "Exchange") -> Frame[Any]:
         """The answer of a server, or of its replacement."""
+        if is_interruptible():  # here Ctrl-C could leave a lock of gRPC taken
+            return self.each(self.send, [server], [frame], [method])[0]
         begun = time.monotonic()
         while True:
             link = server.link
