@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -22,12 +23,13 @@ from elasticcb.clients.running_master import command_runs
 from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.registry import backend_of
 from elasticcb.dashboard.beside import page_beside
-from elasticcb.errors import GO_ON, JobDoneError, LostServerError
+from elasticcb.errors import GO_ON, JobDoneError, JobFailedError, LostServerError, UsageError
 from elasticcb.process.host import POD_NAME
 from elasticcb.process.logs import may_reach_nobody, print_line
 from elasticcb.security.private_folder import make_private
-from elasticcb.settings import Command, JobSettings
+from elasticcb.settings import JOURNAL_FILE, Command, JobSettings
 from elasticcb.settings.checks import completed
+from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 
 if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer
@@ -62,6 +64,8 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
     """
     from elasticcb.cli.progress import start_spinner  # not for a command with invalid flags
 
+    if not resumed and POD_NAME not in os.environ:  # a later pod of a master continues its job
+        _refuse_unfinished(settings)
     show_header(settings)
     spinner = start_spinner(settings)
 
@@ -77,6 +81,23 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
             backend_of(settings.cluster.kind).run_master(run)
     finally:
         spinner.stop()
+
+
+def _refuse_unfinished(settings: JobSettings) -> None:
+    """Raises `UsageError` if a new job would replace one that can be resumed."""
+    from elasticcb.master.journal import Journal
+
+    folder = Path(settings.directory)
+    if settings.command is not Command.TRAIN or not (folder / JOURNAL_FILE).is_file():
+        return
+    with contextlib.suppress(JobFailedError), FolderLock(folder, wait_seconds=ENDING_SECONDS):
+        memory = Journal(folder / JOURNAL_FILE).memory  # raises if it is damaged: nothing can be resumed
+        if memory.queue and not memory.over:
+            raise UsageError(
+                f"{folder} contains a job that has not finished, at version {memory.version}; a new job would "
+                f"replace it. Run `elasticcb resume {shlex.quote(str(folder))}`, choose another --job_dir, or delete "
+                "the folder."
+            )
 
 
 def show_header(settings: JobSettings) -> None:

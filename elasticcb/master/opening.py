@@ -18,7 +18,7 @@ from typing import Any
 
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.checkpoint import remote as remote_checkpoint
-from elasticcb.checkpoint.versions import find_undamaged, newest_of_run, put_back
+from elasticcb.checkpoint.versions import find_undamaged, find_versions, newest_of_run, put_back, version_folder
 from elasticcb.checkpoint.warm_start import WarmStart, warm_start
 from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.errors import CheckpointError, JobFailedError
@@ -84,6 +84,22 @@ def _own_checkpoints(order: Order) -> None:
         put_back(folder)
     except OSError as error:  # writing checkpoints will report it; training continues
         logger.warning("Could not lock %s against other jobs: %s", folder, error)
+
+
+def _warn_of_later_versions(order: Order, version: int) -> None:
+    """Warns of checkpoints that other commands would choose instead of those of this job.
+
+    Args:
+        version: at which the job begins.
+    """
+    folder = order.settings.checkpoint.directory
+    if order.settings.command is Command.TRAIN and folder and not is_url(folder):
+        newest = [path.name for path in find_versions(folder)][-1:]
+        if newest and newest[0] > version_folder(version):
+            order.display.message(
+                f"{folder} already contains the checkpoint {newest[0]}. `evaluate` and `predict` would use it instead "
+                "of earlier versions of this job. Choose another --checkpoint_dir, or pass them one version."
+            )
 
 
 def _start_processes(order: Order) -> str:
@@ -209,6 +225,7 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
     if memory is None:
         source = origin.source()
         ps.initialize(source)
+        _warn_of_later_versions(order, ps.client.version)
         if source.checkpoint:
             order.display.message(f"Training starts from {source.checkpoint}, version {ps.client.version}.")
         if source.checkpoint or origin.warm_start() is not None:

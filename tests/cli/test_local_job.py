@@ -48,7 +48,7 @@ def test_a_job_whose_master_never_started_is_not_taken_for_a_cluster(tmp_path, c
     for name in (".command.lock", "logs/zygote.log"):
         (tmp_path / name).write_text("")
     assert main(["status", str(tmp_path)]) == 2
-    assert "is not the folder of a job that runs" in capsys.readouterr().err
+    assert "is not the folder of a running job" in capsys.readouterr().err
 
 
 def test_a_job_that_ends_before_its_next_master_is_asked_was_stopped(tmp_path, monkeypatch):

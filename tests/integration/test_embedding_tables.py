@@ -429,6 +429,8 @@ def test_a_job_exports_its_tables_and_another_goes_on_from_its_checkpoint(tmp_pa
     file = max(flipped.glob("*.safetensors"))
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    _, display = run_job(job_settings(model_file, tmp_path / "anew", num_epochs=1, **settings))
+    assert any("already contains the checkpoint version-00000099" in message for message in display.messages)
     evaluation = {**again, "training": ""}
     evaluated, display = run_job(
         job_settings(

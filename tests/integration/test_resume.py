@@ -153,6 +153,10 @@ def test_callbacks_that_are_interrupted_end_training_where_they_would_have(data,
     job.interrupt()
     assert job.finish() == 130
 
+    anew = start_job(*flags(data, num_epochs=30, num_ps=1))
+    assert anew.finish() == 2, anew.output
+    assert "contains a job that has not finished" in anew.output
+
     again = start_job("resume", str(data / "job"))
     assert again.finish() == 0, again.output
     assert "EarlyStopping.on_epoch_end set model.stop_training" in again.output
