@@ -33,7 +33,7 @@ class ReadWatch(Protocol):
         """Inside the context, it is an error if a step reads such a variable: `ModelFileError`."""
 
     def given(self, variables: Sequence[Any], optimizer: str) -> None:
-        """The optimizer called `name` was given gradients of these variables."""
+        """The optimizer called `optimizer` was given gradients of these variables."""
 
 
 class OptimizerCapture(ABC):
@@ -209,7 +209,7 @@ def check_updated(updates: Iterable[int], specs: Sequence[VariableSpec]) -> None
 
 
 def _by_optimizer(optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, list[tuple[Any, Any]]]]:
-    """Gradients by the optimizer that applies them. A MultiOptimizer passes all gradients, or none, to the optimizers
+    """Gradients by the optimizer that applies them: for a MultiOptimizer, which itself takes all or none, those
     inside."""
     if not isinstance(optimizer, MultiOptimizer):
         return [(optimizer, pairs)]
