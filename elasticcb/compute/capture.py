@@ -45,7 +45,7 @@ class OptimizerCapture(ABC):
         variables: indices in `model.weights` of variables whose gradients are stored; the optimizers apply the others
             as usual. None: all are stored.
         refuses: whether to refuse steps that can't be done by gradients on servers. Otherwise they may do everything
-        that Keras allows.
+            that Keras allows.
 
     Attributes:
         optimizers: optimizers of the model, indexed by `Update.optimizer`.

@@ -127,8 +127,8 @@ class TrainingSettings(ExchangeOptions):
     num_minibatches_per_task: int | None = setting(
         None,
         "Batches per task. A task is the unit of work that a worker takes, and that is repeated after a failure. "
-        "auto: at most 64, so that each worker gets at least four tasks per epoch; 16 if the length of an epoch is "
-        "unknown.",
+        "auto: at most 64, and few enough that each worker gets at least four tasks per epoch; 16 if the length of an "
+        "epoch is unknown.",
         default_text=AUTO,
         unit="BATCHES",
         minimum=1,
