@@ -118,7 +118,7 @@ class ImageError(ElasticCBError):
 
 
 class LeaveRequestedError(ElasticCBError):
-    """A process was asked to exit while its job continues, and has saved its work."""
+    """A process was asked to exit while its job continues, and has saved or handed back its work."""
 
     def __init__(self) -> None:
         super().__init__("it was asked to end")

@@ -53,12 +53,12 @@ class Cluster:
         job_dir: folder for resuming. If the program was killed and runs again, completed fits return their results, and
             the interrupted fit is resumed. After `close`, the next run starts from scratch.
         updates: how the updates of several workers are combined. "local": each worker trains alone for `local_steps`
-            batches, then its weight changes are merged; "sync": the mean of `grads_to_wait` gradients is applied;
-            "async": each gradient is applied when it arrives.
-        local_steps: with "local", number of batches that a worker trains on before its weight changes are merged;
+            batches, then its movement (weight change) is merged; "sync": the mean of `grads_to_wait` gradients is
+            applied; "async": each gradient is applied when it arrives.
+        local_steps: with "local", number of batches that a worker trains on before its movement is merged;
             "auto": 4 to 64, so that merging takes about 5 % of the time.
         outer_optimizer: with "local", a Keras optimizer (or its name, or the result of `keras.optimizers.serialize`)
-            with which servers apply the mean of the weight changes; "": the mean is added.
+            with which servers apply the mean of the movements; "": the mean is added.
         grads_to_wait: with "sync", number of gradients per update.
         use_async: earlier name of `updates`: True is "async", False is "sync".
         checkpoint_dir: folder for checkpoints of the servers at the end of `fit`; "": none are written.

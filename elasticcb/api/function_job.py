@@ -40,7 +40,7 @@ class _Scheduled:
     function: bytes
     arguments: bytes
     needed: list[RemoteValue]
-    learning_rate: float | None  # the caller's stack when it was scheduled
+    learning_rate: float | None  # the caller's, when the function was scheduled
     missing: set[int] = field(default_factory=set)  # numbers of the arguments that are not available yet
 
 
@@ -65,11 +65,11 @@ class FunctionJob:
     ) -> None:
         self.owner = owner
         self.model: keras.Model | None = None if placed is None else placed.model
-        self.failed = False  # why it can't continue
+        self.failed = False  # whether the job can't continue
         self._desk, self._doubt = master.desk, master.watchdog.doubt
         self._placed = placed
         self._start = None if placed is None else placed.start()
-        self._servers: Servers | None = None  # until servers hold the weights; only with a model
+        self._servers: Servers | None = None  # None until servers hold the weights, and without a model
         self._queue = TaskQueue(
             QueueSettings(
                 records_per_task=1,
@@ -90,7 +90,7 @@ class FunctionJob:
         self._thread = threading.Thread(target=self._run, name="functions", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------ called by the caller
+    # ------------------------------------------------------------ methods for the caller
 
     def schedule(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> RemoteValue:
         """Raises `UsageError` if something can't be sent, and errors of earlier functions like `raise_error`."""

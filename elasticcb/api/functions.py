@@ -64,7 +64,7 @@ class Functions:
         return PerWorkerDataset(self, number)
 
     def place(self, model: keras.Model) -> None:
-        PlacedWeights(model)  # raises its error
+        PlacedWeights(model)  # raises `UsageError` if the model can't be placed
         self.end()
         before, self._model = self._model, model
         try:

@@ -27,7 +27,7 @@ from elasticcb.settings import CallbackErrors
 logger = logging.getLogger(__name__)
 
 _ONCE = frozenset({"on_train_begin", "on_predict_begin"})
-_ADDED = ("batch", "size", "version")  # logs of a batch: its metrics
+_ADDED = ("batch", "size", "version")  # to the metrics, in the logs of a batch
 # Attributes of a Keras model with which a callback ends an evaluation or a prediction, and what to use instead.
 _REFUSED = {
     "stop_evaluating": (

@@ -52,7 +52,7 @@ class EarlyStopper(keras.callbacks.Callback):
         if not is_truth:
             raise CallbackError(
                 f"The output of stop_fn should be a bool. Got: {answer!r} of type {type(answer).__name__} after "
-                f"{len(self._rounds)} evaluation passes. Return True to stop, False to continue."
+                f"evaluation pass {len(self._rounds)}. Return True to stop, False to continue."
             )
         if answer:
             self.model.stop_training = True

@@ -46,7 +46,8 @@ class ModelUploader(keras.callbacks.Callback):
             `key_filename`, `host_key_policy="reject"` for SFTP.
         retries: how often a failed upload is retried. Uploaded files are not sent again.
         backoff_seconds: pause before the first retry; doubles with each retry, up to a minute.
-        timeout_seconds: timeout of an SFTP operation. For other protocols, use `storage_options`.
+        timeout_seconds: how long an SFTP operation may go without an answer. For other protocols, use
+            `storage_options`.
 
     Raises:
         ModelFileError: an argument is invalid, or the package for the protocol is missing.

@@ -310,7 +310,7 @@ def needs_optimizer_state(callback: Any, hook: str) -> bool:
 
 
 def reads_model(callback: Any, hook: str, batches: int) -> bool:
-    """Whether `hook` may read the model's weights; for a batch hook, within the next batches."""
+    """Whether `hook` may read the model's weights; for a batch hook, within the next `batches` batches."""
     row = stock(callback)
     if row is None:
         return True

@@ -206,7 +206,7 @@ class _Assembly:
 
 
 def dtype_in(file: Any, name: str) -> np.dtype[Any]:
-    """The shape of an array in an open safetensors file."""
+    """The dtype of an array in an open safetensors file."""
     names = {"F": "float", "I": "int", "U": "uint", "B": "bfloat", "C": "complex"}
     short = file.get_slice(name).get_dtype()
     if short == "BOOL":

@@ -106,7 +106,7 @@ def show_header(settings: JobSettings) -> None:
 
     name = "" if redraws(settings) else f"[{settings.name}] "  # like the lines below it
     print_line(f"{name}The job's folder is {settings.directory}")
-    if POD_NAME not in os.environ:  # of the job, for other commands
+    if POD_NAME not in os.environ:  # in a pod, `status` is called from elsewhere, with --namespace
         print_line(f"{name}Status: elasticcb status {_job_argument(settings)}")
 
 

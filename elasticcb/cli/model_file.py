@@ -14,7 +14,7 @@ from elasticcb.errors import UsageError
 
 _MAX_LISTED = 12  # names listed in a message
 # Names and modules that indicate what a file does, without running it.
-# they compile a model only on request
+# Importing these does not mean that the file compiles a model.
 _WELL_KNOWN = sys.stdlib_module_names | {"elasticcb", "keras", "numpy", "tensorflow"}
 _COMPILES = frozenset({"compile", "compile_from_config", "load_model"})
 _HAS_LOSS = frozenset({"ActivityRegularization", "add_loss", "compute_loss", "losses", "train_step"})

@@ -13,7 +13,7 @@ from elasticcb.security.socket_folder import is_folder
 from elasticcb.security.tls import FILES
 
 _MASTER_HELP = "Address of the master; `elasticcb master` prints it. Required."
-_INDEX_HELP = "Replica index of this process, counted from 0; -1: the master chooses."
+_INDEX_HELP = "Index of this process, counted from 0; -1: the master chooses."
 _HELP = {
     "worker": """Run one worker, which processes tasks from a master until none are left.
 
@@ -53,7 +53,7 @@ class Address(click.ParamType):
 def _command(role: str) -> click.Command:
     @click.command(role, context_settings=CONTEXT, help=_HELP[role])
     @click.option("--master", type=Address(), metavar="HOST:PORT", required=True, help=_MASTER_HELP)
-    @click.option("--index", type=click.IntRange(-1), metavar="PLACE", default=-1, show_default=True, help=_INDEX_HELP)
+    @click.option("--index", type=click.IntRange(-1), metavar="N", default=-1, show_default=True, help=_INDEX_HELP)
     @role_options(role)
     @click.option("--parent_pid", type=click.INT, default=None, hidden=True)  # exit when this process ends
     def run(**values: Any) -> None:

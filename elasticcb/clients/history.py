@@ -48,7 +48,7 @@ class TaskSpan(NamedTuple):
     """A task on a worker, from start to end.
 
     Attributes:
-        worker: its slot.
+        worker: its index.
         ended: None: it is running.
         outcome: "done", "failed", or "back": requeued for another worker; "": it is running.
         again: an earlier worker did not finish it.

@@ -169,8 +169,8 @@ def log_lines(folder: Path, process: str, lines: int, follow: bool) -> Iterator[
     except OSError:
         logs = ", ".join(sorted(log.stem for log in path.parent.glob("*.log"))) or "none"
         raise UsageError(
-            f"The job in {folder} has no log of {process}; logs: {logs}. Processes that were started manually or run "
-            "on other machines log there."
+            f"The job in {folder} has no log of {process}; logs: {logs}. Processes that were started manually, or "
+            "on other machines, write their logs where they run."
         ) from None
     with log:
         yield from log.last(lines)

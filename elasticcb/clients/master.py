@@ -104,7 +104,7 @@ class MasterClient:
         return answer
 
     def register(self, role: pb.Role, index: int, address: str = "") -> int:
-        """Joins the current job, ready to serve or to work; returns the assigned slot."""
+        """Joins the current job, ready to serve or to work; returns the assigned index."""
         request = pb.RegisterRequest(
             role=role,
             index=index,
@@ -241,7 +241,7 @@ class MasterClient:
         return document
 
     def status_and_past(self, after: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state, and the history after entry `number`, as in `History.after`."""
+        """The state, and the history after entry number `after`, as in `History.after`."""
         answer = self._call("Status", pb.StatusRequest(past_after=after))
         return json.loads(answer.status), json.loads(answer.past)
 

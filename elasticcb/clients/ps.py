@@ -93,7 +93,7 @@ class PSClient:
 
     @property
     def weights_version(self) -> int:
-        """Version of the newest pulled weights on the first server; -1: unknown."""
+        """Version of the newest weights pulled from the first server; -1: none from its current process."""
         return self.servers.known[0].version
 
     @property

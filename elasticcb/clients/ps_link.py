@@ -20,7 +20,7 @@ class Link:
 
     Args:
         index: index of the server.
-        id: id of the process.
+        id: id that the master gave to its process.
     """
 
     def __init__(self, index: int, address: str, id: int, patience_seconds: float, access: Access) -> None:

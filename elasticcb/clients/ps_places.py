@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class ServerPlace(NamedTuple):
-    """Address and process id of a server."""
+    """Address of a server, and the id that the master gave to its process."""
 
     address: str
     id: int

@@ -261,7 +261,7 @@ class ServerGroup:
                 return False
             logger.info("Parameter server %d is now at %s", server.index, address)
             server.link = self.link(server.index, address, id)
-            # The new process has its own retry budget.
+            # The new process counts versions by itself.
             server.version = server.state_version = server.state_base = -1
             failed.close()
             return True

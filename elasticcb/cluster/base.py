@@ -21,7 +21,7 @@ class Exit:
 
     Attributes:
         role: "worker" or "ps".
-        index: its replica index.
+        index: its index.
         pid: process id; 0 if the backend has none.
         reason: as text: "exit code 1", "killed by SIGKILL".
         failed: it failed with an error of its own; False after a normal end, and if a signal killed it.
@@ -99,7 +99,7 @@ class ClusterBackend(ABC):
     name = ""  # name for --cluster and `Cluster(kind=...)`
     summary = ""  # description after the name, in help texts
     settings: frozenset[str] = frozenset()  # paths of settings that apply only to it
-    panel = ""  # help panels that contain only its flags
+    panel = ""  # the help panel that contains only its flags
     in_programs = True  # whether `Cluster` can use it, besides commands
     watches = True  # whether `poll` reports every process that ends
     separate = True  # whether these are separate processes, which can be killed, or threads of this one
@@ -159,7 +159,7 @@ class ClusterBackend(ABC):
 
     @abstractmethod
     def start(self, role: str, index: int, master_address: str) -> None:
-        """Starts a process of `role` ("worker" or "ps") with the replica index `index`."""
+        """Starts the process of `role` ("worker" or "ps") with this index."""
 
     @abstractmethod
     def poll(self) -> list[Exit]:

@@ -44,7 +44,7 @@ class RoleProcess:
     Attributes:
         role: "worker" or "ps".
         master: address of the master, "host:port".
-        index: replica index, counted from 0; -1: the master chooses.
+        index: its index, from 0; -1: the master chooses.
         access: credentials of the job; the token is passed in the environment, TLS files by flags.
         parent_pid: process with which this process ends.
         keras_backend: Keras backend of the job.

@@ -33,7 +33,7 @@ class ReadWatch(Protocol):
         """Inside the context, it is an error if a step reads such a variable: `ModelFileError`."""
 
     def given(self, variables: Sequence[Any], optimizer: str) -> None:
-        """The optimizer called `name` was given gradients of these variables."""
+        """The optimizer called `optimizer` was given gradients of these variables."""
 
 
 class OptimizerCapture(ABC):
@@ -45,7 +45,7 @@ class OptimizerCapture(ABC):
         variables: indices in `model.weights` of variables whose gradients are stored; the optimizers apply the others
             as usual. None: all are stored.
         refuses: whether to refuse steps that can't be done by gradients on servers. Otherwise they may do everything
-        that Keras allows.
+            that Keras allows.
 
     Attributes:
         optimizers: optimizers of the model, indexed by `Update.optimizer`.
@@ -209,7 +209,7 @@ def check_updated(updates: Iterable[int], specs: Sequence[VariableSpec]) -> None
 
 
 def _by_optimizer(optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, list[tuple[Any, Any]]]]:
-    """Gradients by the optimizer that applies them. A MultiOptimizer passes all gradients, or none, to the optimizers
+    """Gradients by the optimizer that applies them: for a MultiOptimizer, which itself takes all or none, those
     inside."""
     if not isinstance(optimizer, MultiOptimizer):
         return [(optimizer, pairs)]

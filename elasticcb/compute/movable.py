@@ -31,8 +31,7 @@ def movable(
     problems_of: FindProblems,
 ) -> dict[int, TableSpec]:
     """The tables of a model: all `elasticcb.layers.Embedding`, and each `keras.layers.Embedding` that is large enough
-    and
-        gives the same results with its rows on servers.
+    and gives the same results with its rows on servers.
 
     Args:
         model: built, and compiled for training.

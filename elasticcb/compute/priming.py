@@ -25,8 +25,9 @@ def prime_training(
 
     Args:
         run_unchanged: runs a step of a model on a batch, inside `kept`.
-        updated_variables: optimizer of each variable whose gradient `train_step` gives, by index in `model.weights`;
-            and whether to refuse steps that can't be done by gradients on servers.
+        updated_variables: called with a model, a batch, and whether to refuse steps that can't be done by gradients on
+            servers; returns the optimizer to which `train_step` gives the gradient of a variable, by index in
+            `model.weights`.
     """
     own_step = is_overridden(model, "train_step")
     if not own_step:

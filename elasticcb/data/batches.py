@@ -23,11 +23,12 @@ class BatchSource(ABC):
     A process reads one range at a time. Epochs are in order, except that a task of an earlier epoch may be repeated.
 
     Attributes:
-      num_batches: number of batches in an epoch; None if it is only known at its end. ends_early: whether an epoch may
-      end before `num_batches`. If not, a number may have no batch although later numbers have one. repeatable: whether
-      a number means the same batch in the next run of the same program. num_records: number of records in a pass over
-      the data, if known. keeps_order: whether the n-th batch of a range has its n-th number, that is, no number is
-      skipped.
+      num_batches: number of batches in an epoch; None if it is only known at its end.
+      ends_early: whether an epoch may end before `num_batches`. If not, a number may have no batch although later
+        numbers have one.
+      repeatable: whether a number means the same batch in the next run of the same program.
+      num_records: number of records in a pass over the data, if known.
+      keeps_order: whether the n-th batch of a range has its n-th number, that is, no number is skipped.
     """
 
     num_batches: int | None
@@ -59,8 +60,9 @@ class PassSource(BatchSource):
     """Batches that can be read repeatedly: a pass contains each of them once.
 
     Args:
-      size: number of batches in a pass. steps: number of batches in an epoch; epochs are then cut from the endlessly
-      repeated passes, each continuing where the previous one ended. None: an epoch is a pass.
+      size: number of batches in a pass.
+      steps: number of batches in an epoch; epochs are then cut from the endlessly repeated passes, each continuing
+        where the previous one ended. None: an epoch is a pass.
     """
 
     num_batches: int

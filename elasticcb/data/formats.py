@@ -21,7 +21,7 @@ class Format(NamedTuple):
     name: str  # value of the reader parameter `format`
     extensions: tuple[str, ...]
     reader: str  # "module.class" in this package
-    defaults: Mapping[str, Any] = {}  # names of the reader's parameters
+    defaults: Mapping[str, Any] = {}  # default values of the reader's parameters
     compressible: bool = False
 
 
@@ -45,14 +45,16 @@ def open_reader(
     """Creates the reader of a data origin: with `custom`, or for the format of the files.
 
     Args:
-      origin: a path, glob, folder or URL, or several joined by commas; with `custom`, any text that it accepts. params:
-      keyword arguments of the reader or of `custom`. `format` names one of `FORMATS` for files without a known
-      extension. custom: the model file's `custom_data_reader(data_origin, **params)`. records_per_task: passed to
-      `custom` if it has a parameter of this name.
+      origin: a path, glob, folder or URL, or several joined by commas; with `custom`, any text that it accepts.
+      params: keyword arguments of the reader or of `custom`. `format` names one of `FORMATS` for files without a known
+        extension.
+      custom: the model file's `custom_data_reader(data_origin, **params)`.
+      records_per_task: passed to `custom` if it has a parameter of this name.
 
     Raises:
-      DataError: there are no files, or they don't all have the same known format. UsageError: a reader parameter is
-      unknown or has an invalid value. ModelFileError: `custom` raised, or did not return a reader.
+      DataError: there are no files, or they don't all have the same known format.
+      UsageError: a reader parameter is unknown or has an invalid value.
+      ModelFileError: `custom` raised, or did not return a reader.
     """
     arguments = dict(params or {})
     if custom is not None:

@@ -151,7 +151,8 @@ class ParquetReader(FileReader):
     Nulls become NaN in float columns and empty strings in text columns; in other columns they raise an error.
 
     Args:
-      columns: columns to read; default: all. label: the column with labels, for the default feed (`named_feed`).
+      columns: columns to read; default: all.
+      label: the column with labels, for the default feed (`named_feed`).
     """
 
     def __init__(self, files: list[str], *, columns: Sequence[str] = (), label: str = "") -> None:

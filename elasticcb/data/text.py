@@ -27,12 +27,14 @@ class TextReader(FileReader):
 
     Args:
       delimiter: one character. If given, records are split into fields, to find records that span lines because of
-      quoted line breaks, and to check that all have the same number of fields. "": each line is a record. header: the
-      first line of each file has the names of the columns, and is not a record. encoding: encoding of the files; other
-      encodings than UTF-8 are converted to a temporary file. columns: names of all columns, in order; override the
-      header's. skip_blank_lines: skip empty lines. Empty lines at the end of a file are always skipped. quote: the
-      character around fields that contain delimiters or line breaks; "": none. column_dtypes: NumPy dtype names by
-      column name or number. Each record is checked against them; empty fields are valid.
+        quoted line breaks, and to check that all have the same number of fields. "": each line is a record.
+      header: the first record of each file has the names of the columns, and does not count as a record.
+      encoding: encoding of the files; other encodings than UTF-8 are converted to a temporary file.
+      columns: names of all columns, in order; override the header's.
+      skip_blank_lines: skip empty lines. Empty lines at the end of a file are always skipped.
+      quote: the character around fields that contain delimiters or line breaks; "": none.
+      column_dtypes: NumPy dtype names by column name or number. Each record that is read is checked against them; empty
+        fields are valid.
     """
 
     def __init__(

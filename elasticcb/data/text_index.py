@@ -56,7 +56,7 @@ def index_records(
 
     Raises:
       DataError: a record does not have `expected_fields` fields (0: as many as the first), a quote is misplaced, the
-      file ends inside quotes, or it mixes line breaks.
+          file ends inside quotes, or it mixes line breaks.
     """
     return _Scan(content, dialect, header, expected_fields).run(enough)
 
@@ -107,7 +107,7 @@ class _Scan:
         self.fields = expected_fields
         self.given_fields = expected_fields
         self.builder = RecordOffsetsBuilder()
-        self.header_bounds: list[int] = []  # offset of the block, and of the first record
+        self.header_bounds: list[int] = []  # offsets of the header, and of the first record
         self.count = 0  # number of records, including the header
         self.solid = 0  # the same, up to the last record that is not blank
         self.record_start = 0

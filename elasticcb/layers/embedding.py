@@ -56,11 +56,11 @@ class Embedding(keras.layers.Layer):
 
     Call:
         inputs: ids, integers of any shape [...]: dense, ragged, or sparse; floats if they can represent all ids below
-        `input_dim`; or, without an `input_dim`, strings, which are hashed to ids. Without a combiner, an id that is
-        absent from a sparse tensor counts as 0, as with `keras.layers.Embedding`. weights: with a combiner, weight of
-        each id, with the type and shape of the ids; None: 1. "mean" divides by the sum of the weights, "sqrtn" by the
-        square root of the sum of their squares. Returns [..., output_dim], ragged for ragged ids; with a combiner,
-        without the ids' last axis.
+            `input_dim`; or, without an `input_dim`, strings, which are hashed to ids. Without a combiner, an id that is
+            absent from a sparse tensor counts as 0, as with `keras.layers.Embedding`.
+        weights: with a combiner, weight of each id, with the type and shape of the ids; None: 1. "mean" divides by the
+            sum of the weights, "sqrtn" by the square root of the sum of their squares.
+        Returns [..., output_dim], ragged for ragged ids; with a combiner, without the ids' last axis.
 
     Raises:
         ModelFileError: the initializer can't create a single row.

@@ -50,7 +50,10 @@ def integer_ids(inputs: Any, name: str, input_dim: int | None, mask_zero: bool) 
 
 
 class HeldIds:
-    """The ids of the rows that a layer holds, with the interface of a tf.Variable, for layers on other frameworks."""
+    """The ids of the rows that a layer holds, with the interface of a tf.Variable.
+
+    For layers on other frameworks: the ids are already known when these trace a step that reads them.
+    """
 
     def __init__(self) -> None:
         self._ids: Array = np.zeros(0, np.int64)

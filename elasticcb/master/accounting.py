@@ -71,8 +71,8 @@ class Speed:
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()
-        self._last: tuple[float, int] | None = None  # time and records of the first note
-        self._seconds = self._records = 0.0  # exponentially decayed sums since then
+        self._last: tuple[float, int] | None = None  # time and records of the last note, once records are trained
+        self._seconds = self._records = 0.0  # exponentially decayed sums since the first of these
 
     def note(self, now: float, done: int) -> None:
         """`done` records were finished by time `now` (seconds)."""

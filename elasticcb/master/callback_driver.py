@@ -116,7 +116,7 @@ class MasterHooks:
             self._show(self._ps.client.pull_snapshot(evaluation_round), needs_state)
             self._callbacks.call("on_test_end", logs)
             self._carry_out()
-            if not self._round_changed:  # else the hook would undo what `on_test_begin` did
+            if not self._round_changed:  # else the hook undid what `on_test_begin` did
                 self._send_changes()
             self._forget()
         self._ps.release_snapshot(evaluation_round)
@@ -148,7 +148,7 @@ class MasterHooks:
             self._send_changes()
 
     def adopt_learning_rate(self, rate: float) -> None:
-        """Sets the servers' base rate to the learning rate of the model on the master."""
+        """Sets the learning rate of the model on the master to `rate`, the servers' base rate."""
         variable = self._host.learning_rate
         if variable is not None and self._host.trains:
             variable.assign(not_cached(rate))

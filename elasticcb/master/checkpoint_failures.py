@@ -1,4 +1,4 @@
-"""Checkpoints that could not be written: training continues, locally or remotely."""
+"""Checkpoints that could not be written: training continues, for a local or a remote folder."""
 
 from __future__ import annotations
 

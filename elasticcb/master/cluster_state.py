@@ -36,9 +36,9 @@ class Totals:
     batches_skipped: int = 0
     callback_errors: int = 0
     checkpoints_failed: int = 0  # that could not be written; training continued
-    stragglers: list[int] = field(default_factory=list)  # slots of workers that were ever stragglers
+    stragglers: list[int] = field(default_factory=list)  # indexes of workers that were ever stragglers
     longest_recovery: float = 0.0  # seconds from the loss of a server until its replacement held the model
-    updates_lost: int = 0  # upper bound, as the master knows the version
+    updates_lost: int = 0  # with lost servers, as far as the master knew the version
 
     def recovered(self, seconds: float, updates_lost: int) -> None:
         """Another server has replaced a lost one and holds its part."""

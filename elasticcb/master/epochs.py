@@ -27,14 +27,14 @@ class Epochs:
         self._layout, self._settings = layout, settings
         first = settings.initial_epoch
         self.current = first - 1  # epoch whose tasks are being created; one less before the first task
-        self.done = not layout or first >= settings.num_epochs  # whether all tasks are closed
+        self.done = not layout or first >= settings.num_epochs  # all tasks that will ever be are closed
         self.stop_reason: str | None = None
         self.batches_made = 0
-        self.ended_by_source: set[int] = set()  # epochs whose source ended early
+        self.ended_by_source: set[int] = set()  # epochs in which the source ended
 
         self._order = ShardOrder(ShardLayout((), 1, 1))  # tasks of `current` still to create
         self._open: dict[int, int] = {}  # epoch -> tasks that are TODO or DOING
-        self.epochs_done = first  # number of finished epochs
+        self.epochs_done = first  # earlier epochs are done, or were skipped
         self._released = first - 1  # newest released epoch
 
     # ------------------------------------------------------------ creating tasks

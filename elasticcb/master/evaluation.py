@@ -119,7 +119,7 @@ class EvaluationRounds:
             return RoundDecision(None, "training has ended")
         due = self._steps_from + self._steps
         if version < due:
-            return RoundDecision(None, f"version {version}; the next round is due at {due}")
+            return RoundDecision(None, f"version {version}; the next evaluation pass is due at {due}")
         return self._ask(RoundReason.STEPS, version)
 
     def epoch_ended(self, epoch: int, version: int) -> RoundDecision:
@@ -135,7 +135,7 @@ class EvaluationRounds:
         if not evaluates:
             return RoundDecision(None, "evaluation runs only at the end of epochs")
         if version == self._last_version:
-            return RoundDecision(None, f"round {self._next_id - 1} evaluated the last version, {version}")
+            return RoundDecision(None, f"evaluation pass {self._next_id - 1} was of the last version, {version}")
         return self._ask(RoundReason.TRAINING_END, version)
 
     def requested(self, version: int) -> RoundDecision:
@@ -165,10 +165,10 @@ class EvaluationRounds:
         the round's other tasks.
         """
         if self._running is None or round_id != self._running.id:
-            return Collected(False, f"round {round_id} is not running")
+            return Collected(False, f"evaluation pass {round_id} is not running")
         if not self.collection.add(task_id, states, batches):
-            return Collected(False, f"task {task_id} was already counted in round {round_id}")
-        return Collected(True, f"task {task_id} is counted in round {round_id}")
+            return Collected(False, f"task {task_id} was already counted in evaluation pass {round_id}")
+        return Collected(True, f"task {task_id} is counted in evaluation pass {round_id}")
 
     def finish(self, version: int) -> RoundDecision:
         """Ends the running round; returns the next one if it became due meanwhile.
@@ -179,14 +179,14 @@ class EvaluationRounds:
         self._running = None
         self.collection = Collection(self._merge)
         if self._pending is None:
-            return RoundDecision(None, "no other round is due")
+            return RoundDecision(None, "no other evaluation pass is due")
         return self._ask(self._pending, version)
 
     def _ask(self, reason: RoundReason, version: int) -> RoundDecision:
         if self._running is not None:
             if self._pending is None or _WEIGHT[reason] > _WEIGHT[self._pending]:
                 self._pending = reason
-            return RoundDecision(None, f"round {self._running.id} is running; another follows it")
+            return RoundDecision(None, f"evaluation pass {self._running.id} is running; another follows it")
         self._running = Round(self._next_id, version, reason, self._pending_epoch)
         self._next_id += 1
         self._last_version = self._steps_from = version
@@ -243,7 +243,7 @@ class Collection:
         if self._tasks and (known != {*states} or (paths and paths != others)):
             raise WireError(
                 f"Evaluation task {task_id} returned states of {sorted(states)} and outputs at {sorted(paths)}; the "
-                f"other tasks of its round returned {sorted(known)} and {sorted(others)}. The model file must create "
+                f"other tasks of its pass returned {sorted(known)} and {sorted(others)}. The model file must create "
                 "the same metrics in every process."
             )
         for name, arrays in states.items():
@@ -255,7 +255,7 @@ class Collection:
             if expected is not None and (len(given) != len(expected) or (not self._merge and given != expected)):
                 raise WireError(
                     f"Evaluation task {task_id} returned states of the shapes {given} for metric {name!r}; the other "
-                    f"tasks of its round returned {expected}. The metric must have the same variables in every process."
+                    f"tasks of its pass returned {expected}. The metric must have the same variables in every process."
                 )
 
 

@@ -166,7 +166,7 @@ class JobState(JobRecord):
         self.wake()
 
     def worker_left(self, member: Member) -> None:
-        """A process was asked to stop, and has finished its work."""
+        """A process was asked to stop: it has reported what is done, and its tasks are requeued."""
         if self.queue is not None and member.role is Role.WORKER:
             _log_back(self.queue.worker_left(member.id))
         if member.role is Role.WORKER:

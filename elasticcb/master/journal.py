@@ -49,7 +49,7 @@ class Memory:
         queue: `TaskQueue.to_dict`; None: no task was handed out yet.
         version: lower bound of the model's version.
         states: metric states of each finished training task, by epoch that has not ended.
-        ended_epochs: number of epochs whose end hooks have run.
+        ended_epochs: the first epoch whose end hooks have not run; earlier ones have ended.
         evaluated: model version of the last finished evaluation pass.
         learning_rate: base rate when training started, or after the last epoch ended and the next began; None with a
             schedule.
@@ -100,7 +100,7 @@ class Memory:
         return self.learning_rate_at_end if self.epoch_begun else self.learning_rate
 
     def bucket_map(self) -> BucketMap | None:
-        """The servers' bucket map; None: the even one."""
+        """The servers' shard map; None: the even one."""
         if not self.buckets:
             return None
         return BucketMap.from_bytes(len(self.servers), bytes.fromhex(self.buckets), self.map_version)

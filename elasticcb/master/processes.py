@@ -88,7 +88,7 @@ class Processes:
         member = self._roster.find(worker)
         if member is None:
             return ""
-        place = f"slot {member.index} (log: worker-{member.index}.log)"
+        place = f"index {member.index} (log: worker-{member.index}.log)"
         return f"Worker {worker} was process {member.pid} on {member.host}, {place}."
 
     def lost(self, id: int, reason: str) -> None:

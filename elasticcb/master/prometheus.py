@@ -88,7 +88,7 @@ def _tasks(seen: JobSnapshot) -> Iterator[Metric]:
 def _processes(seen: JobSnapshot) -> Iterator[Metric]:
     states = Counter((process.role, process.state) for process in seen.processes)
     counts = {place: states[place] for place in product(_labels(Role), _labels(PlaceState))}
-    yield _gauge("processes", "Process slots by state.", counts, ("role", "state"))
+    yield _gauge("processes", "Workers and parameter servers by state.", counts, ("role", "state"))
     by_role: dict[str, ProcessCounts] = {Role.WORKER.label: seen.workers, Role.PS.label: seen.servers}
     lost = {(role,): counts.lost for role, counts in by_role.items()}
     yield _counter("processes_lost", "Processes lost.", lost, ("role",))

@@ -284,7 +284,7 @@ class QueueState:
         """After restoring: repeats milestones that were reached, and perhaps fetched, but not acted on.
 
         Args:
-            ended_epochs: number of epochs whose end needs no repetition.
+            ended_epochs: the end of epochs before this one needs no repetition.
         """
         epochs = range(ended_epochs, self._epochs.epochs_done)
         self._milestones = [Milestone(MilestoneKind.EPOCH_DONE, epoch) for epoch in epochs]

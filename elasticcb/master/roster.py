@@ -171,7 +171,8 @@ class Roster:
         """Changes the planned number of processes; returns the removed slots whose processes were requested but must
         not join.
 
-        Surplus members that are up are `released`: they leave when they have finished their work.
+        Surplus members that are up are `released`: they leave once they have reported
+        what is done.
         """
         before, self._sizes[role] = self._sizes[role], size
         for present in self._present.of(role):

@@ -114,9 +114,9 @@ class JobSnapshot:
     servers: ProcessCounts = ProcessCounts()
     servers_restoring: int = 0  # lost servers whose replacements don't hold the model yet
     longest_server_recovery: float = 0.0  # seconds from a loss until the replacement held its part
-    updates_lost: int = 0  # updates to the shards of lost servers
-    stragglers: tuple[int, ...] = ()  # slots of workers much slower than the others
-    stragglers_ever: tuple[int, ...] = ()  # slots of workers that were stragglers at any time
+    updates_lost: int = 0  # updates to the parts of lost servers
+    stragglers: tuple[int, ...] = ()  # indexes of workers much slower than the others
+    stragglers_ever: tuple[int, ...] = ()  # indexes of workers that were stragglers at any time
     processes: tuple[ProcessSnapshot, ...] = ()
     cpu_seconds: float = 0.0  # of the master
     resident_bytes: int = 0  # of the master; 0: unknown

@@ -126,7 +126,7 @@ def plan_split(
     last = own[-1]
     if len(own) > 1:
         keep, end = 0, 0
-        if last.reported:  # the worker does not process batches in order
+        if last.reported:  # the worker does not run its tasks one after another
             return None
     else:
         keep = max(1, round(last.batches * others_pace / (pace + others_pace)))

@@ -107,7 +107,7 @@ class Task:
             return f"task {self.id} (FUNCTION {self.function})"
         of = {
             TaskType.TRAINING: f", epoch {self.epoch}",
-            TaskType.EVALUATION: f", round {self.evaluation_round}",
+            TaskType.EVALUATION: f", pass {self.evaluation_round}",
         }
         return f"task {self.id} ({self.type.value} of {self.shard}{of.get(self.type, '')})"
 

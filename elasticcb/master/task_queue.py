@@ -36,7 +36,7 @@ class TaskQueue(QueueState):
         Args:
             held: leases that the worker knows it has. A lease missing here on which it never reported is requeued: the
                 answer that assigned it got lost. A worker must list a lease until its last report on it is answered.
-                None: not reported.
+                None: the worker did not list any.
         """
         doing = self._doing
         doing.tell_time(now)

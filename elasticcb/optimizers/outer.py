@@ -35,7 +35,7 @@ def outer_optimizer(text: str) -> keras.optimizers.Optimizer:
         raise UsageError(f"{given} is invalid: it creates a {type(optimizer).__name__}. {expected}")
     if optimizer.global_clipnorm:
         raise UsageError(
-            f"{given} can't have global_clipnorm: each parameter server has only a part of the weight change, so none "
+            f"{given} can't have global_clipnorm: each parameter server has only a part of the movement, so none "
             "knows its norm. Use clipnorm, which clips each variable, or clipvalue."
         )
     if sets_final_weights(optimizer):

@@ -33,7 +33,7 @@ _ELEMENTWISE = frozenset(
 MultiOptimizer: Any = getattr(keras.optimizers, "MultiOptimizer", ())
 _ScheduleFree = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
 
-# Attributes with its amount.
+# Attributes with the amount of momentum.
 _MOMENTUM = ("momentum", "beta_1")
 
 # Elementwise as well, but each update must include rows without a gradient, because it averages over steps.

@@ -23,7 +23,7 @@ class CompiledUpdate:
         places: positions of its variables with dense gradients among all such variables, by index.
         optimizers: optimizers of the server.
         row_updates: updates of variables whose rows are updated sparsely, by index; the gradients of others are made
-        dense.
+            dense.
         jit_compile: use XLA.
     """
 

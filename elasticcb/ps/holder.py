@@ -321,7 +321,7 @@ class Holder:
     def _saved(self, model: ServedModel, since: int | None) -> Saved:
         with self.lock:
             if model is not self.model:
-                raise CheckpointError("Another shard map is in use by now.")
+                raise CheckpointError("Another shard map is in use now.")
             noted = 0 if model.replica is None else model.replica.noted
             return Saved(model.parameters.hold(self.lock, since), model.answered.last(), noted)
 

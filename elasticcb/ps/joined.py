@@ -78,7 +78,8 @@ def groups_of(kinds: Mapping[int, Any], sizes: Mapping[int, int]) -> list[tuple[
 
 
 def parted(groups: Sequence[Sequence[int]], dense: Collection[int], rows: Collection[int]) -> list[tuple[int, ...]]:
-    """Splits groups by which variables are updated by dense gradients, and which by gradients of rows.
+    """Splits groups for an update: variables with dense gradients from those without; variables with gradients of rows
+    (`rows`), and single ones, leave the groups.
 
     Each resulting group has so far been updated either as a whole or not at all, in any order of updates. So a
     replacement server arrives at the same groups. Until every kind of update has occurred once, some groups may be

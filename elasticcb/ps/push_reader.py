@@ -193,7 +193,7 @@ def _check_shares(dtype: str, shares: Array | None, size: int) -> None:
     ):
         given = "nothing" if shares is None else _shown(shares)
         raise WireError(
-            f"The movement weights of the non-trainable variables of dtype {dtype} are {given}; expected "
+            f"The shares by which the non-trainable variables of dtype {dtype} change are {given}; expected "
             f"float32[{size}] from 0 to 1."
         )
 

@@ -334,7 +334,7 @@ class RecoveryWriter:
                 if not self._stopped:
                     self._warn(
                         f"{words} Training continues, but if this server is lost now, the updates since its last "
-                        "recovery file are lost."
+                        "recovery file are lost, unless a replica has them."
                     )
             least = (time.monotonic() - begun) / _BUSY_SHARE
             if not self._awake.wait(least):

@@ -55,7 +55,7 @@ class Candidates:
         return enough
 
     def lookups(self, id: int) -> int:
-        """Lookups of each id; 0: not a candidate."""
+        """How often an id was looked up; 0: not a candidate."""
         (place,) = self._index.find(np.array([id], np.int64))
         return int(self._counts.array[place]) if place >= 0 else 0
 

@@ -142,9 +142,9 @@ _ROUNDS_KEPT = 9
 class Rounds(UpdatePolicy):
     """Merges movements of local training together: those of all workers that took part in the previous round.
 
-    A missing worker is awaited as long as its round usually takes after the first movement: the median of the last
-    rounds, which a pause between two epochs does not change; at least `LEAST_SECONDS`. It takes part again when it
-    returns.
+    After the first movement of a round, missing ones are awaited as long as the first movement usually takes after the
+    previous round: the median of the last rounds, which a pause between two epochs does not change; at least
+    `LEAST_SECONDS`. A worker whose movement came too late takes part again when it comes.
 
     Args:
         clock: seconds.

@@ -75,7 +75,7 @@ def open_spec(settings: JobSettings, client: MasterClient) -> Spec | None:
 
 
 class Farewell:
-    """Reports to the master how a process ended, unless it was asked to."""
+    """Reports to the master how a process ended: by itself, or because it was asked to leave."""
 
     def __init__(self, client: Any, role: pb.Role, index: int) -> None:
         self._client = client

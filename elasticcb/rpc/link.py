@@ -104,7 +104,7 @@ class ServerLinks:
 
     Args:
         respond: returns the answer to (method, request), or raises `CallError`. Arrays of a request are valid only
-        during the call.
+            during the call.
     """
 
     def __init__(self, respond: Callable[[str, Message], Message]) -> None:

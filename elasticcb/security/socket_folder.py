@@ -52,7 +52,7 @@ class SocketFolder:
         return self._host
 
     def remove(self) -> None:
-        """Closes it when nobody listens there any more."""
+        """Removes the folder; call it when nobody listens there any more."""
         remove_folder(self._host)
         self._host = ""
         if self._held is not None:

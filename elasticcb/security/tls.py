@@ -152,7 +152,7 @@ class TLS:
             logger.info("Renewed the certificate of this process")
 
     def _times_of_looks(self) -> tuple[float, float]:
-        """Issues it now, and computes when the next one is due."""
+        """The time of this check (now), and when the next one is due."""
         now = time.time()
         next_look = now + _LOOK_SECONDS
         if not self.files.are_own and now < self._renew_at:

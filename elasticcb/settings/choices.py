@@ -36,7 +36,7 @@ class Mode(str, Enum):
 class Updates(str, Enum):
     """How the updates of several workers are combined."""
 
-    LOCAL = "local"  # each worker trains alone for some batches; then its weight changes are merged
+    LOCAL = "local"  # each worker trains alone for some batches; then its movement is merged
     SYNC = "sync"  # the mean of several gradients is applied
     ASYNC = "async"  # each gradient is applied when it arrives
 

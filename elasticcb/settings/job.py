@@ -48,7 +48,7 @@ class ModelSettings(Section):
         what="the folder with the model file",
     )
     definition: str = setting(
-        "",  # the job has a serialized job instead
+        "",  # "": the job is serialized instead (model/program.py)
         "The model in the zoo: dotted path of the file, then the function that returns the Keras model, or the "
         "keras.Model subclass; e.g. mnist.custom_model. Required.",
         name="model_def",

@@ -74,14 +74,14 @@ class TrainingSettings(ExchangeOptions):
     updates: Updates = setting(
         Updates.LOCAL,
         "How the updates of several workers are combined. local: each worker trains alone for --local_steps batches, "
-        "then its weight changes are merged. sync: the mean of --grads_to_wait gradients is applied. async: each "
-        "gradient is applied when it arrives.",
+        "then its movement (weight change) is merged. sync: the mean of --grads_to_wait gradients is applied. async: "
+        "each gradient is applied when it arrives.",
         argument="updates",
     )
     local_steps: int | None = setting(
         None,
-        "Local mode: number of batches that a worker trains on before its weight changes are merged; they are also "
-        "merged at the end of a task. auto: 4 to 64, so that merging takes about 5 % of the time.",
+        "Local mode: number of batches that a worker trains on before its movement is merged; it is also merged "
+        "at the end of a task. auto: 4 to 64, so that merging takes about 5 % of the time.",
         unit="BATCHES",
         minimum=1,
         default_text=AUTO,
@@ -89,8 +89,8 @@ class TrainingSettings(ExchangeOptions):
     )
     outer_optimizer: str = setting(
         "",
-        "Local mode: Keras optimizer with which servers apply the mean of the workers' weight changes (its gradient "
-        "is the negative mean): a name such as sgd, or the JSON of keras.optimizers.serialize.",
+        "Local mode: Keras optimizer with which servers apply the mean of the workers' movements (its gradient is "
+        "the negative mean): a name such as sgd, or the JSON of keras.optimizers.serialize.",
         kind=Kind.OPTIMIZER,
         default_text="none: the mean is added",
         argument="outer_optimizer",
@@ -127,8 +127,8 @@ class TrainingSettings(ExchangeOptions):
     num_minibatches_per_task: int | None = setting(
         None,
         "Batches per task. A task is the unit of work that a worker takes, and that is repeated after a failure. "
-        "auto: at most 64, so that each worker gets at least four tasks per epoch; 16 if the length of an epoch is "
-        "unknown.",
+        "auto: at most 64, and few enough that each worker gets at least four tasks per epoch; 16 if the length of an "
+        "epoch is unknown.",
         default_text=AUTO,
         unit="BATCHES",
         minimum=1,

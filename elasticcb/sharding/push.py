@@ -127,7 +127,7 @@ class Gradients:
         dense_variables: indices of the variables in `gradients`.
         rows: by variable index, unique row ids (int64, of the whole variable or table) and their gradients.
         state: by server and dtype, values that the step set for non-trainable variables, flat; without unchanged
-        dtypes.
+            dtypes.
         shares: likewise, how far it moved them, float32: 1 where it set them, 0 where it left them unchanged.
         loss: loss of the batch.
         non_finite: what has NaN or infinity, as text: "the loss", "the gradient of 'dense/kernel'"; "" if nothing does.
@@ -218,7 +218,7 @@ class Gradients:
 def knows_result(request: pb.ExchangeRequest, version: int) -> bool:
     """Whether a server's version was made only by the worker's movement, from a version that the worker had pulled.
 
-    Then the worker knows the server's state. It does not for the replacement of a lost server; and with an outer
-    optimizer, servers report that it does not.
+    Then the worker knows the server's state. It does not for the replacement of a lost server, from which it had
+    pulled nothing; with an outer optimizer, it claims the same of all servers (`known_version` -1).
     """
     return 0 <= request.known_version == request.state_base == version - request.batches

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-SILENCE_SECONDS = 60.0  # timeout of one SFTP operation
+SILENCE_SECONDS = 60.0  # how long one SFTP operation may go without an answer
 
 
 def is_url(folder: str) -> bool:
@@ -40,7 +40,7 @@ def opened(
 
     Args:
         options: arguments for the file system.
-        silence_seconds: timeout of one SFTP operation; for other protocols, use `options`.
+        silence_seconds: how long one SFTP operation may go without an answer; for other protocols, use `options`.
 
     Raises the errors of the file system.
     """

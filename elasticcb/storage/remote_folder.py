@@ -44,7 +44,7 @@ class RemoteFolder:
     Args:
         url: fsspec URL of the folder.
         storage_options: arguments for the fsspec file system.
-        timeout_seconds: timeout of one SFTP operation.
+        timeout_seconds: how long one SFTP operation may go without an answer.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any], timeout_seconds: float) -> None:

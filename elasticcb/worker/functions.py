@@ -59,7 +59,7 @@ class FunctionWorker:
     Args:
         settings: settings of the job.
         client: client of the master.
-        index: slot to take; -1: the master chooses.
+        index: index to take; -1: the master chooses.
         spec: provides the model given to `Cluster.place`; None: there is none.
     """
 

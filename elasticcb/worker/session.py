@@ -130,7 +130,7 @@ class Session:
             in_program=not settings.model.definition,
         )
         if self.local is not None:
-            # so that a callback that stops training at NaN ends the job in order
+            # `on_train_batch_end`: a callback may stop training at NaN, and so end the job in order
             skips = training.non_finite is NonFinite.SKIP
             self.local.may_go_back = skips or self.callbacks.wants("on_train_batch_end")
         self.holds_predictions = holds_predictions(self.callbacks.callbacks)

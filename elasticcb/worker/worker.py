@@ -25,7 +25,7 @@ class Worker:
     Args:
         settings: settings of the job.
         client: client of the master; the worker registers once its model is built.
-        index: slot to take; -1: the master chooses.
+        index: index to take; -1: the master chooses.
         spec: provides model, callbacks and, for a serialized job, the data.
     """
 

@@ -74,7 +74,7 @@ def test_what_asks_for_a_round_while_one_is_running_becomes_one_round_after_it()
     for version in (20, 30, 40):
         decision = rounds.version_reached(version)
         assert decision.round is None
-        assert "round 1 is running" in decision.reason
+        assert "evaluation pass 1 is running" in decision.reason
     assert started(rounds.finish(43)) == Round(2, 43, RoundReason.STEPS)
     assert rounds.finish(44).round is None
 

@@ -57,7 +57,7 @@ _GONE_SECONDS = 60.0  # seconds for the pods of another master to be gone
 class _Pod:
     place: Place
     made: float  # seconds of time.monotonic
-    version: int = 0  # creation time in the API's data
+    version: int = 0  # of the API's data (resourceVersion), at its creation
     seen: Mapping[str, Any] = field(default_factory=dict)  # the last observed state
     held_up: str = ""  # why it does not run yet
 
@@ -92,7 +92,7 @@ class KubernetesCluster(ClusterBackend):
         self._plan: PodPlan | None = None  # until `prepare`
         self._address = ""  # address of the master for pods; "": the one that it listens on
         self._lock = threading.Lock()
-        self._pods: dict[str, _Pod] = {}  # by name; running pods only
+        self._pods: dict[str, _Pod] = {}  # by name; pods that have not ended
         self._places: dict[Place, str] = {}  # the pod's name
         self._last: dict[Place, str] = {}  # likewise, also for ended pods
         self._numbers: dict[Place, int] = {}  # number of the next pod

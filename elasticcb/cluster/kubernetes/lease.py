@@ -46,7 +46,7 @@ class MasterLease:
     def __init__(self, api: LeaseAPI, name: str, holder: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.holder = holder
         self._api, self._name, self._clock = api, name, clock
-        self._version = ""  # last record seen
+        self._version = ""  # resourceVersion last seen
         self._seen = self._renewed = 0.0  # when it was seen; when it was last known to be held
 
     def take_if_free(self) -> str:

@@ -297,8 +297,8 @@ class PodPlan:
         return bool(spec.get("hostNetwork"))
 
     def _server_probes(self) -> dict[str, Any]:
-        """The master itself detects dead servers; Kubernetes only learns whether a server holds its shard, which
-        disruption budgets count."""
+        """The master itself detects dead servers; Kubernetes only learns whether a server holds its part of the
+        model, which disruption budgets count."""
         if self.shares_network:
             return {}
         probes: dict[str, Any] = {"ports": [_port("grpc", PORT), _port("health", HEALTH_PORT)]}
@@ -324,7 +324,7 @@ class PodPlan:
 
 
 def lease_with(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The name of the Lease that the master of a job must hold."""
+    """A Lease that the master of a job must hold; nobody holds it yet."""
     return {
         "apiVersion": "coordination.k8s.io/v1",
         "kind": "Lease",

@@ -149,7 +149,7 @@ class LocalCluster(ClusterBackend):
         return self._logs / f"{role}-{index}.log"
 
     def environment(self, process: RoleProcess) -> dict[str, str]:
-        """The launch specification of a process."""
+        """The complete environment of a process."""
         role, index = process.place
         environment = os.environ | process.environment(self._log_level)
         if self._gpus and role == "worker":

@@ -70,7 +70,7 @@ class ForkServer:
         self.lost = False
         self._ended = False  # by `give_up_waiting`
         self._control, self._process = control, process
-        self._started: dict[int, ForkedChild] = {}  # running processes, by number
+        self._started: dict[int, ForkedChild] = {}  # by number; requested or running, until they end
         self._count = max((each.number for each in forked), default=0)
         self.taken_over: list[tuple[Sequence[str], ForkedChild]] = []
         for each in forked:

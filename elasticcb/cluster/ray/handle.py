@@ -16,7 +16,7 @@ CPUS = 1  # CPUs that a process reserves
 ANSWER_SECONDS = 5.0  # seconds, for an unreachable actor, and for one that must end its process
 PENDING_SECONDS = 5.0  # seconds until a pending process is reported, and a worker makes room for a server
 _SLOW_SECONDS = 30.0  # likewise, if there were free CPUs: Ray may be slow, and has reserved them already
-_CALLS = 8  # of one replica index at a time
+_CALLS = 8  # to an actor at a time
 
 
 class Actor:

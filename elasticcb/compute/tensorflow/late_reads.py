@@ -45,7 +45,7 @@ class LateReads:
             raise late_read(found)
 
     def given(self, variables: Sequence[Any], optimizer: str) -> None:
-        """The optimizer called `name` was given gradients of these variables: Keras variables, or tf.Variables."""
+        """The optimizer called `optimizer` was given gradients of these variables: Keras variables, or tf.Variables."""
         eager = tf.executing_eagerly()
         if eager and not self._given:
             op_callbacks.add_op_callback(self._note)

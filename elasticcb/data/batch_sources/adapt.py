@@ -50,9 +50,10 @@ def adapt(
 
     Args:
       steps: batches in an epoch: `steps_per_epoch`, `validation_steps` or `steps`. In "fit", epochs are cut from the
-      endlessly repeated data; for other purposes it is a limit, because no record may count twice. shuffle: only for
-      "fit". folder: folder for the data that workers read; on a disk that they share. service: serves the batches of a
-      `tf.data.Dataset` or generator in "fit"; needed only for these.
+        endlessly repeated data; for other purposes it is a limit, because no record may count twice.
+      shuffle: only for "fit".
+      folder: folder for the data that workers read; on a disk that they share.
+      service: serves the batches of a `tf.data.Dataset` or generator in "fit"; needed only for these.
 
     Raises `ValueError` and `TypeError` like Keras, for contradictory arguments or data of an unknown type.
     """

@@ -29,10 +29,12 @@ class PyDatasetSource(PassSource):
     meanwhile, Python's and NumPy's random states are seeded by the epoch, so that all copies agree.
 
     Args:
-      dataset: an endless dataset (`num_batches` is None) needs `steps`, and its index keeps counting. shuffle: read the
-      batches in a different order in each pass. steps: see `PassSource`. limit: maximum number of batches in a pass.
-      resets: each epoch is a separate call of `evaluate`, which also calls `on_epoch_end` before it. folder: folder for
-      the pickled dataset.
+      dataset: an endless dataset (`num_batches` is None) needs `steps`, and its index keeps counting.
+      shuffle: read the batches in a different order in each pass.
+      steps: see `PassSource`.
+      limit: maximum number of batches in a pass.
+      resets: each epoch is a separate call of `evaluate`, which also calls `on_epoch_end` before it.
+      folder: folder for the pickled dataset.
 
     Raises `TypeError` if the dataset can't be pickled.
     """

@@ -31,9 +31,10 @@ class Records:
     """A reader with the `feed` that converts its records to examples, as data for `fit`.
 
     Args:
-      reader: any reader. feed: `feed(dataset, mode, metadata)`, as in a model file: maps raw records to `(features,
-      labels[, sample_weight])`, or to features only if `mode` is `Mode.PREDICTION`; not batched. Default: the reader's
-      default feed.
+      reader: any reader.
+      feed: `feed(dataset, mode, metadata)`, as in a model file: maps raw records to `(features, labels[,
+        sample_weight])`, or to features only if `mode` is `Mode.PREDICTION`; not batched. Default: the reader's default
+        feed.
     """
 
     def __init__(self, reader: Reader, feed: Feed | None = None) -> None:

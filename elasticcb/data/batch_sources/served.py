@@ -24,8 +24,10 @@ class ServedSource(BatchSource):
     The original object, in the caller's process, returns only the first batch, without taking it from the workers.
 
     Args:
-      batches: an iterable, iterated once per pass. size: number of batches in a pass, if known. steps: number of
-      batches in an epoch; each epoch then continues where the previous one ended. None: an epoch is a pass.
+      batches: an iterable, iterated once per pass.
+      size: number of batches in a pass, if known.
+      steps: number of batches in an epoch; each epoch then continues where the previous one ended. None: an epoch is a
+        pass.
 
     Raises `ValueError` if there is no batch.
     """

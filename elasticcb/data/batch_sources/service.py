@@ -39,7 +39,8 @@ class DataService:
         """Starts serving batches, each to one process; returns the number of the stream.
 
         Args:
-          passes: iterator of iterators over batches, one per pass. arrays_of: function that splits a batch into arrays.
+          passes: iterator of iterators over batches, one per pass.
+          arrays_of: function that splits a batch into arrays.
           by_epoch: an epoch is a pass; otherwise epochs continue through consecutive passes.
         """
         number = secrets.randbits(62)

@@ -27,8 +27,9 @@ class StoredSource(PassSource):
     generator. The file is not loaded into memory as a whole.
 
     Args:
-      batches: an iterable; an endless one needs a `limit`. limit: maximum number of batches to read; None: all. folder:
-      folder for the file.
+      batches: an iterable; an endless one needs a `limit`.
+      limit: maximum number of batches to read; None: all.
+      folder: folder for the file.
 
     Raises `ValueError` if there is no batch.
     """
