@@ -191,5 +191,5 @@ def test_checkpoint_without_tables_says_so(tmp_path, capsys):
 def test_folder_that_holds_neither_a_checkpoint_nor_a_job_is_an_error(tmp_path, capsys):
     assert main(["table", str(tmp_path)]) == ExitCode.WRONG_USAGE
     said = capsys.readouterr().err
-    assert f"{tmp_path} is not the folder of a running job" in said
+    assert f"{tmp_path} is not the folder of a job. Expected" in said
     assert "For a checkpoint, pass its URL" in said

@@ -164,7 +164,7 @@ def test_mistakes_are_told_before_anything_is_sent(cluster):
 def test_value_of_another_cluster_is_refused(cluster):
     value = cluster.schedule(lambda: 1)
     with elasticcb.Cluster(kind="inprocess") as other:
-        with pytest.raises(UsageError, match="of another Cluster"):
+        with pytest.raises(UsageError, match="belongs to another Cluster"):
             other.fetch(value)
         with pytest.raises(UsageError, match="A value of a Cluster was passed to a function of another Cluster"):
             other.schedule(str, value)

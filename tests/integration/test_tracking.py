@@ -168,7 +168,7 @@ def test_runs_of_a_model_file_are_continued_by_the_next_master(tmp_path, start_j
     job = start_job("train", *train_flags(tmp_path, "linear", num_epochs=epochs))
     job.wait_for_line(r"[Ee]poch 2")
     job.master.kill()
-    job.wait_for_line(r"is back after")
+    job.wait_for_line(r"recovered in")
     assert job.finish() == 0, job.output
     job.assert_no_orphans()
 

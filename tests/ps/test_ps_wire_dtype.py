@@ -88,7 +88,7 @@ def test_the_neighbour_of_a_lost_server_brings_the_same_rounded_pushes_back(serv
 def test_a_server_refuses_a_dtype_that_it_does_not_know(servers, field, what):
     some = servers()
     request = pb.ExchangeRequest(pull=True, map_version=some.worker.servers.buckets.version, **{field: "int4"})
-    with pytest.raises(WireError, match=f"asks for {what} as 'int4'"):
+    with pytest.raises(WireError, match=f"invalid dtype 'int4' for {what}"):
         some.worker.servers.send(some.worker.servers.known[0], Frame(request, {}))
 
 

@@ -76,8 +76,8 @@ def test_the_page_of_the_protocol_names_all_kinds_of_arrays():
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("gradient/float32", "holds a tensor named 'gradient/float32'"),
-        ("rows/0/id", "holds a tensor named 'rows/0/id'"),
+        ("gradient/float32", "has an unknown tensor 'gradient/float32'"),
+        ("rows/0/id", "has an unknown tensor 'rows/0/id'"),
         ("rows/x/ids", "named 'rows/x/ids'; expected rows/INDEX/NAME"),
         ("rows/0/ids", "needs ids and values"),
     ],

@@ -128,10 +128,10 @@ SCALES = np.ones(3, ml_dtypes.bfloat16)
         ),
         ({"rows/0/ids": np.ones(3, np.int8), "scales/rows/0/ids": SCALES}, "only rows of int8"),
         ({ROWS: np.ones((), np.int8), f"scales/{ROWS}": SCALES}, "only rows of int8"),
-        ({ROWS: np.ones((3, 16), np.int8), f"scales/{ROWS}": SCALES[:2]}, r"are bfloat16\[2\]; bfloat16\[3\] was"),
+        ({ROWS: np.ones((3, 16), np.int8), f"scales/{ROWS}": SCALES[:2]}, r"are bfloat16\[2\]; expected bfloat16\[3\]"),
         (
             {ROWS: np.ones((3, 16), np.int8), f"scales/{ROWS}": np.ones(3, np.float32)},
-            r"are float32\[3\]; bfloat16\[3\]",
+            r"are float32\[3\]; expected bfloat16\[3\]",
         ),
         (
             {ROWS: np.ones((3, 16), np.int8), f"scales/{ROWS}": -SCALES},
@@ -156,5 +156,5 @@ def test_names_of_nothing_stay_for_the_reader_to_refuse(name):
 
 def test_a_dtype_that_is_not_known_is_named():
     assert wire_dtype_of("", "rows") is WireDtype.SAME
-    with pytest.raises(WireError, match="asks for rows as 'int4'; expected one of 'same', 'bfloat16', 'int8'"):
+    with pytest.raises(WireError, match="invalid dtype 'int4' for rows; expected one of 'same', 'bfloat16', 'int8'"):
         wire_dtype_of("int4", "rows")
