@@ -24,11 +24,13 @@ def evaluate(context: click.Context, /, **values: Any) -> None:
 
     \b
     Examples, after the first example of `elasticcb train --help`:
-      elasticcb evaluate --config model_zoo/digits/job.yaml --checkpoint_dir_for_init=checkpoints
-      elasticcb evaluate --model_zoo=model_zoo --model_def=digits.digits.custom_model \\
-          --validation_data=test --checkpoint_dir_for_init=checkpoints
-      elasticcb evaluate --config model_zoo/digits/job.yaml --checkpoint_dir_for_init=checkpoints \\
-          --follow --max_evaluations=1
+      elasticcb evaluate --config model_zoo/digits/job.yaml \\
+          --checkpoint_dir_for_init=checkpoints
+      elasticcb evaluate --model_zoo=model_zoo \\
+          --model_def=digits.digits.custom_model --validation_data=test \\
+          --checkpoint_dir_for_init=checkpoints
+      elasticcb evaluate --config model_zoo/digits/job.yaml \\
+          --checkpoint_dir_for_init=checkpoints --follow --max_evaluations=1
     """
     given = given_values(context)
     if not given["follow"]:

@@ -22,9 +22,12 @@ def predict(context: click.Context, /, **values: Any) -> None:
 
     \b
     Examples, after the first example of `elasticcb train --help`:
-      elasticcb predict --config model_zoo/digits/job.yaml --prediction_data=test \\
-          --checkpoint_dir_for_init=checkpoints --output=predictions.csv
-      elasticcb predict --model_zoo=model_zoo --model_def=digits.digits.custom_model \\
-          --prediction_data=test --checkpoint_dir_for_init=checkpoints --output=predictions.parquet
+      elasticcb predict --config model_zoo/digits/job.yaml \\
+          --prediction_data=test --checkpoint_dir_for_init=checkpoints \\
+          --output=predictions.csv
+      elasticcb predict --model_zoo=model_zoo \\
+          --model_def=digits.digits.custom_model --prediction_data=test \\
+          --checkpoint_dir_for_init=checkpoints \\
+          --output=predictions.parquet
     """
     run_job(Command.PREDICT, given_values(context), context.obj)

@@ -19,12 +19,15 @@ def train(context: click.Context, /, **values: Any) -> None:
 
     \b
     Examples, in a checkout of the repository:
-      elasticcb train --config model_zoo/digits/job.yaml --checkpoint_dir=checkpoints
+      elasticcb train --config model_zoo/digits/job.yaml \\
+          --checkpoint_dir=checkpoints
       elasticcb train --model_zoo=model_zoo --model_def=iris.iris.custom_model \\
-          --training_data=model_zoo/iris/train.csv --validation_data=model_zoo/iris/test.csv \\
-          --data_reader_params="header=true" --minibatch_size=8 --num_epochs=15 \\
-          --num_workers=2 --output=exported/iris
-      elasticcb train --config model_zoo/iris/job.yaml --updates=sync --grads_to_wait=2
-      elasticcb train --config model_zoo/iris/job.yaml --cluster=inprocess   # breakpoints work
+          --training_data=model_zoo/iris/train.csv \\
+          --validation_data=model_zoo/iris/test.csv \\
+          --data_reader_params="header=true" --minibatch_size=8 \\
+          --num_epochs=15 --num_workers=2 --output=exported/iris
+      elasticcb train --config model_zoo/iris/job.yaml --cluster=inprocess
+      elasticcb train --config model_zoo/iris/job.yaml \\
+          --updates=sync --grads_to_wait=2
     """
     run_job(Command.TRAIN, given_values(context), context.obj)
