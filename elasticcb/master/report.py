@@ -11,6 +11,7 @@ from typing import Any
 
 from elasticcb.master.master import Master
 from elasticcb.process.stats import PUSH
+from elasticcb.process.wording import how_many
 from elasticcb.settings import JobSettings
 from elasticcb.sharding.partition import VariableSpec
 
@@ -39,7 +40,7 @@ class Report:
         definition = self._settings.model.definition
         tables = sum(1 for spec in variables if spec.table)
         parameters = sum(math.prod(spec.shape) for spec in variables if not spec.table)
-        parts = [f"{parameters:,} parameters", *([f"{tables} embedding tables"] if tables else [])]
+        parts = [f"{parameters:,} parameters", *([how_many(tables, "embedding table")] if tables else [])]
         self._display.message(f"Model: {', '.join([definition, *parts] if definition else parts)}")
 
     def show(self) -> None:
