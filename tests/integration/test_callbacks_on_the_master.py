@@ -164,7 +164,7 @@ def callbacks():
     return [Forgets()]
 """
         path = model_file(tmp_path, text, "forgets_momentum")
-        run_job(small_job(tmp_path, path, num_epochs=2, num_ps=2, validation=""))
+        run_job(small_job(tmp_path, path, num_epochs=2, num_ps=2, validation="", updates="async"))
         momentum = calls(tmp_path, "momentum", "master")
         assert [steps for _, steps in momentum] == [12, 12, 24, 24]
         assert all(largest > 0 for largest, _ in momentum)

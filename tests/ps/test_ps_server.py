@@ -144,7 +144,7 @@ def test_state_that_a_step_leaves_stays_as_another_has_set_it(cluster):
     np.testing.assert_allclose(one.values()[3], [5, 5, 5, 5, 5, 6], rtol=1e-6)
     del frame.tensors["shares/float32"]
     frame.header.sequence = 3
-    with pytest.raises(WireError, match=r"of dtype float32 are nothing.*float32\[6\]"):
+    with pytest.raises(WireError, match=r"of dtype float32 change are nothing.*float32\[6\]"):
         one.call(0, "Exchange", frame)
 
 
