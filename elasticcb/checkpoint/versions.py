@@ -30,6 +30,11 @@ def version_folder(version: int) -> str:
     return f"version-{version:08d}"
 
 
+def version_in(folder: Path) -> int:
+    """The version of a checkpoint, by the name of its folder."""
+    return int(folder.name.rpartition("-")[2])
+
+
 def begin_version(directory: str | Path, version: int) -> Path:
     """Creates the empty temporary folder for version `version`, to which the servers write.
 

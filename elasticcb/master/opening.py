@@ -18,7 +18,7 @@ from typing import Any
 
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.checkpoint import remote as remote_checkpoint
-from elasticcb.checkpoint.versions import find_undamaged, find_versions, newest_of_run, put_back, version_folder
+from elasticcb.checkpoint.versions import find_undamaged, find_versions, newest_of_run, put_back, version_in
 from elasticcb.checkpoint.warm_start import WarmStart, warm_start
 from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.errors import CheckpointError, JobFailedError
@@ -93,12 +93,14 @@ def _warn_of_later_versions(order: Order, version: int) -> None:
         version: at which the job begins.
     """
     folder = order.settings.checkpoint.directory
-    if order.settings.command is Command.TRAIN and folder and not is_url(folder):
-        newest = [path.name for path in find_versions(folder)][-1:]
-        if newest and newest[0] > version_folder(version):
+    if order.settings.command is not Command.TRAIN or not folder or is_url(folder):
+        return
+    with contextlib.suppress(OSError):  # writing checkpoints will report it
+        newest = next(reversed(find_versions(folder)), None)
+        if newest is not None and version_in(newest) > version:
             order.display.message(
-                f"{folder} already contains the checkpoint {newest[0]}. `evaluate` and `predict` would use it instead "
-                "of earlier versions of this job. Choose another --checkpoint_dir, or pass them one version."
+                f"{folder} already contains the checkpoint {newest.name}. `evaluate` and `predict` would use it "
+                "instead of earlier versions of this job. Choose another --checkpoint_dir, or pass them one version."
             )
 
 
@@ -227,7 +229,7 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
         ps.initialize(source)
         _warn_of_later_versions(order, ps.client.version)
         if source.checkpoint:
-            order.display.message(f"Training starts from {source.checkpoint}, version {ps.client.version}.")
+            order.display.message(f"The model starts from {source.checkpoint}, version {ps.client.version}.")
         if source.checkpoint or origin.warm_start() is not None:
             host.assign(*ps.client.weights())
     else:

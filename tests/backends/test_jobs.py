@@ -8,12 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from test_backends import BACKENDS, require
+from waiting import wait_until
 
 ZOO = Path(__file__).parent / "zoo"
 RECORDS = 2000
@@ -107,13 +107,10 @@ def test_a_worker_and_a_server_that_are_killed_are_replaced(backend, data, tmp_p
         checkpoint_interval=1,
     )
     for name in ("worker 0", "server 1"):
-        while not re.search(r"Epoch \d+ is done", _log(folder)) or name not in pids(folder):
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.2)
+        wait_until(lambda name=name: re.search(r"Epoch \d+ is done", _log(folder)) and name in pids(folder))
         killed = pids(folder)[name]
         os.kill(killed, signal.SIGKILL)
-        while process.poll() is None and pids(folder)[name] == killed:
-            time.sleep(0.2)
+        wait_until(lambda name=name, killed=killed: pids(folder)[name] != killed)
     output, _ = process.communicate()
     assert process.returncode == 0, output
     assert re.search(r"workers lost +1 \(1 replaced\)", output)

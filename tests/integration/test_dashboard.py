@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +32,10 @@ def callbacks():
     return [SlowGate()]
 """
 GATE_AT = 400
+FITS = """
+return document.documentElement.scrollWidth <= arguments[0]
+    && [...document.querySelectorAll(".uplot")].every(plot => plot.offsetWidth <= plot.parentElement.clientWidth)
+"""
 QUIET = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
@@ -105,6 +108,29 @@ def status(folder: Path, capsys) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+def shows(page: Page, said: dict) -> bool:
+    """Whether the page has the figures of `elasticcb status`, and all rows of the table are counted."""
+    figures = {
+        "version": said["version"],
+        "loss": said["loss"],
+        "epoch": said["epoch"],
+        "records": said["records"]["trained"],
+        "workers": said["workers"]["up"],
+        "servers": said["parameter_servers"]["up"],
+        "tasks-to-do": said["tasks"]["todo"],
+        "processes-lost": said["workers"]["lost"],
+        "records-repeated": said["records"]["repeated"],
+    }
+    batches = [f"{each['batches']:,}" for each in said["processes"] if each["role"] == "worker"]
+    cells = page.driver.find_elements(By.CSS_SELECTOR, "#workers td:nth-child(5)")
+    return (
+        {name: page.value(name) for name in figures} == figures
+        and [cell.text for cell in cells] == batches
+        and said["tables"]["embedding/embeddings"]["rows"] == 100
+        and page.text("#tables tr td:nth-child(2)") == "100"
+    )
+
+
 def take_pictures(page: Page, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, look in {
@@ -113,8 +139,7 @@ def take_pictures(page: Page, folder: Path) -> None:
         "dashboard-phone": (390, 1600),
     }.items():
         page.look(*look)
-        time.sleep(1.5)  # for the next look at the job, after which all is drawn in its new size
-        assert page.driver.execute_script("return document.documentElement.scrollWidth") <= look[0]
+        page.wait(lambda width=look[0]: page.driver.execute_script(FITS, width))
         picture = page.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "webp", "quality": 80})
         (folder / f"{name}.webp").write_bytes(base64.b64decode(picture["data"]))
     page.look(1200, 1500)
@@ -137,26 +162,7 @@ def test_the_page_shows_what_status_says_scales_and_stops_the_job(job, page, tmp
     )
     page.wait_for_text("#events", r"checkpoint is written")
 
-    time.sleep(2.5)  # all is told that was done before the gate
-    said = status(folder, capsys)
-    shown = {
-        "version": said["version"],
-        "loss": said["loss"],
-        "epoch": said["epoch"],
-        "records": said["records"]["trained"],
-        "workers": said["workers"]["up"],
-        "servers": said["parameter_servers"]["up"],
-        "tasks-to-do": said["tasks"]["todo"],
-        "processes-lost": said["workers"]["lost"],
-        "records-repeated": said["records"]["repeated"],
-    }
-    assert {name: page.value(name) for name in shown} == shown
-    batches = [f"{each['batches']:,}" for each in said["processes"] if each["role"] == "worker"]
-    cells = page.driver.find_elements(By.CSS_SELECTOR, "#workers td:nth-child(5)")
-    assert [cell.text for cell in cells] == batches
-    table = said["tables"]["embedding/embeddings"]
-    assert table["rows"] == 100
-    assert page.text("#tables tr td:nth-child(2)") == "100"
+    page.wait(lambda: shows(page, status(folder, capsys)))
     page.click("#count")
     page.wait_for_text("#tables tr td:nth-child(5)", r"\d+ \(\d+")
     page.wait_for_text("#log", "Started: ")

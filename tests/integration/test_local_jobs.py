@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from elasticcb.cli.main import main
 from elasticcb.clients import local_job
@@ -67,8 +68,7 @@ def test_a_job_is_stopped_by_its_name_and_goes_on_later(data, started, start_job
     assert "no log of ps-7; logs: master, ps-0, worker-0, worker-1" in capsys.readouterr().err
 
     resumed = start_job("resume", first[1])
-    while not is_starting(Path(first[1])):
-        time.sleep(0.01)
+    wait_until(lambda: is_starting(Path(first[1])))
     assert main(["stop", "latest"]) == 0
     captured = capsys.readouterr()
     assert "is starting" in captured.err

@@ -53,7 +53,7 @@ def test_killed_servers_are_replaced_alone_in_training_and_in_evaluation(data, s
     unwanted = ("training_data", "checkpoint_interval")
     given = [flag for flag in flags(data, **more) if not flag.startswith(tuple(f"--{name}=" for name in unwanted))]
     evaluation = start_job("evaluate", *given)
-    evaluation.wait_for_line(r"Training starts from")
+    evaluation.wait_for_line(r"The model starts from")
     evaluation.kill("ps", 1)
     assert evaluation.finish() == 0, evaluation.output
     assert number(evaluation.output, "records evaluated, once each") == TESTED
