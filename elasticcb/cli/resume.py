@@ -15,6 +15,7 @@ from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.kubernetes.recreate import make_again, make_missing_lease, wait_for_old_master
 from elasticcb.clients.running_master import refuse_cluster
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
+from elasticcb.cluster.registry import missing_for
 from elasticcb.compute.registry import keep_backend
 from elasticcb.errors import UsageError
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, JobSettings
@@ -42,6 +43,9 @@ def resume(session: CommandRun, job: str, namespace: str | None) -> None:
     else:
         settings = resumed_settings(find_job(job))
         keep_backend(settings.keras_backend)
+        missing = list(missing_for(settings.cluster))  # of this machine, on which the job may not have started
+        if missing:
+            raise UsageError("\n".join(missing))
         run_settings(settings, session, resumed=True)
 
 

@@ -145,7 +145,7 @@ REMEMBERS = """
 """
 
 
-def test_callbacks_that_are_interrupted_end_training_where_they_would_have(data, start_job):
+def test_callbacks_that_are_interrupted_end_training_where_they_would_have(data, start_job, monkeypatch):
     write_model_file(data, LINEAR_MODEL + PACE + REMEMBERS, "remembers")
     job = start_job(*[flag.replace("linear.", "remembers.") for flag in flags(data, num_epochs=30, num_ps=1)])
     job.wait_for_line(r"recovered in")
@@ -156,6 +156,12 @@ def test_callbacks_that_are_interrupted_end_training_where_they_would_have(data,
     anew = start_job(*flags(data, num_epochs=30, num_ps=1))
     assert anew.finish() == 2, anew.output
     assert "contains a job that has not finished" in anew.output
+
+    with monkeypatch.context() as patch:
+        patch.setenv("KERAS_BACKEND", "no_such_backend")
+        elsewhere = start_job("resume", str(data / "job"), warm=False)
+    assert elsewhere.finish() == 2
+    assert "Expected 'tensorflow' or 'jax' or 'torch'" in elsewhere.output
 
     again = start_job("resume", str(data / "job"))
     assert again.finish() == 0, again.output
