@@ -18,7 +18,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     files outside of the documentation, which the site does not have, become plain text."""
     if page.is_homepage:
         whole = Path(config["config_file_path"]).with_name("README.md").read_text(encoding="utf-8")
-        top = re.sub(r"\]\((?!docs/)([A-Z]+(\.md)?)\)", r"](../\1)", whole.partition("\n## Read on\n")[0])
+        first = whole[: whole.index("\n## Documentation\n")]  # which the navigation shows
+        top = re.sub(r"\]\((?!docs/)([A-Z]+(\.md)?)\)", r"](../\1)", first)
         markdown = top.replace("](docs/", "](")
     titles = dict(_titles(config["nav"]))
     markdown = re.sub(r"\[([^\]]+)\]\(\.\./[^)]+\)", r"\1", markdown)
