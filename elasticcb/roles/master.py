@@ -194,7 +194,7 @@ def _prepared_backend(context: BackendContext) -> ClusterBackend:
     if not backend.separate:
         limit_threads(os.environ)
     backend.prepare()
-    if backend.takes_gpus and visible_gpus():  # the backend has recorded them
+    if backend.separate and visible_gpus():  # they are for its processes; the backend has recorded them
         hide_gpus(os.environ)
     return backend
 
