@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from elasticcb.checkpoint import remote as remote_checkpoint
-from elasticcb.checkpoint.versions import find_undamaged, find_versions, put_back, version_folder
+from elasticcb.checkpoint.versions import find_undamaged, find_versions, put_back, version_of
 from elasticcb.checkpoint.warm_start import WarmStart, warm_start
 from elasticcb.errors import CheckpointError
 from elasticcb.master.keras_host import ModelHost
@@ -42,13 +42,16 @@ def warn_of_later_versions(order: Order, version: int) -> None:
         version: at which the job begins.
     """
     folder = order.settings.checkpoint.directory
-    if order.settings.command is Command.TRAIN and folder and not is_url(folder):
-        newest = [path.name for path in find_versions(folder)][-1:]
-        if newest and newest[0] > version_folder(version):
-            order.display.message(
-                f"{folder} already contains the checkpoint {newest[0]}. `evaluate` and `predict` would use it instead "
-                "of earlier versions of this job. Choose another --checkpoint_dir, or pass them one version."
-            )
+    if order.settings.command is not Command.TRAIN or not folder or is_url(folder):
+        return
+    found: list[Path] = []
+    with contextlib.suppress(OSError):  # writing checkpoints will report it
+        found = find_versions(folder)
+    if found and version_of(found[-1].name) > version:
+        order.display.message(
+            f"{folder} already contains the checkpoint {found[-1].name}. `evaluate` and `predict` would use it instead "
+            "of earlier versions of this job. Choose another --checkpoint_dir, or pass them one version."
+        )
 
 
 def on_disk(order: Order, folder: str) -> str:
