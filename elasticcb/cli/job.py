@@ -92,7 +92,7 @@ def _refuse_unfinished(settings: JobSettings) -> None:
         return
     with contextlib.suppress(JobFailedError), FolderLock(folder, wait_seconds=ENDING_SECONDS):
         memory = Journal(folder / JOURNAL_FILE).memory  # raises if it is damaged: nothing can be resumed
-        if memory.queue and not memory.over:
+        if memory.begun and not memory.over:
             raise UsageError(
                 f"{folder} contains a job that has not finished, at version {memory.version}; a new job would "
                 f"replace it. Run `elasticcb resume {shlex.quote(str(folder))}`, choose another --job_dir, or delete "

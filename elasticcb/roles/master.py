@@ -143,7 +143,7 @@ def running_cluster(
             opened = None if journal is None else journal()
             master, takes_over = _make_master(settings.cluster, settings.directory, backend, opened, display.message)
             takeover = Takeover(backend.taken_over, since) if takes_over else None
-            if opened is not None and opened.memory.queue is not None:
+            if opened is not None and opened.memory.begun:
                 master.desk.past_before = _past_before(folder)
             if takeover is None:
                 _remove_rows_on_disk(settings)
