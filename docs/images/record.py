@@ -32,9 +32,6 @@ PICTURE_SECONDS, END_SECONDS = 0.2, 8.0  # how long a picture stays at least, an
 COLOURS = {"default": "#d6deeb", "cyan": "#4dd0e1", "brown": "#ffcb6b"}  # brown: what pyte calls yellow
 DIM, BOLD = "#8592a6", ' font-weight="bold"'
 FRAME = f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">
-<rect width="100%" height="100%" rx="8" fill="#10141c"/>
-<rect y="{HEIGHT - LINE - MARGIN * 1.5:g}" width="100%" height="{LINE + MARGIN}" fill="#1b2230"/>"""
-FRAME = f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">
 <rect width="100%%" height="100%%" rx="8" fill="#10141c"/>
 <rect y="{HEIGHT - LINE - MARGIN * 1.5:g}" width="100%%" height="{LINE + MARGIN}" fill="#1b2230"/><style>
 text{{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre}}

@@ -22,6 +22,7 @@ from elasticcb.api.remote import PerWorkerDataset, RemoteValue
 from elasticcb.api.results import whole_predictions
 from elasticcb.errors import UsageError
 from elasticcb.master.master import Master
+from elasticcb.process.wording import how_many
 from elasticcb.settings import (
     CheckpointOptions,
     Command,
@@ -126,7 +127,7 @@ class Cluster:
     def __repr__(self) -> str:
         settings = self._settings.cluster
         counts = {"worker": settings.num_workers, "parameter server": settings.num_ps}
-        processes = ", ".join(f"{count} {what}{'s' if count != 1 else ''}" for what, count in counts.items())
+        processes = ", ".join(how_many(count, what) for what, count in counts.items())
         state = "idle" if self._processes.started else "closed" if self._closed else "not started"
         if self._functions.begun:
             state = "calling functions"

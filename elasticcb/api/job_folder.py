@@ -105,7 +105,7 @@ class KeptFit:
     @property
     def has_begun(self) -> bool:
         """Whether an earlier run of the program started it."""
-        return self.journal.memory.queue is not None
+        return self.journal.memory.begun
 
     @property
     def has_ended(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 
 from elasticcb.errors import CallbackError, describe
+from elasticcb.process.devices import hide_gpus
 from elasticcb.process.import_path import python_code
 from elasticcb.serialization import pickling
 from elasticcb.serialization.model_archive import restore_model, save_model
@@ -46,8 +47,8 @@ def export_elsewhere(model: keras.Model, features_spec: Any, folder: Path) -> No
             content = {"model": save_model(model), "features_spec": features_spec, "folder": folder}
         Path(given, _MODEL).write_bytes(pickling.dumps(content, "What the exporter needs"))
         model.save_weights(Path(given, _WEIGHTS))
-        chosen = {"KERAS_BACKEND": "tensorflow", "CUDA_VISIBLE_DEVICES": ""}  # it computes next to nothing
-        environment = os.environ | chosen
+        environment = os.environ | {"KERAS_BACKEND": "tensorflow"}
+        hide_gpus(environment)  # it computes next to nothing
         done = subprocess.run(
             [sys.executable, "-c", python_code(__name__), given], env=environment, capture_output=True, text=True
         )

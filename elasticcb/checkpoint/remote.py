@@ -11,21 +11,18 @@ import contextlib
 import json
 import logging
 import posixpath
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from elasticcb.checkpoint.manifest import MANIFEST, verify
-from elasticcb.checkpoint.versions import newest_usable
+from elasticcb.checkpoint.versions import newest_usable, version_of
 from elasticcb.errors import CheckpointError, describe
 from elasticcb.storage.remote_files import is_url, opened
 from elasticcb.storage.temporary import TemporaryFolder
 
 logger = logging.getLogger(__name__)
-
-_VERSION_FOLDER = re.compile(r"version-\d{8,}")
 
 
 def put(url: str, folder: Path, keep_max: int) -> str:
@@ -118,7 +115,7 @@ def _fetched(files: Any, root: str, to: Path) -> Path:
 def _versions(files: Any, root: str) -> list[str]:
     """The names of all complete versions, oldest first."""
     names = [name for name in _folders(files, root) if files.exists(posixpath.join(root, name, MANIFEST))]
-    return sorted(names, key=lambda name: int(name.partition("-")[2]))
+    return sorted(names, key=version_of)
 
 
 def _folders(files: Any, root: str) -> list[str]:
@@ -127,7 +124,7 @@ def _folders(files: Any, root: str) -> list[str]:
         names = [posixpath.basename(path.rstrip("/")) for path in files.ls(root, detail=False)]
     except FileNotFoundError:
         return []
-    return [name for name in names if _VERSION_FOLDER.fullmatch(name)]
+    return [name for name in names if version_of(name) >= 0]
 
 
 def _delete(files: Any, path: str) -> None:

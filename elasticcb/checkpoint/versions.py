@@ -30,9 +30,10 @@ def version_folder(version: int) -> str:
     return f"version-{version:08d}"
 
 
-def version_in(folder: Path) -> int:
-    """The version of a checkpoint, by the name of its folder."""
-    return int(folder.name.rpartition("-")[2])
+def version_of(name: str) -> int:
+    """The version in a folder of this name; -1: the name is not one of `version_folder`."""
+    match = _VERSION_FOLDER.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 def begin_version(directory: str | Path, version: int) -> Path:
@@ -115,10 +116,9 @@ def find_versions(directory: str | Path) -> list[Path]:
     found = []
     if Path(directory).is_dir():
         for folder in Path(directory).iterdir():
-            match = _VERSION_FOLDER.fullmatch(folder.name)
-            if match and (folder / MANIFEST).is_file():
-                found.append((int(match[1]), folder))
-    return [folder for _, folder in sorted(found)]
+            if version_of(folder.name) >= 0 and (folder / MANIFEST).is_file():
+                found.append(folder)
+    return sorted(found, key=lambda folder: version_of(folder.name))
 
 
 def find_latest(directory: str | Path) -> Path:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from elasticcb.errors import ElasticCBError, JobInterrupted
 from elasticcb.process.logs import print_line
+from elasticcb.process.wording import how_many
 from elasticcb.settings import JobSettings
 from elasticcb.settings.definition import CHECKPOINTS, EVALUATE, Section, setting
 from elasticcb.storage import durable
@@ -133,7 +134,7 @@ def _note(results: Path, checkpoint: Checkpoint, summary: JobSnapshot) -> None:
 def _ending(done: int, results: Path) -> str:
     if not done:
         return "No checkpoint was evaluated."
-    return f"Evaluated {done} checkpoint{'s' if done > 1 else ''}. Results: {results}"
+    return f"Evaluated {how_many(done, 'checkpoint')}. Results: {results}"
 
 
 class _OneOfMany:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from elasticcb.clients.running_master import COMMAND_LOCK, MASTER_FILE, refuse_cluster
+from elasticcb.clients.running_master import holds_job, refuse_cluster
 from elasticcb.errors import UsageError
-from elasticcb.settings import JOB_FILE, STATUS_FILE, Command
+from elasticcb.settings import Command
 
 JOBS = "jobs"  # below the working directory
 LATEST = "latest"
@@ -64,7 +64,7 @@ def find_job(job: str) -> Path:
 
 def is_job(folder: Path) -> bool:
     """Whether it is the folder of a job."""
-    return any((folder / name).exists() for name in (JOB_FILE, MASTER_FILE, STATUS_FILE, COMMAND_LOCK, "logs"))
+    return holds_job(folder, "logs")
 
 
 def _newest_first(parent: Path) -> Sequence[re.Match[str]]:

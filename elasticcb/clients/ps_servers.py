@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotDoneError
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -49,13 +47,10 @@ class ServerReplacedError(ElasticCBError):
 
 
 def _answer_of(call: Future[Answer]) -> Answer:
-    done = False
-    while not done:
-        with uninterrupted(), contextlib.suppress(NotDoneError):
-            call.exception(_LOOK_SECONDS)
-            done = True
-    with uninterrupted():
-        return call.result()
+    while True:
+        with uninterrupted():
+            if wait([call], _LOOK_SECONDS).done:
+                return call.result()
 
 
 @dataclass

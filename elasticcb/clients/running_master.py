@@ -105,9 +105,14 @@ def running_master(folder: str | Path) -> RunningMaster:
         raise UsageError(f"{folder} is not the folder of a running job. {_why_not(Path(folder))}") from None
 
 
+def holds_job(folder: Path, logs: str) -> bool:
+    """Whether a folder has a file of a job of a command, or `logs`, which is below it."""
+    return any((folder / name).exists() for name in (JOB_FILE, MASTER_FILE, STATUS_FILE, COMMAND_LOCK, logs))
+
+
 def refuse_cluster(folder: Path) -> None:
     """Raises `UsageError` for the `job_dir` or `directory` of a `Cluster`, which has no master that others can call."""
-    if any((folder / name).exists() for name in (JOB_FILE, MASTER_FILE, STATUS_FILE, COMMAND_LOCK, "logs/master.log")):
+    if holds_job(folder, "logs/master.log"):
         return
     if (folder / "logs" / "zygote.log").exists() or any(folder.glob("fit-*/fit.json")):
         raise UsageError(

@@ -104,7 +104,6 @@ class ClusterBackend(ABC):
     watches = True  # whether `poll` reports every process that ends
     separate = True  # whether these are separate processes, which can be killed, or threads of this one
     scales = False  # whether the number of workers may follow the throughput
-    takes_gpus = False  # whether its processes use the GPUs that the master sees; then the master must not
     one_machine = False  # whether its jobs use Unix sockets by default; jobs with ports use TLS
     where_logs_are: str | None = None  # text after "The logs are in the job's folder"; None: they are not there
     # credentials of the job; processes get the token in ELASTICCB_JOB_TOKEN. Set before the first `start`.

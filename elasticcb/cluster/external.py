@@ -28,7 +28,6 @@ class ExternalCluster(ClusterBackend):
     name = "external"
     summary = "you start the processes, anywhere"
     watches = False
-    takes_gpus = True
 
     def __init__(self, say: Callable[[str], None], directory: str = "", made_ca: bool = False) -> None:
         self._say, self._made_ca = say, made_ca

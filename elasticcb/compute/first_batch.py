@@ -11,6 +11,7 @@ import keras
 
 from elasticcb.errors import ModelFileError, describe, user_traceback
 from elasticcb.model.spec import Spec
+from elasticcb.process.wording import how_many
 from elasticcb.settings import Mode
 
 
@@ -22,8 +23,8 @@ def check_batch(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
     if inputs and isinstance(features, tuple) and len(features) > inputs:
         # Keras would use the first and ignore the others.
         raise ModelFileError(
-            f"`feed` in {spec.path} returns {len(features)} features in {mode}, but the model has {inputs} "
-            f"input{'s' if inputs > 1 else ''}.{_shown(batch, mode)}"
+            f"`feed` in {spec.path} returns {len(features)} features in {mode}, but the model has "
+            f"{how_many(inputs, 'input')}.{_shown(batch, mode)}"
         )
     _allow_one_named_feature(model, features)
 

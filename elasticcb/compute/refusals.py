@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticcb.errors import ModelFileError
+from elasticcb.process.wording import how_many
 
 
 def late_read(found: Sequence[tuple[str, str]]) -> ModelFileError:
     """The error of a step that reads variables after their gradients were given to an optimizer."""
     (path, optimizer), others = found[0], {path for path, _ in found} - {found[0][0]}
-    more = f" (and {len(others)} more variable{'s' if len(others) > 1 else ''})" if others else ""
+    more = f" (and {how_many(len(others), 'more variable')})" if others else ""
     return ModelFileError(
         f"The model's train_step reads {path!r}{more} after giving its gradient to the optimizer {optimizer!r}. In "
         "Keras it would read the updated value; here parameter servers apply gradients after the step, so it would "

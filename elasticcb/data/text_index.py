@@ -11,6 +11,7 @@ from elasticcb.data.byte_flags import count_before, odd_so_far
 from elasticcb.data.content import Content
 from elasticcb.data.file_index import RecordOffsets, RecordOffsetsBuilder
 from elasticcb.errors import DataError
+from elasticcb.process.wording import how_many
 
 _NEWLINE, _RETURN = 10, 13
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -257,8 +258,8 @@ class _Scan:
             else f"the {'header' if self.has_header else 'first record'} has {self.fields}"
         )
         raise DataError(
-            f"{self._where(self.count + place - skipped, int(starts[place]))} has {int(fields[place])} "
-            f"field{'s' if fields[place] != 1 else ''}, but {expected}. "
+            f"{self._where(self.count + place - skipped, int(starts[place]))} has "
+            f"{how_many(int(fields[place]), 'field')}, but {expected}. "
             f"Correct the file, or the reader parameters `delimiter`, `quote` and `columns`."
         )
 

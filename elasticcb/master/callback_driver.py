@@ -77,15 +77,14 @@ class MasterHooks:
         if self._callbacks.wants(hook):
             if self._callbacks.readers(hook):
                 self._show(self._ps.client.pull(), self._callbacks.needs_optimizer_state(hook))
-            variable = self._host.learning_rate
-            if learning_rate is not None and variable is not None:
-                variable.assign(not_cached(learning_rate))
+            if learning_rate is not None:
+                self._set_learning_rate(learning_rate)
             self._callbacks.call(hook, *args)
             if self._callbacks.stop_requested:
                 self._stop_training(self._callbacks.stop_reason)
             self._forget()
-            if variable is not None and self.base_learning_rate is not None:
-                variable.assign(not_cached(self.base_learning_rate))
+            if self.base_learning_rate is not None:
+                self._set_learning_rate(self.base_learning_rate)
 
     def begin_round(self, evaluation_round: int) -> int:
         """Calls `on_test_begin` and makes the servers snapshot their weights for the round; returns the version.
@@ -149,17 +148,13 @@ class MasterHooks:
 
     def adopt_learning_rate(self, rate: float) -> None:
         """Sets the learning rate of the model on the master to `rate`, the servers' base rate."""
-        variable = self._host.learning_rate
-        if variable is not None and self._host.trains:
-            variable.assign(not_cached(rate))
+        self._set_learning_rate(rate)
         self.base_learning_rate = self._learning_rate()
 
     def restore_learning_rate(self, rate: float) -> None:
         """Sets the rate here and on the servers."""
-        variable = self._host.learning_rate
-        if variable is not None and self._host.trains:
-            variable.assign(not_cached(rate))
-            self._carry_out()
+        self._set_learning_rate(rate)
+        self._carry_out()
 
     # ------------------------------------------------------------ the model
 
@@ -230,6 +225,11 @@ class MasterHooks:
         if rate is not None and rate != self.base_learning_rate:
             self._ps.set_learning_rate(rate)
             self.base_learning_rate = rate
+
+    def _set_learning_rate(self, rate: float) -> None:
+        variable = self._host.learning_rate
+        if variable is not None and self._host.trains:
+            variable.assign(not_cached(rate))
 
     def _learning_rate(self) -> float | None:
         variable = self._host.learning_rate

@@ -68,7 +68,7 @@ class Job:
         goes_on_by: str = "",
         takeover: Takeover | None = None,
     ) -> None:
-        memory = journal.memory if journal is not None and journal.memory.queue is not None else None
+        memory = journal.memory if journal is not None and journal.memory.begun else None
         kept = None if memory is None else memory.callback_arrays
         display = KeptDisplay(display, master.desk.happened)
         self._order = Order(

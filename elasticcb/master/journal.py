@@ -95,6 +95,11 @@ class Memory:
     evaluation_round: int = 0
 
     @property
+    def begun(self) -> bool:
+        """Whether the job has handed out tasks."""
+        return self.queue is not None
+
+    @property
     def undone_learning_rate(self) -> float | None:
         """The base rate before hooks of epochs that run again, which may have changed it; None: no hooks do."""
         return self.learning_rate_at_end if self.epoch_begun else self.learning_rate

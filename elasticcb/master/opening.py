@@ -7,21 +7,17 @@ weights and the epoch; the queue is created, and workers get tasks.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
-from elasticcb.checkpoint import remote as remote_checkpoint
-from elasticcb.checkpoint.versions import find_undamaged, find_versions, newest_of_run, put_back, version_in
-from elasticcb.checkpoint.warm_start import WarmStart, warm_start
+from elasticcb.checkpoint.versions import newest_of_run
 from elasticcb.clients.ps_places import ServerPlace
-from elasticcb.errors import CheckpointError, JobFailedError
+from elasticcb.errors import JobFailedError
 from elasticcb.master.autoscaling import Autoscaling
 from elasticcb.master.callback_driver import MasterHooks
 from elasticcb.master.checkpoint_failures import CheckpointFailures
@@ -35,22 +31,22 @@ from elasticcb.master.keras_host import ModelHost
 from elasticcb.master.late_gradients import risk
 from elasticcb.master.members import Role
 from elasticcb.master.observation import records_to_train
+from elasticcb.master.opening_checkpoints import on_disk, own_checkpoints, warm_start_of, warn_of_later_versions
 from elasticcb.master.order import ModelOrigin, Order, Takeover, TrainedModel
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizers.traits import kinds_with_momentum, model_optimizers
-from elasticcb.settings import INITIAL_FOLDER, Command, Mode, Updates
+from elasticcb.process.wording import how_many
+from elasticcb.settings import Command, Mode, Updates
 from elasticcb.settings.arguments import as_user_writes
-from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
-from elasticcb.storage.remote_files import is_url
 
 logger = logging.getLogger(__name__)
 
 
 def open_job(order: Order) -> Course:
     """Opens the job; workers get tasks. Raises the same errors as `Job.run`."""
-    _own_checkpoints(order)
+    own_checkpoints(order)
     went_on = _start_processes(order)
     order.report.show()
     origin = _build_model(order)
@@ -69,39 +65,6 @@ def open_job(order: Order) -> Course:
         seconds = time.monotonic() - order.takeover.since
         order.display.message(f"The master recovered in {seconds:.1f} s; {went_on} kept running.")
     return course
-
-
-def _own_checkpoints(order: Order) -> None:
-    """Locks the job's checkpoint folder against other jobs. Raises `FolderInUseError` when another job uses it."""
-    folder = order.settings.checkpoint.directory
-    if order.settings.command is not Command.TRAIN or not folder or is_url(folder):
-        return
-    lock = FolderLock(Path(folder), f"--checkpoint_dir={folder}", ENDING_SECONDS, ".checkpoints.lock")
-    order.until_end.callback(lock.release)
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        lock.take()
-        put_back(folder)
-    except OSError as error:  # writing checkpoints will report it; training continues
-        logger.warning("Could not lock %s against other jobs: %s", folder, error)
-
-
-def _warn_of_later_versions(order: Order, version: int) -> None:
-    """Warns of checkpoints that other commands would choose instead of those of this job.
-
-    Args:
-        version: at which the job begins.
-    """
-    folder = order.settings.checkpoint.directory
-    if order.settings.command is not Command.TRAIN or not folder or is_url(folder):
-        return
-    with contextlib.suppress(OSError):  # writing checkpoints will report it
-        newest = next(reversed(find_versions(folder)), None)
-        if newest is not None and version_in(newest) > version:
-            order.display.message(
-                f"{folder} already contains the checkpoint {newest.name}. `evaluate` and `predict` would use it "
-                "instead of earlier versions of this job. Choose another --checkpoint_dir, or pass them one version."
-            )
 
 
 def _start_processes(order: Order) -> str:
@@ -136,13 +99,13 @@ def _take_over(order: Order, takeover: Takeover) -> str:
         counts = [(len(state.roster.up(role)), role.value) for role in Role]
     order.master.start()
     logger.info("Workers and servers can continue")
-    return " and ".join(f"{count} {name}{'s' if count != 1 else ''}" for count, name in counts)
+    return " and ".join(how_many(count, name) for count, name in counts)
 
 
 def _build_model(order: Order) -> ModelOrigin:
     """The master's Keras side, and where its weights come from."""
     settings = order.settings.checkpoint
-    checkpoint = _on_disk(order, settings.directory_for_init)  # before the model is built, which needs its tables
+    checkpoint = on_disk(order, settings.directory_for_init)  # before the model is built, which needs its tables
     initial = replace(settings, directory_for_init=checkpoint)
     host = order.make_host(replace(order.settings, checkpoint=initial))
     if order.make_program is None:  # else readers bring their own indexes
@@ -152,47 +115,13 @@ def _build_model(order: Order) -> ModelOrigin:
     order.report.show_model(host.variables)
     if order.make_program is not None:
         order.desk.begin_job(order.settings, order.make_program(), started=order.started)
-    memory, begin_warm = order.memory, functools.cache(functools.partial(_warm_start, order, host))
+    memory, begin_warm = order.memory, functools.cache(functools.partial(warm_start_of, order, host))
     if memory is None:
         begin_warm()  # report errors before servers get a model
     if memory is None or not order.settings.checkpoint.directory:
         return ModelOrigin(host, checkpoint, warm_start=begin_warm)
     folder, run = checkpoints_on_disk(order.settings), memory.run
     return ModelOrigin(host, checkpoint, lambda: newest_of_run(folder, run), begin_warm)
-
-
-def _warm_start(order: Order, host: ModelHost) -> WarmStart | None:
-    """Initial weights from another model's checkpoint. Raises `CheckpointError` when it does not fit."""
-    settings = order.settings.checkpoint
-    if not settings.init_from:
-        return None
-    if host.version:  # a second `fit` keeps the weights of the first
-        order.display.message(
-            f"{settings.init_from} is not used: the model has already been trained for {host.version} steps."
-        )
-        return None
-    try:
-        found = warm_start(Path(_on_disk(order, settings.init_from)), host.variables, settings.init_map)
-    except CheckpointError as error:
-        raise CheckpointError(as_user_writes(str(error), order.settings)) from error
-    order.display.message(found.summary())
-    return found
-
-
-def _on_disk(order: Order, folder: str) -> str:
-    """The folder of the version to start from, on disk; "": none was given.
-
-    Args:
-        folder: folder of one or more versions; or its URL.
-    """
-    say = order.display.message
-    if not is_url(folder):
-        return str(find_undamaged(folder, say)) if folder else ""
-    copies = Path(order.settings.directory, INITIAL_FOLDER)
-    if order.memory is not None:  # the previous master has downloaded it
-        with contextlib.suppress(CheckpointError):
-            return str(find_undamaged(copies, say))
-    return str(remote_checkpoint.fetch(folder, copies, say))
 
 
 def _wait_for_servers(order: Order) -> None:
@@ -227,7 +156,7 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
     if memory is None:
         source = origin.source()
         ps.initialize(source)
-        _warn_of_later_versions(order, ps.client.version)
+        warn_of_later_versions(order, ps.client.version)
         if source.checkpoint:
             order.display.message(f"The model starts from {source.checkpoint}, version {ps.client.version}.")
         if source.checkpoint or origin.warm_start() is not None:

@@ -20,8 +20,9 @@ import keras
 import numpy as np
 from keras.src.trainers.compile_utils import CompileMetrics
 
-from elasticcb.errors import ModelFileError, user_traceback
-from elasticcb.model.eval_metrics import MeanOfFunction, metrics_by_output, part_of_output
+from elasticcb.errors import ModelFileError
+from elasticcb.model.eval_metrics import metrics_by_output, part_of_output
+from elasticcb.model.metric_states import adds_up, assign, merged, summed
 from elasticcb.optimizers.step_logs import flat_logs, is_overridden, recorded_results
 
 logger = logging.getLogger(__name__)
@@ -214,7 +215,7 @@ class ModelMetrics:
         return {unit.name: self._transport(unit) for unit in self._units()}
 
     def _transport(self, unit: _Unit) -> MetricTransport:
-        if _adds_up(unit.metric):
+        if adds_up(unit.metric):
             return MetricTransport.SUM
         if hasattr(unit.metric, "merge_state"):
             return MetricTransport.MERGE
@@ -286,16 +287,9 @@ class ModelMetrics:
 
     def merge_states(self, name: str, tasks: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
         """The state of one unit over the records of several tasks, or batches."""
-        metric = self.units()[name]
-        if self.transports()[name] is not MetricTransport.MERGE:
-            return [np.sum(values, axis=0, dtype=_wide(values[0])) for values in zip(*tasks, strict=True)]
-        # Two copies, so that `merge_state` does not get the model's own metrics.
-        total, other = _copy(metric), _copy(metric)
-        for number, task in enumerate(tasks):
-            _assign(other if number else total, task)
-            if number:
-                total.merge_state([other])
-        return [np.asarray(variable.value) for variable in total.variables]
+        if self.transports()[name] is MetricTransport.MERGE:
+            return merged(self.units()[name], tasks)
+        return summed(tasks)
 
     def load(self, states: Mapping[str, Sequence[np.ndarray]], batches: Iterable[Sequence[Any]] = ()) -> None:
         """Sets the metrics to statistics from workers.
@@ -318,7 +312,7 @@ class ModelMetrics:
         # After the outputs, which `compile(metrics=...)` passes to all of its metrics.
         for unit in units:
             if unit.name in states:
-                _assign(unit.metric, states[unit.name])
+                assign(unit.metric, states[unit.name])
 
     def results(self, among: Collection[str] | None = None, step: str = "test") -> dict[str, float]:
         """Current results by name, of all units or of the given ones; dict results are flattened.
@@ -373,39 +367,6 @@ def to_number(value: Any) -> Any:
         return array.tolist()
     item = array.item()
     return float(item) if isinstance(item, (bool, int, float)) else item
-
-
-def _adds_up(metric: keras.metrics.Metric) -> bool:
-    """Whether summing its variables over tasks gives the statistics over all records.
-
-    True for Keras's metrics, and for subclasses that do not change how the state is kept.
-    """
-    for kind in type(metric).__mro__:
-        if {"update_state", "reset_state", "merge_state"} & set(vars(kind)):
-            return kind.__module__.startswith("keras.") or kind is MeanOfFunction
-    return False
-
-
-def _copy(metric: keras.metrics.Metric) -> keras.metrics.Metric:
-    try:
-        return type(metric).from_config(metric.get_config())
-    except Exception as error:
-        raise ModelFileError(
-            f"The metric {metric.name!r} has merge_state(metrics), so it must be copied to merge the states of tasks, "
-            f"but {type(metric).__name__}.from_config(get_config()) raised {type(error).__name__}: {error}. Implement "
-            "get_config() with the arguments of its __init__.",
-            user_traceback(error),
-        ) from error
-
-
-def _assign(metric: keras.metrics.Metric, values: Sequence[np.ndarray]) -> None:
-    for variable, value in zip(metric.variables, values, strict=True):
-        variable.assign(value)
-
-
-def _wide(array: np.ndarray) -> Any:
-    """A dtype in which the order of summing does not show."""
-    return np.float64 if np.asarray(array).dtype.kind in "fV" else None  # V: bfloat16
 
 
 def _unused(name: str, taken: Mapping[str, Any]) -> str:

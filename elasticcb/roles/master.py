@@ -143,7 +143,7 @@ def running_cluster(
             opened = None if journal is None else journal()
             master, takes_over = _make_master(settings.cluster, settings.directory, backend, opened, display.message)
             takeover = Takeover(backend.taken_over, since) if takes_over else None
-            if opened is not None and opened.memory.queue is not None:
+            if opened is not None and opened.memory.begun:
                 master.desk.past_before = _past_before(folder)
             if takeover is None:
                 _remove_rows_on_disk(settings)
@@ -194,7 +194,7 @@ def _prepared_backend(context: BackendContext) -> ClusterBackend:
     if not backend.separate:
         limit_threads(os.environ)
     backend.prepare()
-    if backend.takes_gpus and visible_gpus():  # the backend has recorded them
+    if backend.separate and visible_gpus():  # they are for its processes; the backend has recorded them
         hide_gpus(os.environ)
     return backend
 

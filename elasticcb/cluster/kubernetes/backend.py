@@ -77,7 +77,6 @@ class KubernetesCluster(ClusterBackend):
     name = "kubernetes"
     summary = "as pods"
     panel = KUBERNETES
-    takes_gpus = True
     in_programs = False
 
     def __init__(

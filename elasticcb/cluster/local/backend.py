@@ -41,7 +41,6 @@ class LocalCluster(ClusterBackend):
     summary = "processes on this machine"
     one_machine = True
     scales = True
-    takes_gpus = True
     where_logs_are = ""
 
     def __init__(

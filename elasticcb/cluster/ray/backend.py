@@ -60,7 +60,6 @@ class RayCluster(ClusterBackend):
     name = "ray"
     summary = "on the nodes of a Ray cluster"
     settings = frozenset({"cluster.ray_address"})
-    takes_gpus = True
     where_logs_are = ", on their nodes"
 
     def __init__(self, directory: str, log_level: str, address: str, say: Callable[[str], None]) -> None:

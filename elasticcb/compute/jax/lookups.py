@@ -17,17 +17,13 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from elasticcb.compute import unknown_ids
 from elasticcb.compute.jax.steps import StatelessStep
 from elasticcb.layers.table_layers import TableLayer
 from elasticcb.rpc.tensors import Array
 
 # Older releases have it as experimental.
 _enable_x64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
-_LOOP = (
-    "it is called inside a loop, a condition or a function of its own (keras.ops.cond, scan, while_loop, map; a layer "
-    "that runs an inner layer step by step, such as TimeDistributed), where its ids can't be known before the step "
-    "runs. Call it from the model's `call` itself, on the ids of all steps at once: it takes ids of any shape."
-)
 
 
 class StepRecording:
@@ -100,7 +96,7 @@ class TracedIds:
     def problems(self, layers: Mapping[int, TableLayer]) -> dict[int, str]:
         """Why rows can't be determined before the step, by table."""
         if self._in_loop:
-            return dict.fromkeys(layers, _LOOP)
+            return dict.fromkeys(layers, unknown_ids.IN_A_LOOP)
         found = {index: self._problem_of(index, layer) for index, layer in layers.items()}
         return {index: problem for index, problem in found.items() if problem}
 
@@ -108,22 +104,14 @@ class TracedIds:
         _, by_rest = self._part(range(len(self.tables), len(self._whole.jaxpr.outvars)))
         place = next(place for place, variable in enumerate(self._variables) if variable is layer._embeddings)
         if by_rest[place]:
-            return (
-                "the step uses its variable in other ways than by calling the layer (as the weights of an output "
-                "layer, in a loss), for which all rows are needed."
-            )
+            return unknown_ids.OTHER_USES
         _, used = self._part([place for place, table in enumerate(self.tables) if table == index])
         if used[len(self._variables)]:
-            return (
-                "its ids depend on rows of an embedding, so that they can't be known before these rows are there. "
-                "Compute ids only from the features."
-            )
-        paths = [variable.path for variable, is_used in zip(self._variables, used, strict=False) if is_used]
-        if paths:
-            return (
-                f"its ids depend on {paths[0]!r}, which changes from step to step. Compute ids only from the "
-                "features; draw random ids in `feed`."
-            )
+            return unknown_ids.BY_ROWS
+        for variable, is_used in zip(self._variables, used, strict=False):
+            if is_used:
+                reason = unknown_ids.by_weights if variable.trainable else unknown_ids.by_changed
+                return reason(variable.path)
         return ""
 
     def ids(self, data: Any) -> list[Array]:

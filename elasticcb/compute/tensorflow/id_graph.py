@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from elasticcb.compute import unknown_ids
 from elasticcb.layers.table_layers import TableLayer
 from elasticcb.optimizers.traits import model_optimizers
 
@@ -35,13 +36,7 @@ class Recording:
         layer = self._layers[index]
         graph = tf.compat.v1.get_default_graph()
         if graph is not self._graph:
-            self._problems.setdefault(
-                index,
-                "it is called inside a loop, a condition or a function of its own (a layer that runs an inner layer "
-                "step by step, such as TimeDistributed; @tf.function; keras.ops.cond, scan, while_loop, map), where "
-                "its ids can't be known before the step runs. Call it from the model's `call` itself, on the ids of "
-                "all steps at once: it takes ids of any shape.",
-            )
+            self._problems.setdefault(index, unknown_ids.IN_A_LOOP)
         before = len(graph.get_operations())
         rows = tf.gather(layer._embeddings._value, tf.zeros_like(ids))
         self._answers.update(graph.get_operations()[before:])
@@ -62,10 +57,7 @@ class Recording:
         weights = {id(variable._value.handle): variable for variable in model.weights}
         for index, layer in self._layers.items():
             if index not in self._problems and self._has_other_uses(layer):
-                self._problems[index] = (
-                    "the step uses its variable in other ways than by calling the layer (as the weights of an output "
-                    "layer, in a loss, in an assignment), for which all rows are needed."
-                )
+                self._problems[index] = unknown_ids.OTHER_USES
         for index, asked in self._asked.items():
             if index not in self._problems:
                 problem = self._problem_of_ids(asked, inner, weights)
@@ -84,24 +76,15 @@ class Recording:
     def _problem_of_ids(self, ids: Sequence[tf.Tensor], inner: Mapping[int, Any], weights: Mapping[int, Any]) -> str:
         for operation in _ancestors(ids):
             if operation in self._answers:
-                return (
-                    "its ids depend on rows of an embedding, so that they can't be known before these rows are there. "
-                    "Compute ids only from the features."
-                )
+                return unknown_ids.BY_ROWS
             if operation.type == "Placeholder" and operation.outputs:
                 own = operation.outputs[0]
                 variable = weights.get(id(inner.get(id(own))))
                 if variable is not None and variable.trainable:
-                    return (
-                        f"its ids depend on the weights {variable.path!r}, which change from step to step. Compute ids "
-                        "only from the features."
-                    )
+                    return unknown_ids.by_weights(variable.path)
                 if any(consumer.type.startswith(_ASSIGN) for consumer in own.consumers()):
                     name = getattr(variable, "path", "a variable, as the seed of random numbers")
-                    return (
-                        f"its ids depend on {name}, which the step changes. Compute ids only from the features; draw "
-                        "random ids in `feed`."
-                    )
+                    return unknown_ids.by_changed(name)
             elif operation.op_def is not None and operation.op_def.is_stateful and operation.type not in _HARMLESS:
                 return (
                     f"its ids depend on the operation {operation.type}, which may give other values when the step "

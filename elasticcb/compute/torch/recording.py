@@ -10,6 +10,7 @@ import keras
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from elasticcb.compute import unknown_ids
 from elasticcb.compute.torch.operations import Operations, is_random, is_view, memory_of, tells_nothing
 from elasticcb.layers.table_layers import TableLayer
 from elasticcb.optimizers.traits import model_optimizers
@@ -113,30 +114,18 @@ class Uses(IdRecording):
         for index in self._layers:
             depends = self._ids_depend.get(index, frozenset())
             if index in self._other_uses:
-                found[index] = (
-                    "the step uses its variable in other ways than by calling the layer (as the weights of an output "
-                    "layer, in a loss, in an assignment), for which all rows are needed."
-                )
+                found[index] = unknown_ids.OTHER_USES
             elif _ROWS in depends:
-                found[index] = (
-                    "its ids depend on rows of an embedding, so that they can't be known before these rows are there. "
-                    "Compute ids only from the features."
-                )
+                found[index] = unknown_ids.BY_ROWS
             elif _RANDOM in depends:
                 found[index] = (
                     "its ids depend on random numbers, which may be others when the step runs. Compute ids "
                     "only from the features; draw random ids in `feed`."
                 )
             elif depends & trainable:
-                found[index] = (
-                    f"its ids depend on the weights {min(depends & trainable)!r}, which change from step to step. "
-                    "Compute ids only from the features."
-                )
+                found[index] = unknown_ids.by_weights(min(depends & trainable))
             elif depends & self._changed:
-                found[index] = (
-                    f"its ids depend on {min(depends & self._changed)}, which the step changes. Compute ids "
-                    "only from the features; draw random ids in `feed`."
-                )
+                found[index] = unknown_ids.by_changed(min(depends & self._changed))
         return found
 
 
