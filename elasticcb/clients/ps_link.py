@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from elasticcb.process.interruptible import in_other_thread
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame
@@ -38,8 +39,7 @@ class Link:
         called = PS_METHODS[method]
         if called.is_numbered and not frame.header.call:
             frame.header.call = secrets.randbits(62) + 1
-        answer: Frame[Any] = self._connection.call(called, frame, deadline_seconds, patience_seconds)
-        return answer
+        return in_other_thread(self._connection.call, called, frame, deadline_seconds, patience_seconds)
 
     def free_memory(self) -> None:
         self._connection.free_memory()

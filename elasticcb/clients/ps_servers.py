@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from elasticcb.clients.ps_places import Places
 from elasticcb.errors import ConnectionLostError, ElasticCBError
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors
-from elasticcb.process.signals import is_interruptible, uninterrupted
+from elasticcb.process.interruptible import each
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.security.credentials import OPEN, Access
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 _MOST_CALLS = 1_000  # at once; threads start as needed
-_LOOK_SECONDS = 0.1  # between looks for Ctrl-C while waiting for an answer
 _MOVING_PAUSE_SECONDS = 0.01  # before retrying a server that is handing over its data
 _PAUSE_SECONDS = 0.1  # before retrying a server that does not answer and is not replaced
 
@@ -44,13 +43,6 @@ class MapChangedError(ElasticCBError):
 
 class ServerReplacedError(ElasticCBError):
     """A server was replaced during calls that belong together."""
-
-
-def _answer_of(call: Future[Answer]) -> Answer:
-    while True:
-        with uninterrupted():
-            if wait([call], _LOOK_SECONDS).done:
-                return call.result()
 
 
 @dataclass
@@ -183,15 +175,8 @@ class ServerGroup:
     # ------------------------------------------------------------ calls
 
     def each(self, function: Callable[..., Answer], *arguments: Iterable[Any]) -> list[Answer]:
-        """Like `map`, with a thread per call. Ctrl-C ends the wait for them, but never leaves a lock taken."""
-        with uninterrupted():
-            calls = [self._pool.submit(function, *each) for each in zip(*arguments, strict=False)]
-        try:
-            return [_answer_of(call) for call in calls]
-        finally:
-            with uninterrupted():
-                for call in calls:
-                    call.cancel()
+        """Like `map`, with a thread per call."""
+        return each(self._pool, function, *arguments)
 
     def on_all(self, method: str, header: Any) -> list[Any]:
         """The headers of all servers' answers, by index."""
@@ -210,8 +195,6 @@ class ServerGroup:
 
     def send(self, server: KnownServer, frame: Frame[Any], method: str = "Exchange") -> Frame[Any]:
         """The answer of a server, or of its replacement."""
-        if is_interruptible():  # here Ctrl-C could leave a lock of gRPC taken
-            return self.each(self.send, [server], [frame], [method])[0]
         begun = time.monotonic()
         while True:
             link = server.link

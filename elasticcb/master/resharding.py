@@ -12,6 +12,7 @@ from typing import Any
 from elasticcb.clients.ps_link import Link
 from elasticcb.errors import ConnectionLostError, ElasticCBError, HandlerError
 from elasticcb.master.ps_admin import PSControl
+from elasticcb.process.interruptible import each
 from elasticcb.process.wording import how_many
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Frame
@@ -116,7 +117,7 @@ class ServerMove:
             request.model.index = index
             self._links[index].call("Move", Frame(request, {}), patience_seconds=1.0)
 
-        list(self._pool.map(prepare, range(len(self._links))))
+        each(self._pool, prepare, range(len(self._links)))
 
     def _close(self) -> dict[int, int]:
         """Stops accepting pushes, except those that one server has applied; returns each worker's last push."""
@@ -144,7 +145,7 @@ class ServerMove:
             request = pb.MoveRequest(step=step, map_version=self.buckets.version, **fields)  # type: ignore[arg-type]
             return link.call("Move", Frame(request, {}), patience_seconds=1.0).header
 
-        return list(self._pool.map(take, self._links))
+        return each(self._pool, take, self._links)
 
     def _open(self) -> None:
         """The new map now applies: an unreachable server is replaced by one that knows it."""
@@ -161,7 +162,7 @@ class ServerMove:
             except (ConnectionLostError, HandlerError) as error:
                 logger.warning("%s", error)
 
-        list(self._pool.map(tell, self._links))
+        each(self._pool, tell, self._links)
 
     def write_down(self) -> None:
         """Makes each server write recovery files now; after this, those of the old map are not needed.
@@ -172,7 +173,7 @@ class ServerMove:
         for step in (pb.WRITE, pb.FORGET):
             request = pb.MoveRequest(step=step, map_version=self.buckets.version)
             # Short timeout: a lost server must be replaced.
-            list(self._pool.map(lambda link: link.call("Move", Frame(request, {}), 1.0), kept))  # noqa: B023
+            each(self._pool, lambda link: link.call("Move", Frame(request, {}), 1.0), kept)  # noqa: B023
 
     def close(self) -> None:
         self._pool.shutdown(wait=False)
