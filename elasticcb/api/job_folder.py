@@ -12,11 +12,9 @@ from typing import Any
 from elasticcb.errors import UsageError
 from elasticcb.master.journal import Journal
 from elasticcb.security.private_folder import make_private
-from elasticcb.settings import JOURNAL_FILE
+from elasticcb.settings import FIT_FILE, JOURNAL_FILE
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderLock
-
-_FIT_FILE = "fit.json"  # the inputs of a fit; marks a folder as ours
 
 
 class JobFolder:
@@ -62,7 +60,7 @@ class JobFolder:
         if not self._lock.is_held:
             return
         done, number = done and not self._under_way, 1
-        while done and (self.path / f"fit-{number}" / _FIT_FILE).is_file():
+        while done and (self.path / f"fit-{number}" / FIT_FILE).is_file():
             shutil.rmtree(self.path / f"fit-{number}", ignore_errors=True)
             number += 1
         self._ended, self._under_way = 0, False
@@ -91,12 +89,12 @@ class KeptFit:
         self.journal = Journal(folder / JOURNAL_FILE)
         if self.has_begun:
             try:
-                self._begun_with = durable.read_document(folder / _FIT_FILE)
+                self._begun_with = durable.read_document(folder / FIT_FILE)
                 self.seed: int | None = self._begun_with.pop("seed")
             except (OSError, ValueError, KeyError) as error:
                 self.journal.close()
                 raise UsageError(
-                    f"{folder / _FIT_FILE}, which stores the inputs of the fit, can't be read ({error!r}). Remove "
+                    f"{folder / FIT_FILE}, which stores the inputs of the fit, can't be read ({error!r}). Remove "
                     f"{folder} to start from scratch."
                 ) from None
         else:
@@ -138,9 +136,9 @@ class KeptFit:
                 self._compare(name, self._begun_with.get(name), value)
             return
         try:
-            durable.write_document(self.folder / _FIT_FILE, {**given, "seed": seed})
+            durable.write_document(self.folder / FIT_FILE, {**given, "seed": seed})
         except OSError as error:
-            raise UsageError(f"{self.folder / _FIT_FILE} can't be written: {error}.") from None
+            raise UsageError(f"{self.folder / FIT_FILE} can't be written: {error}.") from None
 
     def _compare(self, name: str, before: Any, now: Any) -> None:
         if before == now:

@@ -13,7 +13,7 @@ from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access
 from elasticcb.security.socket_folder import port_of
 from elasticcb.security.tls import TLS, TLSFiles
-from elasticcb.settings import JOB_FILE, STATUS_FILE, ClusterSettings
+from elasticcb.settings import FIT_FILE, FORK_LOG, JOB_FILE, STATUS_FILE, ClusterSettings
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderInUseError, FolderLock, is_owned
 
@@ -114,7 +114,7 @@ def refuse_cluster(folder: Path) -> None:
     """Raises `UsageError` for the `job_dir` or `directory` of a `Cluster`, which has no master that others can call."""
     if holds_job(folder, "logs/master.log"):
         return
-    if (folder / "logs" / "zygote.log").exists() or any(folder.glob("fit-*/fit.json")):
+    if (folder / "logs" / FORK_LOG).exists() or any(folder.glob(f"fit-*/{FIT_FILE}")):
         raise UsageError(
             f"{folder} belongs to an elasticcb.Cluster, not to a job of an `elasticcb` command. The program with the "
             "Cluster shows its progress, also as a live page with Cluster(dashboard=True); run it again to resume a "

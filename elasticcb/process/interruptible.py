@@ -1,7 +1,7 @@
 """Calls in other threads, for which the main thread waits although Ctrl-C may come at any moment.
 
-`KeyboardInterrupt` inside `threading.Condition.__enter__` leaves its lock taken, for example the lock of a gRPC channel:
-the next call in any thread would hang.
+`KeyboardInterrupt` inside `threading.Condition.__enter__` leaves its lock taken. If it is the lock of a gRPC channel,
+the next call in any thread hangs.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from elasticcb.settings.choices import (
 from elasticcb.settings.cluster import ClusterSettings, NetworkOptions, RecoveryOptions
 from elasticcb.settings.job import (
     CHECKPOINTS_FOLDER,
+    FIT_FILE,
+    FORK_LOG,
     HISTORY_FILE,
     INDEX_FILE,
     INITIAL_FOLDER,
@@ -37,6 +39,8 @@ from elasticcb.settings.training import EmbeddingOptions, ExchangeOptions, Train
 
 __all__ = [
     "CHECKPOINTS_FOLDER",
+    "FIT_FILE",
+    "FORK_LOG",
     "HISTORY_FILE",
     "INDEX_FILE",
     "INITIAL_FOLDER",

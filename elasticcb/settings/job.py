@@ -204,6 +204,8 @@ INITIAL_FOLDER = "initial-checkpoint"  # downloaded from a remote folder
 STATUS_FILE = "status.json"  # of a finished job
 HISTORY_FILE = "history.json"  # of a finished job: its history, for the dashboard
 JOURNAL_FILE = "journal.log"  # from which another master continues the job
+FIT_FILE = "fit.json"  # in the folder of each `fit` of a `Cluster`: its inputs
+FORK_LOG = "zygote.log"  # in `logs`: of the process that forks the others
 
 
 @dataclass(frozen=True, kw_only=True)

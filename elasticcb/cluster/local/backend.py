@@ -18,7 +18,7 @@ from elasticcb.cluster.role import Place, RoleProcess, common_environment
 from elasticcb.process.devices import GPUS_VARIABLE, SHARED_GPU, limit_threads, visible_gpus
 from elasticcb.process.log_files import last_lines
 from elasticcb.security.socket_folder import SocketFolder
-from elasticcb.settings import JOURNAL_FILE, ClusterSettings, Command
+from elasticcb.settings import FORK_LOG, JOURNAL_FILE, ClusterSettings, Command
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class LocalCluster(ClusterBackend):
             watch = os.pidfd_open(os.getpid())
             try:
                 environment = os.environ | common_environment(self._log_level)
-                self._fork_server = ForkServer.launch(environment, self._logs / "zygote.log", watch)
+                self._fork_server = ForkServer.launch(environment, self._logs / FORK_LOG, watch)
             finally:
                 os.close(watch)
 

@@ -19,7 +19,7 @@ from elasticcb.cluster.local.fork_server import ForkedChild, ForkServer
 from elasticcb.cluster.role import common_environment
 from elasticcb.errors import GO_ON
 from elasticcb.process.log_files import last_lines
-from elasticcb.settings import JOURNAL_FILE, JobSettings
+from elasticcb.settings import FORK_LOG, JOURNAL_FILE, JobSettings
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MOST_VAIN_LIVES = 5  # consecutive masters that are killed without having persisted anything
@@ -85,7 +85,7 @@ class _Processes:
     def __init__(self, settings: JobSettings) -> None:
         logs = Path(settings.directory, "logs")
         logs.mkdir(parents=True, exist_ok=True)
-        self.log = logs / "zygote.log"
+        self.log = logs / FORK_LOG
         watch, self._lifeline = os.pipe()
         try:
             environment = os.environ | common_environment(settings.log_level)
