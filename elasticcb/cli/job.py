@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import sys
@@ -65,7 +64,7 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
     from elasticcb.cli.progress import start_spinner  # not for a command with invalid flags
 
     if not resumed and POD_NAME not in os.environ:  # a later pod of a master continues its job
-        _refuse_unfinished(settings)
+        refuse_unfinished(settings)
     show_header(settings)
     spinner = start_spinner(settings)
 
@@ -83,21 +82,27 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
         spinner.stop()
 
 
-def _refuse_unfinished(settings: JobSettings) -> None:
-    """Raises `UsageError` if a new job would replace one that can be resumed."""
+def refuse_unfinished(settings: JobSettings) -> None:
+    """Raises `UsageError` if a new job would replace one that can be resumed, perhaps after a repair of its journal, or
+    would delete its recovery files."""
     from elasticcb.master.journal import Journal
 
     folder = Path(settings.directory)
-    if settings.command is not Command.TRAIN or not (folder / JOURNAL_FILE).is_file():
+    path = folder / JOURNAL_FILE
+    if not path.is_file():
         return
-    with contextlib.suppress(JobFailedError), FolderLock(folder, wait_seconds=ENDING_SECONDS):
-        memory = Journal(folder / JOURNAL_FILE).memory  # raises if it is damaged, and can't be resumed
-        if memory.version and not memory.over:
-            raise UsageError(
-                f"{folder} contains a job that has not finished, at version {memory.version}; a new job would "
-                f"replace it. Run `elasticcb resume {shlex.quote(str(folder))}`, choose another --job_dir, or delete "
-                "the folder."
-            )
+    with FolderLock(folder, wait_seconds=ENDING_SECONDS):
+        if not path.stat().st_size:  # the job ended before its first batch
+            return
+        try:
+            memory = Journal(path).memory
+        except JobFailedError as error:
+            raise UsageError(str(error)) from error
+    if memory.version and not memory.over:
+        raise UsageError(
+            f"{folder} contains a job that has not finished, at version {memory.version}; a new job would replace it. "
+            f"Run `elasticcb resume {shlex.quote(str(folder))}`, choose another --job_dir, or delete the folder."
+        )
 
 
 def show_header(settings: JobSettings) -> None:

@@ -79,12 +79,11 @@ def resumed_settings(folder: Path) -> JobSettings:
             f"{folder} contains no job that can be resumed ({error.strerror}). Expected the folder of an `elasticcb "
             "train` job. Start `evaluate` and `predict` jobs again instead."
         ) from None
-    if not (folder / JOURNAL_FILE).is_file():
-        raise UsageError(
-            f"{folder} contains no {JOURNAL_FILE}: the job ran with --checkpoint_interval=0 and can't be resumed. "
-            "Start a new job."
-        )
     settings = JobSettings.from_json(json.dumps(document))
+    if not (folder / JOURNAL_FILE).is_file():
+        interval = settings.checkpoint.interval_seconds
+        why = "it ended before training started" if interval else "the job ran with --checkpoint_interval=0"
+        raise UsageError(f"{folder} contains no {JOURNAL_FILE}: {why}, so there is nothing to resume. Start a new job.")
     if settings.directory != str(folder):
         raise UsageError(f"{folder} was at {settings.directory} when the job started. Move it back there.")
     return settings

@@ -15,7 +15,7 @@ from elasticcb.security.socket_folder import port_of
 from elasticcb.security.tls import TLS, TLSFiles
 from elasticcb.settings import FIT_FILE, FORK_LOG, JOB_FILE, STATUS_FILE, ClusterSettings
 from elasticcb.storage import durable
-from elasticcb.storage.folder_lock import FolderInUseError, FolderLock, is_owned
+from elasticcb.storage.folder_lock import FolderLock, is_owned
 
 MASTER_FILE = "master.json"
 COMMAND_LOCK = ".command.lock"
@@ -57,7 +57,7 @@ def command_runs(folder: Path) -> Iterator[None]:
     """While active, other commands see that a job runs in `folder`, even before its master is up, and while a killed
     master is replaced."""
     with contextlib.ExitStack() as until_end:
-        with contextlib.suppress(FolderInUseError, OSError):  # masters exclude each other by their own lock
+        with contextlib.suppress(UsageError):  # masters exclude each other by their own lock
             until_end.enter_context(FolderLock(folder, file=COMMAND_LOCK))
         yield
 

@@ -186,7 +186,7 @@ def _answering(function: Callable[..., dict[str, Any]]) -> Callable[[Request], A
             if not isinstance(body, dict):
                 raise ValueError(f"{body!r} is not a JSON object")
             inspect.signature(function).bind(request, **body)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:  # the last: nested too deeply
             return JSONResponse({"error": f"The request can't be read: {error}"}, status_code=400)
         try:
             return JSONResponse(await asyncio.to_thread(function, request, **body))

@@ -214,7 +214,9 @@ class Job:
 
     @property
     def _is_resumable(self) -> bool:
-        return self._order.journal is not None and (self._course is not None or self._order.memory is not None)
+        order = self._order
+        is_there = Path(order.settings.directory).is_dir()  # the user may have removed it
+        return is_there and order.journal is not None and (self._course is not None or order.memory is not None)
 
 
 def _host_of_model_file(settings: JobSettings) -> Any:

@@ -298,6 +298,8 @@ class Journal:
 
     def _why(self, error: Exception) -> JobFailedError:
         with contextlib.suppress(OSError):
+            if self._descriptor is not None and not self._path.parent.exists():
+                return JobFailedError(f"The job's folder {self._path.parent} was removed while the job was running.")
             if isinstance(error, durable.ReplacedFileError) or (
                 self._descriptor is not None and not os.fstat(self._descriptor).st_nlink
             ):

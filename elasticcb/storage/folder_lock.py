@@ -100,7 +100,13 @@ class FolderLock:
             self._descriptor = None
 
     def __enter__(self) -> FolderLock:
-        self.take()
+        """Raises as `take`, but `UsageError` instead of `OSError`."""
+        try:
+            self.take()
+        except OSError as error:
+            raise UsageError(
+                f"{self._name} can't be used: {error}. Choose another folder, or change its owner."
+            ) from None
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -103,6 +103,7 @@ def test_files_of_the_page_need_no_key_and_all_else_does(app):
         ("/api/scale", b'{"cats": 3}', 400, "can't be read"),
         ("/api/scale", b"[]", 400, "is not a JSON object"),
         ("/api/scale", b"{", 400, "can't be read"),
+        ("/api/scale", b"[" * 100_000, 400, "can't be read"),
     ],
 )
 def test_what_can_not_be_done_is_told(app, path, body, status, says):

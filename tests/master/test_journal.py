@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+
 import keras
 import numpy as np
 import pytest
@@ -29,6 +31,17 @@ def test_journal_tells_what_was_written(tmp_path):
     assert sorted(memory.states) == [0, 1]
     np.testing.assert_array_equal(memory.states[1][0]["loss"][1], [0, 3, 6])
     assert memory.states[1][0]["loss"][0].dtype == np.float32
+
+
+def test_who_removes_the_folder_of_a_running_job_is_not_told_of_another_master(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    journal = Journal(folder / "journal.log")
+    journal.begin()
+    shutil.rmtree(folder)
+    with pytest.raises(JobFailedError, match="was removed while the job was running") as failure:
+        journal.add(version=1)
+    assert not isinstance(failure.value, ReplacedError)
 
 
 def test_epoch_that_is_ended_takes_its_states_with_it(tmp_path):

@@ -44,6 +44,12 @@ def test_taking_what_one_has_changes_nothing(tmp_path):
         lock.release()
 
 
+def test_a_folder_that_can_not_be_locked_is_told(tmp_path):
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(UsageError, match=r"can't be used: .*Choose another folder"), FolderLock(tmp_path):
+        pass
+
+
 def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", _OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
