@@ -244,10 +244,15 @@ def _is_rate(name: Any) -> bool:
 
 
 def _same(new: Array, old: Array) -> bool:
-    """Whether two arrays hold the same bytes: NaN equals NaN."""
-    if new.shape != old.shape or new.dtype != old.dtype:
+    """Whether two arrays hold the same bytes: NaN equals NaN.
+
+    Args:
+        new: what the model holds. JAX holds variables of 64 bits in 32, unless jax_enable_x64 is set.
+        old: what the model was set to, in the variable's own dtype.
+    """
+    if new.shape != old.shape:
         return False
-    return bool(np.array_equal(_bytes_of(new), _bytes_of(old)))
+    return bool(np.array_equal(_bytes_of(new), _bytes_of(old.astype(new.dtype, copy=False))))
 
 
 def _bytes_of(array: Array) -> Array:

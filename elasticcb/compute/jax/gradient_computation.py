@@ -18,6 +18,7 @@ from elasticcb.compute.jax.capture import StatelessCapture
 from elasticcb.compute.jax.computation import JAXComputation, Metrics, numbers, put, rows_of, states_of
 from elasticcb.compute.jax.steps import values
 from elasticcb.compute.moving_averages import MovingAverages
+from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks
 from elasticcb.sharding.partition import Slice, layout
@@ -58,10 +59,10 @@ class JAXGradients(JAXComputation, GradientComputation):
         return GradientResult(
             logs=numbers(logs),
             states=states_of(states),
-            gradients=gradients,
+            gradients=_in_own_dtypes(gradients),
             dense_variables=self._pushed,
             rows=rows_of(of_rows, batch.ids),
-            state=packed,
+            state=_in_own_dtypes(packed),
             decays=self._averages.decays,
         )
 
@@ -119,3 +120,8 @@ class JAXGradients(JAXComputation, GradientComputation):
                 pieces.setdefault(dtype, []).append(jnp.reshape(arrays[part.variable], -1)[part.start : part.stop])
             blocks.append({dtype: jnp.concatenate(flat) for dtype, flat in pieces.items()})
         return blocks
+
+
+def _in_own_dtypes(blocks: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
+    """Blocks in the dtypes that servers expect: JAX computes in 32 bits unless jax_enable_x64 is set."""
+    return [{dtype: flat.astype(dtype_of(dtype), copy=False) for dtype, flat in block.items()} for block in blocks]

@@ -1,12 +1,14 @@
-"""What JAX alone refuses, in words: model files that can't be traced, several optimizers, `Cluster.place`."""
+"""What differs on JAX: what only it refuses, in words, and variables of 64 bits, which it holds in 32."""
 
 import keras
 import pytest
 import tensorflow as tf
 
-from check_steps import hold
-from compiled_models import batches, dense
+import elasticcb
+from check_steps import assert_same, hold
+from compiled_models import BATCH, X, Y, batches, dense, fit
 from elasticcb.api.placed import PlacedWeights
+from elasticcb.callbacks import runs_on
 from elasticcb.errors import ModelFileError, UsageError
 
 
@@ -39,3 +41,45 @@ def test_a_model_with_two_optimizers_is_refused():
 def test_place_is_refused():
     with pytest.raises(UsageError, match=r"Cluster\.place needs Keras on"):
         PlacedWeights(dense())
+
+
+class Counter(keras.layers.Layer):
+    """Counts its training steps."""
+
+    def build(self, shape):
+        self.steps = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False)
+
+    def call(self, inputs, training=False):
+        if training:
+            self.steps.assign_add(1)
+        return inputs
+
+
+@runs_on("master")
+class Reads(keras.callbacks.Callback):
+    """Reads the model on the master, and changes nothing."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.weights = self.model.get_weights()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.weights = self.model.get_weights()
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
+@pytest.mark.parametrize("updates", ["local", "sync"])
+def test_variables_of_64_bits_train_as_in_fit(updates, tmp_path):
+    def wide():
+        keras.utils.set_random_seed(1)
+        layers = keras.layers.Dense(3, dtype="float64"), Counter(), keras.layers.Dense(1, dtype="float32")
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        return model
+
+    reference, model, epochs = wide(), wide(), 3
+    expected = fit(reference, epochs=epochs)
+    with elasticcb.Cluster(1, 1, updates=updates, directory=tmp_path) as cluster:
+        same = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+        assert_same(cluster.fit(model, X, Y, epochs=epochs, callbacks=[Reads()], **same).history, expected)
+    assert_same(model.get_weights(), reference.get_weights())
+    assert int(model.optimizer.iterations) == int(reference.optimizer.iterations)  # nothing was sent to the servers
