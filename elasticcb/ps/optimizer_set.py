@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from elasticcb.ps.joined import Piece, assign
 from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.partition import VariableSpec
-from elasticcb.tf.concrete_call import quick_call
 from elasticcb.tf.convert import array_of
 
 logger = logging.getLogger(__name__)
@@ -77,7 +75,8 @@ class OptimizerSet:
         self.groups = [group for part in self.parts for group in part.groups]
         self._of = {index: part for part in self.parts for index in part.updates}
         self._periods = {part.prefix + "iterations": _period(part.optimizer) for part in self.parts}
-        self._lenders: dict[tuple[str, ...], Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = {}
+        self._targets = list(_targets(self.parts))
+        self._variable_of: dict[Any, keras.Variable | Piece] = {key: variable for _, key, variable in self._targets}
         self._not_shown: dict[str, int] = {}  # steps missing in `iterations`, by its key
         self._first = next((part for part in self.parts if part.name == "0"), None)
 
@@ -145,7 +144,7 @@ class OptimizerSet:
 
     def check(self, state: OptimizerState) -> None:
         """Raises `ElasticCBError` if some part of `state` does not fit."""
-        own: dict[Any, keras.Variable | Piece] = {key: value for _, key, value in self._targets()}
+        own = self._variable_of
         foreign = {*state.optimizers} - {*self.names}
         given: dict[Any, Any] = {}
         for held in (state.slots, state.extras, state.shared):
@@ -164,42 +163,8 @@ class OptimizerSet:
 
     def load(self, state: OptimizerState) -> None:
         """Sets the values of a checked `state`; missing parts stay unchanged."""
-        given = [(target, getattr(state, kind).get(key)) for kind, key, target in self._targets()]
+        given = [(target, getattr(state, kind).get(key)) for kind, key, target in self._targets]
         assign([(target, value) for target, value in given if value is not None])
-
-    @contextlib.contextmanager
-    def lent(self, shared: Mapping[str, Array]) -> Iterator[None]:
-        """Temporarily sets the steps and rates of a worker's optimizers (checked; as `OptimizerState.shared`)."""
-        lend = self._lender(tuple(shared))
-        known = self._shared()
-        # Frameworks other than TensorFlow use 32-bit integers.
-        own = lend([tf.constant(value.astype(known[name].dtype)) for name, value in shared.items()])
-        try:
-            yield
-        finally:
-            lend(own)
-
-    def _shared(self) -> dict[str, keras.Variable]:
-        """Variables by their keys of `OptimizerState.shared`."""
-        return {part.prefix + name: variable for part in self.parts for name, variable in part.shared.items()}
-
-    def _lender(self, names: tuple[str, ...]) -> Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]:
-        """A function that sets the variables with these names (keys of `OptimizerState.shared`) and returns their
-        previous values."""
-        if names in self._lenders:
-            return self._lenders[names]
-        known = self._shared()
-        targets = [known[name] for name in names]
-
-        def lend(*values: tf.Tensor) -> list[tf.Tensor]:
-            before = [tf.identity(target.value) for target in targets]
-            for target, value in zip(targets, values, strict=True):
-                target.assign(value)
-            return before
-
-        signature = [tf.TensorSpec(target.shape, target.dtype) for target in targets]
-        self._lenders[names] = quick_call(lend, signature)
-        return self._lenders[names]
 
     def merge(self, state: OptimizerState, batches: int, others: int) -> None:
         """Moves the state towards that of a worker's optimizers, by the worker's share of all batches.
@@ -211,7 +176,7 @@ class OptimizerSet:
         """
         share = batches / (batches + others)
         merged: list[tuple[keras.Variable | Piece, Array]] = []
-        for kind, key, target in self._targets():
+        for kind, key, target in self._targets:
             given = getattr(state, kind).get(key)
             if given is None or (kind == "shared" and str(key).endswith("learning_rate")):  # owned by the servers
                 continue
@@ -256,7 +221,7 @@ class OptimizerSet:
             )
         missing = []
         given = []
-        for kind, key, target in self._targets():
+        for kind, key, target in self._targets:
             value = getattr(state, kind).get(key)
             if value is None:
                 missing.append(self._shown(key))
@@ -270,9 +235,8 @@ class OptimizerSet:
                 given.append((target, value))
         assign(given)
         if missing:
-            known = {key for _, key, _ in self._targets()}
             held: list[Key | str] = [*state.slots, *state.extras, *state.shared]
-            unused = [self._shown(key) for key in held if key not in known]
+            unused = [self._shown(key) for key in held if key not in self._variable_of]
             logger.warning(
                 "The checkpoint lacks these values of the optimizer %s, which start fresh: %s. It has %s, which the "
                 "optimizer lacks. It was written with another release of elasticcb or Keras, or with other settings.",
@@ -281,16 +245,6 @@ class OptimizerSet:
                 _some(unused),
             )
 
-    def _targets(self) -> Iterator[tuple[str, Key | str, keras.Variable | Piece]]:
-        """(attribute of `OptimizerState`, key in it, variable) for each variable."""
-        for part in self.parts:
-            for slot in part.slots:
-                yield "slots", (slot.variable, slot.name), slot.value
-            for slot in part.extras:
-                yield "extras", (slot.variable, slot.name), slot.value
-            for name, value in part.shared.items():
-                yield "shared", part.prefix + name, value
-
     def _shown(self, key: Key | str) -> str:
         return key if isinstance(key, str) else f"{key[1]} of {self._specs[key[0]].path!r}"
 
@@ -298,6 +252,17 @@ class OptimizerSet:
         """Lets each optimizer set its final weights; returns whether any did."""
         finalized = [part.finalize() for part in self.parts]
         return any(finalized)
+
+
+def _targets(parts: Sequence[ServerOptimizer]) -> Iterator[tuple[str, Key | str, keras.Variable | Piece]]:
+    """(attribute of `OptimizerState`, key in it, variable) for each variable of the optimizers."""
+    for part in parts:
+        for slot in part.slots:
+            yield "slots", (slot.variable, slot.name), slot.value
+        for slot in part.extras:
+            yield "extras", (slot.variable, slot.name), slot.value
+        for name, value in part.shared.items():
+            yield "shared", part.prefix + name, value
 
 
 def _period(optimizer: keras.optimizers.Optimizer) -> int:

@@ -27,6 +27,7 @@ from elasticcb.ps.table_snapshot import TableSnapshot
 from elasticcb.ps.tables import Tables
 from elasticcb.ps.trained_part import TrainedPart
 from elasticcb.rpc.tensors import Array, dtype_of
+from elasticcb.sharding.array_names import SHARED, of_kind
 from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.flat_blocks import moved_state
 from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layout
@@ -197,9 +198,8 @@ class Parameters:
         """
         optimizers = self._trained.need_optimizers()
         for push in pushes:
-            shared = from_tensors(push.optimizers).shared if push.rows else {}
-            with tf.device("/CPU:0"), optimizers.lent(shared):
-                self.tables.update(push.rows, self.version + 1)
+            with tf.device("/CPU:0"):
+                self.tables.update(push.rows, self.version + 1, of_kind(SHARED, push.optimizers))
         moving = [(push, push.batches, self._batches_since(push)) for push in pushes if push.batches]
         if not moving:
             return

@@ -7,6 +7,9 @@ docs/parameter_servers.md describes how that differs from a dense update.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import keras
 import tensorflow as tf
 
@@ -28,6 +31,7 @@ class RowClone:
 
     Attributes:
         slots: initial row of each slot, [dim] or another width, by name.
+        shared: the clone's state of no single row, by key of `OptimizerState.shared`.
         has_extras: whether the optimizer has state for a variable that is not per row.
     """
 
@@ -55,17 +59,19 @@ class RowClone:
         if rate_multiplier != 1:
             multiply_learning_rate(self._optimizer, rate_multiplier)
         # A schedule needs no copy: it is a function of the iterations.
-        self._shared = [(value, clone.shared[name]) for name, value in optimizer.shared.items()]
+        self._originals = {optimizer.prefix + name: value for name, value in optimizer.shared.items()}
+        self.shared = {optimizer.prefix + name: clone.shared[name] for name in optimizer.shared}
 
-    def copy_shared(self) -> None:
-        """Copies iterations and learning rate to the clone. Called while a function is traced."""
-        for main, clone in self._shared:
-            clone.assign(main.value)
+    def copy_shared(self, given: Mapping[str, tf.Tensor] = MappingProxyType({})) -> None:
+        """Copies iterations and learning rate to the clone: the original's, or those given. Called while a function is
+        traced."""
+        for key, clone in self.shared.items():
+            clone.assign(given.get(key, self._originals[key].value))
 
     def copy_shared_back(self) -> None:
         """Copies the iterations back from the clone if nothing else has advanced them."""
-        for main, clone in self._shared:
-            main.assign(clone.value)
+        for key, clone in self.shared.items():
+            self._originals[key].assign(clone.value)
 
     def apply(self, gradients: tf.Tensor, rows: tf.Tensor, *slots: tf.Tensor) -> list[tf.Tensor]:
         """New rows and slots, inside a compiled function: [n, …] each, slots in the order of `self.slots`."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -41,7 +43,8 @@ class TableUpdate:
         slots: initial values of each slot, by name: of the rows, or elements, that are updated.
         is_joined: whether rows of any width are updated, as elements [1].
         row_shape: shape of the updated rows or elements.
-        signature: input signature of `run`.
+        shared: state of the optimizer that belongs to no row, by key of `OptimizerState.shared`.
+        signature: input signature of `run`, without `shared`.
 
     Raises `ModelFileError` for an optimizer that can't work on single rows.
     """
@@ -57,7 +60,7 @@ class TableUpdate:
         self._clone = RowClone(optimizer, index, (0, *self.row_shape), spec.dtype, spec.path, rate_multiplier)
         if self._clone.has_extras:
             raise _not_by_rows(self.kind, spec)
-        self.slots = self._clone.slots
+        self.slots, self.shared = self._clone.slots, self._clone.shared
         rows = [self.row_shape] * 2 + [row.shape for row in self.slots.values()]
         self.signature = [tf.TensorSpec([None, *shape], spec.dtype) for shape in rows]
 
@@ -65,9 +68,15 @@ class TableUpdate:
         """Initial values of each slot in a table of rows [dim], by name."""
         return {name: np.broadcast_to(row, dim) for name, row in self.slots.items()} if self.is_joined else self.slots
 
-    def run(self, gradients: tf.Tensor, rows: tf.Tensor, *slots: tf.Tensor) -> list[tf.Tensor]:
-        """New rows and slots, inside a compiled function: [n, …] each, slots in the order of `self.slots`."""
-        self._clone.copy_shared()
+    def run(
+        self, shared: Mapping[str, tf.Tensor], gradients: tf.Tensor, rows: tf.Tensor, *slots: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """New rows and slots, inside a compiled function: [n, …] each, slots in the order of `self.slots`.
+
+        Args:
+            shared: replaces values of `self.shared`.
+        """
+        self._clone.copy_shared(shared)
         return self._clone.apply(gradients, rows, *slots)
 
 
@@ -80,16 +89,21 @@ class TableUpdates:
 
     def __init__(self, updates: Mapping[int, TableUpdate]) -> None:
         self._updates = updates
-        self._compiled: dict[tuple[TableUpdate, ...], _Compiled] = {}
+        self._compiled: dict[Any, _Compiled] = {}
 
     def __call__(
-        self, tables: Mapping[int, EmbeddingTable], rows: Mapping[int, tuple[Array, Array]], version: int
+        self,
+        tables: Mapping[int, EmbeddingTable],
+        rows: Mapping[int, tuple[Array, Array]],
+        version: int,
+        shared: Mapping[str, Array] = MappingProxyType({}),
     ) -> None:
         """Updates rows of `tables` by gradients.
 
         Args:
             rows: by table, (ids int64 [n], gradients [n, dim]).
             version: version of the model after this update.
+            shared: steps and rates to use instead of the optimizers' own (checked; as `OptimizerState.shared`).
 
         Raises the errors of `EmbeddingTable.prepare` and `TableUpdate`; in that case, no row has changed.
         """
@@ -98,12 +112,12 @@ class TableUpdates:
         groups: dict[TableUpdate, list[int]] = {}
         for index in changes:
             groups.setdefault(self._updates[index], []).append(index)
-        key = tuple(groups)
-        if key and key not in self._compiled:
-            self._compiled[key] = _Compiled(key)
+        key = tuple(groups), tuple(shared)
+        if groups and key not in self._compiled:
+            self._compiled[key] = _Compiled(*key)
         given = [_arrays(update, [changes[index] for index in group]) for update, group in groups.items()]
-        results = self._compiled[key](given) if key else []
-        for group, (update, arrays) in zip(groups.values(), zip(key, results, strict=True), strict=True):
+        results = self._compiled[key](given, shared) if groups else []
+        for (update, group), arrays in zip(groups.items(), results, strict=True):
             first = 0
             for index in group:
                 change = changes[index]
@@ -137,18 +151,23 @@ def _joined(arrays: Sequence[Array]) -> Array:
 
 
 class _Compiled:
-    """Several updates as one compiled function."""
+    """Several updates as one compiled function; `shared` are the keys of the steps and rates that a call may give."""
 
-    def __init__(self, updates: Sequence[TableUpdate]) -> None:
+    def __init__(self, updates: Sequence[TableUpdate], shared: Sequence[str]) -> None:
         self._updates = updates
+        known = {key: variable for update in updates for key, variable in update.shared.items()}
+        self._shared = {key: tf.TensorSpec(known[key].shape, known[key].dtype) for key in shared if key in known}
         self._call: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]] | None = None
 
-    def __call__(self, given: Sequence[Sequence[Array]]) -> list[list[Array]]:
+    def __call__(self, given: Sequence[Sequence[Array]], shared: Mapping[str, Array]) -> list[list[Array]]:
         """Of each update, from (gradients, rows, *slots) to (rows, *slots)."""
         tensors = [tensor_of(array) for arrays in given for array in arrays]
+        # Frameworks other than TensorFlow count steps in 32 bits.
+        tensors += [tf.constant(shared[key], spec.dtype) for key, spec in self._shared.items()]
         try:
             if self._call is None:
-                self._call = quick_call(self._run, [spec for update in self._updates for spec in update.signature])
+                rows = [spec for update in self._updates for spec in update.signature]
+                self._call = quick_call(self._run, [*rows, *self._shared.values()])
             results = iter([array_of(tensor) for tensor in self._call(tensors)])
         except Exception as error:
             kinds = ", ".join(dict.fromkeys(update.kind for update in self._updates))
@@ -159,11 +178,9 @@ class _Compiled:
 
     def _run(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         given = iter(tensors)
-        return [
-            result
-            for update in self._updates
-            for result in update.run(*(next(given) for _ in range(2 + len(update.slots))))
-        ]
+        rows = [[next(given) for _ in update.signature] for update in self._updates]
+        shared = dict(zip(self._shared, given, strict=True))
+        return [each for update, own in zip(self._updates, rows, strict=True) for each in update.run(shared, *own)]
 
 
 def _not_by_rows(kind: str, spec: VariableSpec) -> ModelFileError:

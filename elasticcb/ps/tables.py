@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -198,9 +199,11 @@ class Tables:
     def _initial_rows_of(self, number: int, ids: Array) -> Array:
         return self._initial_rows({number: ids})[number]
 
-    def update(self, rows: Mapping[int, Rows], version: int) -> None:
-        """Updates rows by the gradients of a checked push."""
-        self._update_all(self._tables, rows, version)
+    def update(
+        self, rows: Mapping[int, Rows], version: int, shared: Mapping[str, Array] = MappingProxyType({})
+    ) -> None:
+        """Updates rows by the gradients of a checked push; `shared` as in `TableUpdates`."""
+        self._update_all(self._tables, rows, version, shared)
         for number in self._tables.keys() - rows.keys():
             self._tables[number].advance(version)
         self._tick()
