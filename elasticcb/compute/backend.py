@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import ModelMetrics
@@ -60,6 +61,12 @@ class StepResult:
     states: States
     rows: RowGradients
     shared: Mapping[str, Array] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def loss(self) -> float:
+        """The loss in the logs; of an array, the mean; 0 without one."""
+        loss = self.logs.get("loss", 0.0)
+        return float(np.mean(loss)) if isinstance(loss, list) else float(loss)
 
 
 @dataclass

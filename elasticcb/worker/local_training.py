@@ -10,8 +10,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from elasticcb.clients.ps import PushResult
 from elasticcb.compute.backend import StepResult, TableRows
 from elasticcb.errors import NonFiniteError
@@ -51,17 +49,19 @@ class LocalTraining(Training):
     def train(self, batch: Batch, index: int) -> None:
         """Trains on a batch, after merging the previous ones if the window is full."""
         session, progress, local = self._session, self._progress, self._local
+        skips = session.settings.training.non_finite is NonFinite.SKIP
         if len(self._window) >= local.length.batches:
             self._merge()
         session.call_of_batch("on_train_batch_begin", local.version, {"batch": index, "size": batch.records})
         started = time.perf_counter()
         with session.progress.computing(progress.task.lease):
             rows = session.exchanges.rows_of(batch) if batch.ids else {}
-            result, loss = self._step(batch, rows)
-            if not math.isfinite(loss) and session.settings.training.non_finite is NonFinite.SKIP and self._redo():
-                result, loss = self._step(batch, rows)  # earlier batches had ruined the weights
+            result = local.train(batch.inputs, rows)
+            if not math.isfinite(result.loss) and skips and self._redo():
+                result = local.train(batch.inputs, rows)  # earlier batches had ruined the weights
+            loss = result.loss
             if math.isfinite(loss):
-                self._push_rows(result, loss)
+                self._push_rows(result)
         session.forget_shown()
         if not math.isfinite(loss):
             self._leave_out(batch, f"The loss is {loss} (version {local.version})", result.logs)
@@ -80,15 +80,11 @@ class LocalTraining(Training):
         self._window.append(trained)
         progress.tell(seconds=progress.lap())  # the batch is done once it is merged
 
-    def _step(self, batch: Batch, rows: TableRows) -> tuple[StepResult, float]:
-        result = self._local.train(batch.inputs, rows)
-        return result, float(np.mean(result.logs["loss"])) if "loss" in result.logs else 0.0
-
-    def _push_rows(self, result: StepResult, loss: float) -> None:
+    def _push_rows(self, result: StepResult) -> None:
         if result.rows:
             exchanges = self._session.exchanges
             coming = self._session.input.coming(exchanges.batches_ahead)
-            self._pushed.append(exchanges.push(self._local.rows(result, loss), None, False, coming))
+            self._pushed.append(exchanges.push(self._local.rows(result), None, False, coming))
             self._await_pushes(self._session.settings.training.max_staleness)
 
     def _await_pushes(self, most: int) -> None:

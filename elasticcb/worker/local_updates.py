@@ -102,19 +102,16 @@ class LocalUpdates:
         weights = self._computation.weights(self._base.partition)
         return all(all_finite(block) for server in weights for block in of_kind(WEIGHTS, server).values())
 
-    def rows(self, result: StepResult, loss: float) -> Gradients:
+    def rows(self, result: StepResult) -> Gradients:
         """A push of gradients of embedding rows, which servers apply at once.
 
         They use the rate and steps that the optimizers had here.
         """
         servers = self._ps.servers.partition
-
-        def nothing() -> list[dict[str, Array]]:
-            return [{} for _ in servers]
-
+        nothing: list[dict[str, Array]] = [{} for _ in servers]
         shared = to_tensors(OptimizerState(shared=dict(result.shared)))
         return Gradients(
-            nothing(), (), result.rows, nothing(), nothing(), loss, partition=servers, batches=0, optimizers=shared
+            nothing, (), result.rows, nothing, nothing, result.loss, partition=servers, batches=0, optimizers=shared
         )
 
     def merge(self, loss: float, ends_task: bool) -> PushResult:

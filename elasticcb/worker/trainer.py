@@ -51,7 +51,7 @@ def train(
         rows=step.rows,
         state=state,
         shares=shares,
-        loss=float(np.mean(step.logs["loss"])) if "loss" in step.logs else 0.0,
+        loss=step.loss,
         partition=weights.partition,
     )
     push.non_finite = _find_non_finite(push, specs)

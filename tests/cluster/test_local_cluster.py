@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from waiting import wait_until
 
 from certificates import CA
 from elasticcb.cluster.local.backend import LocalCluster
@@ -116,10 +117,16 @@ def test_the_master_listens_at_a_port_with_certificates_or_where_one_was_chosen(
 # ------------------------------------------------------------ forked by one process
 
 
-def zygotes():
-    """Processes that fork others, of this process; it may have other children of Python's own."""
-    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "elasticcb.launch.fork_process" in " ".join(child.cmdline())]
+def the_zygote():
+    """The process that forks others, of this process; it may have other children of Python's own."""
+
+    def found():
+        alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        return [child for child in alive if "elasticcb.launch.fork_process" in " ".join(child.cmdline())]
+
+    wait_until(found)  # its command line is empty while it begins
+    (zygote,) = found()
+    return zygote
 
 
 @pytest.fixture(scope="module")
@@ -222,17 +229,16 @@ def test_what_is_imported_before_forking_runs_no_operation():
 
 def test_what_was_not_forked_yet_when_the_one_that_forks_is_killed_is_started_all_the_same(cluster):
     cluster.prepare()
-    for child in zygotes():
-        child.suspend()
+    zygote = the_zygote()
+    zygote.suspend()
     cluster.start("worker", 0, NOBODY)
-    for child in zygotes():
-        child.kill()
+    zygote.kill()
     assert psutil.Process(cluster.pid("worker", 0)).parent() == psutil.Process()
 
 
 def test_stop_does_not_wait_for_processes_that_are_not_there_yet(cluster, caplog):
     cluster.start("worker", 0, NOBODY)
-    (zygote,) = zygotes()
+    zygote = the_zygote()
     zygote.suspend()
     cluster.stop(10.0)
     assert not zygote.is_running()

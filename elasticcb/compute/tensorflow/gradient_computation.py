@@ -54,7 +54,7 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
         )
         return GradientResult(
             logs={name: to_number(value) for name, value in logs.items()},
-            states=tf.nest.map_structure(lambda tensor: tensor.numpy(), states),
+            states={name: [tensor.numpy() for tensor in tensors] for name, tensors in states.items()},
             gradients=to_arrays(gradients),
             dense_variables=tuple(dense),
             rows={index: (array_of(ids), array_of(values)) for index, (ids, values) in pairs.items()}

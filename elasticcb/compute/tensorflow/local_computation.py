@@ -44,7 +44,7 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         shared, logs, states, served = self._run("train", batch.data, table_tensors(rows), batch.places)
         return StepResult(
             logs={name: to_number(value) for name, value in logs.items()},
-            states=tf.nest.map_structure(lambda tensor: tensor.numpy(), states),
+            states={name: [tensor.numpy() for tensor in tensors] for name, tensors in states.items()},
             rows={index: (batch.ids[index], array_of(values)) for index, values in served.items()},
             shared={name: array_of(value) for name, value in shared.items()},
         )
