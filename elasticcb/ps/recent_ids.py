@@ -20,7 +20,7 @@ class RecentIds:
     """
 
     def __init__(self) -> None:
-        self._found: OrderedDict[_Key, tuple[Array, Array]] = OrderedDict()
+        self._found: OrderedDict[_Key, tuple[bytes, Array]] = OrderedDict()
         self._count = 0
 
     def note(self, ids: Array, places: Array) -> None:
@@ -30,7 +30,7 @@ class RecentIds:
         self._drop(_key_of(ids))
         while self._count + len(ids) > _MOST_IDS:
             self._drop(next(iter(self._found)))
-        self._found[_key_of(ids)] = ids.copy(), places  # a copy: `ids` may share the memory of a call
+        self._found[_key_of(ids)] = ids.tobytes(), places
         self._count += len(ids)
 
     def find(self, ids: Array) -> Array | None:
@@ -41,7 +41,7 @@ class RecentIds:
         if ids.dtype != np.int64 or ids.ndim != 1 or not len(ids):
             return None
         known = self._found.get(_key_of(ids))
-        return known[1] if known is not None and np.array_equal(known[0], ids) else None
+        return known[1] if known is not None and known[0] == ids.tobytes() else None
 
     def clear(self) -> None:
         """Rows have moved."""
@@ -49,11 +49,8 @@ class RecentIds:
         self._count = 0
 
     def _drop(self, key: _Key) -> None:
-        ids, _ = self._found.pop(key, (_NO_IDS, _NO_IDS))
-        self._count -= len(ids)
-
-
-_NO_IDS = np.zeros(0, np.int64)
+        if key in self._found:
+            self._count -= len(self._found.pop(key)[1])
 
 
 def _key_of(ids: Array) -> _Key:

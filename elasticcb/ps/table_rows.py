@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,9 +19,6 @@ from elasticcb.sharding.table_state import TableState
 
 # Bytes of a row besides its values: two counts, and its entry in the index.
 OVERHEAD_BYTES = 16 + 32
-
-# NumPy gathers and scatters elements of these sizes fastest, and others only as opaque types.
-_OF_SIZE: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 class Keeper(Protocol):
@@ -236,6 +234,11 @@ def _scatter(array: Array, places: Array, rows: Array) -> None:
 def _elements(array: Array) -> Array:
     """Rows [n, …] as elements of one opaque dtype, [n]."""
     width = math.prod(array.shape[1:])
-    size = array.itemsize * width
-    view: Array = array.reshape(len(array), width).view(_OF_SIZE.get(size, np.dtype(f"V{size}"))).reshape(len(array))
+    view: Array = array.reshape(len(array), width).view(_opaque(array.itemsize * width)).reshape(len(array))
     return view
+
+
+@functools.cache
+def _opaque(size: int) -> np.dtype[Any]:
+    """NumPy gathers and scatters numbers fastest, and elements of other sizes only as opaque types."""
+    return np.dtype(f"u{size}" if size in (1, 2, 4, 8) else f"V{size}")
