@@ -123,7 +123,8 @@ def started(workload: str, batch_size: int, contestants: Sequence[Contestant], p
 
 
 def _start(contestant: Contestant, workload: str, batch_size: int, course: Path, data: Path) -> Runner:
-    course.mkdir()
+    temporary = course / "tmp"
+    temporary.mkdir(parents=True)
     gate = Gate(course)
     environment = {
         "KERAS_BACKEND": "tensorflow",
@@ -131,6 +132,7 @@ def _start(contestant: Contestant, workload: str, batch_size: int, course: Path,
         FOLDER_VARIABLE: str(course),
         PARENT_VARIABLE: str(os.getpid()),
         DATA_VARIABLE: str(data),
+        "TMPDIR": str(temporary),  # what killed processes leave is removed with the folder
         "PYTHONPATH": os.pathsep.join(filter(None, [*contestant.path, str(_HERE), os.environ.get("PYTHONPATH")])),
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
