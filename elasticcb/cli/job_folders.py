@@ -50,21 +50,16 @@ def find_job(job: str) -> Path:
     names = [match[0] for match in found]
     folders = [Path(job).expanduser().absolute(), parent / job]
     for folder in folders:
-        if is_job(folder):
+        if holds_job(folder):
             return folder
     for match in found:
         if job in (LATEST, match[1]):
             return parent / match[0]
-    if folders[0].is_dir():
-        refuse_cluster(folders[0])
-        raise UsageError(f"{folders[0]} is not the folder of a job. {_expected(job, names)}")
+    for folder in filter(Path.is_dir, folders):
+        refuse_cluster(folder)
+        raise UsageError(f"{folder} is not the folder of a job. {_expected(job, names)}")
     tried = f"neither {folders[0]} nor {folders[1]} exists" if job != LATEST else f"{parent} contains no jobs"
     raise UsageError(f"There is no job {job}: {tried}. {_expected(job, names)}")
-
-
-def is_job(folder: Path) -> bool:
-    """Whether it is the folder of a job."""
-    return holds_job(folder, "logs")
 
 
 def _newest_first(parent: Path) -> Sequence[re.Match[str]]:

@@ -15,10 +15,11 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job import end_with
-from elasticcb.cli.job_folders import find_job, is_job
+from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.table_lines import lines_of
 from elasticcb.clients.local_job import how_it_ended, master_of, wait_for_start
+from elasticcb.clients.running_master import holds_job
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.errors import ElasticCBError, UsageError
 from elasticcb.process.logs import quiet_environment, say
@@ -118,7 +119,7 @@ def _is_checkpoint(source: str) -> bool:
     from elasticcb.storage.remote_files import is_url
 
     folder = Path(source).expanduser()
-    return is_url(source) or (folder / MANIFEST).is_file() or (not is_job(folder) and bool(find_versions(folder)))
+    return is_url(source) or (folder / MANIFEST).is_file() or (not holds_job(folder) and bool(find_versions(folder)))
 
 
 def _of_checkpoint(checkpoint: str, top: int, id: int | None) -> TablesReport | IdReport:

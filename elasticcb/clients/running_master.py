@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from elasticcb.storage.folder_lock import FolderLock, is_owned
 
 MASTER_FILE = "master.json"
 COMMAND_LOCK = ".command.lock"
+_OF_COMMANDS = (JOB_FILE, STATUS_FILE, COMMAND_LOCK)  # files that no `Cluster` has
 
 
 class RunningMaster(NamedTuple):
@@ -105,21 +106,29 @@ def running_master(folder: str | Path) -> RunningMaster:
         raise UsageError(f"{folder} is not the folder of a running job. {_why_not(Path(folder))}") from None
 
 
-def holds_job(folder: Path, logs: str) -> bool:
-    """Whether a folder has a file of a job of a command, or `logs`, which is below it."""
-    return any((folder / name).exists() for name in (JOB_FILE, MASTER_FILE, STATUS_FILE, COMMAND_LOCK, logs))
+def holds_job(folder: Path) -> bool:
+    """Whether a folder has a file of a job of a command, or of the processes of a `Cluster`."""
+    return _has_any(folder, (MASTER_FILE, "logs", *_OF_COMMANDS))
+
+
+def is_of_cluster(folder: Path) -> bool:
+    """Whether it is the `job_dir` or `directory` of a `Cluster`."""
+    begun = (folder / "logs" / FORK_LOG).exists() or any(folder.glob(f"fit-*/{FIT_FILE}"))
+    return begun and not _has_any(folder, ("logs/master.log", *_OF_COMMANDS))
 
 
 def refuse_cluster(folder: Path) -> None:
-    """Raises `UsageError` for the `job_dir` or `directory` of a `Cluster`, which has no master that others can call."""
-    if holds_job(folder, "logs/master.log"):
-        return
-    if (folder / "logs" / FORK_LOG).exists() or any(folder.glob(f"fit-*/{FIT_FILE}")):
+    """Raises `UsageError` for the folder of a `Cluster` without a master that others can call."""
+    if is_of_cluster(folder):
         raise UsageError(
             f"{folder} belongs to an elasticcb.Cluster, not to a job of an `elasticcb` command. The program with the "
             "Cluster shows its progress, also as a live page with Cluster(dashboard=True); run it again to resume a "
             "`fit` with job_dir."
         )
+
+
+def _has_any(folder: Path, names: Iterable[str]) -> bool:
+    return any((folder / name).exists() for name in names)
 
 
 def _why_not(folder: Path) -> str:
