@@ -59,7 +59,7 @@ def table(
 ) -> None:
     """Show the embedding tables of a running job or of a checkpoint: rows, bytes, hit counts, age.
 
-    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); `latest`; or, with
+    JOB is the job's folder or its name below `jobs`; a --job_name or `latest` (the newest training job); or, with
     --namespace, the name of a job on Kubernetes. Parameter servers count while they train. For a job that has ended,
     the newest checkpoint is shown. CHECKPOINT is the folder or URL of one version, or of all versions, of which the
     newest is shown.
@@ -94,7 +94,7 @@ def _read(source: str, top: int, id: int | None) -> TablesReport | IdReport:
     if _is_checkpoint(source):
         return _of_checkpoint(source, top, id)
     try:
-        folder = find_job(source)
+        folder = find_job(source, only_training=True)
     except UsageError as error:
         raise UsageError(
             f"{error} For a checkpoint, pass its URL, the folder of a version (which contains {MANIFEST}), or the "

@@ -137,7 +137,7 @@ def stop_job(folder: Path, seconds: float) -> str:
     if ended["phase"] == "failed":
         raise JobFailedError(f"The job in {folder} failed: {ended['error']}")
     if ended["phase"] == "done":
-        return "The job had already finished."
+        return f"The job in {folder} had already finished."
     return str(ended["error"]) or "The job was interrupted before it started."
 
 
