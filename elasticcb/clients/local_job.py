@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticcb.clients.running_master import (
     MASTER_FILE,
+    can_resume,
     has_command,
     has_ended,
     is_of_cluster,
@@ -22,7 +23,7 @@ from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
 from elasticcb.process.log_files import LogReader
 from elasticcb.process.logs import say
 from elasticcb.process.wording import how_many
-from elasticcb.settings import JOB_FILE, STATUS_FILE
+from elasticcb.settings import STATUS_FILE
 from elasticcb.storage import durable
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def lost_master(folder: Path, error: ConnectionLostError) -> UsageError:
     """The error for a master that does not answer."""
     if has_command(folder):
         again = "a new master replaces it within seconds; try again"
-    elif (folder / JOB_FILE).is_file():
+    elif can_resume(folder):
         again = f"`elasticcb resume {shlex.quote(str(folder))}` resumes the job"
     else:
         again = "start it again"

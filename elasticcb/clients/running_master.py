@@ -13,7 +13,15 @@ from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access
 from elasticcb.security.socket_folder import port_of
 from elasticcb.security.tls import TLS, TLSFiles
-from elasticcb.settings import FIT_FILE, FORK_LOG, JOB_FILE, STATUS_FILE, ClusterSettings
+from elasticcb.settings import (
+    FIT_FILE,
+    FORK_LOG,
+    HISTORY_FILE,
+    JOB_FILE,
+    JOURNAL_FILE,
+    STATUS_FILE,
+    ClusterSettings,
+)
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderLock, is_owned
 
@@ -106,6 +114,17 @@ def running_master(folder: str | Path) -> RunningMaster:
         raise UsageError(f"{folder} is not the folder of a running job. {_why_not(Path(folder))}") from None
 
 
+def can_resume(folder: Path) -> bool:
+    """Whether `elasticcb resume` can continue the job in a folder, or says that it is done."""
+    return all((folder / name).is_file() for name in (JOB_FILE, JOURNAL_FILE))
+
+
+def forget_earlier_job(folder: Path) -> None:
+    """Removes what an earlier training job left in a folder to be resumed, when a new one begins there."""
+    for name in (JOURNAL_FILE, JOB_FILE, HISTORY_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
 def holds_job(folder: Path) -> bool:
     """Whether a folder has a file of a job of a command, or of the processes of a `Cluster`."""
     return _has_any(folder, (MASTER_FILE, "logs", *_OF_COMMANDS))
@@ -134,8 +153,10 @@ def _has_any(folder: Path, names: Iterable[str]) -> bool:
 def _why_not(folder: Path) -> str:
     if (folder / STATUS_FILE).is_file():
         return f"The job has ended: `elasticcb status {shlex.quote(str(folder))}` shows how."
-    if (folder / JOB_FILE).is_file() and has_ended(folder):
+    if has_ended(folder) and can_resume(folder):
         return f"The job was not finished: `elasticcb resume {shlex.quote(str(folder))}` resumes it."
+    if has_ended(folder) and (folder / COMMAND_LOCK).exists():
+        return "The job left no final state: it was interrupted before it began, or was killed. Start it again."
     return (
         f"Pass the job directory that `elasticcb train` printed. Its file {MASTER_FILE} appears some seconds after the "
         "job starts."

@@ -11,7 +11,7 @@ from elasticcb.cli.main import main
 from elasticcb.clients import local_job
 from elasticcb.clients.running_master import MASTER_FILE, RunningMaster
 from elasticcb.errors import UsageError
-from elasticcb.settings import JOB_FILE, STATUS_FILE
+from elasticcb.settings import JOB_FILE, JOURNAL_FILE, STATUS_FILE
 from elasticcb.storage import durable
 
 
@@ -27,6 +27,7 @@ def test_who_asks_a_killed_master_is_told_how_to_go_on(tmp_path, monkeypatch, ca
         (tmp_path / MASTER_FILE).write_text(json.dumps(gone._asdict()))
         if trains:
             (tmp_path / JOB_FILE).write_text("{}")
+            (tmp_path / JOURNAL_FILE).write_text("")
         assert main([command, str(tmp_path)]) == 2
     message = capsys.readouterr().err
     assert "does not answer" in message
