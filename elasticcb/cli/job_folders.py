@@ -61,9 +61,9 @@ def find_job(job: str, only_training: bool = False) -> Path:
     for folder in filter(Path.is_dir, folders):
         refuse_cluster(folder)
         raise UsageError(f"{folder} is not the folder of a job. {_expected(job, names)}")
-    kind = "training job" if only_training else "job"
-    tried = f"neither {folders[0]} nor {folders[1]} exists" if job != LATEST else f"{parent} contains no {kind}s"
-    raise UsageError(f"There is no {kind} {job}: {tried}. {_expected(job, names)}")
+    kind = "training jobs" if only_training else "jobs"
+    tried = f"neither {folders[0]} nor {folders[1]} exists" if job != LATEST else f"{parent} contains no {kind}"
+    raise UsageError(f"There is no job {job}: {tried}. {_expected(job, names)}")
 
 
 def _newest_first(parent: Path) -> list[Path]:

@@ -51,7 +51,7 @@ def test_resume_and_table_pass_over_jobs_that_evaluate_or_predict(jobs, monkeypa
     assert find_job(evaluation, only_training=True).name == evaluation
     monkeypatch.chdir(jobs / "elsewhere")
     (jobs / "elsewhere" / "jobs" / evaluation / "logs").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"There is no training job latest: .*jobs contains no training jobs"):
+    with pytest.raises(UsageError, match=r"There is no job latest: .*jobs contains no training jobs"):
         find_job("latest", only_training=True)
 
 
