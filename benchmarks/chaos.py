@@ -239,7 +239,7 @@ def _again(job: Job, wanted: int) -> str:
 
 
 def _updates_lost(job: Job) -> str:
-    lost = sum(int(n) for n in re.findall(r"; (\d+) updates to its shard", job.output))
+    lost = sum(int(n.replace(",", "")) for n in re.findall(r"; ([\d,]+) updates? to its shard", job.output))
     version = re.search(r"model version +([\d,]+)", job.output)
     return f"{lost:,} of {SERVERS} x {version[1] if version else '?'}"
 

@@ -172,6 +172,32 @@ def test_the_last_lines_are_those_of_several_files(log, tmp_path):
     assert last_lines(tmp_path / "ps-1.log", 5) == ""
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\n\n", "\r", "\r\n", "é"])
+def test_the_last_lines_are_the_same_whatever_blocks_are_read(tmp_path, monkeypatch, end):
+    path = tmp_path / "ps-0.log"
+    older = "".join(f"l\u00efne {number}\n" for number in range(20)) + "half \r of a bar\r\n\n"
+    path.with_name("ps-0.log.1").write_text(older, newline="")
+    path.write_text(f"näxt\nlast{end}", newline="")
+    with path.with_name("ps-0.log.1").open() as first, path.open() as second:
+        lines = [*first, *second]
+    for block in range(1, 40):
+        monkeypatch.setattr(log_files, "_BLOCK_BYTES", block)
+        for count in range(1, len(lines) + 3):
+            with LogReader(path) as reader:
+                assert reader.last(count) == lines[-count:]
+                assert list(reader.more()) == []
+
+
+def test_only_the_end_of_a_long_log_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "ps-0.log"
+    path.write_text("a line\n" * 1_000_000)
+    read, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda *given: read.append(pread(*given)) or read[-1])
+    with LogReader(path) as reader:
+        assert reader.last(20_000) == ["a line\n"] * 20_000
+    assert sum(map(len, read)) < 300_000
+
+
 def test_a_file_that_can_not_be_renamed_goes_on(log, tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied")

@@ -121,7 +121,7 @@ class KeptFit:
                 "again."
             )
         done = (memory.queue or {}).get("accounting", {}).get("records_trained", {}).get(str(memory.ended_epochs), 0)
-        return f"Resuming {where}: {memory.ended_epochs} epochs and {done} batches of the next are done."
+        return f"Resuming {where}: epochs done: {memory.ended_epochs}; batches of the next: {done}."
 
     def begin(self, given: Mapping[str, Any], seed: int) -> None:
         """Stores the inputs of the fit, or compares them if it was started before.

@@ -14,6 +14,7 @@ from elasticcb.checkpoint.manifest import check_variables, read_manifest
 from elasticcb.checkpoint.saved_table import SavedTable, opened, tables_in
 from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, write_part
 from elasticcb.errors import CheckpointError, WireError
+from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import AGES, EXTRA, SHARED, SLOT, WEIGHT, by_index, kind_of
 from elasticcb.sharding.bucket_map import BucketMap, even
@@ -195,7 +196,8 @@ class _Assembly:
             missing = last - first - self.filled[slot]
             if missing:
                 raise CheckpointError(
-                    f"The checkpoint {folder} lacks {missing} rows of {slot or 'the weights'} of {self._spec.path!r}."
+                    f"The checkpoint {folder} lacks {how_many(missing, 'row')} of {slot or 'the weights'} of "
+                    f"{self._spec.path!r}."
                 )
             if slot:
                 part.slots[variable, slot] = array

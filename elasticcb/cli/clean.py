@@ -12,6 +12,7 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job_folders import JOBS, find_job
 from elasticcb.errors import ElasticCBError
+from elasticcb.process.wording import how_many
 from elasticcb.security import socket_folder
 from elasticcb.settings import JOURNAL_FILE, RECOVERY_FOLDER
 from elasticcb.storage import temporary
@@ -43,7 +44,7 @@ def clean(jobs: tuple[str, ...], dry_run: bool) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             print(f"{size / 1e6:10,.1f} MB  {folder}")
             total, count = total + size, count + 1
-    print(f"{'Would remove' if dry_run else 'Removed'} {count} folders, {total / 1e6:,.1f} MB.")
+    print(f"{'Would remove' if dry_run else 'Removed'} {how_many(count, 'folder')}, {total / 1e6:,.1f} MB.")
 
 
 def _recovery_folders(jobs: list[Path]) -> Iterator[Path]:

@@ -22,6 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _CONFIG = "elasticcb.config"  # keys under which a context keeps the config file
 _UNREADABLE = "elasticcb.unreadable"  # values that it could not parse
+_UNSET = "elasticcb.unset"  # names of flags whose value in the config file the command line removes
 _ALL_FLAGS = "elasticcb.all_flags"  # and whether --help-all was given
 
 # Flags accept both `-` and `_`; the help shows `_`, as ElasticDL does.
@@ -91,7 +92,8 @@ def _role_type(option: Setting) -> click.ParamType:
 def given_values(context: click.Context) -> GivenFlags:
     """The flags that the user gave to the command of `context`."""
     names = [name for name in context.params if name in BY_NAME]
-    sources = {name: context.get_parameter_source(name) for name in names}
+    unset = context.meta.get(_UNSET, ())
+    sources = {name: context.get_parameter_source(name) for name in names if name not in unset}
     return GivenFlags(
         values={name: context.params[name] for name in names},
         explicit=frozenset(n for n, source in sources.items() if source is not ParameterSource.DEFAULT),
@@ -107,14 +109,23 @@ def config_file(context: click.Context | None) -> ConfigFile | None:
 
 
 class _JobOption(click.RichOption):
-    """An option whose invalid value is reported together with all other problems."""
+    """An option whose invalid value is reported together with all other problems.
+
+    An empty value on the command line removes the config file's value, if the option has none by default. Without a
+    config file it would be a mistake, such as a variable of the shell that is not set.
+    """
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
+        name = self.name or ""
+        given_here = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if given_here and config_file(ctx) is not None and BY_NAME[name].default is None and not str(value).strip():
+            ctx.meta.setdefault(_UNSET, set()).add(name)
+            value = None
         try:
             return super().process_value(ctx, value)
         except click.BadParameter as error:
             config, text = config_file(ctx), error.format_message()
-            if config is not None and ctx.get_parameter_source(self.name or "") is ParameterSource.DEFAULT_MAP:
+            if config is not None and ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
                 text += f" (in {config.path})"
             ctx.meta.setdefault(_UNREADABLE, []).append(text)
             return super().process_value(ctx, self.default)
@@ -182,6 +193,6 @@ def _config_option(names: frozenset[str]) -> Callable[[F], F]:
         expose_value=False,
         callback=use_config,
         panel=JOB,
-        help="YAML file with flags under the same names. Command-line flags override the file. Paths in it are "
-        "relative to the file.",
+        help="YAML file with flags under the same names. Command-line flags override the file; an empty value, such as "
+        "--output=, removes the file's. Paths in it are relative to the file.",
     )

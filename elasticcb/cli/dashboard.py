@@ -33,10 +33,10 @@ _LOOK_SECONDS = 0.2
 def dashboard(job: str, port: int, parent: int | None, publish: bool) -> None:
     """Serve the live dashboard of a job to browsers on this machine, and print its address.
 
-    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); or `latest`. The page
-    shows loss, metrics and throughput, workers and their tasks, parameter servers, events and logs, and has buttons to
-    scale and stop the job. For a job that has ended, it shows the final state. Ctrl-C stops the dashboard, not the job.
-    Needs elasticcb[dashboard].
+    JOB is the job's folder or its name below `jobs`; a --job_name or `latest` (the newest job). The page shows loss,
+    metrics and throughput, workers and their tasks, parameter servers, events and logs, and has buttons to scale and
+    stop the job. For a job that has ended, it shows the final state. Ctrl-C stops the dashboard, not the job. Needs
+    elasticcb[dashboard].
 
     \b
     Examples:

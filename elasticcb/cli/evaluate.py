@@ -13,6 +13,7 @@ from elasticcb.cli.from_flags import values_of
 from elasticcb.cli.job import build_settings, run_job, show_header
 from elasticcb.clients.running_master import command_runs
 from elasticcb.dashboard.beside import page_beside
+from elasticcb.process.signals import sigterm_interrupts
 from elasticcb.settings import Command
 
 
@@ -41,5 +42,5 @@ def evaluate(context: click.Context, /, **values: Any) -> None:
     show_header(settings)
     directory = settings.directory
     # same exit codes as other jobs
-    with page_beside(directory, settings.cluster.dashboard, True), command_runs(Path(directory)):
+    with page_beside(directory, settings.cluster.dashboard, True), command_runs(Path(directory)), sigterm_interrupts():
         follow(settings, limits)

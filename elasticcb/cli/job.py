@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +20,14 @@ from elasticcb.cli.kubernetes.submit import kubernetes_settings, submit
 from elasticcb.cli.options import BY_NAME
 from elasticcb.cli.prediction_output import names_predictions, prediction_format
 from elasticcb.cli.validation import validate
-from elasticcb.clients.running_master import command_runs
+from elasticcb.clients.running_master import command_runs, is_starting
 from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.registry import backend_of
 from elasticcb.dashboard.beside import page_beside
-from elasticcb.errors import GO_ON, JobDoneError, JobFailedError, LostServerError, UsageError
+from elasticcb.errors import GO_ON, JobDoneError, JobFailedError, JobInterrupted, LostServerError, UsageError
 from elasticcb.process.host import POD_NAME
 from elasticcb.process.logs import may_reach_nobody, print_line
+from elasticcb.process.signals import sigterm_interrupts
 from elasticcb.security.private_folder import make_private
 from elasticcb.settings import JOURNAL_FILE, Command, JobSettings
 from elasticcb.settings.checks import completed
@@ -44,7 +47,9 @@ def run_job(command: Command, given: GivenFlags, session: CommandRun) -> None:
     if backend_of(given["cluster"]).submits(given):
         end_with(submit(command, given))
     else:
-        run_settings(build_settings(command, given), session)
+        with _not_begun():
+            settings = build_settings(command, given)
+        run_settings(settings, session)
 
 
 def end_with(code: int) -> None:
@@ -61,12 +66,13 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
 
     Raises `ElasticCBError` if the job fails or is interrupted.
     """
-    from elasticcb.cli.progress import start_spinner  # not for a command with invalid flags
+    with _not_begun(resumed):
+        from elasticcb.cli.progress import start_spinner  # not for a command with invalid flags
 
-    if not resumed and POD_NAME not in os.environ:  # a later pod of a master continues its job
-        refuse_unfinished(settings)
-    show_header(settings)
-    spinner = start_spinner(settings)
+        if not resumed and POD_NAME not in os.environ:  # a later pod of a master continues its job
+            refuse_unfinished(settings)
+        show_header(settings)
+        spinner = start_spinner(settings)
 
     def here(goes_on: bool, since: float) -> None:
         spinner.stop()
@@ -76,10 +82,29 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
     folder = settings.directory
     try:
         # The dashboard ends last, so that a stop request from the page is answered after the job has ended.
-        with page_beside(folder, settings.cluster.dashboard, True), command_runs(Path(folder)):
+        page = page_beside(folder, settings.cluster.dashboard, True)
+        with page, command_runs(Path(folder)), _not_begun(resumed, Path(folder)):
             backend_of(settings.cluster.kind).run_master(run)
     finally:
         spinner.stop()
+
+
+@contextlib.contextmanager
+def _not_begun(resumed: bool = False, folder: Path | None = None) -> Iterator[None]:
+    """While a job has not begun, SIGTERM is like Ctrl-C: raises `JobInterrupted`, whose message says so.
+
+    Args:
+        resumed: it continues an earlier master's job.
+        folder: the job's folder, if its master may start meanwhile; afterwards, the interrupt is raised as it is.
+    """
+    try:
+        with sigterm_interrupts():
+            yield
+    except KeyboardInterrupt:
+        if folder is not None and not is_starting(folder):
+            raise
+        why = "was resumed: its state is unchanged" if resumed else "began: no record was processed. Start it again"
+        raise JobInterrupted(f"Interrupted before the job {why}.") from None
 
 
 def refuse_unfinished(settings: JobSettings) -> None:
@@ -135,7 +160,8 @@ def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:
 
     def run() -> None:
         try:
-            _run_master(settings, request["resumed"], fork_server, request["since"])
+            with _not_begun(request["resumed"], Path(settings.directory)):
+                _run_master(settings, request["resumed"], fork_server, request["since"])
         except LostServerError as error:
             _say(str(error).splitlines()[0])
             sys.exit(GO_ON)

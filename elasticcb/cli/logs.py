@@ -31,7 +31,7 @@ def logs(
 ) -> None:
     """Show the log of a job's master or of one of its other processes.
 
-    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); `latest`; or, with
+    JOB is the job's folder or its name below `jobs`; a --job_name or `latest` (the newest job); or, with
     --namespace, the name of a job on Kubernetes.
 
     \b

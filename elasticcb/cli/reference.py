@@ -33,7 +33,7 @@ _MEANINGS = {
         "last checkpoint could not be written; or an image could not be built or pushed."
     ),
     ExitCode.WRONG_USAGE: "Flags or the config file are invalid or contradictory; nothing was started.",
-    ExitCode.INTERRUPTED: "Interrupted with Ctrl-C.",
+    ExitCode.INTERRUPTED: "Interrupted with Ctrl-C, or a job by SIGTERM.",
 }
 _UNITS = ("seconds", "bytes", "versions")  # that end the name of a metric
 

@@ -29,7 +29,7 @@ from elasticcb.storage import durable
 def resume(session: CommandRun, job: str, namespace: str | None) -> None:
     """Continue a training job that was interrupted, failed, or was lost with its machine.
 
-    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); `latest`; or, with
+    JOB is the job's folder or its name below `jobs`; a --job_name or `latest` (the newest training job); or, with
     --namespace, the name of a stopped or failed job on Kubernetes. Tasks that were reported as done are not repeated;
     parameter servers restart from their last recovery files. The job keeps its original settings.
 
@@ -41,7 +41,7 @@ def resume(session: CommandRun, job: str, namespace: str | None) -> None:
     if namespace:
         end_with(_resume_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), job)))
     else:
-        settings = resumed_settings(find_job(job))
+        settings = resumed_settings(find_job(job, only_training=True))
         keep_backend(settings.keras_backend)
         missing = list(missing_for(settings.cluster))  # of this machine, on which the job may not have started
         if missing:

@@ -24,7 +24,7 @@ from elasticcb.process.logs import say
 def scale(job: str, workers: int | None, ps: int | None, namespace: str | None) -> None:
     """Change the number of workers or parameter servers of a running job.
 
-    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); `latest`; or, with
+    JOB is the job's folder or its name below `jobs`; a --job_name or `latest` (the newest job); or, with
     --namespace, the name of a job on Kubernetes. New workers take tasks as soon as they run. Surplus workers finish
     their batch, return the rest of their task, and exit: no record is lost or trained twice. Parameter servers move
     their shards while training continues; the command returns when they have moved.

@@ -24,7 +24,7 @@ from elasticcb.master.snapshot import JobSnapshot, ProcessCounts
 def status(job: str, as_json: bool, namespace: str | None) -> None:
     """Show the status of a job, running or ended.
 
-    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); `latest`; or, with
+    JOB is the job's folder or its name below `jobs`; a --job_name or `latest` (the newest job); or, with
     --namespace, the name of a job on Kubernetes, whose pods are shown as well. docs/operations.md lists the keys of the
     JSON document.
 

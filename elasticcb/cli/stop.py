@@ -28,7 +28,7 @@ from elasticcb.errors import UsageError
 def stop(job: str, timeout: float, namespace: str | None, delete: bool) -> None:
     """Stop a job. `elasticcb resume` can continue a training job later.
 
-    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); `latest`; or, with
+    JOB is the job's folder or its name below `jobs`; a --job_name or `latest` (the newest job); or, with
     --namespace, the name of a job on Kubernetes. As after Ctrl-C, running tasks finish, parameter servers save their
     state, and all processes exit. The command returns when they have exited; on Kubernetes, at once.
 

@@ -15,10 +15,11 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job import end_with
-from elasticcb.cli.job_folders import find_job, is_job
+from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.table_lines import lines_of
 from elasticcb.clients.local_job import how_it_ended, master_of, wait_for_start
+from elasticcb.clients.running_master import holds_job
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.errors import ElasticCBError, UsageError
 from elasticcb.process.logs import quiet_environment, say
@@ -58,7 +59,7 @@ def table(
 ) -> None:
     """Show the embedding tables of a running job or of a checkpoint: rows, bytes, hit counts, age.
 
-    JOB is the job's folder or its name below `jobs`; a --job_name (the newest job of that name); `latest`; or, with
+    JOB is the job's folder or its name below `jobs`; a --job_name or `latest` (the newest training job); or, with
     --namespace, the name of a job on Kubernetes. Parameter servers count while they train. For a job that has ended,
     the newest checkpoint is shown. CHECKPOINT is the folder or URL of one version, or of all versions, of which the
     newest is shown.
@@ -93,7 +94,7 @@ def _read(source: str, top: int, id: int | None) -> TablesReport | IdReport:
     if _is_checkpoint(source):
         return _of_checkpoint(source, top, id)
     try:
-        folder = find_job(source)
+        folder = find_job(source, only_training=True)
     except UsageError as error:
         raise UsageError(
             f"{error} For a checkpoint, pass its URL, the folder of a version (which contains {MANIFEST}), or the "
@@ -118,7 +119,7 @@ def _is_checkpoint(source: str) -> bool:
     from elasticcb.storage.remote_files import is_url
 
     folder = Path(source).expanduser()
-    return is_url(source) or (folder / MANIFEST).is_file() or (not is_job(folder) and bool(find_versions(folder)))
+    return is_url(source) or (folder / MANIFEST).is_file() or (not holds_job(folder) and bool(find_versions(folder)))
 
 
 def _of_checkpoint(checkpoint: str, top: int, id: int | None) -> TablesReport | IdReport:

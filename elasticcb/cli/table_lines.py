@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from elasticcb.process.wording import how_many
+
 if TYPE_CHECKING:
     from elasticcb.checkpoint.table_report import IdInTable, IdReport, LiveTable, TableReport, TablesReport
 
@@ -27,7 +29,7 @@ def _report_lines(found: TablesReport) -> Iterator[str]:
         rows = sum(each.rows for each in found.tables)
         size = sum(each.row_bytes + each.slot_bytes for each in found.tables)
         yield ""
-        yield f"{len(found.tables)} tables: {rows:,} rows, {format_bytes(size)}"
+        yield f"{len(found.tables)} tables: {how_many(rows, 'row')}, {format_bytes(size)}"
     if found.tables and found.held_bytes:
         limit = f", of {format_bytes(found.memory_bytes)} on each" if found.memory_bytes else ""
         yield ""
@@ -50,7 +52,7 @@ def _by_table(tables: Sequence[Any], labelled: Callable[[Any], Iterator[tuple[st
 
 
 def _table(table: TableReport) -> Iterator[tuple[str, str]]:
-    of = "" if table.input_dim is None else f" of {table.input_dim:,} ids"
+    of = "" if table.input_dim is None else f" of {how_many(table.input_dim, 'id')}"
     if table.input_dim:
         of += f" ({100 * table.rows / table.input_dim:.3g} %)"
     yield "rows", f"{table.rows:,}{of}, of {table.dim:,} x {table.dtype}"
@@ -76,13 +78,13 @@ def _live(live: LiveTable, rows: int) -> Iterator[tuple[str, str]]:
         taken = f"of which {100 * rows / live.max_rows:.3g} % are used"
         yield "max_rows", f"{live.max_rows:,}, {taken if rows <= live.max_rows else 'the other rows are on disk'}"
     if live.min_count > 1:
-        yield "waiting", f"{live.waiting:,} ids without a row: fewer than {live.min_count:,} lookups so far"
+        yield "waiting", f"{how_many(live.waiting, 'id')} without a row: fewer than {live.min_count:,} lookups so far"
     if live.seconds:
         made, removed = live.made_per_minute, live.removed_per_minute
         flow = f"{made:,.0f} created, {removed:,.0f} removed, in the last {live.seconds:.0f} s"
         yield "growth", f"{made - removed:+,.0f} rows a minute: {flow}"
     if live.removed:
-        yield "removed", f"{live.removed:,} rows so far"
+        yield "removed", f"{how_many(live.removed, 'row')} so far"
 
 
 def _id(table: IdInTable, id: int, version: int) -> Iterator[tuple[str, str]]:
@@ -92,20 +94,20 @@ def _id(table: IdInTable, id: int, version: int) -> Iterator[tuple[str, str]]:
         return
     shown = ", ".join(f"{value:.4g}" for value in table.row[:_VALUES_SHOWN])
     yield "row", f"{shown}{', …' if len(table.row) > _VALUES_SHOWN else ''}"
-    yield "norm", f"{table.norm:.4g}, of {len(table.row):,} values{on}"
+    yield "norm", f"{table.norm:.4g}, of {how_many(len(table.row), 'value')}{on}"
     for name, norm in table.slot_norms.items():
         yield name, f"norm {norm:.4g}"
     if table.hits is not None:
         yield "lookups", f"{table.hits:,}"
     if table.used is not None:
-        yield "last trained", f"{max(version - table.used, 0):,} versions ago, at version {table.used:,}"
+        yield "last trained", f"{how_many(max(version - table.used, 0), 'version')} ago, at version {table.used:,}"
 
 
 def _why_no_row(table: IdInTable, id: int) -> str:
     if table.input_dim is not None and id >= table.input_dim:
         return f"its ids are below {table.input_dim:,}"
     if table.hits:
-        return f"looked up {table.hits:,} times so far; a row needs {table.min_count:,}"
+        return f"looked up {how_many(table.hits, 'time')} so far; a row needs {table.min_count:,}"
     return "it has its initial value"
 
 
@@ -120,4 +122,4 @@ def format_bytes(size: int) -> str:
         if amount < 1024 or unit == "TiB":
             break
         amount /= 1024
-    return f"{size} bytes" if unit == "bytes" else f"{amount:.1f} {unit}"
+    return how_many(size, "byte") if unit == "bytes" else f"{amount:.1f} {unit}"

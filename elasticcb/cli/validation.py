@@ -75,7 +75,9 @@ def _check_empty(command: Command, given: GivenFlags) -> Iterator[str]:
     for name in sorted(given.explicit):
         value = given[name]
         if isinstance(value, str) and not value.strip():
-            yield f'{given.flag(name)} is empty (""). Expected {_expected(name)}; or remove the flag.'
+            default = BY_NAME[name].default
+            instead = "remove the flag" if default is None else f"{default!r}, its default"
+            yield f'{given.flag(name)} is empty (""). Expected {_expected(name)}; or {instead}.'
 
 
 def _expected(name: str) -> str:

@@ -10,12 +10,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticcb.clients.running_master import MASTER_FILE, has_command, has_ended, is_starting, running_master
+from elasticcb.clients.running_master import (
+    MASTER_FILE,
+    can_resume,
+    has_command,
+    has_ended,
+    is_of_cluster,
+    is_starting,
+    running_master,
+)
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
 from elasticcb.process.log_files import LogReader
 from elasticcb.process.logs import say
 from elasticcb.process.wording import how_many
-from elasticcb.settings import JOB_FILE, STATUS_FILE
+from elasticcb.settings import STATUS_FILE
 from elasticcb.storage import durable
 
 if TYPE_CHECKING:
@@ -68,7 +76,7 @@ def lost_master(folder: Path, error: ConnectionLostError) -> UsageError:
     """The error for a master that does not answer."""
     if has_command(folder):
         again = "a new master replaces it within seconds; try again"
-    elif (folder / JOB_FILE).is_file():
+    elif can_resume(folder):
         again = f"`elasticcb resume {shlex.quote(str(folder))}` resumes the job"
     else:
         again = "start it again"
@@ -130,7 +138,7 @@ def stop_job(folder: Path, seconds: float) -> str:
     if ended["phase"] == "failed":
         raise JobFailedError(f"The job in {folder} failed: {ended['error']}")
     if ended["phase"] == "done":
-        return "The job had already finished."
+        return f"The job in {folder} had already finished."
     return str(ended["error"]) or "The job was interrupted before it started."
 
 
@@ -155,7 +163,8 @@ def how_it_ended(folder: Path) -> dict[str, Any] | None:
 
 
 def log_lines(folder: Path, process: str, lines: int, follow: bool) -> Iterator[str]:
-    """The last log lines of a process of a job, and with `follow` new ones until the job is over.
+    """The last log lines of a process of a job or `Cluster`, and with `follow` new ones until the job is over; without
+    end for a `Cluster`, which may start again.
 
     Args:
         process: "master", "worker-0", "ps-1".
@@ -167,19 +176,28 @@ def log_lines(folder: Path, process: str, lines: int, follow: bool) -> Iterator[
     try:
         log = LogReader(path)
     except OSError:
-        logs = ", ".join(sorted(log.stem for log in path.parent.glob("*.log"))) or "none"
-        raise UsageError(
-            f"The job in {folder} has no log of {process}; logs: {logs}. Processes that were started manually, or "
-            "on other machines, write their logs where they run."
-        ) from None
+        raise _no_log(folder, process) from None
     with log:
         yield from log.last(lines)
-        gone_since = math.inf
+        gone_since, of_cluster = math.inf, is_of_cluster(folder)
         while follow:
             gone = has_ended(folder)
             yield from log.more()
             now = time.monotonic()
-            gone_since = min(gone_since, now) if gone else math.inf
+            gone_since = min(gone_since, now) if gone and not of_cluster else math.inf
             if gone and (how_it_ended(folder) is not None or now > gone_since + _TAKEOVER_SECONDS):
                 return
             time.sleep(_LOOK_SECONDS)
+
+
+def _no_log(folder: Path, process: str) -> UsageError:
+    logs = ", ".join(sorted(log.stem for log in (folder / "logs").glob("*.log"))) or "none"
+    if process == "master" and is_of_cluster(folder):
+        return UsageError(
+            f"{folder} belongs to an elasticcb.Cluster, whose master is the Python program and logs to the program's "
+            f"output. Pass --worker=N or --ps=N; logs: {logs}."
+        )
+    return UsageError(
+        f"The job in {folder} has no log of {process}; logs: {logs}. Processes that were started manually, or on other "
+        "machines, write their logs where they run."
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +13,21 @@ from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access
 from elasticcb.security.socket_folder import port_of
 from elasticcb.security.tls import TLS, TLSFiles
-from elasticcb.settings import FIT_FILE, FORK_LOG, JOB_FILE, STATUS_FILE, ClusterSettings
+from elasticcb.settings import (
+    FIT_FILE,
+    FORK_LOG,
+    HISTORY_FILE,
+    JOB_FILE,
+    JOURNAL_FILE,
+    STATUS_FILE,
+    ClusterSettings,
+)
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderLock, is_owned
 
 MASTER_FILE = "master.json"
 COMMAND_LOCK = ".command.lock"
+_OF_COMMANDS = (JOB_FILE, STATUS_FILE, COMMAND_LOCK)  # files that no `Cluster` has
 
 
 class RunningMaster(NamedTuple):
@@ -105,16 +114,31 @@ def running_master(folder: str | Path) -> RunningMaster:
         raise UsageError(f"{folder} is not the folder of a running job. {_why_not(Path(folder))}") from None
 
 
-def holds_job(folder: Path, logs: str) -> bool:
-    """Whether a folder has a file of a job of a command, or `logs`, which is below it."""
-    return any((folder / name).exists() for name in (JOB_FILE, MASTER_FILE, STATUS_FILE, COMMAND_LOCK, logs))
+def can_resume(folder: Path) -> bool:
+    """Whether `elasticcb resume` can continue the job in a folder, or says that it is done."""
+    return all((folder / name).is_file() for name in (JOB_FILE, JOURNAL_FILE))
+
+
+def forget_earlier_job(folder: Path) -> None:
+    """Removes what an earlier training job left in a folder to be resumed, when a new one begins there."""
+    for name in (JOURNAL_FILE, JOB_FILE, HISTORY_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def holds_job(folder: Path) -> bool:
+    """Whether a folder has a file of a job of a command, or of the processes of a `Cluster`."""
+    return _has_any(folder, (MASTER_FILE, "logs", *_OF_COMMANDS))
+
+
+def is_of_cluster(folder: Path) -> bool:
+    """Whether it is the `job_dir` or `directory` of a `Cluster`."""
+    begun = (folder / "logs" / FORK_LOG).exists() or any(folder.glob(f"fit-*/{FIT_FILE}"))
+    return begun and not _has_any(folder, ("logs/master.log", *_OF_COMMANDS))
 
 
 def refuse_cluster(folder: Path) -> None:
-    """Raises `UsageError` for the `job_dir` or `directory` of a `Cluster`, which has no master that others can call."""
-    if holds_job(folder, "logs/master.log"):
-        return
-    if (folder / "logs" / FORK_LOG).exists() or any(folder.glob(f"fit-*/{FIT_FILE}")):
+    """Raises `UsageError` for the folder of a `Cluster` without a master that others can call."""
+    if is_of_cluster(folder):
         raise UsageError(
             f"{folder} belongs to an elasticcb.Cluster, not to a job of an `elasticcb` command. The program with the "
             "Cluster shows its progress, also as a live page with Cluster(dashboard=True); run it again to resume a "
@@ -122,11 +146,17 @@ def refuse_cluster(folder: Path) -> None:
         )
 
 
+def _has_any(folder: Path, names: Iterable[str]) -> bool:
+    return any((folder / name).exists() for name in names)
+
+
 def _why_not(folder: Path) -> str:
     if (folder / STATUS_FILE).is_file():
         return f"The job has ended: `elasticcb status {shlex.quote(str(folder))}` shows how."
-    if (folder / JOB_FILE).is_file() and has_ended(folder):
+    if has_ended(folder) and can_resume(folder):
         return f"The job was not finished: `elasticcb resume {shlex.quote(str(folder))}` resumes it."
+    if has_ended(folder) and (folder / COMMAND_LOCK).exists():
+        return "The job left no final state: it was interrupted before it began, or was killed. Start it again."
     return (
         f"Pass the job directory that `elasticcb train` printed. Its file {MASTER_FILE} appears some seconds after the "
         "job starts."

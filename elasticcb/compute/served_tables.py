@@ -14,6 +14,7 @@ import numpy as np
 from elasticcb.errors import ModelFileError
 from elasticcb.layers.install import empty, make_native
 from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, stop_answering, table_layers
+from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.table_spec import TableSpec
 
@@ -129,8 +130,8 @@ class _Serving:
         given = self._positions.get(index, ())
         if call >= len(given):
             raise NotServableError(
-                f"The step calls the embedding layer {layer.name!r} more than the {len(given)} times for which "
-                "rows were fetched. The number of calls must not change."
+                f"The step calls the embedding layer {layer.name!r} more than the "
+                f"{how_many(len(given), 'time')} for which rows were fetched. The number of calls must not change."
             )
         self._calls[index] = call + 1
         return self._gather(layer, given[call], ids)
@@ -139,8 +140,9 @@ class _Serving:
         for index, given in self._positions.items():
             if self._calls[index] < len(given):
                 raise NotServableError(
-                    f"The step calls the embedding layer {self._layers[index].name!r} {self._calls[index]} times, but "
-                    f"rows were fetched for {len(given)} calls. The number of calls must not change."
+                    f"The step calls the embedding layer {self._layers[index].name!r} "
+                    f"{how_many(self._calls[index], 'time')}, but rows were fetched for "
+                    f"{how_many(len(given), 'call')}. The number of calls must not change."
                 )
 
 

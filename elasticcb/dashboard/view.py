@@ -41,6 +41,7 @@ class JobView:
         self._rates: dict[int, deque[float]] = {}  # records per second of workers, by index
         self._known = (0.0, 0)  # id of the master's history, and the last entry read
         self._shown = 0  # entries that `news` has returned
+        self._kept_as = (0, 0, 0)  # inode, time and size of the history file that was read last
         self._master: tuple[RunningMaster, MasterClient] | None = None
 
     def look(self) -> None:
@@ -99,9 +100,13 @@ class JobView:
         return self._master[1]
 
     def _kept(self) -> dict[str, Any]:
-        """The history that the master left in the folder."""
+        """The history that the master left in the folder; {}: it was read before."""
+        path = self.folder / HISTORY_FILE
         with contextlib.suppress(OSError, ValueError):
-            return durable.read_document(self.folder / HISTORY_FILE)
+            status = path.stat()
+            before, self._kept_as = self._kept_as, (status.st_ino, status.st_mtime_ns, status.st_size)
+            if self._kept_as != before:
+                return durable.read_document(path)
         return {}
 
     def _take_in(self, past: dict[str, Any]) -> None:

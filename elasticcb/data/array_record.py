@@ -12,6 +12,7 @@ from elasticcb.data.file_index import FileIndex
 from elasticcb.data.file_reader import FileReader
 from elasticcb.data.stacking import object_array
 from elasticcb.errors import DataError
+from elasticcb.process.wording import how_many
 
 # Read-ahead helps only for whole files; ranges are faster without.
 _RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"
@@ -51,8 +52,8 @@ class _OpenedArrayRecord:
             records: list[bytes] = self._reader.read(start, end)
         if len(records) != end - start:
             raise DataError(
-                f"{name} is truncated or damaged at record {start + len(records)}: expected {end - start} records "
-                f"from {start} on. Write the file again."
+                f"{name} is truncated or damaged at record {start + len(records)}: expected "
+                f"{how_many(end - start, 'record')} from {start} on. Write the file again."
             )
         return records
 

@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from elasticcb.data.content import is_remote
 from elasticcb.data.decompression import COMPRESSIONS
 from elasticcb.errors import DataError
+from elasticcb.process.wording import how_many
 
 logger = logging.getLogger(__name__)
 
@@ -203,4 +204,4 @@ def _is_hidden(name: str, *patterns: str) -> bool:
 
 def listed(files: Sequence[str]) -> str:
     """The first names, for messages."""
-    return ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")
+    return ", ".join(files[:3]) + (f" and {how_many(len(files) - 3, 'more file')}" if len(files) > 3 else "")

@@ -18,6 +18,7 @@ from elasticcb.data.file_reader import FileReader
 from elasticcb.data.reader import Metadata, specs_of_columns
 from elasticcb.data.stacking import CHUNK_BYTES
 from elasticcb.errors import DataError
+from elasticcb.process.wording import how_many
 
 if TYPE_CHECKING:
     from elasticcb.data.reader import Feed
@@ -186,8 +187,8 @@ def _array_in(raw: Any, content: Content, what: str, end: int) -> _Array:
         row_bytes = max(needed // max(shape[0], 1), 1)
         whole = "its records (stored by columns)" if by_columns else f"record {(end - offset) // row_bytes}"
         raise DataError(
-            f"{what} is truncated inside {whole}: its header promises {shape[0]} records in {needed} bytes, but there "
-            f"are {end - offset}. Copy or write the file again."
+            f"{what} is truncated inside {whole}: its header promises {how_many(shape[0], 'record')} in "
+            f"{needed} bytes, but there are {end - offset}. Copy or write the file again."
         )
     if by_columns:  # rows are not contiguous
         array = np.frombuffer(content.read(offset, offset + needed), dtype).reshape(shape, order="F")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticcb.data.stacking import CHUNK_RECORDS, stack_records
 from elasticcb.errors import DataError
+from elasticcb.process.wording import how_many
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,7 +111,8 @@ def checked_sources(reader: Reader) -> list[Source]:
         names.add(source.name)
     if not any(source.count for source in sources):
         raise DataError(
-            f"{type(reader).__name__} found no records in {len(sources)} sources. Provide at least one record."
+            f"{type(reader).__name__} found no records in {how_many(len(sources), 'source')}. Provide at least "
+            "one record."
         )
     return sources
 

@@ -18,6 +18,7 @@ from elasticcb.data.reader import Metadata
 from elasticcb.data.stacking import object_array
 from elasticcb.data.text_index import Dialect, index_records, line_in, line_of, split_records
 from elasticcb.errors import DataError, UsageError
+from elasticcb.process.wording import how_many
 
 _TEXT_DTYPES = ("str", "string", "bytes", "object")
 
@@ -200,7 +201,7 @@ class _OpenedText:
     def layout(self) -> str:
         if self.header:
             return f"the columns {', '.join(self.header)}"
-        return f"{self.fields} columns" if self.fields else ""
+        return how_many(self.fields, "column") if self.fields else ""
 
     @property
     def memory_bytes(self) -> int:

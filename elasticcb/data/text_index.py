@@ -253,7 +253,7 @@ class _Scan:
         place = int(wrong[0])
         skipped = int(blank[:place].sum()) if self.dialect.skip_blank_lines else 0
         expected = (
-            f"{self.given_fields} columns are given"
+            f"the parameter `columns` names {self.given_fields}"
             if self.given_fields
             else f"the {'header' if self.has_header else 'first record'} has {self.fields}"
         )

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elasticcb.errors import UsageError, WireError
+from elasticcb.process.wording import how_many
 
 Array = npt.NDArray[Any]
 States = dict[str, list[Array]]  # by metric: one array per metric variable
@@ -125,7 +126,7 @@ class EvaluationRounds:
     def epoch_ended(self, epoch: int, version: int) -> RoundDecision:
         """All tasks of `epoch` are done, and the model is at `version`."""
         if self._steps:
-            return RoundDecision(None, f"evaluation runs every {self._steps} versions")
+            return RoundDecision(None, f"evaluation runs every {how_many(self._steps, 'version')}")
         self._pending_epoch = epoch
         return self._ask(RoundReason.EPOCH_END, version)
 

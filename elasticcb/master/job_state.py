@@ -25,6 +25,7 @@ from elasticcb.master.job_record import JobRecord
 from elasticcb.master.members import Member, Role
 from elasticcb.master.stragglers import Split, plan_split
 from elasticcb.master.task import Task, TaskState, TaskType
+from elasticcb.process.wording import how_many
 from elasticcb.settings import Command, Updates
 from elasticcb.settings.arguments import as_user_writes
 
@@ -79,7 +80,7 @@ class JobState(JobRecord):
             return
         tasks = self.queue.counts()[TaskType.PREDICTION][TaskState.TODO]
         raise ClusterLostError(
-            f"{tasks} prediction tasks must be repeated, but no worker is left to run them. A worker was lost before "
+            f"{how_many(tasks, 'prediction task')} must be repeated, but no worker is left. A worker was lost before "
             "the `on_predict_end` hooks of its callbacks ran, the other workers have finished, and all restarts are "
             "used up. Run the job again with more restarts (--max_worker_restarts)."
         )

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from elasticcb.master.members import Role
+from elasticcb.process.wording import how_many
 
 
 class Consequence(str, Enum):
@@ -66,11 +67,11 @@ class Losses:
             self._vacated.add((role, index))
             return LossDecision(Consequence.RESTART, role, index, story)
         flag = "--max_ps_restarts" if role is Role.PS else "--max_worker_restarts"
-        story += f"; the {most} restarts ({flag}) are used up"
+        story += f"; all restarts ({flag}={most}) are used up"
         if role is Role.PS:
             return LossDecision(Consequence.FAIL, role, index, story)
         if others:
-            return LossDecision(Consequence.IGNORE, role, index, f"{story}, {others} other workers continue")
+            return LossDecision(Consequence.IGNORE, role, index, f"{story}; {how_many(others, 'other worker')} left")
         return LossDecision(Consequence.FAIL, role, index, f"{story} and no workers are left")
 
     def taken_again(self, role: Role, index: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -242,9 +242,8 @@ def resumed_queue(order: Order, host: Any) -> TaskQueue | None:
     found = list(host.sources.get(Mode.TRAINING, ()))
     if saved != found:
         raise JobFailedError(
-            f"The training data has changed: {sum(count for _, count in saved):,} records in {len(saved)} sources when "
-            f"the job started, {sum(count for _, count in found):,} in {len(found)} now. Restore the original data, or "
-            "start a new job from the newest checkpoint."
+            f"The training data has changed: {_records_of(saved)} when the job started, {_records_of(found)} now. "
+            "Restore the original data, or start a new job from the newest checkpoint."
         )
     if order.takeover is not None:
         with order.desk.state() as state:
@@ -337,3 +336,7 @@ def _tell_risk(order: Order, host: ModelHost) -> None:
         found = risk(workers, kinds_with_momentum(model_optimizers(host.model)))
         if found:
             order.desk.say(as_user_writes(found, settings))
+
+
+def _records_of(sources: Sequence[tuple[str, int]]) -> str:
+    return f"{how_many(sum(count for _, count in sources), 'record')} in {how_many(len(sources), 'source')}"

@@ -12,6 +12,7 @@ from elasticcb.checkpoint.warm_start import WarmStart, warm_start
 from elasticcb.errors import CheckpointError
 from elasticcb.master.keras_host import ModelHost
 from elasticcb.master.order import Order
+from elasticcb.process.wording import how_many
 from elasticcb.settings import INITIAL_FOLDER, Command
 from elasticcb.settings.arguments import as_user_writes
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
@@ -77,7 +78,8 @@ def warm_start_of(order: Order, host: ModelHost) -> WarmStart | None:
         return None
     if host.version:  # a second `fit` keeps the weights of the first
         order.display.message(
-            f"{settings.init_from} is not used: the model has already been trained for {host.version} steps."
+            f"{settings.init_from} is not used: the model has already been trained for "
+            f"{how_many(host.version, 'step')}."
         )
         return None
     try:

@@ -20,6 +20,7 @@ from elasticcb.master.shards import Shard
 from elasticcb.model.metric_messages import Outputs, from_outputs, to_outputs
 from elasticcb.predictions.columns import Column, columns_of
 from elasticcb.predictions.files import WRITERS, check_shapes
+from elasticcb.process.wording import how_many
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.storage import durable
 
@@ -91,9 +92,9 @@ class PredictionOutput:
         for name, count in rows.items():
             if count != shard.records:
                 raise ModelFileError(
-                    f"The output {name!r} has {count} rows for the {shard.records} records of {shard}, but --output "
-                    "needs exactly one row per record. Return outputs with the batch on axis 0, one row for each "
-                    "record."
+                    f"The output {name!r} has {how_many(count, 'row')} for the {how_many(shard.records, 'record')} of "
+                    f"{shard}, but --output needs exactly one row per record. Return outputs with the batch on axis 0, "
+                    "one row for each record."
                 )
         try:
             staged.replace(self._folder / f"part-{self._first[shard.name] + shard.start:015}")

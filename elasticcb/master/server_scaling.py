@@ -11,6 +11,7 @@ from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import JobState
 from elasticcb.master.members import Role
 from elasticcb.master.resharding import Moved
+from elasticcb.process.wording import how_many
 from elasticcb.settings import Command
 
 logger = logging.getLogger(__name__)
@@ -120,5 +121,7 @@ def _check(state: JobState, servers: int) -> int:
     if state.settings.cluster.ps_replicas:
         raise UsageError("The number of parameter servers can't change with --ps_replicas.")
     if state.wish is not None and not state.wish.done:
-        raise UsageError(f"The job is still changing to {state.wish.servers} parameter servers. Try again later.")
+        raise UsageError(
+            f"The job is still changing to {how_many(state.wish.servers, 'parameter server')}. Try again later."
+        )
     return state.roster.size(Role.PS)

@@ -21,6 +21,7 @@ from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.members import Role
 from elasticcb.master.ps_admin import PSControl, Restored
 from elasticcb.master.resharding import Moved, ServerMove, end_earlier_move
+from elasticcb.process.wording import how_many
 from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.partition import VariableSpec
 
@@ -180,9 +181,7 @@ class Servers:
             lost = _lost(version, restored)
             with self._desk.state() as state:
                 state.totals.updates_lost += lost
-            self._say(
-                f"Parameter server {index} resumes from {restored.source}; {lost} updates to its shard were lost."
-            )
+            self._say(f"Parameter server {index} resumes from {restored.source}; {_how_many_lost(lost)}.")
         if self._synchronous:  # all must be at the same version
             for index in [index for index, own in enumerate(held) if own < max(held)]:
                 self._set_place(index, self._give_back(index, max(held), 0)[0])
@@ -208,8 +207,7 @@ class Servers:
         with self._desk.state() as state:
             state.totals.recovered(seconds, lost)
         self._say(
-            f"Parameter server {index} recovered in {seconds:.1f} s from {restored.source}; {lost} updates to its "
-            "shard were lost."
+            f"Parameter server {index} recovered in {seconds:.1f} s from {restored.source}; {_how_many_lost(lost)}."
         )
 
     def _give_back(self, index: int, version: int, evaluation_round: int) -> tuple[ServerPlace, Restored]:
@@ -272,3 +270,7 @@ class Servers:
 def _lost(version: int, restored: Restored) -> int:
     """Updates that the replacement of a lost server lacks, when the model was at `version`."""
     return 0 if restored.complete else max(0, version - restored.version)
+
+
+def _how_many_lost(updates: int) -> str:
+    return f"{how_many(updates, 'update')} to its shard {'was' if updates == 1 else 'were'} lost"

@@ -23,6 +23,7 @@ from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecisi
 from elasticcb.master.queue_state import QueueState
 from elasticcb.master.task import RESUMABLE, Lease, Task, TaskEvent, TaskState, TaskType
 from elasticcb.master.task_record import Attempt, Failure, TaskRecord
+from elasticcb.process.wording import how_many
 
 
 class TaskQueue(QueueState):
@@ -74,10 +75,10 @@ class TaskQueue(QueueState):
     def _nothing_to_hand_out(self) -> TaskDecision:
         doing = len(self._doing)
         if self._todo.train_end_waits:
-            what = f"{doing} running tasks" if doing else "the training"
+            what = how_many(doing, "running task") if doing else "the training"
             return TaskDecision(DecisionKind.WAIT, None, f"TRAIN_END waits for {what}")
         if doing:
-            return TaskDecision(DecisionKind.WAIT, None, f"all tasks are handed out, {doing} are running")
+            return TaskDecision(DecisionKind.WAIT, None, f"all tasks are handed out; running: {doing}")
         if self._epochs.is_held:
             return TaskDecision(DecisionKind.WAIT, None, f"epoch {self._epochs.current} has not been released")
         if self._finishing:

@@ -18,6 +18,7 @@ from typing import TextIO
 _LOOK_SECONDS = 5.0  # seconds between checks of printed output, which no handler sees
 _RETRY_SECONDS = 60.0  # seconds to wait after a file could not be renamed
 _SWITCH_SECONDS = 0.05  # seconds in which a process switches files
+_BLOCK_BYTES = 1 << 16  # read at once from the end of a file
 
 _FileId = tuple[int, int]  # identity of a file, independent of its name
 
@@ -128,12 +129,14 @@ class LogReader:
         self._file = _open(log)
 
     def last(self, count: int) -> list[str]:
-        """The last lines that were written."""
+        """The last lines that were written; call it first. Reads only the end of the files."""
+        _skip_to_last(self._file, count)
         lines = deque(self._file, maxlen=count)
         with contextlib.ExitStack() as until_end:
             file = self._file
             while len(lines) < count and (before := self._next_to(file, -1)) is not None:
                 file = until_end.enter_context(before)
+                _skip_to_last(file, count - len(lines))
                 lines.extendleft(reversed(deque(file, maxlen=count - len(lines))))
         return list(lines)
 
@@ -198,6 +201,17 @@ def last_lines(log: Path, count: int) -> str:
             return "".join(reader.last(count)).rstrip("\n")
     except OSError:
         return ""
+
+
+def _skip_to_last(file: TextIO, count: int) -> None:
+    """Moves a file that has not been read yet to somewhere before its last `count` lines, by a block at most."""
+    descriptor = file.fileno()
+    start, ends = os.fstat(descriptor).st_size, 0
+    while start > 0 and ends <= count:  # one more than `count`, since the first line may have begun before `start`
+        size = min(start, _BLOCK_BYTES)
+        start -= size
+        ends += os.pread(descriptor, size, start).count(b"\n")
+    file.buffer.seek(start)
 
 
 def _id(file: TextIO) -> _FileId:

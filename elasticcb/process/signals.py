@@ -51,6 +51,19 @@ def uninterrupted() -> Iterator[None]:
             raise_if_interrupted()
 
 
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Context in which SIGTERM interrupts the main thread as Ctrl-C does, before a master has its own handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def is_interruptible() -> bool:
     """Whether `interrupt` may raise in this thread."""
     return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is interrupt

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticcb.clients.running_master import RunningMaster, published, running_master
+from elasticcb.clients.running_master import RunningMaster, forget_earlier_job, published, running_master
 from elasticcb.cluster.base import BackendContext, ClusterBackend
 from elasticcb.cluster.registry import make_backend
 from elasticcb.compute.registry import chosen_backend
@@ -111,7 +111,7 @@ def run_master(
 def running_cluster(
     settings: JobSettings,
     display: Any,
-    journal: Callable[[], Journal] | None = None,
+    journal: Callable[[], Journal | None] | None = None,
     fork_server: ForkServer | None = None,
     since: float = 0.0,
     wait_seconds: float = _OLD_MASTER_SECONDS,
@@ -123,7 +123,7 @@ def running_cluster(
     Args:
         settings: settings of the first job; all jobs must have the same `cluster` and `directory`.
         display: see `cli.progress.Display`.
-        journal: opens the journal of the only job, if it can be resumed.
+        journal: opens the journal of the only job; None, and its result None: the job can't be resumed.
         fork_server, since: as in `run_master`; without a fork server, the backend starts one if needed.
         wait_seconds: how long to wait for another master in this folder that is ending.
     """
@@ -274,19 +274,21 @@ def _make_master(
     return Master(cluster, backend, say, backend.access), False
 
 
-def _journal(settings: JobSettings, resumed: bool) -> Callable[[], Journal] | None:
-    """Opens the journal of a job that can be resumed."""
-    if settings.command is not Command.TRAIN or not settings.checkpoint.interval_seconds:
+def _journal(settings: JobSettings, resumed: bool) -> Callable[[], Journal | None] | None:
+    """Opens the journal of a job that can be resumed; of a new training job, also replaces an earlier one's files."""
+    if settings.command is not Command.TRAIN:
         return None
     folder = Path(settings.directory)
 
-    def open_journal() -> Journal:
+    def open_journal() -> Journal | None:
         from elasticcb.master.journal import Journal
 
         if not resumed:
-            (folder / JOURNAL_FILE).unlink(missing_ok=True)
-        if not (resumed and (folder / JOB_FILE).exists()):
+            forget_earlier_job(folder)
+        if not (folder / JOB_FILE).exists():
             durable.write_document(folder / JOB_FILE, json.loads(settings.to_json()))
+        if not settings.checkpoint.interval_seconds:
+            return None
         journal = Journal(folder / JOURNAL_FILE)
         if journal.memory.over:
             journal.close()

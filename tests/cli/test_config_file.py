@@ -71,6 +71,37 @@ def test_an_optimizer_is_a_name_or_a_mapping_that_arrives_as_json(workplace, job
     assert workplace.settings("--config", str(job), f"--outer_optimizer={given}").training.outer_optimizer == given
 
 
+def test_an_empty_value_on_the_command_line_removes_that_of_the_file(workplace, job):
+    job.write_text(
+        CONFIG + "output: export\njob_name: census\nmetrics_port: 1\nouter_optimizer: sgd\n"
+        "embedding_tables: {users: {min_count: 3}}\nimage_pull_policy: Never\n"
+    )
+    empty = ("output", "job_name", "metrics_port", "outer_optimizer", "embedding_tables", "image_pull_policy",
+             "use_async", "model_params", "init_from")  # fmt: skip
+    settings = workplace.settings("--config", str(job), *(f"--{name}=" for name in empty))
+    assert settings.output == settings.checkpoint.init_from == settings.training.outer_optimizer == ""
+    assert settings.name == "linear"
+    assert settings.cluster.metrics_port is None
+    assert settings.embedding.tables == settings.model.params == {}
+    assert settings.training.updates is Updates.LOCAL
+    assert workplace.settings("--config", str(job), "--outer_optimizer=", "--output= ").output == ""
+    given = workplace.settings("--config", str(job), "--output=", "--output=there", "--outer_optimizer=")
+    assert given.output == f"{workplace.root}/there"
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--training_data=", "--training_data is missing: the records to train on."),
+        ("--loss=", "--loss is empty (\"\"). Expected a name; or 'loss', its default."),
+        ("--num_epochs=", "'' is not a valid integer"),
+        ("--updates=", "'' is not one of"),
+    ],
+)
+def test_a_flag_that_a_job_needs_or_that_has_a_default_can_not_be_empty(workplace, job, complaint, flag, expected):
+    assert expected in complaint("train", "--config", str(job), flag)
+
+
 def test_a_flag_of_another_command_is_passed_over(workplace, job, complaint):
     message = complaint("predict", "--config", str(job))
     assert "--checkpoint_dir_for_init is missing" in message

@@ -3,8 +3,11 @@
 import pytest
 
 from elasticcb.cli.job_folders import find_job, new_folder
+from elasticcb.cli.main import main
+from elasticcb.clients.running_master import command_runs
 from elasticcb.errors import UsageError
-from elasticcb.settings import Command
+from elasticcb.settings import JOB_FILE, Command
+from elasticcb.storage import durable
 
 
 @pytest.fixture
@@ -36,6 +39,33 @@ def test_the_latest_job_is_the_one_begun_last(jobs):
     begun.joinpath("logs").mkdir()
     assert begun.name.startswith("predict-mnist-20")
     assert find_job("latest") == begun
+
+
+def test_resume_and_table_pass_over_jobs_that_evaluate_or_predict(jobs, monkeypatch, capsys):
+    for job in ("latest", "mnist"):
+        assert find_job(job, only_training=True).name == "train-mnist-20260102-120000"
+        for command in ("resume", "table"):
+            assert main([command, job]) == 2
+            assert "jobs/train-mnist-20260102-120000 " in capsys.readouterr().err
+    evaluation = "evaluate-mnist-20260102-120000-12"
+    assert find_job(evaluation, only_training=True).name == evaluation
+    monkeypatch.chdir(jobs / "elsewhere")
+    (jobs / "elsewhere" / "jobs" / evaluation / "logs").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"There is no job latest: .*jobs contains no training jobs"):
+        find_job("latest", only_training=True)
+
+
+def test_a_job_that_is_resumed_and_one_with_a_folder_name_of_its_own_are_the_latest_as_well(jobs):
+    resumed, own = jobs / "jobs" / "train-mnist-20260101-120000", jobs / "jobs" / "own"
+    with command_runs(resumed):
+        pass
+    assert find_job("latest") == find_job("mnist") == resumed
+    with command_runs(own):
+        pass
+    assert find_job("latest") == own
+    assert find_job("latest", only_training=True) == find_job("mnist") == resumed
+    durable.write_document(own / JOB_FILE, {})
+    assert find_job("latest", only_training=True) == own
 
 
 def test_who_names_no_job_is_told_of_those_that_there_are(jobs, monkeypatch):

@@ -11,7 +11,7 @@ from elasticcb.cli.main import main
 from elasticcb.clients import local_job
 from elasticcb.clients.running_master import MASTER_FILE, RunningMaster
 from elasticcb.errors import UsageError
-from elasticcb.settings import JOB_FILE, STATUS_FILE
+from elasticcb.settings import JOB_FILE, JOURNAL_FILE, STATUS_FILE
 from elasticcb.storage import durable
 
 
@@ -27,6 +27,7 @@ def test_who_asks_a_killed_master_is_told_how_to_go_on(tmp_path, monkeypatch, ca
         (tmp_path / MASTER_FILE).write_text(json.dumps(gone._asdict()))
         if trains:
             (tmp_path / JOB_FILE).write_text("{}")
+            (tmp_path / JOURNAL_FILE).write_text("")
         assert main([command, str(tmp_path)]) == 2
     message = capsys.readouterr().err
     assert "does not answer" in message
@@ -41,6 +42,33 @@ def test_who_asks_about_the_folder_of_a_cluster_is_told_who_shows_its_progress(t
     (tmp_path / holds).write_text("{}")
     assert main([command, str(tmp_path)]) == 2
     assert f"{tmp_path} belongs to an elasticcb.Cluster, not to a job" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("serves_a_page", [True, False])
+def test_the_logs_of_a_cluster_are_those_of_its_workers_and_servers(tmp_path, monkeypatch, capsys, serves_a_page):
+    logs = tmp_path / "jobs" / "mine" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "zygote.log").write_text("")
+    (logs / "worker-0.log").write_text("one\ntwo\n")
+    if serves_a_page:
+        (logs.parent / MASTER_FILE).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["logs", "mine", "--worker=0", "--lines=1"]) == 0
+    assert capsys.readouterr().out == "two\n"
+    assert main(["logs", "mine"]) == 2
+    message = capsys.readouterr().err
+    assert "whose master is the Python program" in message
+    assert "Pass --worker=N or --ps=N; logs: worker-0, zygote." in message
+    assert main(["resume", "mine"]) == 2
+    assert "run it again to resume a `fit`" in capsys.readouterr().err
+
+
+def test_a_job_dir_below_jobs_is_known_for_what_it_is(tmp_path, monkeypatch, capsys):
+    (tmp_path / "jobs" / "mine" / "fit-1").mkdir(parents=True)
+    (tmp_path / "jobs" / "mine" / "fit-1" / "fit.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["logs", "mine"]) == 2
+    assert f"{tmp_path}/jobs/mine belongs to an elasticcb.Cluster" in capsys.readouterr().err
 
 
 def test_a_job_whose_master_never_started_is_not_taken_for_a_cluster(tmp_path, capsys):

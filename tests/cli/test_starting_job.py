@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-from elasticcb.cli.job_folders import is_job
 from elasticcb.cli.main import main
 from elasticcb.clients import local_job
 from elasticcb.clients.local_job import how_it_ended
@@ -15,6 +14,7 @@ from elasticcb.clients.running_master import (
     command_runs,
     has_command,
     has_ended,
+    holds_job,
     is_starting,
     published,
 )
@@ -62,9 +62,9 @@ def test_a_resume_that_is_refused_leaves_how_the_job_ended(ended):
 
 
 def test_a_new_folder_is_one_of_a_job_as_soon_as_its_command_runs(tmp_path):
-    assert not is_job(tmp_path)
+    assert not holds_job(tmp_path)
     with command_runs(tmp_path):
-        assert is_job(tmp_path)
+        assert holds_job(tmp_path)
         assert is_starting(tmp_path)
 
 

@@ -7,7 +7,7 @@ import pytest
 from elasticcb.cli.main import main
 from elasticcb.cluster.registry import missing_for
 from elasticcb.dashboard import beside
-from elasticcb.settings import JOB_FILE, STATUS_FILE, ClusterSettings
+from elasticcb.settings import JOB_FILE, JOURNAL_FILE, STATUS_FILE, ClusterSettings
 
 
 @pytest.fixture
@@ -31,7 +31,8 @@ def test_a_port_that_is_taken_is_told(ended, capsys):
 
 
 def test_a_job_that_was_killed_is_named_with_how_to_go_on(tmp_path, capsys):
-    (tmp_path / JOB_FILE).write_text("{}")
+    for name in (JOB_FILE, JOURNAL_FILE):
+        (tmp_path / name).write_text("{}")
     assert main(["dashboard", str(tmp_path)]) == 2
     assert "elasticcb resume" in capsys.readouterr().err
     assert main(["dashboard", str(tmp_path / "nowhere")]) == 2

@@ -70,6 +70,20 @@ def test_a_job_that_is_resumed_goes_on_with_what_is_known_of_it(view):
     assert shown(another) == shown(view)
 
 
+def test_the_history_of_a_job_that_has_ended_is_read_again_only_when_it_has_changed(view, monkeypatch):
+    read, reads = durable.read_document, []
+    monkeypatch.setattr(durable, "read_document", lambda path: reads.append(path.name) or read(path))
+    view.past = Past(Clock())
+    live(view.past, 1)
+    end(view)
+    view.look()
+    assert reads.count(HISTORY_FILE) == 1
+    live(view.past, 2)
+    end(view)
+    assert reads.count(HISTORY_FILE) == 2
+    assert shown(view) == ([1, 2], [])
+
+
 def test_no_task_runs_in_a_job_that_has_ended(view):
     view.past = Past(Clock())
     view.past.began(Lease(1, Task(1, TaskType.TRAINING, Shard("a", 0, 10)), worker=0), 0)

@@ -287,7 +287,7 @@ def test_an_error_in_a_custom_reader_keeps_the_users_traceback() -> None:
     ("sources", "message"),
     [
         ([], "found no records in 0 sources"),
-        ([Source("a", 0)], "found no records in 1 sources"),
+        ([Source("a", 0)], "found no records in 1 source."),
         ([Source("a", 1), Source("a", 2)], "contains 'a' twice"),
         ([("a", 3)], r"returned \('a', 3\). Expected a list of"),
     ],

@@ -230,7 +230,7 @@ def test_a_ragged_row_is_named_with_its_record_and_line(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", 'x,y\n1,"a\nb"\n\n2,c,d\n')
     with pytest.raises(DataError, match=r"a\.csv, record 1 \(line 5\) has 3 fields, but the header has 2"):
         records_of(path, header=True)
-    with pytest.raises(DataError, match=r"record 0 \(line 1\) has 2 fields, but 3 columns are given"):
+    with pytest.raises(DataError, match=r"record 0 \(line 1\) has 2 fields, but the parameter `columns` names 3"):
         records_of(path, columns=["a", "b", "c"])
 
 

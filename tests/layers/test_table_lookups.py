@@ -178,7 +178,7 @@ def test_a_step_that_calls_a_layer_more_often_than_expected_is_refused():
     served = TensorFlowTables(model, {0: model.layers[1].table_spec()})
     ids, places = served.lookups(model)(x)[0]
     with (
-        pytest.raises(NotServableError, match="'words' more than the 1 times"),
+        pytest.raises(NotServableError, match="'words' more than the 1 time for"),
         served.serving({0: tf.zeros([len(ids), DIM])}, {0: places}),
     ):
         model(model(x) * 0 + tf.cast(x, tf.float32))

@@ -75,7 +75,7 @@ def test_job_goes_on_with_the_other_workers_when_the_restarts_are_used_up():
     first, second = register(roster, pid=1), register(roster, pid=2)
     decision = roster.lost(first.id, "killed")
     assert decision.kind is Consequence.IGNORE
-    assert "1 other workers continue" in decision.reason
+    assert "; 1 other worker left" in decision.reason
     assert roster.state(WORKER, 0) is PlaceState.GIVEN_UP
     decision = roster.lost(second.id, "killed")
     assert decision.kind is Consequence.FAIL

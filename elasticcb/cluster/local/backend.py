@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+from elasticcb.clients.running_master import forget_earlier_job
 from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit, MasterRun
 from elasticcb.cluster.local.child import Child, Launch, SpawnedChild
 from elasticcb.cluster.local.fork_server import ForkServer, can_fork
@@ -18,7 +19,7 @@ from elasticcb.cluster.role import Place, RoleProcess, common_environment
 from elasticcb.process.devices import GPUS_VARIABLE, SHARED_GPU, limit_threads, visible_gpus
 from elasticcb.process.log_files import last_lines
 from elasticcb.security.socket_folder import SocketFolder
-from elasticcb.settings import FORK_LOG, JOURNAL_FILE, ClusterSettings, Command
+from elasticcb.settings import FORK_LOG, ClusterSettings, Command
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,8 @@ class LocalCluster(ClusterBackend):
             super().run_master(run)
             return
         with FolderLock(Path(settings.directory), wait_seconds=ENDING_SECONDS):  # afterwards, the master takes it
-            if not run.resumed:  # of an earlier job in this folder
-                Path(settings.directory, JOURNAL_FILE).unlink(missing_ok=True)
+            if not run.resumed:
+                forget_earlier_job(Path(settings.directory))
         sys.exit(keep_master(settings, run.debug, run.resumed, run.say, run.begun))
 
     def prepare(self) -> None:

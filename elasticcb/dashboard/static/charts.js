@@ -175,7 +175,7 @@ class Stream {
     if (!box) return;
     const [place, begun, ended, type, outcome, task, records, again] = box[4];
     const took = ended === null ? "runs" : `${(ended - begun).toFixed(2)} s, ${outcome}`;
-    this.tip.textContent = `worker ${place}: task ${task}, ${type}, ${records} records, ${took}${again ? ", again" : ""}`;
+    this.tip.textContent = `worker ${place}: task ${task}, ${type}, ${records} ${records === 1 ? "record" : "records"}, ${took}${again ? ", again" : ""}`;
     this.tip.style.left = `${Math.min(x + 10, area.width - this.tip.offsetWidth)}px`;
     this.tip.style.top = `${y + 14}px`;
   }

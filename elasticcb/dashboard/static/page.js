@@ -273,7 +273,7 @@ function showServers(status) {
   }
   keepRows(body, new Set(servers.map(each => String(each.index))));
   const { parameter_servers: counts } = status;
-  setText($("servers-now"), `${counts.up} of ${counts.planned} up` + (counts.updates_lost ? `, ${counts.updates_lost} updates lost` : ""));
+  setText($("servers-now"), `${counts.up} of ${counts.planned} up` + (counts.updates_lost ? `, updates lost: ${counts.updates_lost}` : ""));
   const tables = Object.entries(status.tables);
   $("tables-part").hidden = !tables.length;
   $("count").disabled = job.over;
