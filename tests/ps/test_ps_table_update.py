@@ -118,6 +118,26 @@ def test_rows_with_a_gradient_in_every_step_are_updated_as_by_keras(name):
     np.testing.assert_allclose(table.lookup(np.arange(ROWS), False), whole.numpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("int_dtype", ["int64", "int32"])  # of TensorFlow, and of other frameworks
+def test_a_push_may_have_steps_and_a_rate_of_its_own(int_dtype):
+    lent, _ = server_optimizer(lambda: keras.optimizers.Adam(0.1))
+    other, other_bias = server_optimizer(lambda: keras.optimizers.Adam(0.3))
+    tables = []
+    for _ in range(4):
+        other.optimizer.apply([tf.zeros(3)], [other_bias])
+    for optimizer, shared in (
+        (lent, {"iterations": np.array(4, int_dtype), "learning_rate": np.float32(0.3)}),
+        (other, {}),
+    ):
+        update = TableUpdate(optimizer, 1, SPEC)
+        tables.append(make_table(update))
+        ids, gradients = next(batches())
+        TableUpdates({1: update})({1: tables[-1]}, {1: (ids, gradients)}, 1, shared)
+    assert np.array_equal(*(table.lookup(np.arange(ROWS), False) for table in tables))
+    assert int(lent.optimizer.iterations.numpy()) == 0
+    assert lent.learning_rate == pytest.approx(0.1)
+
+
 def test_adam_of_rows_is_its_formula_with_the_steps_of_the_model():
     rate, beta_1, beta_2, epsilon = 0.1, 0.9, 0.999, 1e-7
     optimizer, _ = server_optimizer(lambda: keras.optimizers.Adam(rate))
