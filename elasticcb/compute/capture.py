@@ -70,6 +70,10 @@ class OptimizerCapture(ABC):
     def _plain(self, optimizer: keras.optimizers.Optimizer, gradient: Any) -> Any:
         """Converts a gradient of the loss scaled by `optimizer` to one of the plain loss."""
 
+    def _applied(self, gradient: Any, variable: Any) -> Any:
+        """Converts a gradient that is applied here to the form in which it is applied."""
+        return gradient
+
     def _place(self) -> Any:
         """The place where gradients are currently given, for `_check_place`."""
         return None
@@ -109,7 +113,11 @@ class OptimizerCapture(ABC):
             for gradient, variable in pairs
             if key_of(variable) in keys and gradient is not None
         ]
-        others = [(gradient, variable) for gradient, variable in pairs if key_of(variable) not in keys]
+        others = [
+            (self._applied(gradient, variable), variable)
+            for gradient, variable in pairs
+            if key_of(variable) not in keys
+        ]
         for each, own in _by_optimizer(optimizer, others):
             if own:
                 type(each).apply(each, *zip(*own, strict=True))

@@ -1,10 +1,14 @@
 """What becomes of gradients of rows before they are pushed."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from check_steps import hold, tensors
+from elasticcb.compute.registry import backend
 from elasticcb.compute.tensorflow.gradients import SMALL_BYTES, sort_gradients
+from elasticcb.settings import Mode
 from elasticcb.sharding.partition import VariableSpec
 
 DIM = 4
@@ -38,3 +42,27 @@ def test_those_of_a_larger_variable_stay_rows_with_one_gradient_for_each():
     ids, values = pairs[0]
     assert ids.dtype == tf.int64
     assert dict(zip(ids.numpy().tolist(), values.numpy()[:, 0].tolist(), strict=True)) == {3: 5.0, 0: 2.0}
+
+
+class Total(keras.layers.Layer):
+    def call(self, rows):
+        return keras.ops.sum(rows, axis=(1, 2))[:, None]
+
+
+def test_a_layer_beside_tables_that_the_worker_trains_takes_the_sum_of_the_gradients_of_a_row():
+    ids = keras.Input((3,), dtype="int64")
+    on_servers = keras.layers.Embedding(50, DIM, embeddings_initializer="zeros", name="large")
+    on_workers = keras.layers.Embedding(5, DIM, embeddings_initializer="zeros", name="small")
+    model = keras.Model(ids, Total()(on_servers(ids)) + Total()(on_workers(ids)))
+    model.compile(keras.optimizers.Adagrad(0.1), "mse")
+    batch = np.array([[1, 1, 1]]), np.array([1.0])
+    held = hold(model, tensors(batch), threshold=10 * 4 * DIM)
+    assert [bool(spec.table) for spec in held.specs] == [True, False]
+    computation = backend().local_computation(held)
+    prepared = computation.prepare(tensors(batch), Mode.TRAINING)
+    result = computation.train(prepared, {0: np.zeros((1, DIM), "float32")})
+    gradient = 3 * 2 * (0 - 1)  # three times that of the mean squared error of 0 to 1
+    np.testing.assert_array_equal(result.rows[0][1], np.full((1, DIM), gradient))
+    expected = np.zeros((5, DIM), "float32")
+    expected[1] = -0.1 * gradient / np.sqrt(0.1 + gradient**2 + 1e-7)
+    np.testing.assert_allclose(on_workers.embeddings.numpy(), expected, rtol=1e-6)

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from elasticcb.compute.capture import OptimizerCapture, Update, unchanged
+from elasticcb.compute.tensorflow.gradients import WORKER_BYTES, made_dense
 from elasticcb.compute.tensorflow.late_reads import LateReads
 from elasticcb.compute.tensorflow.loss_scale import plain_gradient
 from elasticcb.errors import ModelFileError
@@ -22,6 +23,9 @@ class TensorFlowCapture(OptimizerCapture):
 
     def _plain(self, optimizer: keras.optimizers.Optimizer, gradient: Any) -> Any:
         return plain_gradient(optimizer, gradient)
+
+    def _applied(self, gradient: Any, variable: Any) -> Any:
+        return made_dense(gradient, variable.shape, variable.dtype, WORKER_BYTES)
 
     def _place(self) -> Any:
         return _graph()

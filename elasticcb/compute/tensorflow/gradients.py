@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,9 @@ Rows = dict[int, tuple[Any, Any]]  # (unique int64 ids, gradients of these rows)
 # Row gradients of variables up to this size in bytes are made dense: sorting, sending, checking and applying their rows
 # separately takes longer than sending this many bytes with the other dense gradients.
 SMALL_BYTES = 256 << 10
+# Likewise of variables that the worker's own optimizers train: for gradients of rows, Keras's walk through the whole
+# variable too, with conditions that TensorFlow runs slowly.
+WORKER_BYTES = 2 << 20
 
 
 def sort_gradients(
@@ -49,12 +53,21 @@ def _of_table(gradient: Any, rows: Any) -> Any:
     return tf.cast(gradient, rows.dtype)
 
 
+def made_dense(gradient: Any, shape: Sequence[int], dtype: Any, most_bytes: int) -> Any:
+    """The dense gradient of a variable of at most `most_bytes`, if `gradient` is one of rows; those of equal rows are
+    summed. Any other gradient is returned as it is."""
+    kind = tf.as_dtype(dtype)
+    if not isinstance(gradient, tf.IndexedSlices) or math.prod(shape) * kind.size > most_bytes:
+        return gradient
+    rows = tf.reshape(gradient.indices, [-1])
+    return tf.math.unsorted_segment_sum(tf.cast(gradient.values, kind), rows, shape[0])
+
+
 def _prepared(gradient: Any, spec: VariableSpec) -> Any:
+    gradient = made_dense(gradient, spec.shape, spec.dtype, SMALL_BYTES)
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.cast(gradient, spec.dtype)
     given, values = tf.reshape(gradient.indices, [-1]), tf.cast(gradient.values, spec.dtype)
-    if spec.elements * values.dtype.size <= SMALL_BYTES:
-        return tf.math.unsorted_segment_sum(values, given, spec.rows)
     ids, positions = tf.unique(tf.cast(given, tf.int64))
     values = tf.math.unsorted_segment_sum(values, positions, tf.size(ids))
     return tf.IndexedSlices(values, ids, gradient.dense_shape)
