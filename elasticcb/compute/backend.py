@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 import keras
 
+from elasticcb.compute.moving_averages import MovingAverages
+from elasticcb.compute.served_tables import ServedTables
+from elasticcb.layers.install import install
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
@@ -86,6 +89,9 @@ class GradientResult(StepResult):
 class Computation(ABC):
     """The steps of one model. Only `prepare` may be called by several threads."""
 
+    _model: keras.Model
+    _served: ServedTables  # its embedding tables
+
     @abstractmethod
     def prepare(self, data: Any, mode: Mode) -> Prepared:
         """Prepares a batch of the input pipeline for a step. May be called in another thread, during a step.
@@ -113,13 +119,15 @@ class Computation(ABC):
     def set_weights(self, weights: PlacedBlocks) -> None:
         """Sets the model to `weights`; its variables are Keras variables, readable by anyone."""
 
-    @abstractmethod
     def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
         """Loads all rows of the embedding tables into the model; no more steps follow.
 
         Args:
             tables: (variable, ids [n], rows [n, dim]). The arrays do not change afterwards.
         """
+        self._served.release()
+        for index, ids, rows in tables:
+            install(self._model, index, ids, rows)
 
 
 class GradientComputation(Computation):
@@ -138,6 +146,8 @@ class GradientComputation(Computation):
 class LocalComputation(Computation):
     """A model trained by its own optimizers, except the rows of embedding tables."""
 
+    _averages: MovingAverages
+
     @abstractmethod
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
         """Trains the model on a batch, like Keras.
@@ -147,9 +157,9 @@ class LocalComputation(Computation):
         """
 
     @property
-    @abstractmethod
     def decays(self) -> Mapping[int, float]:
         """Of moving averages, by variable: the weight of the old value in the value after a batch."""
+        return self._averages.decays
 
     @abstractmethod
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
@@ -210,6 +220,11 @@ class HeldModel(NamedTuple):
     metrics: ModelMetrics
     specs: Sequence[VariableSpec]
     partition: Sequence[Sequence[Slice]]
+
+    @property
+    def tables(self) -> list[int]:
+        """The indices of the embedding tables in `model.weights`."""
+        return [index for index, spec in enumerate(self.specs) if spec.table]
 
 
 class Backend(ABC):

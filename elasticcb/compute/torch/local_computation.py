@@ -21,13 +21,12 @@ class TorchLocal(TorchComputation, HoldsOptimizers):
     """For the arguments, see `Backend.local_computation`."""
 
     def __init__(self, held: HeldModel) -> None:
-        tables = [index for index, spec in enumerate(held.specs) if spec.table]
-        capture = TorchCapture(held.model, tables, refuses=False)
+        capture = TorchCapture(held.model, held.tables, refuses=False)
         HoldsOptimizers.__init__(self, prepared(held, capture.optimizers))
         TorchComputation.__init__(self, held, capture)
         self._averages = MovingAverages(held.model)
         # Returned by a step, because a push of its row gradients needs it.
-        self._shared: Mapping[str, Any] = self._held.shared if tables else {}
+        self._shared: Mapping[str, Any] = self._held.shared if held.tables else {}
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
         shared = copied(self._shared)
@@ -37,10 +36,6 @@ class TorchLocal(TorchComputation, HoldsOptimizers):
         found = {index: update.gradient for index, update in updates.items() if index in batch.ids}
         _, pairs = sort_gradients(found, self._specs, (), batch.ids)
         return StepResult(logs=numbers(logs), states=self._states(), rows=pairs, shared=shared)
-
-    @property
-    def decays(self) -> Mapping[int, float]:
-        return self._averages.decays
 
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
         values = {kind: held_arrays(self._model, self._specs, kind) for kind in (True, False)}
