@@ -21,7 +21,8 @@ from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.peers import Peers
 from elasticcb.ps.push_reader import PushReader
-from elasticcb.ps.recovery import RecoveryLog, RecoveryWriter, Saved, forget_older, log_folder, read_by_older_map
+from elasticcb.ps.recovery import RecoveryLog, Saved, forget_older, log_folder, read_by_older_map
+from elasticcb.ps.recovery_writer import RecoveryWriter
 from elasticcb.ps.replica import Replica
 from elasticcb.ps.replica_log import Entry, Origin
 from elasticcb.ps.served_model import PushAnswer, ServedModel, values_of
@@ -226,10 +227,7 @@ class Holder:
             reader=PushReader(specs, slices, parameters.tables.check_ids),
             peers=Peers(list(request.ps_addresses)[1:] if use_peers else [], options.access, options.patience_seconds),
             policy=policy_of(training, options.replicas, time.monotonic),
-            staged={},
             answered=answered,
-            snapshots={},
-            held={},
         )
 
     def empty_model(
@@ -242,7 +240,8 @@ class Holder:
         """An empty model, which a move fills."""
         if self._options.training.is_synchronous:
             raise ElasticCBError("The number of parameter servers can't change in synchronous mode.")
-        zeros = {part.variable: np.zeros(part.shape(specs[part.variable]), _dtype(specs, part)) for part in slices}
+        own = [(part, specs[part.variable]) for part in slices]
+        zeros = {part.variable: np.zeros(part.shape(spec), dtype_of(spec.dtype)) for part, spec in own}
         place, limits = (request.index, buckets), replace(self._options.limits)
         outer, make = self._options.training.outer_optimizer, self._options.make_optimizers
         parameters = Parameters(specs, slices, make, zeros, 0, place, limits, outer)
@@ -324,7 +323,3 @@ class Holder:
                 raise CheckpointError("Another shard map is in use now.")
             noted = 0 if model.replica is None else model.replica.noted
             return Saved(model.parameters.hold(self.lock, since), model.answered.last(), noted)
-
-
-def _dtype(specs: Sequence[VariableSpec], part: Slice) -> Any:
-    return dtype_of(specs[part.variable].dtype)

@@ -22,6 +22,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.holder import Holder
 from elasticcb.ps.reslice import PartSlices, cut, overlap, put_together
 from elasticcb.ps.served_model import MoveGate, ServedModel
+from elasticcb.ps.table_snapshot import CHUNK_BYTES
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Array, Frame, dtype_of
@@ -32,7 +33,6 @@ from elasticcb.sharding.partition import MOST_SERVERS, Slice, VariableSpec, part
 from elasticcb.sharding.table_state import from_tensors as tables_from
 from elasticcb.sharding.table_state import to_tensors as tables_to
 
-_CHUNK_BYTES = 4 << 20  # rows read under the lock at a time
 _PATIENCE_SECONDS = 3.0
 _DEADLINE_SECONDS = 600.0
 
@@ -106,7 +106,7 @@ class Move:
             owners = self.buckets.server_of(own)
             for place in np.unique(owners[owners != self._index]).tolist():
                 going = own[owners == place]
-                chunk = max(1, _CHUNK_BYTES // tables[number].row_bytes)
+                chunk = max(1, CHUNK_BYTES // tables[number].row_bytes)
                 for first in range(0, len(going), chunk):
                     with self._lock:
                         state = tables[number].select(going[first : first + chunk])
@@ -205,9 +205,7 @@ class Move:
 
     def open(self) -> None:
         """Moves the tables into the new model. The lock must be held; this can't fail."""
-        if self.next is None:
-            return
-        if self._model is None:
+        if self.next is None or self._model is None:
             return
         tables = self.next.parameters.tables
         for number in tables.numbers:
