@@ -16,6 +16,7 @@ import keras
 
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.served_tables import ServedTables
+from elasticcb.errors import UsageError
 from elasticcb.layers.install import install
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import ModelMetrics
@@ -298,8 +299,9 @@ class Backend(ABC):
     def local_computation(self, held: HeldModel) -> LocalComputation:
         """The steps of a model that is trained here. Raises the same errors as `computation`."""
 
-    @abstractmethod
     def placed(
         self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange
     ) -> PlacedComputation:
-        """Replaces the optimizers' updates of a built model by `exchange`. Raises the same errors as `computation`."""
+        """Replaces the optimizers' updates of a built model by `exchange`. Raises the same errors as `computation`, and
+        `UsageError` if `not_placed`."""
+        raise UsageError(self.not_placed)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 
-from elasticcb.compute.backend import (
-    Backend,
-    Exchange,
-    GradientComputation,
-    HeldModel,
-    LocalComputation,
-    PlacedComputation,
-)
+from elasticcb.compute.backend import Backend
 from elasticcb.compute.dense_batches import arrays_of
 from elasticcb.compute.jax.build import build, sized
 from elasticcb.compute.jax.capture import StatelessCapture
@@ -25,17 +18,18 @@ from elasticcb.compute.jax.local_computation import JAXLocal
 from elasticcb.compute.jax.steps import predict_step, test_step, train_step, values
 from elasticcb.compute.jax.tables import problems_of
 from elasticcb.compute.movable import movable
-from elasticcb.errors import UsageError
 from elasticcb.layers.table_layers import TableLayer
-from elasticcb.model.spec import Spec
 from elasticcb.settings import Mode
-from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.tf.devices import leave_gpus
 
 
 class JAXBackend(Backend):
     """Keras on JAX."""
+
+    build = staticmethod(build)
+    computation = JAXGradients
+    local_computation = JAXLocal
 
     not_placed = (
         "Cluster.place needs Keras on TensorFlow or PyTorch, whose optimizers can be called from any code; on JAX a "
@@ -44,11 +38,6 @@ class JAXBackend(Backend):
 
     def __init__(self) -> None:
         leave_gpus()
-
-    def build(
-        self, spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False
-    ) -> dict[int, int] | None:
-        return build(spec, model, batch, mode, local)
 
     def outputs(self, model: keras.Model, batch: Any) -> Any:
         state = values(model.trainable_variables, model.non_trainable_variables)
@@ -78,14 +67,3 @@ class JAXBackend(Backend):
         finally:
             if capture is not None:
                 capture.release()
-
-    def computation(self, held: HeldModel) -> GradientComputation:
-        return JAXGradients(held)
-
-    def local_computation(self, held: HeldModel) -> LocalComputation:
-        return JAXLocal(held)
-
-    def placed(
-        self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange
-    ) -> PlacedComputation:
-        raise UsageError(self.not_placed)

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from elasticcb.compute.backend import (
-    Backend,
-    Exchange,
-    GradientComputation,
-    HeldModel,
-    LocalComputation,
-    PlacedComputation,
-)
+from elasticcb.compute.backend import Backend
 from elasticcb.compute.movable import movable
 from elasticcb.compute.tensorflow.build import build
 from elasticcb.compute.tensorflow.capture import TensorFlowCapture
@@ -23,19 +16,17 @@ from elasticcb.compute.tensorflow.gradient_computation import TensorFlowGradient
 from elasticcb.compute.tensorflow.local_computation import TensorFlowLocal
 from elasticcb.compute.tensorflow.placed import TensorFlowPlaced
 from elasticcb.compute.tensorflow.table_uses import problems_of
-from elasticcb.model.spec import Spec
 from elasticcb.settings import Mode
-from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
 
 
 class TensorFlowBackend(Backend):
     """Keras on TensorFlow."""
 
-    def build(
-        self, spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False
-    ) -> dict[int, int] | None:
-        return build(spec, model, batch, mode, local)
+    build = staticmethod(build)
+    computation = TensorFlowGradients
+    local_computation = TensorFlowLocal
+    placed = TensorFlowPlaced
 
     def outputs(self, model: keras.Model, batch: Any) -> Any:
         return model.predict_step(batch)
@@ -58,14 +49,3 @@ class TensorFlowBackend(Backend):
             return movable(model, capture.train_step, batch, threshold_bytes, allowed, problems)
         finally:
             capture.release()
-
-    def computation(self, held: HeldModel) -> GradientComputation:
-        return TensorFlowGradients(held)
-
-    def local_computation(self, held: HeldModel) -> LocalComputation:
-        return TensorFlowLocal(held)
-
-    def placed(
-        self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange
-    ) -> PlacedComputation:
-        return TensorFlowPlaced(model, specs, num_ps, exchange)

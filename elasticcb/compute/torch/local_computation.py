@@ -8,13 +8,12 @@ from typing import Any
 from elasticcb.compute.backend import HeldModel, Prepared, StepResult, TableRows
 from elasticcb.compute.local_optimizers import HoldsOptimizers, copied, prepared
 from elasticcb.compute.moving_averages import MovingAverages
-from elasticcb.compute.torch.arrays import held_arrays
+from elasticcb.compute.torch.arrays import array_of
 from elasticcb.compute.torch.capture import TorchCapture
 from elasticcb.compute.torch.computation import TorchComputation, numbers
 from elasticcb.compute.torch.gradients import sort_gradients
-from elasticcb.sharding.array_names import STATE, WEIGHTS, named
-from elasticcb.sharding.flat_blocks import PlacedBlocks
-from elasticcb.sharding.partition import Slice, pack
+from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
+from elasticcb.sharding.partition import Slice
 
 
 class TorchLocal(TorchComputation, HoldsOptimizers):
@@ -38,10 +37,5 @@ class TorchLocal(TorchComputation, HoldsOptimizers):
         return StepResult(logs=numbers(logs), states=self._states(), rows=pairs, shared=shared)
 
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
-        values = {kind: held_arrays(self._model, self._specs, kind) for kind in (True, False)}
-        blocks = (
-            named(WEIGHTS, pack(values[True], self._specs, slices, True))
-            | named(STATE, pack(values[False], self._specs, slices, False))
-            for slices in partition
-        )
-        return PlacedBlocks(blocks, partition)
+        arrays = [array_of(variable.value) for variable in self._model.weights]
+        return PlacedBlocks((pack_weights(arrays, self._specs, slices) for slices in partition), partition)
