@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from elasticcb.compute.movable import Allowed
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.served_tables import ServedTables
 from elasticcb.errors import UsageError
@@ -266,21 +267,14 @@ class Backend(ABC):
 
     @abstractmethod
     def find_tables(
-        self,
-        model: keras.Model,
-        batch: Any,
-        mode: Mode,
-        threshold_bytes: int,
-        allowed: Callable[[int], bool],
-        local: bool = False,
+        self, model: keras.Model, batch: Any, mode: Mode, allowed: Allowed, local: bool = False
     ) -> dict[int, TableSpec]:
         """The embedding tables of a model, by index in `model.weights`: all `elasticcb.layers.Embedding`, and each
-        `keras.layers.Embedding` that is large enough and gives the same results with its rows on servers.
+        `keras.layers.Embedding` that is allowed and gives the same results with its rows on servers.
 
         Args:
             model, batch, mode, local: as in `build`, which must be called before.
-            threshold_bytes: minimum size of a keras.layers.Embedding to become a table.
-            allowed: whether a layer may be moved.
+            allowed: whether a keras.layers.Embedding may become a table.
 
         Raises:
             NotServableError: an `elasticcb.layers.Embedding` is used in a way that needs all its rows, or its ids can't

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from elasticcb.compute.jax.gradient_computation import JAXGradients
 from elasticcb.compute.jax.local_computation import JAXLocal
 from elasticcb.compute.jax.steps import predict_step, test_step, train_step, values
 from elasticcb.compute.jax.tables import problems_of
-from elasticcb.compute.movable import movable
+from elasticcb.compute.movable import Allowed, movable
 from elasticcb.layers.table_layers import TableLayer
 from elasticcb.settings import Mode
 from elasticcb.sharding.table_spec import TableSpec
@@ -45,13 +45,7 @@ class JAXBackend(Backend):
         return jax.tree.map(np.asarray, outputs)
 
     def find_tables(
-        self,
-        model: keras.Model,
-        batch: Any,
-        mode: Mode,
-        threshold_bytes: int,
-        allowed: Callable[[int], bool],
-        local: bool = False,
+        self, model: keras.Model, batch: Any, mode: Mode, allowed: Allowed, local: bool = False
     ) -> dict[int, TableSpec]:
         capture = StatelessCapture(model) if mode is Mode.TRAINING else None
         steps = {model.test_step: test_step(model), model.predict_step: predict_step(model)}
@@ -63,7 +57,7 @@ class JAXBackend(Backend):
         try:
             if capture is not None:
                 step = train_step(model, capture)
-            return movable(model, step, sized(model, arrays_of(batch)), threshold_bytes, allowed, found)
+            return movable(model, step, sized(model, arrays_of(batch)), allowed, found)
         finally:
             if capture is not None:
                 capture.release()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from elasticcb.compute.backend import Backend
-from elasticcb.compute.movable import movable
+from elasticcb.compute.movable import Allowed, movable
 from elasticcb.compute.tensorflow.build import build
 from elasticcb.compute.tensorflow.capture import TensorFlowCapture
 from elasticcb.compute.tensorflow.gradient_computation import TensorFlowGradients
@@ -32,20 +31,14 @@ class TensorFlowBackend(Backend):
         return model.predict_step(batch)
 
     def find_tables(
-        self,
-        model: keras.Model,
-        batch: Any,
-        mode: Mode,
-        threshold_bytes: int,
-        allowed: Callable[[int], bool],
-        local: bool = False,
+        self, model: keras.Model, batch: Any, mode: Mode, allowed: Allowed, local: bool = False
     ) -> dict[int, TableSpec]:
         problems = functools.partial(problems_of, model)
         if mode is not Mode.TRAINING:
             step = model.test_step if mode is Mode.EVALUATION else model.predict_step
-            return movable(model, step, batch, threshold_bytes, allowed, problems)
+            return movable(model, step, batch, allowed, problems)
         capture = TensorFlowCapture(model, refuses=not local)
         try:
-            return movable(model, capture.train_step, batch, threshold_bytes, allowed, problems)
+            return movable(model, capture.train_step, batch, allowed, problems)
         finally:
             capture.release()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import torch
 
 from elasticcb.compute.backend import Backend
-from elasticcb.compute.movable import movable
+from elasticcb.compute.movable import Allowed, movable
 from elasticcb.compute.torch.arrays import as_array, tensors_of
 from elasticcb.compute.torch.build import build
 from elasticcb.compute.torch.gradient_computation import TorchGradients
@@ -48,14 +47,8 @@ class TorchBackend(Backend):
             return keras.tree.map_structure(as_array, model.predict_step(tensors_of(batch)))
 
     def find_tables(
-        self,
-        model: keras.Model,
-        batch: Any,
-        mode: Mode,
-        threshold_bytes: int,
-        allowed: Callable[[int], bool],
-        local: bool = False,
+        self, model: keras.Model, batch: Any, mode: Mode, allowed: Allowed, local: bool = False
     ) -> dict[int, TableSpec]:
         step = {Mode.TRAINING: model.train_step, Mode.EVALUATION: model.test_step}.get(mode, model.predict_step)
         problems = functools.partial(problems_of, model)
-        return movable(model, step, tensors_of(batch), threshold_bytes, allowed, problems)
+        return movable(model, step, tensors_of(batch), allowed, problems)
