@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,14 +29,14 @@ from elasticcb.rpc.tensors import Array, Frame, dtype_of
 from elasticcb.security.credentials import Access
 from elasticcb.sharding.array_names import AGES, HELD, WEIGHT, by_index, named, without
 from elasticcb.sharding.bucket_map import BucketMap
-from elasticcb.sharding.partition import MOST_SERVERS, Slice, VariableSpec, partition
+from elasticcb.sharding.partition import MOST_SERVERS, VariableSpec, partition
 from elasticcb.sharding.table_state import from_tensors as tables_from
 from elasticcb.sharding.table_state import to_tensors as tables_to
 
 _PATIENCE_SECONDS = 3.0
 _DEADLINE_SECONDS = 600.0
 
-MakeModel = Callable[[Any, Sequence[VariableSpec], Sequence[Slice], BucketMap], ServedModel]
+MakeModel = Callable[[pb.InitializeRequest], ServedModel]
 
 
 class Move:
@@ -75,7 +75,7 @@ class Move:
         self._after = partition(self._specs, target.num_ps, target.split)
         self.buckets = BucketMap.from_bytes(target.num_ps, target.buckets, target.map_version)
         leaves = target.index >= target.num_ps
-        self.next = None if leaves else make_model(target, self._specs, self._after[target.index], self.buckets)
+        self.next = None if leaves else make_model(target)
         self._peers = {
             place: Connection(address, f"parameter server {place}", _PATIENCE_SECONDS, access)
             for place, address in enumerate(target.ps_addresses)
