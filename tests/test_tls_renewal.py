@@ -86,23 +86,19 @@ def wait_for_end(certificate):
     assert has_expired(certificate)
 
 
-def channel_of(connection):
-    return connection._grpc._present().channel
-
-
 def test_a_certificate_is_renewed_before_it_expires_and_nobody_is_cut_off(tmp_path, short_life, serve):
     files = make_ca(str(tmp_path)).files
     server, first = serve(TLS.load(files)), TLS.load(files)
     connection = server.connect(first)
     before = first.certificate
     assert server.ask(connection) == 7
-    channel, shown = channel_of(connection), shown_by(server.address, first)
+    channel, shown = connection.channel, shown_by(server.address, first)
     assert first.certificate is before
     wait_until(lambda: first.certificate is not before)  # some call comes
     assert not has_expired(before)
     wait_for_end(before)
     assert server.ask(connection) == 7
-    assert channel_of(connection) is not channel
+    assert connection.channel is not channel
     after = shown_by(server.address, first)
     assert after[0] != shown[0]
     assert after[1] > time.time() > shown[1]
@@ -115,12 +111,12 @@ def test_a_call_under_way_does_not_end_with_the_certificate_that_it_began_with(t
     connection = server.connect(tls)
     server.open.clear()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        channel = channel_of(connection)
+        channel = connection.channel
         slow = pool.submit(server.ask, connection)
         assert server.entered.wait(10)
         wait_for_end(connection._tls._certificate)
         before = weakref.ref(channel)
-        assert channel_of(connection) is not channel
+        assert connection.channel is not channel
         del channel
         gc.collect()
         assert before() is None

@@ -63,6 +63,11 @@ class Connection:
         self._linked: LinkedTransport | None = None  # created at first use
         self._making = threading.Lock()
 
+    @property
+    def channel(self) -> grpc.Channel:
+        """The current channel to the server."""
+        return self._grpc.channel
+
     def transport_of(self, method: Method) -> Transport:
         """The transport for the messages of a method."""
         if not method.shared:

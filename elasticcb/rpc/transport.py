@@ -113,9 +113,13 @@ class GrpcTransport(Transport):
         certificate = self._tls.certificate
         return _Line(_open_channel(self._address, self._tls.name, certificate), certificate, {})
 
-    def _present(self) -> _Line:
-        """The line to the server. It is replaced when this process gets another certificate; running calls finish on
+    @property
+    def channel(self) -> grpc.Channel:
+        """The channel to the server. It is replaced when this process gets another certificate; running calls finish on
         the old one."""
+        return self._present().channel
+
+    def _present(self) -> _Line:
         line = self._line
         if self._tls is None or line.certificate is self._tls.certificate:
             return line
