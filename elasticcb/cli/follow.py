@@ -17,7 +17,7 @@ from elasticcb.storage import durable
 
 if TYPE_CHECKING:
     from elasticcb.cli.progress import Display
-    from elasticcb.master.snapshot import EpochEnd, JobSnapshot
+    from elasticcb.master.snapshot import JobSnapshot
     from elasticcb.sidecar.follower import Checkpoint
 
 RESULTS = "evaluations.jsonl"  # in the job's folder
@@ -141,22 +141,8 @@ class _OneOfMany:
     """A display for several consecutive jobs: it outlives each of them."""
 
     def __init__(self, display: Display) -> None:
-        self._display = display
-
-    def update(self, status: JobSnapshot) -> None:
-        self._display.update(status)
-
-    def message(self, text: str) -> None:
-        self._display.message(text)
-
-    def evaluated(self, text: str, of_epoch: bool) -> None:
-        self._display.evaluated(text, of_epoch)
-
-    def epoch_ended(self, end: EpochEnd) -> None:
-        self._display.epoch_ended(end)
+        self.update, self.message, self.close = display.update, display.message, display.close
+        self.evaluated, self.epoch_ended = display.evaluated, display.epoch_ended
 
     def finish(self, summary: JobSnapshot) -> None:
         pass  # its metrics were shown as a message
-
-    def close(self) -> None:
-        self._display.close()

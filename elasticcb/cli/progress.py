@@ -135,24 +135,11 @@ class DisplayWithPage:
     def __init__(self, display: Display, folder: str) -> None:
         self._display, self._folder = display, folder
         self._told = False
+        self.message, self.evaluated, self.epoch_ended = display.message, display.evaluated, display.epoch_ended
+        self.finish, self.close = display.finish, display.close
 
     def update(self, status: JobSnapshot) -> None:
         if not self._told and (address := published_address(self._folder)):
             self._told = True
             self._display.message(line_about(address))
         self._display.update(status)
-
-    def message(self, text: str) -> None:
-        self._display.message(text)
-
-    def evaluated(self, text: str, of_epoch: bool) -> None:
-        self._display.evaluated(text, of_epoch)
-
-    def epoch_ended(self, end: EpochEnd) -> None:
-        self._display.epoch_ended(end)
-
-    def finish(self, summary: JobSnapshot) -> None:
-        self._display.finish(summary)
-
-    def close(self) -> None:
-        self._display.close()

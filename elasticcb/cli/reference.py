@@ -20,7 +20,7 @@ from elasticcb.master.members import Role
 from elasticcb.master.prometheus import JobCollector
 from elasticcb.master.snapshot import JobSnapshot, ProcessSnapshot
 from elasticcb.master.task import TaskState, TaskType
-from elasticcb.process.stats import histograms
+from elasticcb.process.stats import TableSize, histograms
 from elasticcb.settings import Command
 from elasticcb.settings.arguments import EVERYDAY, GROUPED, GROUPS, in_a_program
 from elasticcb.settings.definition import ALL, CLUSTER, PANELS, Setting, settings_of
@@ -106,6 +106,9 @@ def metrics_table() -> str:
         tasks={(kind.value.lower(), state.value.lower()): 0 for kind in TaskType for state in TaskState},
         free_disk_bytes=dict.fromkeys(("job", "checkpoint"), 0),
         processes=processes,
+        checkpoint_age=0.0,
+        metrics={"accuracy": 0.0},
+        tables={"table": TableSize(0, 0)},
         histograms=histograms(),
         **measured,
     )
@@ -113,7 +116,8 @@ def metrics_table() -> str:
     for metric in JobCollector(lambda: seen).collect():
         name = f"{metric.name}_total" if metric.type == "counter" else metric.name
         unit = metric.name.rpartition("_")[2]
-        labels = (_label(label, metric.samples) for label in vars(metric)["_labelnames"])
+        names = [name for name in metric.samples[0].labels if name != "le"]  # which is that of a histogram's bounds
+        labels = (_label(name, metric.samples) for name in names)
         cells = (f"`{name}`", metric.type, "; ".join(labels), unit if unit in _UNITS else "", metric.documentation)
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(["| metric | type | labels | unit | meaning |", "|---|---|---|---|---|", *rows])

@@ -65,14 +65,12 @@ class TaskSpan(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An event to show to users. `kind` is one of `KINDS`."""
+    """An event to show to users. `kind` is "note", "loss", "recovery", "joined" or "checkpoint"."""
 
     time: float
     kind: str
     text: str
 
-
-KINDS = ("note", "loss", "recovery", "joined", "checkpoint")
 
 _ENTRIES: Mapping[str, Any] = {"points": Point, "evaluations": EvaluationPoint, "tasks": TaskSpan, "events": Event}
 

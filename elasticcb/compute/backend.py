@@ -15,6 +15,11 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from elasticcb.compute.movable import Allowed
+from elasticcb.compute.moving_averages import MovingAverages
+from elasticcb.compute.served_tables import ServedTables
+from elasticcb.errors import UsageError
+from elasticcb.layers.install import install
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
@@ -93,6 +98,9 @@ class GradientResult(StepResult):
 class Computation(ABC):
     """The steps of one model. Only `prepare` may be called by several threads."""
 
+    _model: keras.Model
+    _served: ServedTables  # its embedding tables
+
     @abstractmethod
     def prepare(self, data: Any, mode: Mode) -> Prepared:
         """Prepares a batch of the input pipeline for a step. May be called in another thread, during a step.
@@ -120,13 +128,15 @@ class Computation(ABC):
     def set_weights(self, weights: PlacedBlocks) -> None:
         """Sets the model to `weights`; its variables are Keras variables, readable by anyone."""
 
-    @abstractmethod
     def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
         """Loads all rows of the embedding tables into the model; no more steps follow.
 
         Args:
             tables: (variable, ids [n], rows [n, dim]). The arrays do not change afterwards.
         """
+        self._served.release()
+        for index, ids, rows in tables:
+            install(self._model, index, ids, rows)
 
 
 class GradientComputation(Computation):
@@ -145,6 +155,8 @@ class GradientComputation(Computation):
 class LocalComputation(Computation):
     """A model trained by its own optimizers, except the rows of embedding tables."""
 
+    _averages: MovingAverages
+
     @abstractmethod
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
         """Trains the model on a batch, like Keras.
@@ -154,9 +166,9 @@ class LocalComputation(Computation):
         """
 
     @property
-    @abstractmethod
     def decays(self) -> Mapping[int, float]:
         """Of moving averages, by variable: the weight of the old value in the value after a batch."""
+        return self._averages.decays
 
     @abstractmethod
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
@@ -218,6 +230,11 @@ class HeldModel(NamedTuple):
     specs: Sequence[VariableSpec]
     partition: Sequence[Sequence[Slice]]
 
+    @property
+    def tables(self) -> list[int]:
+        """The indices of the embedding tables in `model.weights`."""
+        return [index for index, spec in enumerate(self.specs) if spec.table]
+
 
 class Backend(ABC):
     """A framework.
@@ -257,21 +274,14 @@ class Backend(ABC):
 
     @abstractmethod
     def find_tables(
-        self,
-        model: keras.Model,
-        batch: Any,
-        mode: Mode,
-        threshold_bytes: int,
-        allowed: Callable[[int], bool],
-        local: bool = False,
+        self, model: keras.Model, batch: Any, mode: Mode, allowed: Allowed, local: bool = False
     ) -> dict[int, TableSpec]:
         """The embedding tables of a model, by index in `model.weights`: all `elasticcb.layers.Embedding`, and each
-        `keras.layers.Embedding` that is large enough and gives the same results with its rows on servers.
+        `keras.layers.Embedding` that is allowed and gives the same results with its rows on servers.
 
         Args:
             model, batch, mode, local: as in `build`, which must be called before.
-            threshold_bytes: minimum size of a keras.layers.Embedding to become a table.
-            allowed: whether a layer may be moved.
+            allowed: whether a keras.layers.Embedding may become a table.
 
         Raises:
             NotServableError: an `elasticcb.layers.Embedding` is used in a way that needs all its rows, or its ids can't
@@ -290,8 +300,9 @@ class Backend(ABC):
     def local_computation(self, held: HeldModel) -> LocalComputation:
         """The steps of a model that is trained here. Raises the same errors as `computation`."""
 
-    @abstractmethod
     def placed(
         self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange
     ) -> PlacedComputation:
-        """Replaces the optimizers' updates of a built model by `exchange`. Raises the same errors as `computation`."""
+        """Replaces the optimizers' updates of a built model by `exchange`. Raises the same errors as `computation`, and
+        `UsageError` if `not_placed`."""
+        raise UsageError(self.not_placed)

@@ -17,7 +17,7 @@ from elasticcb.rpc.tensors import Array
 
 def prepared(held: HeldModel, optimizers: Sequence[keras.optimizers.Optimizer]) -> OptimizerState:
     """Builds the optimizers for training; returns their variables. Raises `ModelFileError` when that fails."""
-    if any(spec.table for spec in held.specs):
+    if held.tables:
         check_local_clipping(optimizers)
     weights = held.model.weights
     variables = held_variables(optimizers, weights, [spec.optimizer for spec in held.specs])

@@ -7,10 +7,12 @@ and a new worker starts with `initial_scale`. Servers get gradients of the plain
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
+
+from elasticcb.compute.capture import Update
 
 
 class LossScale(ABC):
@@ -33,7 +35,7 @@ class LossScale(ABC):
 
     @abstractmethod
     def unscale(self, gradients: dict[int, Any]) -> tuple[dict[int, Any], Any]:
-        """Gradients of the plain loss, and whether they are usable: always True without a dynamic scale.
+        """Gradients of the plain loss, and whether they are usable: always True without a dynamic scale, or gradients.
 
         If they are unusable (some are not finite), the scale is halved. After `dynamic_growth_steps` usable steps it is
         doubled.
@@ -43,6 +45,18 @@ class LossScale(ABC):
     def value(self) -> float:
         """The dynamic scale."""
         return float(self.optimizer.dynamic_scale.numpy())
+
+
+def unscaled(scales: Sequence[LossScale], updates: Mapping[int, Update]) -> tuple[dict[int, Any], list[Any]]:
+    """Gradients of the plain loss, by variable; and by optimizer whether they are usable, as in `LossScale.unscale`."""
+    gradients: dict[int, Any] = {}
+    usable = []
+    for number, scale in enumerate(scales):
+        own = {index: update.gradient for index, update in updates.items() if update.optimizer == number}
+        plain, fits = scale.unscale(own)
+        gradients |= plain
+        usable.append(fits)
+    return gradients, usable
 
 
 def explain_overflow(scales: Iterable[tuple[LossScale, Any]]) -> str:

@@ -18,6 +18,8 @@ from elasticcb.sharding.table_spec import TableSpec
 logger = logging.getLogger(__name__)
 
 Step = Callable[[Any], Any]
+# Whether a layer may be moved, by the index of its variable in `model.weights`, and its size in bytes.
+Allowed = Callable[[int, int], bool]
 # From a step, a batch and layers by variable: why rows can't be determined before the step, by variable.
 FindProblems = Callable[[Step, Any, Mapping[int, TableLayer]], dict[int, str]]
 
@@ -26,19 +28,17 @@ def movable(
     model: keras.Model,
     step: Step,
     batch: Any,
-    threshold_bytes: int,
-    allowed: Callable[[int], bool],
+    allowed: Allowed,
     problems_of: FindProblems,
 ) -> dict[int, TableSpec]:
-    """The tables of a model: all `elasticcb.layers.Embedding`, and each `keras.layers.Embedding` that is large enough
-    and gives the same results with its rows on servers.
+    """The tables of a model: all `elasticcb.layers.Embedding`, and each `keras.layers.Embedding` that is allowed and
+    gives the same results with its rows on servers.
 
     Args:
         model: built, and compiled for training.
         step: its training step, a function of a batch.
         batch: `(features, labels[, sample_weight])`.
-        threshold_bytes: minimum size of a keras.layers.Embedding to become a table.
-        allowed: whether a layer may be moved, by index in `model.weights`.
+        allowed: whether a keras.layers.Embedding may become a table.
         problems_of: determines how a step uses the variables of layers.
 
     Raises:
@@ -47,9 +47,7 @@ def movable(
     """
     layers: dict[int, TableLayer] = {}
     for index, found in table_layers(model).items():
-        if is_own(found[0]) or (
-            len(found) == 1 and _bytes(found[0]) >= threshold_bytes and _is_plain(found[0]) and allowed(index)
-        ):
+        if is_own(found[0]) or (len(found) == 1 and _is_plain(found[0]) and allowed(index, _bytes(found[0]))):
             layers[index] = found[0]
     if not layers:
         return {}

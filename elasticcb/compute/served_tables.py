@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,7 +16,6 @@ from elasticcb.layers.install import empty, make_native
 from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, stop_answering, table_layers
 from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array
-from elasticcb.sharding.table_spec import TableSpec
 
 
 class ServedTables(ABC):
@@ -24,13 +23,13 @@ class ServedTables(ABC):
 
     Args:
         model: built.
-        tables: tables by index in `model.weights`.
+        tables: indices of the tables in `model.weights`.
 
     Raises:
         ModelFileError: an index is not that of an embedding layer's variable.
     """
 
-    def __init__(self, model: keras.Model, tables: Mapping[int, TableSpec]) -> None:
+    def __init__(self, model: keras.Model, tables: Iterable[int]) -> None:
         self._model = model
         self._layers = layers = _layers_of(model, tables)
         # One thread may determine the ids of the next batch while another runs a step.
@@ -150,7 +149,7 @@ def not_servable(layer: TableLayer, problem: str) -> NotServableError:
     return NotServableError(f"Parameter servers can't hold the rows of the embedding layer {layer.name!r}: {problem}")
 
 
-def _layers_of(model: keras.Model, tables: Mapping[int, TableSpec]) -> dict[int, TableLayer]:
+def _layers_of(model: keras.Model, tables: Iterable[int]) -> dict[int, TableLayer]:
     layers = table_layers(model)
     unknown = [model.weights[index].path for index in tables if index not in layers]
     if unknown:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 
@@ -11,8 +10,6 @@ from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import JobState
 from elasticcb.master.members import PlaceState, Role
 from elasticcb.settings import WorkerRange
-
-logger = logging.getLogger(__name__)
 
 
 class Autoscaling:

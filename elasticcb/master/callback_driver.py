@@ -91,30 +91,26 @@ class MasterHooks:
 
         Weights that the hook sets are used only for this round.
         """
-        self._round_changed = False
-        weights = None
-        if self._callbacks.readers("on_test_begin"):
+        reads, weights = bool(self._callbacks.readers("on_test_begin")), None
+        if reads:
             self._show(self._ps.client.pull(), self._callbacks.needs_optimizer_state("on_test_begin"))
-            self._callbacks.call("on_test_begin", {})
-            self._carry_out()
+        self._callbacks.call("on_test_begin", {})
+        self._carry_out()
+        if reads:
             weights, _ = self._changed_weights()  # embedding rows are always evaluated as the servers hold them
-            self._round_changed = weights is not None
             self._forget()
-        else:
-            self._callbacks.call("on_test_begin", {})
-            self._carry_out()
+        self._round_changed = weights is not None
         return self._ps.snapshot(evaluation_round, weights)
 
     def end_round(self, evaluation_round: int, logs: dict[str, Any]) -> None:
         """Calls `on_test_end` with the weights of the round; the servers then drop the snapshot."""
-        if not self._callbacks.readers("on_test_end"):
-            self._callbacks.call("on_test_end", logs)
-            self._carry_out()
-        else:
+        reads = bool(self._callbacks.readers("on_test_end"))
+        if reads:
             needs_state = self._callbacks.needs_optimizer_state("on_test_end")
             self._show(self._ps.client.pull_snapshot(evaluation_round), needs_state)
-            self._callbacks.call("on_test_end", logs)
-            self._carry_out()
+        self._callbacks.call("on_test_end", logs)
+        self._carry_out()
+        if reads:
             if not self._round_changed:  # else the hook undid what `on_test_begin` did
                 self._send_changes()
             self._forget()

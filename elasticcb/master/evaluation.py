@@ -64,7 +64,6 @@ class Merged:
 
     states: States
     batches: list[Outputs]
-    tasks: int
 
 
 class EvaluationRounds:
@@ -234,7 +233,7 @@ class Collection:
                 for name, by_task in self._states.items()
             }
         batches = [batch for task in sorted(self._outputs) for batch in self._outputs[task]]
-        return Merged(states, batches, len(self._tasks))
+        return Merged(states, batches)
 
     def _check(self, task_id: int, states: Mapping[str, Sequence[Array]], batches: Sequence[Outputs]) -> None:
         known = {*self._sums, *self._states}

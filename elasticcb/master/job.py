@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -33,8 +32,6 @@ from elasticcb.model.job_callbacks import callback_params
 from elasticcb.optimizers.state import ModelState
 from elasticcb.process.stats import Stats
 from elasticcb.settings import RECOVERY_FOLDER, Command, JobSettings
-
-logger = logging.getLogger(__name__)
 
 _DRAIN_SECONDS = 5.0  # for running tasks when the user interrupts
 _RESTORE_SECONDS = 20.0  # for lost servers when the user interrupts

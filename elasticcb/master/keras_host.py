@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,29 +157,21 @@ class ModelHost:
         size."""
         optimizers = model_optimizers(self.model)
         num_ps = settings.cluster.num_ps
+        saved: set[int] | None = None
+        if settings.checkpoint.directory_for_init:
+            manifest = read_manifest(find_latest(settings.checkpoint.directory_for_init))
+            saved = {index for index, variable in enumerate(manifest["variables"]) if variable.get("table")}
 
-        def allowed(index: int) -> bool:
-            if not self.trains:
-                return True
+        def allowed(index: int, size: int) -> bool:
+            is_table = size >= settings.embedding.threshold_bytes if saved is None else index in saved
+            if not is_table or not self.trains:
+                return is_table
             optimizer = optimizers[(updated or {}).get(index, 0)]
             if self._is_local and unwrapped(optimizer).global_clipnorm:  # over all gradients, which a worker clips
                 return False
             return may_serve_rows(optimizer, num_ps) and (updated is None or index in updated)
 
-        threshold = settings.embedding.threshold_bytes
-        saved: set[int] | None = None
-        if settings.checkpoint.directory_for_init:
-            manifest = read_manifest(find_latest(settings.checkpoint.directory_for_init))
-            saved = {index for index, variable in enumerate(manifest["variables"]) if variable.get("table")}
-            threshold = 0 if saved else sys.maxsize
-        found = backend().find_tables(
-            self.model,
-            batch,
-            mode,
-            threshold,
-            lambda index: allowed(index) and (saved is None or index in saved),
-            self._is_local,
-        )
+        found = backend().find_tables(self.model, batch, mode, allowed, self._is_local)
         paths = {index: self.model.weights[index].path.rpartition("/")[0] for index in found}
         return with_settings(found, paths, settings)
 

@@ -8,7 +8,6 @@ files, callbacks) runs in the thread that drives the job (`job.py`), which wakes
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,14 +25,12 @@ from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.watchdog import Watchdog
 from elasticcb.rpc.frame_service import FrameService
 from elasticcb.rpc.health import HealthServer
-from elasticcb.rpc.message_service import MessageService
+from elasticcb.rpc.message_service import message_service
 from elasticcb.rpc.server import Server
 from elasticcb.rpc.services import MASTER_METHODS, MASTER_SERVICE
 from elasticcb.security.credentials import OPEN, Access, is_loopback
 from elasticcb.security.socket_folder import is_folder
 from elasticcb.settings import MOST_WORKERS, ClusterSettings
-
-logger = logging.getLogger(__name__)
 
 _LARGEST_MESSAGE = 2**31 - 1  # bytes; the limit of protobuf
 
@@ -74,7 +71,7 @@ class Master:
             self.past_after,
             cluster.silence_seconds,
         )
-        self._server.grpc_server.add_generic_rpc_handlers((MessageService(MASTER_METHODS, servicer),))
+        self._server.grpc_server.add_generic_rpc_handlers((message_service(MASTER_METHODS, servicer),))
         if is_folder(host):
             host = "127.0.0.1"  # where metrics and health checks are expected
         self._metrics: MetricsServer | None = None

@@ -35,7 +35,7 @@ class Past:
         self._metrics: dict[str, float] = {}
 
     def happened(self, kind: str, text: str) -> None:
-        """`kind` is one of `KINDS`."""
+        """`kind` as in `Event`."""
         self._history.add(Event(self.clock(), kind, text))
 
     def began(self, lease: Lease, place: int) -> None:

@@ -86,9 +86,9 @@ class ServerMove:
             self._step(pb.SETTLE, version=version)
             commit()
         except BaseException:
-            self._abandon()
+            self._tell_all(pb.ABANDON)
             raise
-        self._open()
+        self._tell_all(pb.OPEN)  # the new map now applies: an unreachable server is replaced by one that knows it
         ended = time.monotonic()
         return Moved(
             servers=self._servers,
@@ -146,13 +146,6 @@ class ServerMove:
             return link.call("Move", Frame(request, {}), patience_seconds=1.0).header
 
         return each(self._pool, take, self._links)
-
-    def _open(self) -> None:
-        """The new map now applies: an unreachable server is replaced by one that knows it."""
-        self._tell_all(pb.OPEN)
-
-    def _abandon(self) -> None:
-        self._tell_all(pb.ABANDON)
 
     def _tell_all(self, step: int) -> None:
         def tell(link: Link) -> None:

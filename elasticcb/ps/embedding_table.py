@@ -62,6 +62,7 @@ class EmbeddingTable(StoredTable):
 
     Attributes:
         ages: finds rows that are too old.
+        candidates: ids that have not been looked up often enough yet.
         flow: counts created and evicted rows.
         max_rows: maximum number of rows in memory; 0: no limit.
     """
@@ -85,7 +86,7 @@ class EmbeddingTable(StoredTable):
         self._min_count = options.min_count or 1
         self.ages = RowAges(options.max_age or 0, now)
         self.max_rows = options.max_rows or 0
-        self._candidates = Candidates(self._min_count)
+        self.candidates = Candidates(self._min_count)
         self.flow = RowFlow()
         self._limits.tables.append(self)
 
@@ -208,7 +209,7 @@ class EmbeddingTable(StoredTable):
 
     def _make_rows(self, ids: Array, places: Array, missing: Array, initial: Array) -> None:
         """Adds rows for `ids[missing]` with values `initial`, within the limits; stores their positions in `places`."""
-        admitted = self._candidates.count(ids[missing], self._version)
+        admitted = self.candidates.count(ids[missing], self._version)
         chosen = np.flatnonzero(admitted)
         before = self._left
         room = self._limits.room(self, len(chosen), ids)
@@ -224,16 +225,11 @@ class EmbeddingTable(StoredTable):
     @property
     def bytes(self) -> int:
         """Memory used by the table, including slots, counts and index."""
-        return len(self._rows) * self._rows.row_bytes + self._candidates.bytes
+        return len(self._rows) * self._rows.row_bytes + self.candidates.bytes
 
     @property
     def may_lose_rows(self) -> bool:
         return self._initial_values is not None
-
-    @property
-    def evicted(self) -> int:
-        """Number of evicted rows so far."""
-        return self.flow.removed
 
     def evict(self, places: Array) -> None:
         """Evicts rows from memory. Without a disk store, their ids restart from initial values."""
@@ -242,11 +238,6 @@ class EmbeddingTable(StoredTable):
         else:
             self.flow.removed += len(places)
             self._remove(places)
-
-    @property
-    def candidates(self) -> Candidates:
-        """Ids that have not been looked up often enough yet."""
-        return self._candidates
 
     def export_ages(self) -> Array | None:
         """State of `ages`, to continue elsewhere or later."""
@@ -257,7 +248,7 @@ class EmbeddingTable(StoredTable):
         oldest = self.ages.due(self._version)
         if oldest is None:
             return
-        self._candidates.forget_older(oldest)
+        self.candidates.forget_older(oldest)
         old = np.flatnonzero(self._rows.used < oldest)
         if not self.may_lose_rows:
             return
@@ -278,7 +269,7 @@ class EmbeddingTable(StoredTable):
 
     def _begin_anew(self, version: int) -> None:
         super()._begin_anew(version)
-        self._candidates.clear()
+        self.candidates.clear()
         self.ages.begin(version)
 
     def take_over(self, before: EmbeddingTable, keeps: Callable[[Array], Array]) -> None:
@@ -288,5 +279,5 @@ class EmbeddingTable(StoredTable):
             before: a table of the same dimension and slots.
             keeps: returns which ids (int64 [n]) to take: bool [n]; none of them has a row here.
         """
-        self._candidates, self.ages, self.flow = before._candidates, before.ages, before.flow
+        self.candidates, self.ages, self.flow = before.candidates, before.ages, before.flow
         self._take_rows(before, keeps)

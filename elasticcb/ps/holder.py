@@ -21,7 +21,8 @@ from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.peers import Peers
 from elasticcb.ps.push_reader import PushReader
-from elasticcb.ps.recovery import RecoveryLog, RecoveryWriter, Saved, forget_older, log_folder, read_by_older_map
+from elasticcb.ps.recovery import RecoveryLog, Saved, forget_older, log_folder, read_by_older_map
+from elasticcb.ps.recovery_writer import RecoveryWriter
 from elasticcb.ps.replica import Replica
 from elasticcb.ps.replica_log import Entry, Origin
 from elasticcb.ps.served_model import PushAnswer, ServedModel, values_of
@@ -107,13 +108,11 @@ class Holder:
 
     def _begin_with(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
         request = frame.header
-        specs = [VariableSpec.from_message(variable) for variable in request.variables]
         if not 0 <= request.index < request.num_ps <= MOST_SERVERS:
             raise WireError(
                 f"Initialize has server {request.index} of {request.num_ps}; at most {MOST_SERVERS:,} are allowed."
             )
-        buckets = BucketMap.from_bytes(request.num_ps, request.buckets, request.map_version)
-        slices = partition(specs, request.num_ps, request.split)[request.index]
+        specs, slices, buckets = _part_of(request)
         part, log, saved = None, self._recovery_log(request), None
         continues = False  # whether the server continues the files of its recovery log
         answered: Answered[PushAnswer] = Answered()
@@ -142,7 +141,7 @@ class Holder:
             state = from_tensors(frame.tensors, request.optimizers)
             parameters.check_state(state)
             parameters.load({}, state, version)
-        model = self._model_of(request, specs, slices, buckets, parameters, answered)
+        model = self._model_of(request, buckets, parameters, answered)
         self.close()  # of the previous model
         complete = False
         if log is not None and not continues:
@@ -198,13 +197,7 @@ class Holder:
                 self.model.replica.close()
 
     def _model_of(
-        self,
-        request: pb.InitializeRequest,
-        specs: Sequence[VariableSpec],
-        slices: Sequence[Slice],
-        buckets: BucketMap,
-        parameters: Parameters,
-        answered: Answered[PushAnswer],
+        self, request: pb.InitializeRequest, buckets: BucketMap, parameters: Parameters, answered: Answered[PushAnswer]
     ) -> ServedModel:
         forget_kernels()  # of models that no longer exist
         options, training = self._options, self._options.training
@@ -217,36 +210,29 @@ class Holder:
                 )
             use_peers = False
         return ServedModel(
-            specs=specs,
-            slices=slices,
+            specs=parameters.specs,
+            slices=parameters.slices,
             index=request.index,
             num_ps=request.num_ps,
             buckets=buckets,
             parameters=parameters,
-            reader=PushReader(specs, slices, parameters.tables.check_ids),
+            reader=PushReader(parameters.specs, parameters.slices, parameters.tables.check_ids),
             peers=Peers(list(request.ps_addresses)[1:] if use_peers else [], options.access, options.patience_seconds),
             policy=policy_of(training, options.replicas, time.monotonic),
-            staged={},
             answered=answered,
-            snapshots={},
-            held={},
         )
 
-    def empty_model(
-        self,
-        request: pb.InitializeRequest,
-        specs: Sequence[VariableSpec],
-        slices: Sequence[Slice],
-        buckets: BucketMap,
-    ) -> ServedModel:
+    def empty_model(self, request: pb.InitializeRequest) -> ServedModel:
         """An empty model, which a move fills."""
         if self._options.training.is_synchronous:
             raise ElasticCBError("The number of parameter servers can't change in synchronous mode.")
-        zeros = {part.variable: np.zeros(part.shape(specs[part.variable]), _dtype(specs, part)) for part in slices}
+        specs, slices, buckets = _part_of(request)
+        own = [(part, specs[part.variable]) for part in slices]
+        zeros = {part.variable: np.zeros(part.shape(spec), dtype_of(spec.dtype)) for part, spec in own}
         place, limits = (request.index, buckets), replace(self._options.limits)
         outer, make = self._options.training.outer_optimizer, self._options.make_optimizers
         parameters = Parameters(specs, slices, make, zeros, 0, place, limits, outer)
-        return self._model_of(request, specs, slices, buckets, parameters, Answered())
+        return self._model_of(request, buckets, parameters, Answered())
 
     def serve(self, model: ServedModel, request: pb.InitializeRequest) -> None:
         """Serves the result of a move. The lock must be held."""
@@ -326,5 +312,8 @@ class Holder:
             return Saved(model.parameters.hold(self.lock, since), model.answered.last(), noted)
 
 
-def _dtype(specs: Sequence[VariableSpec], part: Slice) -> Any:
-    return dtype_of(specs[part.variable].dtype)
+def _part_of(request: pb.InitializeRequest) -> tuple[list[VariableSpec], list[Slice], BucketMap]:
+    """The variables of the model, the server's slices of them, and which rows of tables are its own."""
+    specs = [VariableSpec.from_message(variable) for variable in request.variables]
+    buckets = BucketMap.from_bytes(request.num_ps, request.buckets, request.map_version)
+    return specs, partition(specs, request.num_ps, request.split)[request.index], buckets

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,21 +22,21 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.holder import Holder
 from elasticcb.ps.reslice import PartSlices, cut, overlap, put_together
 from elasticcb.ps.served_model import MoveGate, ServedModel
+from elasticcb.ps.table_snapshot import CHUNK_BYTES
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Array, Frame, dtype_of
 from elasticcb.security.credentials import Access
 from elasticcb.sharding.array_names import AGES, HELD, WEIGHT, by_index, named, without
 from elasticcb.sharding.bucket_map import BucketMap
-from elasticcb.sharding.partition import MOST_SERVERS, Slice, VariableSpec, partition
+from elasticcb.sharding.partition import MOST_SERVERS, VariableSpec, partition
 from elasticcb.sharding.table_state import from_tensors as tables_from
 from elasticcb.sharding.table_state import to_tensors as tables_to
 
-_CHUNK_BYTES = 4 << 20  # rows read under the lock at a time
 _PATIENCE_SECONDS = 3.0
 _DEADLINE_SECONDS = 600.0
 
-MakeModel = Callable[[Any, Sequence[VariableSpec], Sequence[Slice], BucketMap], ServedModel]
+MakeModel = Callable[[pb.InitializeRequest], ServedModel]
 
 
 class Move:
@@ -75,7 +75,7 @@ class Move:
         self._after = partition(self._specs, target.num_ps, target.split)
         self.buckets = BucketMap.from_bytes(target.num_ps, target.buckets, target.map_version)
         leaves = target.index >= target.num_ps
-        self.next = None if leaves else make_model(target, self._specs, self._after[target.index], self.buckets)
+        self.next = None if leaves else make_model(target)
         self._peers = {
             place: Connection(address, f"parameter server {place}", _PATIENCE_SECONDS, access)
             for place, address in enumerate(target.ps_addresses)
@@ -106,7 +106,7 @@ class Move:
             owners = self.buckets.server_of(own)
             for place in np.unique(owners[owners != self._index]).tolist():
                 going = own[owners == place]
-                chunk = max(1, _CHUNK_BYTES // tables[number].row_bytes)
+                chunk = max(1, CHUNK_BYTES // tables[number].row_bytes)
                 for first in range(0, len(going), chunk):
                     with self._lock:
                         state = tables[number].select(going[first : first + chunk])
@@ -205,9 +205,7 @@ class Move:
 
     def open(self) -> None:
         """Moves the tables into the new model. The lock must be held; this can't fail."""
-        if self.next is None:
-            return
-        if self._model is None:
+        if self.next is None or self._model is None:
             return
         tables = self.next.parameters.tables
         for number in tables.numbers:

@@ -22,6 +22,9 @@ class OuterUpdate:
     Args:
         text: the setting `outer_optimizer`.
         specs, slices, values: as in `TrainedPart`.
+
+    Attributes:
+        optimizers: holds that optimizer and its state.
     """
 
     def __init__(
@@ -30,7 +33,7 @@ class OuterUpdate:
         own = [replace(spec, optimizer=0) for spec in specs]
         self._dense = tuple(index for index, spec in enumerate(own) if spec.trainable and not spec.table)
         self._part = TrainedPart(own, slices, lambda count: [outer_optimizer(text)], values)
-        self._optimizers = self._part.need_optimizers()
+        self.optimizers = self._part.need_optimizers()
 
     def move(self, part: TrainedPart, movements: Movements, by_xla: bool) -> None:
         """Moves all variables of `part` by the optimizer; constraints are applied afterwards."""
@@ -40,26 +43,14 @@ class OuterUpdate:
         self._part.apply(Push(self._dense, gradients, {}, updated=frozenset(self._dense)), by_xla)
         part.set_weights(self._part.weights())
 
-    def state(self) -> OptimizerState:
-        """The optimizer's full state. The arrays do not change later."""
-        return self._optimizers.state()
-
-    def check(self, state: OptimizerState) -> None:
-        """Raises `ElasticCBError` if some part of `state` does not fit."""
-        self._optimizers.check(state)
-
-    def load(self, state: OptimizerState) -> None:
-        """Sets a checked `state`."""
-        self._optimizers.load(state)
-
     def restore(self, state: OptimizerState) -> None:
         """Restores its state from a checkpoint; starts fresh, with a warning, if it is missing or does not match."""
-        if state.optimizers == self._optimizers.names:
-            self._optimizers.restore(state)
+        if state.optimizers == self.optimizers.names:
+            self.optimizers.restore(state)
         else:
             held = ", ".join(state.optimizers) or "none"
             logger.warning(
                 "The checkpoint was written with the outer optimizer %s; %s starts fresh.",
                 held,
-                self._optimizers.kinds,
+                self.optimizers.kinds,
             )

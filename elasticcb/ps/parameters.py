@@ -1,12 +1,11 @@
 """One server's part of the model: weights, optimizer slots and non-trainable variables.
 
-Not thread-safe: the servicer serializes writers. Results of `weights`, `state` and `export` are never written again, so
-readers need no lock.
+Not thread-safe: the servicer serializes writers. Results of `weights`, `snapshot` and `dense` are never written again,
+so readers need no lock.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -33,8 +32,6 @@ from elasticcb.sharding.flat_blocks import moved_state
 from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.sharding.push import Push
 from elasticcb.sharding.table_source import TableSource
-
-logger = logging.getLogger(__name__)
 
 # TensorFlow keeps XLA's compiled code for the life of the process, 0.9 MB for a small model: XLA is used only for
 # models trained beyond this version. It is a version rather than a number of calls so that a replacement server, or one
@@ -123,10 +120,6 @@ class Parameters:
         if self._blocks is None:
             self._blocks = self._trained.weights()
         return self._blocks
-
-    def state(self) -> Mapping[str, Array]:
-        """The non-trainable part, flat, by dtype."""
-        return self._state
 
     def snapshot(self) -> Snapshot:
         """No copy: blocks are replaced, never modified."""
@@ -249,7 +242,7 @@ class Parameters:
     def check_state(self, state: OptimizerState) -> None:
         """Raises `ElasticCBError` if the optimizers can't hold `state`; without optimizers it is ignored."""
         if self._outer is not None:
-            self._outer.check(of_outer(state))
+            self._outer.optimizers.check(of_outer(state))
             state = without_outer(state)
         if self.optimizers is not None:
             self.optimizers.check(state)
@@ -268,7 +261,7 @@ class Parameters:
             if self.optimizers is not None:
                 self.optimizers.load(state)
             if self._outer is not None:
-                self._outer.load(of_outer(state))
+                self._outer.optimizers.load(of_outer(state))
         if values:
             self._state = flat(values, self.specs, self.slices, trainable=False)
             self.state_version += 1
@@ -277,25 +270,18 @@ class Parameters:
 
     # -------------------------------------------------------------- checkpoints
 
-    def export(self, since: int | None = None) -> Part:
-        """This server's part of a checkpoint, as arrays that are never written again.
-
-        Args:
-            since: of embedding tables, only rows trained after this version.
-        """
-        return replace(self.dense(), tables=self.tables.export(since))
-
     def hold(self, lock: AbstractContextManager[Any], since: int | None = None) -> Part:
-        """Like `export`, but tables are read in pieces while training continues. Release it after use.
+        """This server's part of a checkpoint, whose tables are read in pieces while training continues. Release it
+        after use.
 
         Args:
             lock: must be held at each call of this object, but not while the tables are read.
-            since: as in `export`.
+            since: of embedding tables, only rows trained after this version.
         """
         return replace(self.dense(), held=self.tables.hold(lock, since))
 
     def dense(self) -> Part:
-        """Like `export`, without tables."""
+        """This server's part of a checkpoint without tables, as arrays that are never written again."""
         weights = self._arrays()
         for place in layout(self.specs, self.slices, False):
             block = self._state[place.dtype][place.offset : place.offset + place.slice.elements]
@@ -304,7 +290,7 @@ class Parameters:
         if self.optimizers is not None:
             state = self.optimizers.state()
             if self._outer is not None:
-                state = with_outer(state, self._outer.state())
+                state = with_outer(state, self._outer.optimizers.state())
             part.optimizer = ", ".join(state.optimizers)
             part.slots, part.extras, part.shared = state.slots, state.extras, state.shared
         return part

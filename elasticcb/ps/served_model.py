@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from elasticcb.checkpoint.shard_file import Part
@@ -104,10 +104,10 @@ class ServedModel:
     reader: PushReader
     peers: Peers
     policy: UpdatePolicy
-    staged: dict[PushName, Staged]  # synchronous mode: pushes waiting for an update
     answered: Answered[PushAnswer]
-    snapshots: dict[int, Snapshot]  # by evaluation pass
-    held: dict[str, Part]  # by checkpoint folder, data to write there
+    staged: dict[PushName, Staged] = field(default_factory=dict)  # synchronous mode: pushes waiting for an update
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by evaluation pass
+    held: dict[str, Part] = field(default_factory=dict)  # by checkpoint folder, data to write there
     exported: Exported | None = None
     change: Change | None = None  # synchronous mode: a change that waits for the first server
     loaded: tuple[int, int] = (0, 0)  # id of the last change, and the version it made

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 from elasticcb.process.stats import TableSize
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -56,11 +55,9 @@ class PSServer:
         self._store: ColdStore | None = None
         self._servicer = self._make_servicer(settings, make_optimizers)
         handlers = {PS_METHODS[name]: self._to_present_servicer(name) for name in self._servicer.handlers}
-        handlers[PS_METHODS["RefusedCalls"]] = self._answer_refused_calls
+        answer = pb.RefusedCallsResponse
+        handlers[PS_METHODS["RefusedCalls"]] = lambda frame: Frame(answer(calls=self.refused_calls()), {})
         self._server.add(FrameService(handlers))
-
-    def _answer_refused_calls(self, frame: Frame[Any]) -> Frame[Any]:
-        return Frame(pb.RefusedCallsResponse(calls=self.refused_calls()), {})
 
     def refused_calls(self) -> dict[str, int]:
         """Number of refused calls, by reason (text)."""

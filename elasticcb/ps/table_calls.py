@@ -81,5 +81,5 @@ def count_table(table: EmbeddingTable, version: int, top: int, lock: AbstractCon
         slot_bytes = table.row_bytes - OVERHEAD_BYTES - table.value_bytes
         counts.rows, counts.row_bytes, counts.slot_bytes = rows, rows * table.value_bytes, rows * slot_bytes
         counts.slots, counts.bytes, counts.waiting = tuple(sorted(table.slots)), table.bytes, len(table.candidates)
-        counts.removed, counts.growth = table.evicted, table.flow.lately(time.monotonic())
+        counts.removed, counts.growth = table.flow.removed, table.flow.lately(time.monotonic())
     return counts

@@ -53,11 +53,6 @@ class TableSnapshot:
         self._kept = TableRows(rows.dim, rows.dtype, slots, rows.held_dtype)
         rows.snapshots.append(self)
 
-    @property
-    def kept(self) -> int:
-        """Number of rows copied because they changed before they were read."""
-        return len(self._kept)
-
     def __len__(self) -> int:
         """Number of rows to read."""
         return self._in_memory + (0 if self._held_cold is None else len(self._held_cold))

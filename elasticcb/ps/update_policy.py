@@ -51,10 +51,13 @@ class UpdatePolicy(ABC):
     first_decides: ClassVar[bool]
     workers_wait: ClassVar[bool] = False
 
+    def __init__(self) -> None:
+        self._waiting: list[PushName] = []
+
     @property
     def waiting(self) -> tuple[PushName, ...]:
         """Pushes that wait for an update."""
-        return ()
+        return tuple(self._waiting)
 
     def too_old(self, version: int, present: int) -> str:
         """Why gradients of `version` can't be applied to weights of version `present`; "" when they can."""
@@ -64,8 +67,9 @@ class UpdatePolicy(ABC):
     def decide(self, push: PushName, version: int, present: int) -> Decision:
         """What to do with a push of gradients of `version` when the model is at `present`."""
 
-    def keep(self, pushes: Collection[PushName]) -> None:  # noqa: B027 - where nothing waits
+    def keep(self, pushes: Collection[PushName]) -> None:
         """Drops all waiting pushes except these."""
+        self._waiting = [name for name in self._waiting if name in pushes]
 
     def due(self, lost_workers: Collection[int]) -> Decision | None:
         """An update of the waiting pushes, if no other push is awaited."""
@@ -73,7 +77,8 @@ class UpdatePolicy(ABC):
 
     def flush(self) -> Decision:
         """An update of the waiting pushes, however few."""
-        return _update(())
+        pushes, self._waiting = self.waiting, []
+        return _update(pushes)
 
 
 class Asynchronous(UpdatePolicy):
@@ -98,12 +103,8 @@ class Synchronous(UpdatePolicy):
     first_decides = True
 
     def __init__(self, grads_to_wait: int = 1, version_tolerance: int = 0) -> None:
+        super().__init__()
         self._grads_to_wait, self._tolerance = grads_to_wait, version_tolerance
-        self._waiting: list[PushName] = []
-
-    @property
-    def waiting(self) -> tuple[PushName, ...]:
-        return tuple(self._waiting)
 
     def too_old(self, version: int, present: int) -> str:
         if present - self._tolerance <= version <= present:
@@ -128,13 +129,6 @@ class Synchronous(UpdatePolicy):
             return Decision(Action.WAIT, f"{count} of {self._grads_to_wait} gradients of the next update")
         return self.flush()
 
-    def keep(self, pushes: Collection[PushName]) -> None:
-        self._waiting = [name for name in self._waiting if name in pushes]
-
-    def flush(self) -> Decision:
-        pushes, self._waiting = tuple(self._waiting), []
-        return _update(pushes)
-
 
 _ROUNDS_KEPT = 9
 
@@ -156,15 +150,11 @@ class Rounds(UpdatePolicy):
     LEAST_SECONDS = 0.02
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
         self._clock = clock
-        self._waiting: list[PushName] = []
         self._expected: frozenset[int] = frozenset()
         self._ended = self._first = clock()  # end of the last round; when the first movement of this one came
         self._usual: deque[float] = deque(maxlen=_ROUNDS_KEPT)  # seconds between these two
-
-    @property
-    def waiting(self) -> tuple[PushName, ...]:
-        return tuple(self._waiting)
 
     def decide(self, push: PushName, version: int, present: int) -> Decision:
         if not self._waiting:
@@ -185,13 +175,9 @@ class Rounds(UpdatePolicy):
         is_over = self._clock() - self._first >= patience
         return self.flush() if is_over or self._expected.difference(lost_workers) <= self._come else None
 
-    def keep(self, pushes: Collection[PushName]) -> None:
-        self._waiting = [name for name in self._waiting if name in pushes]
-
     def flush(self) -> Decision:
-        pushes, self._expected, self._ended = self.waiting, self._come or self._expected, self._clock()
-        self._waiting = []
-        return _update(pushes)
+        self._expected, self._ended = self._come or self._expected, self._clock()
+        return super().flush()
 
 
 def policy_of(training: TrainingSettings, replicas: bool, clock: Callable[[], float]) -> UpdatePolicy:

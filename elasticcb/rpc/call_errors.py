@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -65,6 +65,13 @@ def call_error_of(error: ElasticCBError) -> CallError:
 def call_error_of_defect(error: Exception) -> CallError:
     """The form in which gRPC sends an unexpected error of a handler."""
     return CallError(grpc.StatusCode.UNKNOWN, f"{_DEFECT}{error}")
+
+
+def abort(context: grpc.ServicerContext, error: CallError) -> NoReturn:
+    """Ends a call on the server with an error."""
+    context.set_trailing_metadata(error.trailing_metadata())
+    context.abort(error.code(), error.details())
+    raise AssertionError("abort raises")
 
 
 def raise_unless_transient(error: Any, server: str) -> None:

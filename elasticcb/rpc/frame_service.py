@@ -11,7 +11,7 @@ import numpy as np
 
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.rpc.admission import Refusal, RefusedCalls
-from elasticcb.rpc.call_errors import CallError, call_error_of
+from elasticcb.rpc.call_errors import CallError, abort, call_error_of
 from elasticcb.rpc.frame_pieces import PIECES_MISSING, Pieces, UnknownPiecesError, bytes_of
 from elasticcb.rpc.link import Message, ServerLinks
 from elasticcb.rpc.services import Method
@@ -66,9 +66,7 @@ class FrameService(grpc.GenericRpcHandler):
             try:
                 return self._answer(method, self._memory.decode, data).data
             except CallError as error:
-                context.set_trailing_metadata(error.trailing_metadata())
-                context.abort(error.code(), error.details())
-            raise AssertionError("abort raises")
+                abort(context, error)
 
         return grpc.unary_unary_rpc_method_handler(answer)
 
@@ -115,8 +113,7 @@ class FrameService(grpc.GenericRpcHandler):
         try:
             return self._streams.offer() if message == ASKED else self._memory.attach(message)
         except WireError as error:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        raise AssertionError("abort raises")
+            abort(context, CallError(grpc.StatusCode.FAILED_PRECONDITION, str(error)))
 
 
 def _copied(array: Any) -> Any:

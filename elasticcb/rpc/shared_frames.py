@@ -27,7 +27,7 @@ from elasticcb.errors import ConnectionLostError, WireError
 from elasticcb.rpc import frame_pieces
 from elasticcb.rpc.link import ClientLink, Message, ServerLinks
 from elasticcb.rpc.shared_memory import ANSWERS, REQUEST, Segment, aligned_copy, is_supported, needed
-from elasticcb.rpc.tensors import Array, Frame, decode_header, encode_frame, encode_header, frame_decoder, has_arrays
+from elasticcb.rpc.tensors import Array, Frame, decode_frame, decode_header, encode_frame, encode_header, has_arrays
 from elasticcb.rpc.unix_socket import Listener, connect
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class ClientMemory:
         """The received answer."""
         data = answer.data
         if has_arrays(data) or self._segment is None:
-            frame = frame_decoder(header_type)(data)
+            frame = decode_frame(data, header_type)
             self._wanted = max(self._wanted, needed(frame.tensors.values()))
             return frame
         segment = self._segment
@@ -248,7 +248,7 @@ class ServerMemory:
         Raises `UnknownSegmentError` for a segment that is not attached.
         """
         if has_arrays(data):
-            return frame_decoder(header_type)(data), Reply(None, _WHOLE)
+            return decode_frame(data, header_type), Reply(None, _WHOLE)
         with self._lock:
             segment = self._segments.get(data[-_TAIL_BYTES:-1])
         if segment is None:

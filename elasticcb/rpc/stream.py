@@ -20,7 +20,7 @@ from typing import Any
 from elasticcb.errors import ConnectionLostError, WireError
 from elasticcb.rpc import frame_pieces
 from elasticcb.rpc.link import ClientLink, Message, ServerLinks
-from elasticcb.rpc.tensors import Frame, decode_header, encode_frame, encode_header, frame_decoder, has_arrays
+from elasticcb.rpc.tensors import Frame, decode_frame, decode_header, encode_frame, encode_header, has_arrays
 from elasticcb.security.tls import TLS
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class ClientStream:
     def decode(self, answer: Message, header_type: Callable[[], Any]) -> Frame[Any]:
         """The received answer."""
         if has_arrays(answer.data):
-            return frame_decoder(header_type)(answer.data)
+            return decode_frame(answer.data, header_type)
         return decode_header(answer.data, header_type, answer.read)
 
     def _present(self) -> ClientLink | None:

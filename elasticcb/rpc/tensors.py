@@ -148,18 +148,9 @@ def has_arrays(data: bytes) -> bool:
 
 def decode_header(data: bytes, header_type: Callable[[], Header], read: Callable[[int, int], Any]) -> Frame[Header]:
     """The frame whose `encode_header` is `data`; `read(offset, size)` returns the bytes of its arrays, which are stored
-    consecutively at multiples of `SHARED_ALIGNMENT`. Raises `WireError` like the function of `frame_decoder`."""
+    consecutively at multiples of `SHARED_ALIGNMENT`. Raises `WireError` like `decode_frame`."""
     header, _ = _header_of(data, header_type, _MAGIC_OF_HEADER)
-    tensors: dict[str, Array] = {}
-    position = 0
-    for description in header.tensors:
-        outline = _outline_of(description)
-        if outline.key:
-            tensors[description.name] = outline  # type: ignore[assignment]
-            continue
-        tensors[description.name] = _view(read(position, outline.size), outline, description.name)
-        position += outline.size + -outline.size % SHARED_ALIGNMENT
-    return Frame(header, tensors)
+    return Frame(header, _tensors_of(header, 0, SHARED_ALIGNMENT, read))
 
 
 def _described(frame: Frame[Any]) -> tuple[bytes, list[Array]]:
@@ -193,32 +184,29 @@ def _header_of(data: bytes, header_type: Callable[[], Any], expected: bytes) -> 
     return header, position
 
 
-def frame_decoder(header_type: Callable[[], Header]) -> Callable[[bytes], Frame[Header]]:
-    """A function from the bytes of a frame to the frame; arrays are read-only views of the bytes.
+def decode_frame(data: bytes, header_type: Callable[[], Header]) -> Frame[Header]:
+    """The frame whose `encode_frame` is `data`; arrays are read-only views of the bytes.
 
-    The function raises `WireError` for anything that is not a complete frame with this header.
+    Raises `WireError` for anything that is not a complete frame with this header.
     """
+    header, position = _header_of(data, header_type, _MAGIC)
+    body = memoryview(data)
+    return Frame(header, _tensors_of(header, position, _ALIGNMENT, lambda offset, size: body[offset : offset + size]))
 
-    def decode(data: bytes) -> Frame[Header]:
-        header, position = _header_of(data, header_type, _MAGIC)
-        body = memoryview(data)
-        tensors: dict[str, Array] = {}
-        for description in header.tensors:
-            outline = _outline_of(description)
-            if outline.key:
-                tensors[description.name] = outline  # type: ignore[assignment]
-                continue
-            position += -position % _ALIGNMENT
-            end = position + outline.size
-            if end > len(data):
-                raise WireError(
-                    f"The frame ends at byte {len(data)}, inside tensor {description.name!r}, which ends at byte {end}."
-                )
-            tensors[description.name] = _view(body[position:end], outline, description.name)
-            position = end
-        return Frame(header, tensors)
 
-    return decode
+def _tensors_of(header: Any, position: int, alignment: int, read: Callable[[int, int], Any]) -> dict[str, Array]:
+    """The arrays that a header describes, stored one after another from `position` on, each at the next multiple of
+    `alignment`; `read(offset, size)` returns their bytes."""
+    tensors: dict[str, Array] = {}
+    for description in header.tensors:
+        outline = _outline_of(description)
+        if outline.key:
+            tensors[description.name] = outline  # type: ignore[assignment]
+            continue
+        position += -position % alignment
+        tensors[description.name] = _view(read(position, outline.size), outline, description.name)
+        position += outline.size
+    return tensors
 
 
 def _outline_of(message: pb.Tensor) -> InPieces:

@@ -16,7 +16,7 @@ from elasticcb.rpc.link import Message
 from elasticcb.rpc.services import Method
 from elasticcb.rpc.shared_frames import ClientMemory
 from elasticcb.rpc.stream import ClientStream
-from elasticcb.rpc.tensors import Frame, encode_frame, frame_decoder, has_arrays
+from elasticcb.rpc.tensors import Frame, decode_frame, encode_frame, has_arrays
 from elasticcb.security import tls
 from elasticcb.security.socket_folder import host_of, why_unsafe
 
@@ -150,7 +150,7 @@ class GrpcTransport(Transport):
 
     def _send(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata) -> Frame[Any]:
         answer = self.raw(method.path)(encode_frame(frame), timeout=timeout, metadata=metadata)
-        return frame_decoder(method.response)(answer)
+        return decode_frame(answer, method.response)
 
     def _takes(self, size: int, method: Method) -> bool:
         return size <= frame_pieces.LARGEST_FRAME

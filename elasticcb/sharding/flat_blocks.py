@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -136,6 +137,30 @@ def moved_state(block: Array, values: Array, shares: Array, lag: float) -> Array
 def kept(blocks: Mapping[str, Array]) -> dict[str, Array]:
     """Blocks that can be kept: state, which rarely changes, would otherwise keep the memory of the whole answer."""
     return {name: aligned_copy(block) if kind_of(name) == STATE else block for name, block in blocks.items()}
+
+
+def pieces_of(
+    blocks: Sequence[Mapping[str, Any]], specs: Sequence[VariableSpec], parts: Sequence[Sequence[Slice]]
+) -> dict[int, list[Any]]:
+    """By variable, its flat pieces in all servers' blocks, in order. The blocks may be arrays of any framework."""
+    found: dict[int, list[tuple[int, Any]]] = {}
+    for server, slices in zip(blocks, parts, strict=True):
+        for kind, trainable in ((WEIGHTS, True), (STATE, False)):
+            flat = of_kind(kind, server)
+            for part, dtype, offset in layout(specs, slices, trainable):
+                piece = flat[dtype][offset : offset + part.elements]
+                found.setdefault(part.variable, []).append((part.start, piece))
+    return {index: [piece for _, piece in sorted(pieces, key=lambda each: each[0])] for index, pieces in found.items()}
+
+
+def cut_by_dtype(
+    flat: Mapping[int, Any], specs: Sequence[VariableSpec], slices: Sequence[Slice], trainable: bool
+) -> dict[str, list[Any]]:
+    """By dtype, the pieces of flat variables of any framework that make up one server's blocks, in order."""
+    pieces: dict[str, list[Any]] = {}
+    for part, dtype, _ in layout(specs, slices, trainable, flat.keys()):
+        pieces.setdefault(dtype, []).append(flat[part.variable][part.start : part.stop])
+    return pieces
 
 
 def pack_weights(weights: Sequence[Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> dict[str, Array]:

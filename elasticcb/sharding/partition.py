@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from elasticcb.rpc.tensors import Array, dtype_of
 
 @dataclass(frozen=True)
 class VariableSpec:
-    """One weight of the model; its index is its position in `model.weights`."""
+    """One weight of the model, with the fields of `pb.Variable`; its index is its position in `model.weights`."""
 
     path: str  # Keras path: "dense/kernel"
     shape: tuple[int, ...]
@@ -49,16 +49,7 @@ class VariableSpec:
         return self.elements * dtype_of(self.dtype).itemsize
 
     def to_message(self) -> pb.Variable:
-        return pb.Variable(
-            path=self.path,
-            shape=self.shape,
-            dtype=self.dtype,
-            trainable=self.trainable,
-            constraint=self.constraint,
-            optimizer=self.optimizer,
-            no_weight_decay=self.no_weight_decay,
-            table=self.table,
-        )
+        return pb.Variable(**vars(self))
 
     @classmethod
     def from_message(cls, message: pb.Variable) -> VariableSpec:
@@ -66,16 +57,7 @@ class VariableSpec:
         dtype_of(message.dtype)
         if any(size < 0 for size in message.shape):
             raise WireError(f"Variable {message.path!r} has the invalid shape {list(message.shape)}.")
-        return cls(
-            path=message.path,
-            shape=tuple(message.shape),
-            dtype=message.dtype,
-            trainable=message.trainable,
-            constraint=message.constraint,
-            optimizer=message.optimizer,
-            no_weight_decay=message.no_weight_decay,
-            table=message.table,
-        )
+        return cls(**{each.name: getattr(message, each.name) for each in fields(cls)} | {"shape": tuple(message.shape)})
 
 
 class Slice(NamedTuple):

@@ -148,6 +148,9 @@ class Growth:
     removed: int = 0
 
 
+_COUNTS = ("rows", "row_bytes", "slot_bytes", "bytes", "waiting", "removed")  # of `TableCounts` and its message
+
+
 @dataclass
 class TableCounts:
     """Statistics of one part of a table.
@@ -191,13 +194,8 @@ class TableCounts:
     def to_message(self, variable: int) -> pb.TableCounts:
         return pb.TableCounts(
             variable=variable,
-            rows=self.rows,
-            row_bytes=self.row_bytes,
-            slot_bytes=self.slot_bytes,
             slots=self.slots,
-            bytes=self.bytes,
-            waiting=self.waiting,
-            removed=self.removed,
+            **{name: getattr(self, name) for name in _COUNTS},
             seconds=self.growth.seconds,
             made_lately=self.growth.made,
             removed_lately=self.growth.removed,
@@ -214,14 +212,9 @@ class TableCounts:
         top.ids, top.hits = np.array(message.top_ids, np.int64), np.array(message.top_hits, np.int64)
         return cls(
             top,
-            rows=message.rows,
-            row_bytes=message.row_bytes,
-            slot_bytes=message.slot_bytes,
             slots=tuple(message.slots),
+            **{name: getattr(message, name) for name in _COUNTS},
             hits=Spread.from_message(message.hits),
             ages=Spread.from_message(message.ages),
-            bytes=message.bytes,
-            waiting=message.waiting,
-            removed=message.removed,
             growth=Growth(message.seconds, message.made_lately, message.removed_lately),
         )

@@ -9,14 +9,16 @@ import keras
 import numpy as np
 import pytest
 
+from code_blocks import code_blocks
 from deep_cases import deep_but
 from elasticcb import callbacks as package
 from elasticcb.callbacks.placement import STOCK, TABLE
 from elasticcb.settings import Command
 from jobs import job_settings, run_job, write_model_file
 
-DOCS = (Path(__file__).parents[2] / "docs" / "callbacks.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+PAGE = Path(__file__).parents[2] / "docs" / "callbacks.md"
+DOCS = PAGE.read_text()
+EXAMPLES = code_blocks(PAGE)
 RECORDS = 160
 
 MODEL = """

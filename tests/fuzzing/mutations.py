@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from elasticcb.rpc.tensors import Frame, dtype_of, encode_frame, frame_decoder
+from elasticcb.rpc.tensors import Frame, decode_frame, dtype_of, encode_frame
 
 # UNKNOWN and INTERNAL stand for an exception that nobody thought of.
 ALLOWED = {
@@ -33,7 +33,7 @@ def changed_frame(frame: Frame[Any], header_type: Callable[[], Any], generator: 
         return changed_bytes(whole, generator)
     if kind == 1:
         return whole[: generator.randrange(len(whole))] + generator.randbytes(generator.choice((0, 0, 9)))
-    frame = frame_decoder(header_type)(whole)
+    frame = decode_frame(whole, header_type)
     tensors = {name: array.copy() for name, array in frame.tensors.items()}
     if kind == 2 or not tensors:
         return _with_another_header(frame, generator)

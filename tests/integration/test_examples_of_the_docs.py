@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
+from code_blocks import code_blocks
 from deep_cases import deep_but
 from elasticcb.cli.main import main
 from jobs import job_settings, run_job
@@ -27,8 +28,7 @@ MARKER = "# model file"  # first line of a fenced block that is one; names the d
 
 def model_files(page: Path, marker: str = MARKER) -> list[str]:
     """The fenced Python blocks of a page that are whole model files, or begin with another marker."""
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    return [block for block in blocks if block.startswith(marker)]
+    return [block for block in code_blocks(page) if block.startswith(marker)]
 
 
 def name_of_model(text: str) -> str:
@@ -74,8 +74,7 @@ def test_model_file_of_a_page_trains(number, data, tmp_path, monkeypatch):
 
 
 def test_job_files_of_the_page_on_migrating_are_jobs_that_kubernetes_would_take(tmp_path):
-    page = MIGRATING.read_text(encoding="utf-8")
-    files = re.findall(r"^```yaml\n# job\.yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    files = code_blocks(MIGRATING, r"yaml\n# job\.yaml")
     assert len(files) == 2
     for number, text in enumerate(files):
         (tmp_path / "job.yaml").write_text(text)
@@ -133,8 +132,7 @@ def test_program_of_a_page_runs_and_prints_what_its_last_lines_say(name, tmp_pat
 
 
 def test_tutorial_ends_with_a_model_that_is_served(tmp_path, start_job):
-    page = TUTORIAL.read_text(encoding="utf-8")
-    files = dict(re.findall(r"^```\w+\n# (\w+\.\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    files = dict(code_blocks(TUTORIAL, r"\w+\n# (\w+\.\w+)"))
     assert list(files) == ["make_clicks.py", "clicks.py", "job.yaml", "serve.py"]
     fewer = files["make_clicks.py"].replace("240_000", "40_000").replace("200_000", "32_000")
     for name, text in (files | {"make_clicks.py": fewer}).items():

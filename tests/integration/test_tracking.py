@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from code_blocks import code_blocks
 from jobs import LINEAR_MODEL, PACE, linear_data, train_flags, write_model_file
 from warm import WarmProcess
 
@@ -19,8 +19,7 @@ messages = pytest.importorskip(
     "wandb.proto.wandb_internal_pb2", reason="wandb is not installed: pip install 'elasticcb[test]'"
 )
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tracking.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = code_blocks(Path(__file__).parents[2] / "docs" / "tracking.md")
 MODEL_FILES = [block for block in BLOCKS if "def callbacks(" in block]
 PROGRAM = "\n".join(block for block in BLOCKS if block not in MODEL_FILES)  # they share its cluster
 EPOCH = {"loss", "mae", "val_loss", "val_mae"}

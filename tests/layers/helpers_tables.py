@@ -142,7 +142,8 @@ def compiled(name: str, kind: str):
 
 def found_tables(model, step, batch, threshold_bytes=0, allowed=lambda index: True):
     """`movable`, on TensorFlow."""
-    return movable(model, step, batch, threshold_bytes, allowed, functools.partial(problems_of, model))
+    large = lambda index, size: size >= threshold_bytes and allowed(index)  # noqa: E731
+    return movable(model, step, batch, large, functools.partial(problems_of, model))
 
 
 def tables_of(model, batch):

@@ -140,16 +140,21 @@ class Part:
     def values(self) -> list[np.ndarray]:
         """Whole variables; what other servers hold is zero."""
         arrays = [np.zeros(spec.shape, dtype_of(spec.dtype)) for spec in self.specs]
-        for trainable, blocks in ((True, self.parameters.weights()), (False, self.parameters.state())):
+        for trainable, blocks in ((True, self.parameters.weights()), (False, self.parameters.snapshot().state)):
             unpack(blocks, self.specs, self.slices, trainable, arrays)
         return arrays
+
+
+def exported(parameters, since=None):
+    """What a server holds, as a `Part`; of tables the rows trained after version `since`."""
+    return replace(parameters.dense(), tables=parameters.tables.export(since))
 
 
 def saved(directory, parts, specs, version):
     """A checkpoint of what servers hold: its folder."""
     folder = begin_version(directory, version)
     files = [
-        save_part(folder, part.parameters.export(), part.slices, index, len(parts)) for index, part in enumerate(parts)
+        save_part(folder, exported(part.parameters), part.slices, index, len(parts)) for index, part in enumerate(parts)
     ]
     return finish_version(
         folder, version=version, specs=specs, parts=[p.slices for p in parts], files=files, extra={"epoch": 2}

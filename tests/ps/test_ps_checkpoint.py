@@ -149,9 +149,9 @@ def test_weights_without_slots_start_the_slots_afresh(tmp_path, caplog):
 
 def test_slots_with_names_of_another_release_start_afresh_with_both_names_in_the_warning(tmp_path, caplog):
     (part,) = before = trained(1)
-    exported = part.parameters.export()
+    exported = part.parameters.dense()
     exported.slots = {(index, f"old_{name}"): value for (index, name), value in exported.slots.items()}
-    part.parameters.export = lambda: exported
+    part.parameters.dense = lambda: exported
     restored(save(tmp_path, before), 1)
     assert "fresh: momentums of 'embedding/embeddings'" in caplog.text
     assert "It has old_momentums of 'embedding/embeddings'" in caplog.text

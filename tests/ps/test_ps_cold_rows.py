@@ -130,7 +130,7 @@ def test_table_with_rows_on_disk_is_the_same_as_one_in_memory(full, seed, small_
             assert_same(read.select(found), state)
             whole.release()
     assert len(both.table._cold) > 100
-    assert both.table.evicted == 0
+    assert both.table.flow.removed == 0
 
 
 def test_rows_are_loaded_put_kept_and_taken_over_beyond_the_memory(full, small_pieces):

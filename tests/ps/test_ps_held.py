@@ -18,6 +18,7 @@ from elasticcb.rpc.tensors import Frame
 from elasticcb.sharding.table_source import whole
 from elasticcb.sharding.table_state import joined
 from elasticcb.storage.tensor_file import TensorFile
+from helpers_ps import exported
 
 TABLE = 3
 
@@ -75,7 +76,7 @@ def trained(losing):
 @pytest.mark.parametrize("held_before", [False, True])
 def test_checkpoint_is_of_the_version_at_its_beginning(losing, monkeypatch, tmp_path, held_before):
     servers = trained(losing)
-    expected = copy.deepcopy(servers.model(0).parameters.export())
+    expected = copy.deepcopy(exported(servers.model(0).parameters))
     training = Training(servers, monkeypatch)
     save = servers.servers[0]._servicer.handlers["Save"]
     if held_before:
@@ -92,7 +93,7 @@ def test_checkpoint_is_of_the_version_at_its_beginning(losing, monkeypatch, tmp_
 @pytest.mark.parametrize("since", [None, 12])
 def test_recovery_file_is_of_the_version_at_its_beginning(losing, monkeypatch, tmp_path, since):
     servers = trained(losing)
-    expected = copy.deepcopy(servers.model(0).parameters.export(since))
+    expected = copy.deepcopy(exported(servers.model(0).parameters, since))
     training = Training(servers, monkeypatch)
     log = RecoveryLog(tmp_path / "files", "run")
     log.begin()
@@ -130,7 +131,7 @@ def test_export_is_of_the_version_at_its_beginning(losing, monkeypatch, num_ps):
     servers = losing(num_ps=num_ps)
     for step in range(20):
         servers.push(step, tuple(range(step, 60, 7)))
-    parts = [copy.deepcopy(servers.model(index).parameters.export()) for index in range(num_ps)]
+    parts = [copy.deepcopy(exported(servers.model(index).parameters)) for index in range(num_ps)]
     step = iter(range(100, 1000))
     read_with(monkeypatch, lambda: servers.push(next(step), (3, 7, 11, 60)))
     state = servers.master.export()
@@ -185,7 +186,7 @@ def test_what_a_killed_master_had_held_is_released_by_the_next_one(losing):
 def test_export_begins_again_when_a_server_is_replaced_meanwhile(losing, monkeypatch):
     servers = trained(losing)
     servers.write()
-    expected = joined([servers.model(0).parameters.export().tables[TABLE]])
+    expected = joined([servers.model(0).parameters.tables[TABLE].export()])
     reads, call = [], servers.master.servers.call
 
     def lose_once(server, method, header):

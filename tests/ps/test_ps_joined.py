@@ -94,7 +94,7 @@ def test_a_server_that_takes_the_place_of_another_goes_on_to_the_bit():
     push(part, 0)
     push(part, 1)
     assert groups(part) == [(1, 5, 6)]
-    kept = part.parameters.export()
+    kept = part.parameters.dense()
     weights = {index: array.copy() for index, array in kept.weights.items()}
     held = part.parameters.snapshot()
     before = {dtype: block.copy() for dtype, block in held.weights.items()}

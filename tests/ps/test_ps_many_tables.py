@@ -110,7 +110,7 @@ def test_rows_that_another_table_drives_out_meanwhile_are_made_again():
     push(parameters, {0: np.arange(10)})
     both = {0: np.arange(10, 30), 1: np.arange(20)}
     rows = parameters.tables.lookup(both, True)
-    assert parameters.tables[1].evicted
+    assert parameters.tables[1].flow.removed
     np.testing.assert_array_equal(rows[0], initial(0, both[0]))
     np.testing.assert_array_equal(rows[1], parameters.tables.lookup(both, False)[1])
     assert 0 < np.sum((rows[1] == initial(1, both[1])).all(axis=1)) < 20

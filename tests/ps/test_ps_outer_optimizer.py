@@ -60,7 +60,7 @@ class Server:
 
     def values(self):
         arrays = [np.zeros(spec.shape, spec.dtype) for spec in self.specs]
-        for trainable, blocks in ((True, self.parameters.weights()), (False, self.parameters.state())):
+        for trainable, blocks in ((True, self.parameters.weights()), (False, self.parameters.snapshot().state)):
             unpack(blocks, self.specs, self.slices, trainable, arrays)
         return arrays
 
@@ -155,13 +155,13 @@ def test_what_an_outer_optimizer_holds_is_in_checkpoints_for_any_number_of_serve
 def test_a_job_with_another_outer_optimizer_takes_what_a_checkpoint_holds_of_the_models(first, second, caplog):
     before = Server(first)
     rounds(before, 2)
-    after = Server(second, part=before.parameters.export())
+    after = Server(second, part=before.parameters.dense())
     assert_same(before.values(), after.values())
     assert after.parameters.optimizer_state(True).shared["iterations"] == 0
     assert ("starts fresh" in caplog.text) == bool(second)
     rounds(after, 1)
     with pytest.raises(CheckpointError, match="with the optimizer SGD, but the model file has Adam"):
-        Server(second, part=before.parameters.export(), make=keras.optimizers.Adam)
+        Server(second, part=before.parameters.dense(), make=keras.optimizers.Adam)
 
 
 @pytest.mark.parametrize(

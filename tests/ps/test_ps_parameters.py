@@ -181,7 +181,7 @@ def test_a_snapshot_stays_as_it_was():
     part = Part(lambda: optimizers.Adam(0.1), initial_values())
     snapshot = part.parameters.snapshot()
     copies = {dtype: block.copy() for dtype, block in snapshot.weights.items()}
-    exported = part.parameters.export()
+    exported = part.parameters.dense()
     kernel = exported.weights[1].copy()
     for step in range(3):
         part.push({1: gradients(step)[1]}, {0: (IDS, rows_and_dense(step)[0])})
@@ -266,7 +266,7 @@ def test_a_gradient_that_an_optimizer_keeps_is_not_changed_by_the_next_push():
     memory = aligned_copy(np.ones(256, np.float32))  # as that which a worker shares
     part.parameters.apply(part.reader.read(Push((0,), {"float32": memory}, {})))
     memory[...] = 2.0
-    np.testing.assert_array_equal(part.parameters.export().slots[0, "last"], 1.0)
+    np.testing.assert_array_equal(part.parameters.dense().slots[0, "last"], 1.0)
 
 
 def test_rows_are_applied_once_when_xla_can_not_compile_the_rest():

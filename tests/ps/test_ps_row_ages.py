@@ -21,7 +21,7 @@ from elasticcb.sharding.partition import partition
 from elasticcb.sharding.push import Push, Rows
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
-from helpers_ps import alone, sgd, train_rows
+from helpers_ps import alone, exported, sgd, train_rows
 from helpers_ps_lost import SPECS, Servers
 
 DAY = 86_400
@@ -175,7 +175,7 @@ def test_a_checkpoint_keeps_how_old_rows_are_and_time_passes_until_a_job_begins_
     clock.seconds += 3 * DAY
     push(first, [2, 4])
     folder, slices = begin_version(tmp_path, 2), partition([AGED], 1, False)
-    files = [save_part(folder, first.export(), slices[0], 0, 1)]
+    files = [save_part(folder, exported(first), slices[0], 0, 1)]
     saved = finish_version(folder, version=2, specs=[AGED], parts=slices, files=files, buckets=even(1))
     clock.seconds += 3 * DAY
     left: list[int] = []

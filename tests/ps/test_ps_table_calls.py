@@ -71,7 +71,7 @@ def test_rows_that_went_and_ids_that_wait_are_counted():
     table = trained_table(max_age=5, min_count=3)
     table.lookup(np.array([100, 101]), create=True)
     counts = table_calls.count_table(table, 20, 0, threading.Lock())
-    assert (counts.waiting, counts.removed) == (len(table.candidates), table.evicted)
+    assert (counts.waiting, counts.removed) == (len(table.candidates), table.flow.removed)
     assert counts.waiting >= 2
     assert counts.removed > 0
     assert counts.rows == len(table) == counts.growth.made - counts.growth.removed

@@ -60,7 +60,7 @@ def test_full_table_evicts_the_rows_that_were_not_trained_for_the_longest_time()
     train(table, [20, 21], 4)
     assert ids_of(table) == [0, 1, 2, 5, 6, 7, 8, 9, 20, 21]
     assert values_of(table, [0, 3, 20]) == [2, 0, 1]
-    assert table.evicted == 2
+    assert table.flow.removed == 2
 
 
 def test_rows_of_the_same_batch_are_not_evicted_for_each_other():
@@ -247,7 +247,7 @@ def test_ids_that_come_rarely_get_their_rows_although_others_go_all_the_time():
         if version % 2:  # these become rows, and the table is full
             for _ in range(2):
                 table.lookup(np.array(once), True)
-    assert table.evicted > 1000
+    assert table.flow.removed > 1000
     assert set(range(10)) <= set(ids_of(table))
 
 

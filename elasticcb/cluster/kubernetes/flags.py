@@ -207,7 +207,6 @@ def _pairs(text: str, example: str, empty: bool = False) -> Iterator[tuple[str, 
         yield name, value
 
 
-_ROLES = ("master", "worker", "ps")
 # Parsers by flag; each raises `UsageError` for an invalid text.
 PARSERS: dict[str, Callable[[str], Any]] = {
     "namespace": parse_name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import signal
 import sys
@@ -21,8 +20,6 @@ from elasticcb.process.log_files import last_lines
 from elasticcb.security.socket_folder import SocketFolder
 from elasticcb.settings import FORK_LOG, ClusterSettings, Command
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
-
-logger = logging.getLogger(__name__)
 
 
 class LocalCluster(ClusterBackend):

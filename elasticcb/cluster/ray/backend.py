@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
 import os
 import re
 import secrets
@@ -21,8 +20,6 @@ from elasticcb.cluster.ray.handle import ANSWER_SECONDS, CPUS, PENDING_SECONDS, 
 from elasticcb.cluster.role import Place, RoleProcess
 from elasticcb.errors import UsageError, describe
 from elasticcb.settings import ClusterSettings
-
-logger = logging.getLogger(__name__)
 
 _NONE_FREE = "no Ray node has a free CPU"
 

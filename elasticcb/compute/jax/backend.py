@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 
-from elasticcb.compute.backend import (
-    Backend,
-    Exchange,
-    GradientComputation,
-    HeldModel,
-    LocalComputation,
-    PlacedComputation,
-)
+from elasticcb.compute.backend import Backend
 from elasticcb.compute.dense_batches import arrays_of
 from elasticcb.compute.jax.build import build, sized
 from elasticcb.compute.jax.capture import StatelessCapture
@@ -24,18 +17,19 @@ from elasticcb.compute.jax.gradient_computation import JAXGradients
 from elasticcb.compute.jax.local_computation import JAXLocal
 from elasticcb.compute.jax.steps import predict_step, test_step, train_step, values
 from elasticcb.compute.jax.tables import problems_of
-from elasticcb.compute.movable import movable
-from elasticcb.errors import UsageError
+from elasticcb.compute.movable import Allowed, movable
 from elasticcb.layers.table_layers import TableLayer
-from elasticcb.model.spec import Spec
 from elasticcb.settings import Mode
-from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.tf.devices import leave_gpus
 
 
 class JAXBackend(Backend):
     """Keras on JAX."""
+
+    build = staticmethod(build)
+    computation = JAXGradients
+    local_computation = JAXLocal
 
     not_placed = (
         "Cluster.place needs Keras on TensorFlow or PyTorch, whose optimizers can be called from any code; on JAX a "
@@ -45,24 +39,13 @@ class JAXBackend(Backend):
     def __init__(self) -> None:
         leave_gpus()
 
-    def build(
-        self, spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False
-    ) -> dict[int, int] | None:
-        return build(spec, model, batch, mode, local)
-
     def outputs(self, model: keras.Model, batch: Any) -> Any:
         state = values(model.trainable_variables, model.non_trainable_variables)
         outputs, _ = model.predict_step(state, sized(model, arrays_of(batch)))
         return jax.tree.map(np.asarray, outputs)
 
     def find_tables(
-        self,
-        model: keras.Model,
-        batch: Any,
-        mode: Mode,
-        threshold_bytes: int,
-        allowed: Callable[[int], bool],
-        local: bool = False,
+        self, model: keras.Model, batch: Any, mode: Mode, allowed: Allowed, local: bool = False
     ) -> dict[int, TableSpec]:
         capture = StatelessCapture(model) if mode is Mode.TRAINING else None
         steps = {model.test_step: test_step(model), model.predict_step: predict_step(model)}
@@ -74,18 +57,7 @@ class JAXBackend(Backend):
         try:
             if capture is not None:
                 step = train_step(model, capture)
-            return movable(model, step, sized(model, arrays_of(batch)), threshold_bytes, allowed, found)
+            return movable(model, step, sized(model, arrays_of(batch)), allowed, found)
         finally:
             if capture is not None:
                 capture.release()
-
-    def computation(self, held: HeldModel) -> GradientComputation:
-        return JAXGradients(held)
-
-    def local_computation(self, held: HeldModel) -> LocalComputation:
-        return JAXLocal(held)
-
-    def placed(
-        self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange
-    ) -> PlacedComputation:
-        raise UsageError(self.not_placed)

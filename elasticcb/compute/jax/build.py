@@ -20,7 +20,7 @@ from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.settings import Mode
 
 
-def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -> dict[int, int] | None:
+def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False) -> dict[int, int] | None:
     """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
     with told_with_batch(spec, batch, mode, explain), building:

@@ -15,14 +15,12 @@ from elasticcb.compute.jax.capture import StatelessCapture
 from elasticcb.compute.jax.explain import explained
 from elasticcb.compute.jax.steps import step_of
 from elasticcb.compute.jax.tables import JAXTables
-from elasticcb.layers.install import install
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks, unpack_weights
-from elasticcb.sharding.table_spec import TableSpec
 
 Step = Callable[..., Any]
 
@@ -50,13 +48,12 @@ class JAXComputation(Computation):
         self._capture = capture
         self._trained: Sequence[keras.Variable] = held.model.trainable_variables
         self._others: Sequence[keras.Variable] = held.model.non_trainable_variables
-        tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(held.specs) if spec.table}
-        self._served = JAXTables(held.model, tables)
+        self._served: JAXTables = JAXTables(held.model, held.tables)
         self._lookups = {mode: self._served.lookups(step_of(held.model, mode, capture)) for mode in Mode}
         indices = {id(variable): index for index, variable in enumerate(held.model.weights)}
         self._trained_places = [indices[id(variable)] for variable in self._trained]  # positions in `model.weights`
         pairs = zip(self._trained, self._trained_places, strict=True)
-        self._dense = [variable for variable, index in pairs if index not in tables]
+        self._dense = [variable for variable, index in pairs if not held.specs[index].table]
         self._test, self._predict = self._compiled(self._test_step), self._compiled(self._predict_step)
         self._fresh: Metrics | None = None  # states without any batch
         self._has_traced = False
@@ -188,11 +185,6 @@ class JAXComputation(Computation):
             if not spec.table:
                 # A copy: JAX may use the array's memory directly, and the next pull changes it.
                 variable.assign(np.array(array))
-
-    def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
-        self._served.release()
-        for index, ids, rows in tables:
-            install(self._model, index, ids, rows)
 
 
 def put(variables: Iterable[keras.Variable], found: Iterable[Any]) -> None:

@@ -19,9 +19,8 @@ from elasticcb.compute.jax.computation import JAXComputation, Metrics, numbers, 
 from elasticcb.compute.jax.steps import values
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
-from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks
-from elasticcb.sharding.partition import Slice, layout
+from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, cut_by_dtype, pieces_of
+from elasticcb.sharding.partition import Slice
 
 
 class JAXGradients(JAXComputation, GradientComputation):
@@ -98,28 +97,16 @@ class JAXGradients(JAXComputation, GradientComputation):
         return found
 
     def _unpacked(self, blocks: Blocks) -> dict[int, Any]:
-        parts: dict[int, list[tuple[int, Any]]] = {}
-        for server, slices in enumerate(self._partition):
-            for kind, trainable in ((WEIGHTS, True), (STATE, False)):
-                flat = of_kind(kind, blocks[server])
-                for part, dtype, offset in layout(self._specs, slices, trainable):
-                    piece = flat[dtype][offset : offset + part.elements]
-                    parts.setdefault(part.variable, []).append((part.start, piece))
-        found = {}
-        for index, pieces in parts.items():
-            in_order = [piece for _, piece in sorted(pieces, key=lambda item: item[0])]
-            found[index] = jnp.reshape(jnp.concatenate(in_order), self._specs[index].shape)
-        return found
+        return {
+            index: jnp.reshape(jnp.concatenate(pieces), self._specs[index].shape)
+            for index, pieces in pieces_of(blocks, self._specs, self._partition).items()
+        }
 
     def _packed(self, arrays: Mapping[int, Any], trainable: bool) -> list[dict[str, Any]]:
         """Flat blocks by server, like those of `sharding.partition.pack` for arrays."""
-        blocks = []
-        for slices in self._partition:
-            pieces: dict[str, list[Any]] = {}
-            for part, dtype, _ in layout(self._specs, slices, trainable, arrays.keys()):
-                pieces.setdefault(dtype, []).append(jnp.reshape(arrays[part.variable], -1)[part.start : part.stop])
-            blocks.append({dtype: jnp.concatenate(flat) for dtype, flat in pieces.items()})
-        return blocks
+        flat = {index: jnp.reshape(array, -1) for index, array in arrays.items()}
+        cut = [cut_by_dtype(flat, self._specs, slices, trainable) for slices in self._partition]
+        return [{dtype: jnp.concatenate(own) for dtype, own in each.items()} for each in cut]
 
 
 def _in_own_dtypes(blocks: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,8 @@ class JAXLocal(JAXComputation, HoldsOptimizers):
     """For the arguments, see `Backend.local_computation`."""
 
     def __init__(self, held: HeldModel) -> None:
-        tables = [index for index, spec in enumerate(held.specs) if spec.table]
-        capture = StatelessCapture(held.model, tables)
-        if tables:
+        capture = StatelessCapture(held.model, held.tables)
+        if held.tables:
             _check_scale(capture.optimizer)
         HoldsOptimizers.__init__(self, prepared(held, [capture.optimizer]))
         JAXComputation.__init__(self, held, capture)
@@ -54,10 +53,6 @@ class JAXLocal(JAXComputation, HoldsOptimizers):
         with self._averages.counted():
             found: tuple[Any, ...] = self._traced_train_step((trained, others, optimizer), metrics, places, data)
         return found
-
-    @property
-    def decays(self) -> Mapping[int, float]:
-        return self._averages.decays
 
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
         arrays = jax.device_get([variable.value for variable in self._model.weights])

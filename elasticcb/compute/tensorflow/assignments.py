@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from elasticcb.compute.refusals import assignment
 
-_ASSIGN = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign")  # prefixes of the ops' names
+ASSIGN = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign")  # prefixes of the ops' names
 
 
 @contextlib.contextmanager
@@ -33,6 +33,6 @@ def refused_assignments(trainable: Iterable[Any]) -> Iterator[None]:
     paths = {id(variable._value.handle): variable.path for variable in trainable}
     inside = {id(own): paths[id(outer)] for outer, own in graph.captures if id(outer) in paths}
     for operation in graph.get_operations()[before:]:
-        path = inside.get(id(operation.inputs[0])) if operation.type.startswith(_ASSIGN) else None
+        path = inside.get(id(operation.inputs[0])) if operation.type.startswith(ASSIGN) else None
         if path is not None:
             raise assignment(path)

@@ -16,7 +16,7 @@ from elasticcb.model.spec import Spec
 from elasticcb.settings import Mode
 
 
-def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -> dict[int, int] | None:
+def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False) -> dict[int, int] | None:
     """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
     batch = _of_fixed_size(model, batch)

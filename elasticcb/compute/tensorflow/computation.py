@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,11 @@ import tensorflow as tf
 from elasticcb.compute.backend import Computation, HeldModel, Prepared, TableRows
 from elasticcb.compute.capture import OptimizerCapture
 from elasticcb.compute.tensorflow.lookups import TensorFlowTables
-from elasticcb.layers.install import install
 from elasticcb.model.input_pipeline import records_in
 from elasticcb.model.metrics import to_number
-from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
-from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
-from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks
-from elasticcb.sharding.partition import Slice, layout
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, cut_by_dtype, pieces_of
+from elasticcb.sharding.partition import Slice
 from elasticcb.tf.compiled_step import CompiledStep
 from elasticcb.tf.concrete_call import quick_call
 from elasticcb.tf.convert import array_of, tensor_of
@@ -60,8 +56,7 @@ class TensorFlowComputation(Computation):
         self._model, self._metrics, self._specs, self._partition = held
         self._capture = capture
         self._assign: Callable[[Any], Any] | None = None
-        tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(held.specs) if spec.table}
-        self._served = TensorFlowTables(held.model, tables)
+        self._served = TensorFlowTables(held.model, held.tables)
         steps: dict[str, Callable[[Any], Any]] = {
             Mode.TRAINING: self._capture.train_step,
             Mode.EVALUATION: held.model.test_step,
@@ -69,7 +64,7 @@ class TensorFlowComputation(Computation):
         }
         self._lookups = {mode: self._served.lookups(step) for mode, step in steps.items()}
         # The number of rows differs for each batch, and XLA would compile the step again.
-        self._steps = self._compiled(jit=bool(getattr(held.model, "jit_compile", False)) and not tables)
+        self._steps = self._compiled(jit=bool(getattr(held.model, "jit_compile", False)) and not held.tables)
 
     def _compiled(self, jit: bool) -> _Steps:
         test, predict = self._served_step(self._test_step), self._served_step(self._model.predict_step)
@@ -131,11 +126,6 @@ class TensorFlowComputation(Computation):
             self._assign = quick_call(assign, [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
         self._assign(tensors)
 
-    def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
-        self._served.release()
-        for index, ids, rows in tables:
-            install(self._model, index, ids, rows)
-
     @abstractmethod
     def _train_step(self, batch: Any, *args: Any) -> Any:
         """The function behind `train`, on tensors."""
@@ -162,15 +152,7 @@ class TensorFlowComputation(Computation):
         return {name: [tf.convert_to_tensor(variable.value) for variable in unit.variables] for name, unit in units}
 
     def _assign_blocks(self, blocks: Any) -> None:
-        parts: dict[int, list[tuple[int, Any]]] = {}
-        for server, slices in enumerate(self._partition):
-            for kind, trainable in ((WEIGHTS, True), (STATE, False)):
-                flat = of_kind(kind, blocks[server])
-                for part, dtype, offset in layout(self._specs, slices, trainable):
-                    piece = flat[dtype][offset : offset + part.elements]
-                    parts.setdefault(part.variable, []).append((part.start, piece))
-        for index, found in parts.items():
-            pieces = [piece for _, piece in sorted(found, key=lambda item: item[0])]
+        for index, pieces in pieces_of(blocks, self._specs, self._partition).items():
             whole = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
             self._model.weights[index].assign(tf.reshape(whole, self._specs[index].shape))
 
@@ -181,14 +163,9 @@ class TensorFlowComputation(Computation):
 
     def _pack(self, values: Mapping[int, Any], trainable: bool) -> list[dict[str, Any]]:
         """Flat blocks by server, like those of `sharding.partition.pack` for arrays."""
-        return [self._packed_for(slices, values, trainable) for slices in self._partition]
-
-    def _packed_for(self, slices: Sequence[Slice], values: Mapping[int, Any], trainable: bool) -> dict[str, Any]:
-        pieces: dict[str, list[Any]] = {}
-        for part, dtype, _ in layout(self._specs, slices, trainable, values.keys()):
-            flat = tf.reshape(values[part.variable], [-1])
-            pieces.setdefault(dtype, []).append(flat[part.start : part.stop])
-        return {dtype: tf.concat(flat, 0) if len(flat) > 1 else flat[0] for dtype, flat in pieces.items()}
+        flat = {index: tf.reshape(value, [-1]) for index, value in values.items()}
+        cut = [cut_by_dtype(flat, self._specs, slices, trainable) for slices in self._partition]
+        return [{dtype: tf.concat(own, 0) if len(own) > 1 else own[0] for dtype, own in each.items()} for each in cut]
 
 
 def table_tensors(rows: TableRows) -> dict[int, Any]:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from elasticcb.compute.backend import GradientComputation, GradientResult, HeldModel, Prepared, TableRows
 from elasticcb.compute.capture import check_updated
 from elasticcb.compute.clipping import Clipping, clippings
-from elasticcb.compute.loss_scale import explain_overflow
+from elasticcb.compute.loss_scale import explain_overflow, unscaled
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.tensorflow.assignments import refused_assignments
 from elasticcb.compute.tensorflow.capture import TensorFlowCapture
@@ -74,13 +74,7 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
             refused_assignments([variable for variable, spec in pairs if spec.trainable]),
         ):
             logs, updates = self._capture.train_step(batch)
-        gradients: dict[int, Any] = {}
-        usable = []
-        for number, scale in enumerate(self._scales):
-            own = {index: update.gradient for index, update in updates.items() if update.optimizer == number}
-            unscaled, fits = scale.unscale(own) if own else ({}, tf.constant(True))
-            gradients |= unscaled
-            usable.append(fits)
+        gradients, usable = unscaled(self._scales, updates)
         return logs, gradients, tf.stack(usable)
 
     def _train_step(self, batch: Any, blocks: Any, version: Any, rows: Any, positions: Any) -> Any:

@@ -9,10 +9,11 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import op_callbacks  # there is no public API to observe each operation
 
+from elasticcb.compute.capture import path_of
 from elasticcb.compute.refusals import late_read
+from elasticcb.compute.tensorflow.assignments import ASSIGN
 
-# Operations on variables that don't read their values. compute/tensorflow/assignments.py has those that assign.
-_NO_READS = ("VariableShape", "VarIsInitializedOp", "Assign", "ResourceScatter", "ResourceStridedSliceAssign")
+_NO_READS = ("VariableShape", "VarIsInitializedOp", *ASSIGN)  # prefixes of operations that don't read values
 # In gradients of loops and conditions, TensorFlow passes variables of which only the shapes are used.
 _BACKWARDS, _CALLS = "gradient_tape/", ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase")
 
@@ -53,8 +54,7 @@ class LateReads:
         before = 0 if eager else len(tf.compat.v1.get_default_graph().get_operations())
         for variable in variables:
             inner = getattr(variable, "_value", variable)
-            path = str(getattr(variable, "path", None) or variable.name)
-            self._given.append((inner.handle, path, optimizer, before))
+            self._given.append((inner.handle, path_of(variable), optimizer, before))
 
     def _note(
         self, kind: Any, inputs: Sequence[Any], attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None

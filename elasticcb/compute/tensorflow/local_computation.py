@@ -28,14 +28,13 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
     """For the arguments, see `Backend.local_computation`."""
 
     def __init__(self, held: HeldModel) -> None:
-        tables = [index for index, spec in enumerate(held.specs) if spec.table]
-        capture = TensorFlowCapture(held.model, tables, refuses=False)
+        capture = TensorFlowCapture(held.model, held.tables, refuses=False)
         variables = prepared(held, capture.optimizers)
         super().__init__(held, capture)
         self._averages = MovingAverages(held.model)
         self._optimizer_names, self._optimizer_variables = variables.optimizers, _by_kind(variables)
         # Returned by a step, because a push of its row gradients needs it.
-        self._shared: Mapping[str, Any] = variables.shared if tables else {}
+        self._shared: Mapping[str, Any] = variables.shared if held.tables else {}
         self._read_shared, self._read_all = _reader(variables.shared), _reader(self._optimizer_variables)
         self._set: dict[tuple[Any, ...], Callable[[Any], Any]] = {}  # by the variables that it sets
         self._pack_all = quick_call(self._packed, [])
@@ -61,10 +60,6 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         with self._served.serving(rows, places), self._averages.counted():
             logs, updates = self._capture.train_step(batch)
         return logs, {index: update.gradient for index, update in updates.items()}
-
-    @property
-    def decays(self) -> Mapping[int, float]:
-        return self._averages.decays
 
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
         self._follow(partition)

@@ -14,6 +14,8 @@ class TensorFlowScale(LossScale):
     """For the arguments, see `LossScale`."""
 
     def unscale(self, gradients: dict[int, Any]) -> tuple[dict[int, Any], Any]:
+        if not gradients:
+            return {}, tf.constant(True)
         if not self.dynamic:
             factor = self.optimizer.loss_scale_factor
             if factor is None:

@@ -59,9 +59,3 @@ def assign_weights(model: keras.Model, specs: Sequence[VariableSpec], weights: P
     for index, array in apart.items():
         if not specs[index].table:
             model.weights[index].assign(array)
-
-
-def held_arrays(model: keras.Model, specs: Sequence[VariableSpec], trainable: bool) -> dict[int, Array]:
-    """The values of its variables, by index, like `array_of`: copy them before use."""
-    pairs = enumerate(zip(model.weights, specs, strict=True))
-    return {i: array_of(variable.value) for i, (variable, spec) in pairs if spec.trainable is trainable}

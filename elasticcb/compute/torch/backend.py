@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import torch
 
-from elasticcb.compute.backend import (
-    Backend,
-    Exchange,
-    GradientComputation,
-    HeldModel,
-    LocalComputation,
-    PlacedComputation,
-)
-from elasticcb.compute.movable import movable
+from elasticcb.compute.backend import Backend
+from elasticcb.compute.movable import Allowed, movable
 from elasticcb.compute.torch.arrays import as_array, tensors_of
 from elasticcb.compute.torch.build import build
 from elasticcb.compute.torch.gradient_computation import TorchGradients
 from elasticcb.compute.torch.local_computation import TorchLocal
 from elasticcb.compute.torch.lookups import problems_of
 from elasticcb.compute.torch.placed import TorchPlaced
-from elasticcb.model.spec import Spec
 from elasticcb.process.devices import THREADS_VARIABLE
 from elasticcb.settings import Mode
-from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.tf.devices import leave_gpus
 
@@ -38,6 +28,11 @@ OWN_THREADS = "OMP_NUM_THREADS"  # read by PyTorch itself
 class TorchBackend(Backend):
     """Keras on PyTorch."""
 
+    build = staticmethod(build)
+    computation = TorchGradients
+    local_computation = TorchLocal
+    placed = TorchPlaced
+
     forks_with_gpus = False
 
     def __init__(self) -> None:
@@ -46,36 +41,14 @@ class TorchBackend(Backend):
         if OWN_THREADS not in os.environ and THREADS_VARIABLE in os.environ:
             torch.set_num_threads(int(os.environ[THREADS_VARIABLE]))
 
-    def build(
-        self, spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False
-    ) -> dict[int, int] | None:
-        return build(spec, model, batch, mode, local)
-
     def outputs(self, model: keras.Model, batch: Any) -> Any:
         model.eval()
         with torch.no_grad():
             return keras.tree.map_structure(as_array, model.predict_step(tensors_of(batch)))
 
     def find_tables(
-        self,
-        model: keras.Model,
-        batch: Any,
-        mode: Mode,
-        threshold_bytes: int,
-        allowed: Callable[[int], bool],
-        local: bool = False,
+        self, model: keras.Model, batch: Any, mode: Mode, allowed: Allowed, local: bool = False
     ) -> dict[int, TableSpec]:
         step = {Mode.TRAINING: model.train_step, Mode.EVALUATION: model.test_step}.get(mode, model.predict_step)
         problems = functools.partial(problems_of, model)
-        return movable(model, step, tensors_of(batch), threshold_bytes, allowed, problems)
-
-    def computation(self, held: HeldModel) -> GradientComputation:
-        return TorchGradients(held)
-
-    def local_computation(self, held: HeldModel) -> LocalComputation:
-        return TorchLocal(held)
-
-    def placed(
-        self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange
-    ) -> PlacedComputation:
-        return TorchPlaced(model, specs, num_ps, exchange)
+        return movable(model, step, tensors_of(batch), allowed, problems)

@@ -21,7 +21,7 @@ from elasticcb.optimizers.traits import model_optimizers, name_publicly
 from elasticcb.settings import Mode
 
 
-def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool) -> dict[int, int] | None:
+def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False) -> dict[int, int] | None:
     """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
     name_publicly(model_optimizers(model))

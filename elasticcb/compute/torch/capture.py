@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import torch
 
-from elasticcb.compute.capture import OptimizerCapture, unchanged
+from elasticcb.compute.capture import OptimizerCapture, path_of, unchanged
 from elasticcb.compute.refusals import assignment, late_read
 from elasticcb.compute.torch.loss_scale import plain_gradient
 from elasticcb.compute.torch.operations import Operations, is_view, memory_of, tells_nothing
@@ -52,8 +52,7 @@ class WatchedReads:
             self._running.enter_context(Operations(self._note))
         for variable in variables:
             value = getattr(variable, "_value", variable)
-            path = str(getattr(variable, "path", None) or variable.name)
-            self._given[memory_of(value)] = path, optimizer
+            self._given[memory_of(value)] = path_of(variable), optimizer
 
     def _note(self, operation: Any, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         if not is_view(operation) and not tells_nothing(operation):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -15,14 +15,11 @@ from elasticcb.compute.capture import OptimizerCapture
 from elasticcb.compute.dense_batches import records_in
 from elasticcb.compute.torch.arrays import as_array, assign_weights, tensors_of
 from elasticcb.compute.torch.lookups import TorchTables
-from elasticcb.layers.install import install
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.step_logs import flat_logs
-from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks
-from elasticcb.sharding.table_spec import TableSpec
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +37,7 @@ class TorchComputation(Computation):
         self._capture = capture
         if getattr(held.model, "jit_compile", False):
             logger.warning("The model runs without jit_compile: on PyTorch, steps run eagerly.")
-        tables = {index: TableSpec.from_json(spec.table) for index, spec in enumerate(held.specs) if spec.table}
-        self._served = TorchTables(held.model, tables)
+        self._served = TorchTables(held.model, held.tables)
         steps = {
             Mode.TRAINING: held.model.train_step,
             Mode.EVALUATION: held.model.test_step,
@@ -66,11 +62,6 @@ class TorchComputation(Computation):
 
     def set_weights(self, weights: PlacedBlocks) -> None:
         assign_weights(self._model, self._specs, weights)
-
-    def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
-        self._served.release()
-        for index, ids, rows in tables:
-            install(self._model, index, ids, rows)
 
     @contextlib.contextmanager
     def _step_of(self, batch: Prepared, rows: TableRows, training: bool) -> Iterator[None]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from elasticcb.compute.backend import GradientComputation, GradientResult, HeldModel, Prepared, TableRows
-from elasticcb.compute.capture import Update, check_updated
+from elasticcb.compute.capture import check_updated
 from elasticcb.compute.clipping import Clipping, clippings
-from elasticcb.compute.loss_scale import explain_overflow
+from elasticcb.compute.loss_scale import explain_overflow, unscaled
 from elasticcb.compute.moving_averages import MovingAverages
-from elasticcb.compute.torch.arrays import held_arrays
+from elasticcb.compute.torch.arrays import array_of
 from elasticcb.compute.torch.capture import TorchCapture, refused_assignments
 from elasticcb.compute.torch.computation import TorchComputation, numbers
 from elasticcb.compute.torch.gradients import sort_gradients
@@ -46,9 +45,11 @@ class TorchGradients(TorchComputation, GradientComputation):
         self._metrics.reset()
         with self._step_of(batch, rows, training=True), self._averages.counted(), refused_assignments(self._trainable):
             logs, updates = self._capture.train_step(batch.data)
-        found, usable = self._unscaled(updates)
+        check_updated(updates, self._specs)
+        found, usable = unscaled(self._scales, updates)
         dense, pairs = sort_gradients(found, self._specs, self._clipped, batch.ids)
-        state = held_arrays(self._model, self._specs, trainable=False)
+        weights_and_specs = enumerate(zip(self._model.weights, self._specs, strict=True))
+        state = {index: array_of(each.value) for index, (each, spec) in weights_and_specs if not spec.trainable}
         return GradientResult(
             logs=numbers(logs),
             states=self._states(),
@@ -59,15 +60,3 @@ class TorchGradients(TorchComputation, GradientComputation):
             decays=self._averages.decays,
             overflow=explain_overflow(zip(self._scales, usable, strict=True)),
         )
-
-    def _unscaled(self, updates: Mapping[int, Update]) -> tuple[dict[int, Any], list[bool]]:
-        """Gradients of the plain loss, by variable; and by optimizer whether they are usable."""
-        check_updated(updates, self._specs)
-        gradients: dict[int, Any] = {}
-        usable = []
-        for number, scale in enumerate(self._scales):
-            own = {index: update.gradient for index, update in updates.items() if update.optimizer == number}
-            plain, fits = scale.unscale(own)
-            gradients |= plain
-            usable.append(fits)
-        return gradients, usable

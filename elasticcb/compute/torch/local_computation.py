@@ -8,26 +8,24 @@ from typing import Any
 from elasticcb.compute.backend import HeldModel, Prepared, StepResult, TableRows
 from elasticcb.compute.local_optimizers import HoldsOptimizers, copied, prepared
 from elasticcb.compute.moving_averages import MovingAverages
-from elasticcb.compute.torch.arrays import held_arrays
+from elasticcb.compute.torch.arrays import array_of
 from elasticcb.compute.torch.capture import TorchCapture
 from elasticcb.compute.torch.computation import TorchComputation, numbers
 from elasticcb.compute.torch.gradients import sort_gradients
-from elasticcb.sharding.array_names import STATE, WEIGHTS, named
-from elasticcb.sharding.flat_blocks import PlacedBlocks
-from elasticcb.sharding.partition import Slice, pack
+from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
+from elasticcb.sharding.partition import Slice
 
 
 class TorchLocal(TorchComputation, HoldsOptimizers):
     """For the arguments, see `Backend.local_computation`."""
 
     def __init__(self, held: HeldModel) -> None:
-        tables = [index for index, spec in enumerate(held.specs) if spec.table]
-        capture = TorchCapture(held.model, tables, refuses=False)
+        capture = TorchCapture(held.model, held.tables, refuses=False)
         HoldsOptimizers.__init__(self, prepared(held, capture.optimizers))
         TorchComputation.__init__(self, held, capture)
         self._averages = MovingAverages(held.model)
         # Returned by a step, because a push of its row gradients needs it.
-        self._shared: Mapping[str, Any] = self._held.shared if tables else {}
+        self._shared: Mapping[str, Any] = self._held.shared if held.tables else {}
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
         shared = copied(self._shared)
@@ -38,15 +36,6 @@ class TorchLocal(TorchComputation, HoldsOptimizers):
         _, pairs = sort_gradients(found, self._specs, (), batch.ids)
         return StepResult(logs=numbers(logs), states=self._states(), rows=pairs, shared=shared)
 
-    @property
-    def decays(self) -> Mapping[int, float]:
-        return self._averages.decays
-
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
-        values = {kind: held_arrays(self._model, self._specs, kind) for kind in (True, False)}
-        blocks = (
-            named(WEIGHTS, pack(values[True], self._specs, slices, True))
-            | named(STATE, pack(values[False], self._specs, slices, False))
-            for slices in partition
-        )
-        return PlacedBlocks(blocks, partition)
+        arrays = [array_of(variable.value) for variable in self._model.weights]
+        return PlacedBlocks((pack_weights(arrays, self._specs, slices) for slices in partition), partition)

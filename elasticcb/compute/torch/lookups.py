@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -14,7 +14,6 @@ from elasticcb.compute.torch.arrays import array_of, tensor_of
 from elasticcb.compute.torch.recording import IdRecording, Uses
 from elasticcb.layers.table_layers import NotServableError, TableLayer, answered
 from elasticcb.rpc.tensors import Array
-from elasticcb.sharding.table_spec import TableSpec
 
 # By table: the unique ids, int64 [n]; for each call of the layer, the positions of its ids among them, int64 of their
 # shape.
@@ -24,7 +23,7 @@ Wanted = dict[int, tuple[Array, list[torch.Tensor]]]
 class TorchTables(ServedTables):
     """For the arguments, see `ServedTables`."""
 
-    def __init__(self, model: keras.Model, tables: Mapping[int, TableSpec]) -> None:
+    def __init__(self, model: keras.Model, tables: Iterable[int]) -> None:
         super().__init__(model, tables)
         # PyTorch lists these as the model's parameters; the tensors of a step are not among them.
         self._listed = {index: layer._embeddings._value for index, layer in self._layers.items()}

@@ -33,7 +33,7 @@ def hold(model, batch, local=True, eval_metrics=None, mode=Mode.TRAINING, thresh
     metrics = ModelMetrics(model, eval_metrics or {})
     updated = backend().build(SPEC, model, tensors(batch), mode, local)
     metrics.reset()
-    tables = backend().find_tables(model, tensors(batch), mode, threshold, lambda index: True, local)
+    tables = backend().find_tables(model, tensors(batch), mode, lambda index, size: size >= threshold, local)
     specs = variable_specs(model, updated, tables)
     return HeldModel(model, metrics, specs, partition(specs, SERVERS, True))
 
