@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
 import os
 import warnings
@@ -35,7 +36,9 @@ def cluster_settings(
     moved = {name: where_now(name, value) for name, value in others.items()}
     for name, place in moved.items():
         if not place:
-            raise TypeError(f"Cluster.__init__() got an unexpected keyword argument {name!r}")
+            close = difflib.get_close_matches(name, given, n=1)
+            meant = f". Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"Cluster.__init__() got an unexpected keyword argument {name!r}{meant}")
     if isinstance(given.get("outer_optimizer"), keras.optimizers.Optimizer):
         given = {**given, "outer_optimizer": keras.optimizers.serialize(given["outer_optimizer"])}
     arguments = Arguments(given)

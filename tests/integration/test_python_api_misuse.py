@@ -132,7 +132,7 @@ def test_argument_that_stands_in_a_group_now_is_told_with_its_place():
     assert "Cluster(exchange=elasticcb.ExchangeOptions(max_staleness=1))" in words
     assert "Cluster(embedding=elasticcb.EmbeddingOptions(memory_bytes=9))" in words
     assert "Cluster(network=elasticcb.NetworkOptions(tls=True))" in words
-    with pytest.raises(TypeError, match="unexpected keyword argument 'num_wokers'"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'num_wokers'\. Did you mean 'num_workers'\?"):
         elasticcb.Cluster(num_wokers=2)
 
 
