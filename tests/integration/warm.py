@@ -101,6 +101,14 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
+def fork(run: Callable[..., None], *arguments: Any) -> Any:
+    """A process of `multiprocessing` that runs a function, with all imported."""
+    ensure_warm()
+    process = _forks.Process(target=run, args=arguments)
+    process.start()
+    return process
+
+
 def _started(run: Callable[..., None], *arguments: Any) -> Any:
     """A forked process that has its files: those of one that is killed before would stay open here."""
     has_files, mine = _forks.Pipe(duplex=False)
