@@ -136,7 +136,7 @@ def test_tutorial_ends_with_a_model_that_is_served(tmp_path, start_job):
     page = TUTORIAL.read_text(encoding="utf-8")
     files = dict(re.findall(r"^```\w+\n# (\w+\.\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
     assert list(files) == ["make_clicks.py", "clicks.py", "job.yaml", "serve.py"]
-    fewer = files["make_clicks.py"].replace("240_000", "40_000").replace("200_000", "32_000")
+    fewer = files["make_clicks.py"].replace("240_000", "24_000").replace("200_000", "20_000")
     for name, text in (files | {"make_clicks.py": fewer}).items():
         (tmp_path / name).write_text(text)
     assert run_script(tmp_path, "make_clicks.py") == []
