@@ -31,6 +31,12 @@ _SHARED = Path(__file__).resolve().parents[2] / "shared"
 _TIME_IS_UP = "the time for deep tests is over"
 # Times as long as others take tests that start jobs as processes, or have a time limit of their own; and other jobs.
 _PROCESSES, _JOB = 20, 4
+# Folders and files with few tests, of which each takes as long as one that starts a job as processes.
+_LONG = {
+    "model_zoo", "test_exported_tables.py", "test_health_fuzzing.py", "test_master_fuzzing.py", "test_notebooks.py",
+    "test_ps_fuzzing.py", "test_ps_memory.py", "test_ps_moving.py", "test_ps_push_in_flight.py", "test_recipes.py",
+    "test_tables_in_jobs.py",
+}  # fmt: skip
 
 # Reasons for which a test may be skipped where CI is set; with any other reason it fails there.
 SKIPS_IN_CI = {
@@ -81,7 +87,7 @@ def _length(item):
     limit = item.get_closest_marker("timeout")
     if limit is not None:
         return max(_PROCESSES, limit.args[0] // 6)
-    if {"start_job", "program"} & set(item.fixturenames):
+    if {"start_job", "program"} & set(item.fixturenames) or _LONG & set(item.path.parts):
         return _PROCESSES
     return _JOB if "integration" in item.path.parts else 1
 

@@ -3,18 +3,14 @@ from pathlib import Path
 import pytest
 from faults import Faults
 
-from elasticcb.cluster.local.fork_server import ForkServer
 from jobs import JobProcess
-from warm import launch_from_here
+from warm import warm_clusters
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm_clusters():
-    """Local clusters of the tests themselves are forked, with all imported."""
-    before = ForkServer.launch
-    ForkServer.launch = classmethod(launch_from_here)
-    yield
-    ForkServer.launch = before
+    with warm_clusters():
+        yield
 
 
 @pytest.fixture

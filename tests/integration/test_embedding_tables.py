@@ -105,7 +105,7 @@ def row_wise_and_adam() -> keras.optimizers.Optimizer:
 
 
 @pytest.mark.parametrize("updates", deep_but(["local", "sync", "async"], "local"))
-@pytest.mark.parametrize("make", [row_wise, row_wise_and_adam])
+@pytest.mark.parametrize("make", deep_but([row_wise, row_wise_and_adam], row_wise_and_adam))
 def test_rows_with_one_accumulator_each_train_and_go_on_as_by_fit(tmp_path: Path, updates: str, make: Any) -> None:
     ours, plain = towers(make()), towers(make())
     given = {"batch_size": 30, "shuffle": False, "verbose": 0}
@@ -141,7 +141,7 @@ def test_an_embedding_whose_weights_have_another_use_stays_whole(tmp_path: Path)
     assert tables_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("updates", ["async", "local"])
+@pytest.mark.parametrize("updates", deep_but(["async", "local"], "local"))
 @pytest.mark.parametrize("max_staleness", deep_but([0, 2], 2))
 def test_an_unbounded_embedding_learns_and_goes_on_learning(max_staleness: int, updates: str) -> None:
     keras.utils.set_random_seed(1)
@@ -293,7 +293,7 @@ def test_weights_of_ids_and_regularized_rows_train_as_in_one_process(updates: st
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["dense", "ragged"])
+@pytest.mark.parametrize("kind", deep_but(["dense", "ragged"], "ragged"))
 def test_strings_are_ids_without_a_vocabulary(kind: str) -> None:
     words = np.char.add("word ", IDS.astype(str))
     given = tf.constant(words) if kind == "dense" else tf.RaggedTensor.from_tensor(tf.constant(words))

@@ -134,7 +134,7 @@ def test_program_of_a_page_runs_and_prints_what_its_last_lines_say(name, tmp_pat
 def test_tutorial_ends_with_a_model_that_is_served(tmp_path, start_job):
     files = dict(code_blocks(TUTORIAL, r"\w+\n# (\w+\.\w+)"))
     assert list(files) == ["make_clicks.py", "clicks.py", "job.yaml", "serve.py"]
-    fewer = files["make_clicks.py"].replace("240_000", "40_000").replace("200_000", "32_000")
+    fewer = files["make_clicks.py"].replace("240_000", "24_000").replace("200_000", "20_000")
     for name, text in (files | {"make_clicks.py": fewer}).items():
         (tmp_path / name).write_text(text)
     assert run_script(tmp_path, "make_clicks.py") == []

@@ -134,7 +134,9 @@ def test_a_process_started_from_nothing_does_not_look_into_the_current_folder(tr
 # All else that the processes of a job import, Keras or the program's own process does, too: there the file would do
 # harm without any job.
 @pytest.mark.parametrize("forked", deep_but([True, False], True))
-def test_a_file_beside_a_program_takes_no_place_of_what_only_the_processes_of_its_job_need(tmp_path, forked):
+def test_a_file_beside_a_program_takes_no_place_of_what_its_job_needs_and_workers_have_its_path_in_order(
+    tmp_path, trap, forked
+):
     for name in ("click", "rich_click"):
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name}.py of the user was imported')\n")
     (tmp_path / "mine.py").write_text("UNITS = 3\n")
@@ -143,11 +145,20 @@ def test_a_file_beside_a_program_takes_no_place_of_what_only_the_processes_of_it
         """
         import sys
 
+        sys.path.insert(0, "first")
         import keras
         import numpy as np
 
         import elasticcb
         from elasticcb.cluster.local import backend
+
+        def path():
+            import sys
+            return list(sys.path)
+
+        def units():
+            import mine
+            return mine.UNITS
 
         if __name__ == "__main__":
             if sys.argv[2] == "False":
@@ -156,35 +167,9 @@ def test_a_file_beside_a_program_takes_no_place_of_what_only_the_processes_of_it
 
             model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(mine.UNITS)])
             model.compile("sgd", "mse")
-
-            def units():
-                import mine
-                return mine.UNITS
-
             with elasticcb.Cluster(num_workers=1, num_ps=1, job_dir=sys.argv[1]) as cluster:
                 cluster.fit(model, np.ones((16, 2)), np.ones((16, 3)), verbose=0)
                 assert cluster.schedule(units).fetch() == 3
-        """,
-        "program",
-    )
-    run(sys.executable, tmp_path / "program.py", tmp_path / "job", str(forked), cwd=tmp_path)
-
-
-def test_workers_have_the_import_path_of_a_program_in_its_order(tmp_path, trap):
-    write_model_file(
-        tmp_path,
-        """
-        import sys
-
-        sys.path.insert(0, "first")
-        import elasticcb
-
-        def path():
-            import sys
-            return list(sys.path)
-
-        if __name__ == "__main__":
-            with elasticcb.Cluster(num_workers=1, job_dir=sys.argv[1]) as cluster:
                 assert cluster.schedule(path).fetch() == sys.path
                 sys.path.insert(0, "/later")
                 found = cluster.schedule(path).fetch()
@@ -192,7 +177,7 @@ def test_workers_have_the_import_path_of_a_program_in_its_order(tmp_path, trap):
         """,
         "program",
     )
-    run(sys.executable, tmp_path / "program.py", tmp_path / "job", cwd=trap)
+    run(sys.executable, tmp_path / "program.py", tmp_path / "job", str(forked), cwd=trap)
 
 
 def test_a_folder_that_stands_first_in_one_process_does_so_in_the_other(monkeypatch):

@@ -47,11 +47,11 @@ def recall_by_method(folder: Path) -> dict[str, float]:
 
 
 def test_recommender_kit_is_trained_evaluated_and_serves(folder, start_job):
-    printed = run_script(folder, "data.py", "--users=600", "--items=200", "--ratings=30")
-    assert "16200 ratings to train on, 1800 to test, 200 films" in printed
-    metrics = train(folder, start_job, "retrieval.yaml", num_workers=1, num_epochs=6, minibatch_size=64)
-    assert metrics["in_batch_recall_at_10"] > 0.3  # by chance: 10 of 64
-    metrics = train(folder, start_job, "ranking.yaml", num_workers=1, num_epochs=3, minibatch_size=64)
+    printed = run_script(folder, "data.py", "--users=400", "--items=150", "--ratings=30")
+    assert "10800 ratings to train on, 1200 to test, 150 films" in printed
+    metrics = train(folder, start_job, "retrieval.yaml", num_workers=1, num_epochs=6, minibatch_size=96)
+    assert metrics["in_batch_recall_at_10"] > 0.15  # by chance: 10 of 96
+    metrics = train(folder, start_job, "ranking.yaml", num_workers=1, num_epochs=3, minibatch_size=128)
     assert metrics["auc"] > 0.7
 
     recall = recall_by_method(folder)

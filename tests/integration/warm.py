@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,14 @@ class WarmProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def fork(run: Callable[..., None], *arguments: Any) -> Any:
+    """A process of `multiprocessing` that runs a function, with all imported."""
+    ensure_warm()
+    process = _forks.Process(target=run, args=arguments)
+    process.start()
+    return process
 
 
 def _started(run: Callable[..., None], *arguments: Any) -> Any:
@@ -223,7 +231,7 @@ def _fork_zygote(cls: Any, environment: dict[str, str], log: Path, watch: int) -
     return cls(control, _Forked(pid))
 
 
-def launch_from_here(cls: Any, environment: dict[str, str], log: Path, watch: int) -> Any:
+def _launch_from_here(cls: Any, environment: dict[str, str], log: Path, watch: int) -> Any:
     """`ForkServer.launch` in the process of the tests, which can't be forked itself."""
     ensure_warm()
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -231,6 +239,17 @@ def launch_from_here(cls: Any, environment: dict[str, str], log: Path, watch: in
         files = [DupFd(theirs.fileno()), DupFd(watch)]
         process = _started(_run_zygote, environment, str(log), files, list(sys.path))
     return cls(control, _OfForkServer(process))
+
+
+@contextlib.contextmanager
+def warm_clusters() -> Iterator[None]:
+    """Local clusters of this process are forked, with all imported."""
+    before = fork_server.ForkServer.launch
+    fork_server.ForkServer.launch = classmethod(_launch_from_here)
+    try:
+        yield
+    finally:
+        fork_server.ForkServer.launch = before
 
 
 class _Spare:

@@ -30,7 +30,6 @@ def test_criteo_model_learns_and_exports(model, tsv, tmp_path, capsys):
         training_data=tsv,
         validation_data=tsv,
         minibatch_size=16,
-        num_minibatches_per_task=4,
         num_epochs=12,
         evaluation_steps=1000,  # only at the end
     )

@@ -39,7 +39,11 @@ class Trained:
 
 
 def train(folder: str, tmp_path: Path, capsys: Any, **flags: Any) -> Trained:
-    """Runs a folder's job.yaml with `flags` in place of its own settings; its roles are threads."""
+    """Runs a folder's job.yaml with `flags` in place of its own settings; its roles are threads.
+
+    Each worker compiles the model, and each task a pipeline of its data, so there are few.
+    """
+    flags = {"num_workers": 1, "num_minibatches_per_task": 50, **flags}
     arguments = ["train", f"--config={ZOO / folder / 'job.yaml'}", "--cluster=inprocess"]
     arguments += [f"--job_dir={tmp_path / 'job'}", f"--output={tmp_path / 'saved_model'}"]
     arguments += [f"--{name}={value}" for name, value in flags.items()]

@@ -10,9 +10,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def early_xla(monkeypatch):
-    """From the second version on, so that a few pushes test an update both ways."""
+    """From the second version on, so that a few pushes test an update both ways. Compiling takes long."""
     from elasticcb.ps import parameters
 
     monkeypatch.setattr(parameters, "FIRST_VERSION_BY_XLA", 1)

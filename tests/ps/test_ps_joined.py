@@ -15,6 +15,8 @@ from elasticcb.ps.joined import groups_of, parted
 from elasticcb.sharding.partition import VariableSpec
 from helpers_ps import Part, gradients, initial_values
 
+pytestmark = pytest.mark.usefixtures("early_xla")
+
 SPECS = (
     VariableSpec("embedding/embeddings", (12, 4), "float32", True),
     VariableSpec("dense/kernel", (4, 6), "float32", True),

@@ -20,6 +20,7 @@ from elasticcb.sharding.partition import VariableSpec, partition
 from elasticcb.sharding.push import Push
 from helpers_ps import SPECS, TRAINABLE, Part, Signed, gradients, initial_values, plain_keras
 
+pytestmark = pytest.mark.usefixtures("early_xla")
 optimizers = keras.optimizers
 
 

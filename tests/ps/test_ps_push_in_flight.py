@@ -1,7 +1,6 @@
 """Pushes of workers that die meanwhile, or were given up: a server applies them wholly, or not at all."""
 
 import json
-import multiprocessing
 import signal
 
 import faulty_process
@@ -17,6 +16,7 @@ from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
 from helpers_ps import alone, server_settings, sgd
+from warm import fork
 
 INITIALIZER = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))
 SPECS = (
@@ -56,10 +56,7 @@ def test_push_of_a_worker_that_dies_meanwhile_is_applied_wholly_or_not_at_all(st
         client.initialize(InitialModel(VALUES))
         client.lookup(IDS, create=True)
     before = held(disturbed)
-    worker = multiprocessing.get_context("spawn").Process(
-        target=push, args=(disturbed.servers.known[0].link.address, event, tmp_path / "done")
-    )
-    worker.start()
+    worker = fork(push, disturbed.servers.known[0].link.address, event, tmp_path / "done")
     worker.join()
     assert worker.exitcode == -signal.SIGKILL
     if applied:

@@ -20,6 +20,7 @@ from elasticcb.sharding.flat_blocks import unpack_weights
 from elasticcb.sharding.partition import VariableSpec
 from helpers_ps import gradients, initial_values
 
+pytestmark = pytest.mark.usefixtures("early_xla")
 optimizers = keras.optimizers
 
 GAN = (

@@ -7,6 +7,7 @@ import tensorflow as tf
 import elasticcb
 from check_steps import assert_same, hold
 from compiled_models import BATCH, X, Y, batches, dense, fit
+from deep_cases import deep_but
 from elasticcb.api.placed import PlacedWeights
 from elasticcb.callbacks import runs_on
 from elasticcb.errors import ModelFileError, UsageError
@@ -67,7 +68,7 @@ class Reads(keras.callbacks.Callback):
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
-@pytest.mark.parametrize("updates", ["local", "sync"])
+@pytest.mark.parametrize("updates", deep_but(["local", "sync"], "sync"))
 def test_variables_of_64_bits_train_as_in_fit(updates, tmp_path):
     def wide():
         keras.utils.set_random_seed(1)

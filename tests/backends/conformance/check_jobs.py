@@ -9,10 +9,10 @@ from compiled_models import BATCH, X, Y, dense, fit
 SAME = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
 
 
-def assert_trains_as_fit(updates, tmp_path):
+def assert_trains_as_fit(updates, tmp_path, servers):
     reference, model = dense(), dense()
     expected = fit(reference, epochs=2, validation_data=(X, Y))
-    with elasticcb.Cluster(1, 2, updates=updates, directory=tmp_path) as cluster:
+    with elasticcb.Cluster(1, servers, updates=updates, directory=tmp_path) as cluster:
         found = cluster.fit(model, X, Y, epochs=2, validation_data=(X, Y), **SAME).history
     assert_same(found, expected, 1e-4)
     assert_same([each.numpy() for each in model.weights], [each.numpy() for each in reference.weights])
@@ -24,7 +24,7 @@ def assert_trains_as_fit(updates, tmp_path):
 
 
 def test_one_worker_trains_as_fit(tmp_path):
-    assert_trains_as_fit("local", tmp_path)
+    assert_trains_as_fit("local", tmp_path, servers=1)  # each server imports TensorFlow for itself
 
 
 def test_two_workers_evaluate_and_predict_as_keras(tmp_path):
@@ -39,7 +39,7 @@ def test_two_workers_evaluate_and_predict_as_keras(tmp_path):
 @pytest.mark.deep
 @pytest.mark.parametrize("updates", ["sync", "async"])
 def test_one_worker_whose_gradients_servers_apply_trains_as_fit(updates, tmp_path):
-    assert_trains_as_fit(updates, tmp_path)
+    assert_trains_as_fit(updates, tmp_path, servers=2)
 
 
 def test_threads_can_t_be_servers_of_another_backend():
