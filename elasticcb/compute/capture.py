@@ -70,8 +70,8 @@ class OptimizerCapture(ABC):
     def _plain(self, optimizer: keras.optimizers.Optimizer, gradient: Any) -> Any:
         """Converts a gradient of the loss scaled by `optimizer` to one of the plain loss."""
 
-    def _applied(self, gradient: Any, variable: Any) -> Any:
-        """Converts a gradient that is applied here to the form in which it is applied."""
+    def _applied(self, optimizer: keras.optimizers.Optimizer, gradient: Any, variable: Any) -> Any:
+        """Converts a gradient that `optimizer` applies here to the form in which it is applied."""
         return gradient
 
     def _place(self) -> Any:
@@ -113,14 +113,11 @@ class OptimizerCapture(ABC):
             for gradient, variable in pairs
             if key_of(variable) in keys and gradient is not None
         ]
-        others = [
-            (self._applied(gradient, variable), variable)
-            for gradient, variable in pairs
-            if key_of(variable) not in keys
-        ]
+        others = [(gradient, variable) for gradient, variable in pairs if key_of(variable) not in keys]
         for each, own in _by_optimizer(optimizer, others):
             if own:
-                type(each).apply(each, *zip(*own, strict=True))
+                given = [(self._applied(each, gradient, variable), variable) for gradient, variable in own]
+                type(each).apply(each, *zip(*given, strict=True))
             else:
                 unwrapped(each)._iterations.assign_add(1)
         if isinstance(optimizer, MultiOptimizer):  # it counts by itself
