@@ -119,7 +119,7 @@ class OptimizerCapture(ABC):
                 given = [(self._applied(each, gradient, variable), variable) for gradient, variable in own]
                 type(each).apply(each, *zip(*given, strict=True))
             else:
-                unwrapped(each)._iterations.assign_add(1)
+                count_step(each)
         if isinstance(optimizer, MultiOptimizer):  # it counts by itself
             optimizer._iterations.assign_add(1)
         return kept
@@ -220,6 +220,19 @@ def _by_optimizer(optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[An
         return [(optimizer, pairs)]
     inner = [each for each in optimizer.optimizers if each.built]
     return [(each, [pair for pair in pairs if chosen_optimizer(optimizer, pair[1]) is each]) for each in inner]
+
+
+def count_step(optimizer: Any) -> None:
+    """Changes the state that belongs to no variable like a step of the optimizer; for one that updates nothing here."""
+    optimizer = unwrapped(optimizer)
+    for each in optimizer.optimizers if isinstance(optimizer, MultiOptimizer) else ():
+        if each.built:
+            count_step(each)
+    if isinstance(optimizer, keras.optimizers.Nadam):
+        product = optimizer._u_product
+        step = keras.ops.cast(optimizer._iterations + 1, product.dtype)
+        product.assign(product * optimizer.beta_1 * (1.0 - 0.5 * keras.ops.power(0.96, step)))
+    optimizer._iterations.assign_add(1)
 
 
 def key_of(variable: Any) -> int:
