@@ -62,6 +62,15 @@ def test_gradients_of_rows_are_added_up_and_do_what_dense_ones_do(jit_compile):
     np.testing.assert_array_equal(found[1], initial[1])
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_without_an_epsilon_rows_without_a_gradient_do_not_change(dense):
+    initial = np.ones((3, 2), "float32")
+    gradient = tf.IndexedSlices(tf.ones((2, 2)), tf.constant([1, 1]), tf.constant([3, 2]))
+    optimizer = RowWiseAdagrad(0.5, initial_accumulator_value=0.0, epsilon=0.0)
+    found = applied(optimizer, initial, [tf.convert_to_tensor(gradient) if dense else gradient])
+    np.testing.assert_array_equal(found, [[1.0, 1.0], [0.5, 0.5], [1.0, 1.0]])
+
+
 def test_model_that_plain_keras_trains_is_saved_and_loaded_with_it(tmp_path):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.layers.Embedding(20, 4), keras.layers.Flatten(), keras.layers.Dense(1)])

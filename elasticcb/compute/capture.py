@@ -70,8 +70,8 @@ class OptimizerCapture(ABC):
     def _plain(self, optimizer: keras.optimizers.Optimizer, gradient: Any) -> Any:
         """Converts a gradient of the loss scaled by `optimizer` to one of the plain loss."""
 
-    def _applied(self, gradient: Any, variable: Any) -> Any:
-        """Converts a gradient that is applied here to the form in which it is applied."""
+    def _applied(self, optimizer: keras.optimizers.Optimizer, gradient: Any, variable: Any) -> Any:
+        """Converts a gradient that `optimizer` applies here to the form in which it is applied."""
         return gradient
 
     def _place(self) -> Any:
@@ -113,16 +113,13 @@ class OptimizerCapture(ABC):
             for gradient, variable in pairs
             if key_of(variable) in keys and gradient is not None
         ]
-        others = [
-            (self._applied(gradient, variable), variable)
-            for gradient, variable in pairs
-            if key_of(variable) not in keys
-        ]
+        others = [(gradient, variable) for gradient, variable in pairs if key_of(variable) not in keys]
         for each, own in _by_optimizer(optimizer, others):
             if own:
-                type(each).apply(each, *zip(*own, strict=True))
+                given = [(self._applied(each, gradient, variable), variable) for gradient, variable in own]
+                type(each).apply(each, *zip(*given, strict=True))
             else:
-                unwrapped(each)._iterations.assign_add(1)
+                count_step(each)
         if isinstance(optimizer, MultiOptimizer):  # it counts by itself
             optimizer._iterations.assign_add(1)
         return kept
@@ -223,6 +220,19 @@ def _by_optimizer(optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[An
         return [(optimizer, pairs)]
     inner = [each for each in optimizer.optimizers if each.built]
     return [(each, [pair for pair in pairs if chosen_optimizer(optimizer, pair[1]) is each]) for each in inner]
+
+
+def count_step(optimizer: Any) -> None:
+    """Changes the state that belongs to no variable like a step of the optimizer; for one that updates nothing here."""
+    optimizer = unwrapped(optimizer)
+    for each in optimizer.optimizers if isinstance(optimizer, MultiOptimizer) else ():
+        if each.built:
+            count_step(each)
+    if isinstance(optimizer, keras.optimizers.Nadam):
+        product = optimizer._u_product
+        step = keras.ops.cast(optimizer._iterations + 1, product.dtype)
+        product.assign(product * optimizer.beta_1 * (1.0 - 0.5 * keras.ops.power(0.96, step)))
+    optimizer._iterations.assign_add(1)
 
 
 def key_of(variable: Any) -> int:

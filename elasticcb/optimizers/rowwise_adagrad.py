@@ -87,11 +87,12 @@ class RowWiseAdagrad(keras.optimizers.Optimizer):
             squares = keras.ops.mean(keras.ops.square(values), axes, keepdims=True)
             self.assign_add(accumulator, tf.IndexedSlices(squares, rows))
             divisor = keras.ops.sqrt(tf.gather(accumulator.value, rows)) + self.epsilon
-            self.assign_sub(variable, tf.IndexedSlices(rate * values / divisor, rows))
+            self.assign_sub(variable, tf.IndexedSlices(keras.ops.divide_no_nan(rate * values, divisor), rows))
         else:
             squares = keras.ops.square(gradient)
             self.assign_add(accumulator, keras.ops.mean(squares, axes, keepdims=True) if axes else squares)
-            self.assign_sub(variable, rate * gradient / (keras.ops.sqrt(accumulator) + self.epsilon))
+            divisor = keras.ops.sqrt(accumulator) + self.epsilon
+            self.assign_sub(variable, keras.ops.divide_no_nan(rate * gradient, divisor))
 
     def get_config(self) -> dict[str, Any]:
         return {

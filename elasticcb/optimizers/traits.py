@@ -45,6 +45,11 @@ def public_class(optimizer: keras.optimizers.Optimizer) -> type[keras.optimizers
     return next(kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("keras.src.backend."))
 
 
+def is_own_class(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the optimizer is of the user's own class, neither Keras's nor elasticcb's."""
+    return public_class(unwrapped(optimizer)).__module__.partition(".")[0] not in ("keras", "elasticcb")
+
+
 def name_publicly(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
     """Makes Keras serialize optimizers by their `public_class`, so that another framework can load them."""
     for optimizer in map(unwrapped, optimizers):

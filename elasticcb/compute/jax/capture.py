@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from elasticcb.compute.capture import count_step
 from elasticcb.errors import ModelFileError
 from elasticcb.optimizers.traits import model_optimizers
 
@@ -29,6 +30,7 @@ class StatelessCapture:
         indices = {id(variable): index for index, variable in enumerate(model.weights)}
         self._indices = [indices[id(variable)] for variable in model.trainable_variables]
         self._kept = set(self._indices) if kept is None else set(kept)
+        self._counts = kept is not None  # a step that stores all gradients counts, too
         self._given: dict[int, Any] | None = None
         if self._kept:
             # Bypasses Keras's __setattr__, which tracks values.
@@ -74,8 +76,13 @@ class StatelessCapture:
             if index in self._kept and gradient is not None
         }
         others = [place for place, index in enumerate(self._indices) if index not in self._kept]
-        if not others:
+        if not others and not self._counts:
             return list(trainable_variables), list(optimizer_variables)
+        if not others:
+            with keras.StatelessScope(list(zip(self.optimizer.variables, optimizer_variables, strict=True))) as scope:
+                count_step(self.optimizer)
+                after = [scope.get_current_value(variable) for variable in self.optimizer.variables]
+            return list(trainable_variables), after
         return self._apply(others, optimizer_variables, grads, trainable_variables)
 
     def _apply(

@@ -13,6 +13,7 @@ from elasticcb.compute.tensorflow.gradients import WORKER_BYTES, made_dense
 from elasticcb.compute.tensorflow.late_reads import LateReads
 from elasticcb.compute.tensorflow.loss_scale import plain_gradient
 from elasticcb.errors import ModelFileError
+from elasticcb.optimizers.traits import is_own_class
 
 
 class TensorFlowCapture(OptimizerCapture):
@@ -24,7 +25,9 @@ class TensorFlowCapture(OptimizerCapture):
     def _plain(self, optimizer: keras.optimizers.Optimizer, gradient: Any) -> Any:
         return plain_gradient(optimizer, gradient)
 
-    def _applied(self, gradient: Any, variable: Any) -> Any:
+    def _applied(self, optimizer: keras.optimizers.Optimizer, gradient: Any, variable: Any) -> Any:
+        if is_own_class(optimizer):  # which may update only the rows given
+            return gradient
         return made_dense(gradient, variable.shape, variable.dtype, WORKER_BYTES)
 
     def _place(self) -> Any:

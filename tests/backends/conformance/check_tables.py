@@ -87,6 +87,24 @@ def test_rows_of_a_batch_train_as_whole_tables_in_fit(local):
     assert_same([{**tables, **dense}[i] for i in range(len(held.specs))], [v.numpy() for v in reference.weights])
 
 
+def test_a_model_of_nothing_but_tables_counts_its_steps():
+    ids = keras.Input((3,), dtype="int64")
+    parts = [keras.layers.Embedding(40, DIM)(ids[:, place]) for place in (0, 1)]
+    model = keras.Model(ids, keras.layers.Dot(1)(parts))
+    model.compile(keras.optimizers.Nadam(0.1), "mse")
+    held, tables = hold_tables(model, tensors(next(batches(IDS))))
+    computation = backend().local_computation(held)
+    product = 1.0
+    for version, batch in enumerate(batches(IDS)):
+        prepared = computation.prepare(tensors(batch), Mode.TRAINING)
+        result = computation.train(prepared, {index: tables[index][own] for index, own in prepared.ids.items()})
+        shared = dict(result.shared)
+        assert shared.pop("iterations") == version
+        assert shared.pop("learning_rate") == np.float32(0.1)
+        assert list(shared.values()) == [pytest.approx(product)]
+        product *= 0.9 * (1 - 0.5 * 0.96 ** (version + 1))
+
+
 @pytest.mark.parametrize(
     "combiner", ["mean", *(pytest.param(each, marks=pytest.mark.deep) for each in (None, "sum", "sqrtn"))]
 )
