@@ -30,7 +30,7 @@ class StatelessCapture:
         indices = {id(variable): index for index, variable in enumerate(model.weights)}
         self._indices = [indices[id(variable)] for variable in model.trainable_variables]
         self._kept = set(self._indices) if kept is None else set(kept)
-        self._counts = kept is not None  # a step that stores all gradients counts, too
+        self._counts = kept is not None  # a step that stores all gradients also counts
         self._given: dict[int, Any] | None = None
         if self._kept:
             # Bypasses Keras's __setattr__, which tracks values.
