@@ -14,7 +14,7 @@ from elasticcb.checkpoint.versions import find_latest
 from jobs import GATE, number, offsets_job, open_gate, records_trained, train_flags
 
 RECORDS, TESTED, IDS = 4_000, 400, 40
-IS_BACK = r"Parameter server \d recovered in [\d.]+ s from its recovery files; \d+ updates"
+IS_BACK = r"Parameter server \d recovered in [\d.]+ s from its recovery files; \d+ updates?"
 
 
 @pytest.fixture
