@@ -50,7 +50,11 @@ EVENTS = {
     "has given a server its model back": ("elasticcb.master.servers", "Servers._give_back", "after"),
     "introduces a server to its neighbour": ("elasticcb.master.servers", "Servers._introduce", "before"),
     "has closed the servers for a move": ("elasticcb.master.resharding", "ServerMove._close", "after"),
-    "has written down where the servers' buckets are": ("elasticcb.master.resharding", "ServerMove._open", "before"),
+    "has written down where the servers' buckets are": (
+        "elasticcb.master.resharding",
+        "ServerMove._tell_all",
+        "before",
+    ),
 }
 
 
@@ -141,13 +145,19 @@ def _arm(role: str, index: int) -> None:
         _go_through_the_network(f"{role}-{index}", str(folder / "network"))
 
 
-def arm(fault: dict[str, Any], done: Path) -> None:
-    """Makes this process fail at an event, unless `done` is there: another one has failed so before."""
-    module, path, when = EVENTS[fault["event"]]
+def function_of(event: str) -> tuple[Any, str, str]:
+    """The object whose attribute is the function, the attribute's name, and when the event is."""
+    module, path, when = EVENTS[event]
     owner: Any = importlib.import_module(module)
     *classes, name = path.split(".")
     for each in classes:
         owner = getattr(owner, each)
+    return owner, name, when
+
+
+def arm(fault: dict[str, Any], done: Path) -> None:
+    """Makes this process fail at an event, unless `done` is there: another one has failed so before."""
+    owner, name, when = function_of(fault["event"])
     count = itertools.count(1)
 
     def happen(*args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ import re
 import signal
 
 import pytest
+from faulty_process import EVENTS, function_of
 from health_probe import SERVING, check
 
 from jobs import LINEAR_MODEL, PACE, linear_data, number, records_trained, train_flags, write_model_file
@@ -17,6 +18,12 @@ pytestmark = pytest.mark.timeout(600)  # they wait for what does not answer
 
 RECORDS, EVALUATED = 1_200, 200
 IS_BACK = r"Parameter server \d recovered in [\d.]+ s from its recovery files"
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_event_is_a_function_that_exists(event):
+    owner, name, _ = function_of(event)
+    assert callable(getattr(owner, name))
 
 
 @pytest.fixture
