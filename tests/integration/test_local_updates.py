@@ -56,11 +56,11 @@ def test_whichever_process_dies_no_record_is_lost_and_what_is_merged_counts_once
 
 def test_sigterm_to_a_worker_merges_what_it_has_trained(data, start_job):
     flags = train_flags(data, "linear", updates="local", local_steps=1_000, num_minibatches_per_task=700, num_workers=1)
-    job = start_job("train", *flags, "--num_epochs=4")
-    job.wait_for_line(r"epoch [23]/4")
+    job = start_job("train", *flags, "--num_epochs=6")
+    job.wait_for_line(r"epoch [2345]/6")
     job.kill("worker", 0, signal.SIGTERM)
     assert job.finish() == 0, job.output
-    assert records_trained(job.output) == [RECORDS] * 4
+    assert records_trained(job.output) == [RECORDS] * 6
     assert number(job.output, "duplicate records (at most)") == 0
 
 

@@ -103,12 +103,12 @@ def test_servers_with_replicas_lose_no_update_however_often_they_are_killed(data
     assert calm.finish() == 0, calm.output
     master_died = faults.fail_at("master", 0, "introduces a server to its neighbour")
     job = start_job("train", *flags(data, **given, checkpoint_dir=data / "weights"))
-    by_replica = "from its recovery files and its replica; 0 updates"
+    by_replica = r"from its recovery files( and its replica)?; 0 updates"  # nothing came after a file just written
     for index, words in ((0, "The master recovered"), (1, by_replica), (0, by_replica)):
         job.wait_for_line(r"Evaluation at version")
         job.kill("ps", index)
         job.wait_for_line(rf"Parameter server {1 - index} has no replica until parameter server {index} recovers")
-        assert words in job.wait_for_line(r"recovered in")
+        assert re.search(words, job.wait_for_line(r"recovered in"))
     assert master_died()
     assert job.finish() == 0, job.output
     assert re.search(r"parameter servers lost +3 \(3 replaced", job.output)
