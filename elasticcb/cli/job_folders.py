@@ -63,7 +63,8 @@ def find_job(job: str, only_training: bool = False) -> Path:
         raise UsageError(f"{folder} is not the folder of a job. {_expected(job, names)}")
     kind = "training jobs" if only_training else "jobs"
     tried = f"neither {folders[0]} nor {folders[1]} exists" if job != LATEST else f"{parent} contains no {kind}"
-    raise UsageError(f"There is no job {job}: {tried}. {_expected(job, names)}")
+    what = "latest job" if job == LATEST else f"job {job}"
+    raise UsageError(f"There is no {what}: {tried}. {_expected(job, names)}")
 
 
 def _newest_first(parent: Path) -> list[Path]:

@@ -51,7 +51,7 @@ def test_resume_and_table_pass_over_jobs_that_evaluate_or_predict(jobs, monkeypa
     assert find_job(evaluation, only_training=True).name == evaluation
     monkeypatch.chdir(jobs / "elsewhere")
     (jobs / "elsewhere" / "jobs" / evaluation / "logs").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"There is no job latest: .*jobs contains no training jobs"):
+    with pytest.raises(UsageError, match=r"There is no latest job: .*jobs contains no training jobs"):
         find_job("latest", only_training=True)
 
 
@@ -76,5 +76,5 @@ def test_who_names_no_job_is_told_of_those_that_there_are(jobs, monkeypatch):
     with pytest.raises(UsageError, match="is not the folder of a job"):
         find_job("jobs")
     monkeypatch.chdir(jobs / "elsewhere")
-    with pytest.raises(UsageError, match=r"There is no job latest: .*jobs contains no jobs"):
+    with pytest.raises(UsageError, match=r"There is no latest job: .*jobs contains no jobs"):
         find_job("latest")

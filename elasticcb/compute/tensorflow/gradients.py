@@ -18,8 +18,8 @@ Rows = dict[int, tuple[Any, Any]]  # (unique int64 ids, gradients of these rows)
 # Row gradients of variables up to this size in bytes are made dense: sorting, sending, checking and applying their rows
 # separately takes longer than sending this many bytes with the other dense gradients.
 SMALL_BYTES = 256 << 10
-# Likewise of variables that the worker's own optimizers train: for gradients of rows, Keras's walk through the whole
-# variable too, with conditions that TensorFlow runs slowly.
+# Likewise for variables that the worker's own optimizers train: for gradients of rows, Keras's optimizers also read the
+# whole variable, with conditions that TensorFlow runs slowly.
 WORKER_BYTES = 2 << 20
 
 
