@@ -12,7 +12,14 @@ import keras
 
 from elasticcb.api import data as data_of
 from elasticcb.api import exits
-from elasticcb.api.arguments import check_model, cluster_settings, epoch_range, frequency, with_keras_callbacks
+from elasticcb.api.arguments import (
+    ShowsModel,
+    check_model,
+    cluster_settings,
+    epoch_range,
+    frequency,
+    with_keras_callbacks,
+)
 from elasticcb.api.exclusive_call import Turn
 from elasticcb.api.functions import Functions
 from elasticcb.api.job_folder import JobFolder
@@ -69,6 +76,8 @@ class Cluster:
         log_level: level of the processes' logs: "DEBUG", "INFO", "WARNING" or "ERROR".
         dashboard: serve a live dashboard to browsers on this machine, and print its address; needs the extra
             `elasticcb[dashboard]`.
+        rehearsal: before each call's work, workers compute the first batch in inference mode, and compare loss, metrics
+            and outputs with those in this process; a difference ends the call.
         exchange: `elasticcb.ExchangeOptions`: exchange of weights and gradients.
         checkpoint: `elasticcb.CheckpointOptions`: when servers write their state.
         embedding: `elasticcb.EmbeddingOptions`: embedding tables.
@@ -106,6 +115,7 @@ class Cluster:
         callback_errors: str = "stop",
         log_level: str = "INFO",
         dashboard: bool = False,
+        rehearsal: bool = True,
         exchange: ExchangeOptions | None = None,
         checkpoint: CheckpointOptions | None = None,
         embedding: EmbeddingOptions | None = None,
@@ -117,7 +127,7 @@ class Cluster:
         self._settings = cluster_settings(given, others, job_dir)
         self._folder = None if job_dir is None else JobFolder(job_dir)
         self._processes = ClusterProcesses(self._settings.cluster, directory or job_dir, log_level)
-        self._jobs = KerasJobs(self._settings, self._processes)
+        self._jobs = KerasJobs(self._settings, self._processes, rehearsal)
         self._functions = Functions(self._begin_functions, self._processes.stop)
         self._turn = Turn()
         self._closed = False
@@ -246,6 +256,8 @@ class Cluster:
                 call, x, y, sample_weight, batch_size, shuffle, class_weight, steps_per_epoch,
                 validation_split, validation_data, validation_batch_size, validation_steps,
             )  # fmt: skip
+            if getattr(sources[Mode.TRAINING], "runs_python", False):
+                listed = [*listed, ShowsModel()]
             params = {"verbose": verbose, "batch_size": batch_size or 32, "epochs": epochs}
             model.history = history
             summary, _ = self._jobs.run(

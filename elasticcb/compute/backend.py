@@ -272,6 +272,10 @@ class Backend(ABC):
     def outputs(self, model: keras.Model, batch: Any) -> Any:
         """The current result of `predict_step` of a built model for a batch of the input pipeline."""
 
+    def data(self, model: keras.Model, batch: Any) -> Any:
+        """A batch of the input pipeline in the form in which the model's steps get it."""
+        return batch
+
     @abstractmethod
     def find_tables(
         self, model: keras.Model, batch: Any, mode: Mode, allowed: Allowed, local: bool = False

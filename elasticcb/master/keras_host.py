@@ -16,6 +16,7 @@ from elasticcb.callbacks.serving_signature import serving_inputs
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import find_latest
 from elasticcb.compute.registry import backend
+from elasticcb.compute.rehearsal import rehearse
 from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
 from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError
 from elasticcb.layers.install import held_ids, held_used, install
@@ -60,13 +61,14 @@ class ModelHost:
     Args:
         settings: settings of the job.
         spec: provides model, data and callbacks instead of the model file.
+        rehearses: whether workers are to compare their results for the first batch with those here.
 
     Raises:
         ModelFileError: the model file is unusable.
         DataError: the data can't be read.
     """
 
-    def __init__(self, settings: JobSettings, spec: Any = None) -> None:
+    def __init__(self, settings: JobSettings, spec: Any = None, rehearses: bool = False) -> None:
         self.spec = ModelSpec(settings.model) if spec is None else spec
         self.trains = settings.command is Command.TRAIN
         outer = settings.training.outer_optimizer
@@ -90,6 +92,10 @@ class ModelHost:
             self._is_local = settings.training.is_local
             batch, updated = self._build(pipeline, mode)
             self.sources: dict[str, Sources] = self._counts.result()
+            # With metrics as the first batch has built them.
+            self.metrics.reset()
+            data = backend().data(self.model, batch)
+            self.rehearsal = rehearse(self.model, batch, data) if rehearses else None
             self.metrics.reset()
             element = pipeline.element_spec
             self._features_spec = element[0] if mode is not Mode.PREDICTION and isinstance(element, tuple) else element

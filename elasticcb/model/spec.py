@@ -29,6 +29,10 @@ class Spec(Protocol):
         """Whether its model needs no first batch: it is a copy of a built one."""
 
     @property
+    def rehearsal(self) -> Any:
+        """What a worker is to compute before it trains (compute/rehearsal.py); None: nothing."""
+
+    @property
     def feed(self) -> Callable[..., Any] | None:
         """Converts raw records to examples; None if not needed."""
 

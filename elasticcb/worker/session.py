@@ -15,6 +15,7 @@ from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.compute.backend import Computation, GradientComputation, HeldModel
 from elasticcb.compute.registry import backend
+from elasticcb.compute.rehearsal import Rehearsal, digest_of, rehearsed
 from elasticcb.errors import ModelFileError
 from elasticcb.model.input_pipeline import Pipeline, open_pipeline
 from elasticcb.model.job_callbacks import callback_params, job_callbacks
@@ -121,6 +122,8 @@ class Session:
         self.exchanges = Exchanges(self.ps, training.max_staleness, pulls_with_rows)
         self.ps.pull()
         self.show(self.ps.blocks)  # data may read the model
+        if not held.tables:
+            self._rehearse(built)
         self.rate = WorkerRate(self.model, self.ps)
         self.rate.adopt_base()
         self.callbacks = Dispatcher(
@@ -143,6 +146,16 @@ class Session:
         self.progress.on_split = self.input.wake
         self.stop_told = False
         self._snapshot: tuple[int, PlacedBlocks] | None = None  # an evaluation pass and its weights
+
+    def _rehearse(self, built: BuiltModel) -> None:
+        """Raises `ModelFileError` when the model computes something else here than in the caller's process."""
+        rehearsal: Rehearsal | None = built.spec.rehearsal
+        if rehearsal is None:
+            return
+        batch = self.pipeline(built.first_mode).first_batch()
+        if digest_of(batch) == rehearsal.digest:
+            rehearsal.check(rehearsed(self.model, backend().data(self.model, batch)))
+            self.metrics.reset()
 
     def close(self) -> None:
         """Ends threads and connections."""

@@ -41,8 +41,11 @@ class JAXBackend(Backend):
 
     def outputs(self, model: keras.Model, batch: Any) -> Any:
         state = values(model.trainable_variables, model.non_trainable_variables)
-        outputs, _ = model.predict_step(state, sized(model, arrays_of(batch)))
+        outputs, _ = model.predict_step(state, self.data(model, batch))
         return jax.tree.map(np.asarray, outputs)
+
+    def data(self, model: keras.Model, batch: Any) -> Any:
+        return sized(model, arrays_of(batch))
 
     def find_tables(
         self, model: keras.Model, batch: Any, mode: Mode, allowed: Allowed, local: bool = False

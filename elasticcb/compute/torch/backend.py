@@ -46,6 +46,9 @@ class TorchBackend(Backend):
         with torch.no_grad():
             return keras.tree.map_structure(as_array, model.predict_step(tensors_of(batch)))
 
+    def data(self, model: keras.Model, batch: Any) -> Any:
+        return tensors_of(batch)
+
     def find_tables(
         self, model: keras.Model, batch: Any, mode: Mode, allowed: Allowed, local: bool = False
     ) -> dict[int, TableSpec]:
