@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from elasticcb.errors import CallbackError
+from elasticcb.keras_private import layer_that_returns, layers_of
 
 _AUTOMATIC_INPUT = re.compile(r"(input|input_layer|keras_tensor)(_\d+)?")
 
@@ -170,7 +171,7 @@ def _named_outputs(model: keras.Model, outputs: Any) -> dict[str, Any]:
 
 def _name_by_user(output: Any) -> str:
     """Name of the layer that produces `output`; "" if Keras generated it, because such names change between runs."""
-    operation = output._keras_history.operation
+    operation = layer_that_returns(output)
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(operation).__name__).lower()
     return "" if re.fullmatch(rf"{re.escape(snake)}(_\d+)?", operation.name) else operation.name
 
@@ -179,7 +180,7 @@ def _tables(model: keras.Model) -> list[Any]:
     """Lookup tables and other TensorFlow resources that are attributes of the model, its layers and modules."""
     found: list[Any] = []
     seen: set[int] = set()
-    pending: list[Any] = list(model._flatten_layers(include_self=True, recursive=True))
+    pending: list[Any] = [*layers_of(model)]
     while pending:
         thing = pending.pop()
         if id(thing) in seen:

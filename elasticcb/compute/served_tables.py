@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import embeddings_of
 from elasticcb.layers.install import empty, make_native
 from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, stop_answering, table_layers
 from elasticcb.process.wording import how_many
@@ -36,7 +37,7 @@ class ServedTables(ABC):
         self._answering = threading.local()
         # The model is traced, or run, by one thread at a time.
         self.tracing = threading.RLock()
-        self._sizes = {index: tuple(layer._embeddings.shape) for index, layer in layers.items()}
+        self._sizes = {index: tuple(embeddings_of(layer).shape) for index, layer in layers.items()}
         for index, layer in layers.items():
             empty(layer)
             answer(layer, self._answer(index, layer))

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import embeddings_of
 from elasticcb.layers.table_layers import TableLayer, is_own, table_layers
 from elasticcb.rpc.tensors import Array
 from elasticcb.tf.row_variables import make_free_rows, make_whole, untouched_zeros
@@ -16,7 +17,7 @@ def empty(layer: TableLayer) -> None:
     if is_own(layer):
         layer.set_rows([])
     else:
-        make_free_rows(layer._embeddings)
+        make_free_rows(embeddings_of(layer))
 
 
 def make_native(layer: TableLayer, shape: tuple[int, ...]) -> None:
@@ -28,7 +29,7 @@ def make_native(layer: TableLayer, shape: tuple[int, ...]) -> None:
     if is_own(layer):
         layer.set_rows([])
     else:
-        make_whole(layer._embeddings, untouched_zeros(shape, layer._embeddings.dtype))
+        make_whole(embeddings_of(layer), untouched_zeros(shape, embeddings_of(layer).dtype))
 
 
 def install(model: keras.Model, index: int, ids: Array, rows: Array, used: Array | None = None) -> None:
@@ -54,7 +55,7 @@ def install(model: keras.Model, index: int, ids: Array, rows: Array, used: Array
         layer.hold(ids, rows)
         layer.used = used
         return
-    variable = layer._embeddings
+    variable = embeddings_of(layer)
     shape = tuple(variable.shape)
     if len(ids) != shape[0] or not np.array_equal(ids, np.arange(len(ids))):
         whole = untouched_zeros(shape, variable.dtype)

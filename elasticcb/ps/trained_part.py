@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
+from elasticcb.keras_private import set_path_of
 from elasticcb.optimizers.traits import may_update_rows
 from elasticcb.ps.compiled_update import CompiledUpdate
 from elasticcb.ps.joined import Piece, Run, add_run, assign, concatenated, parted
@@ -232,5 +233,5 @@ def _variable(spec: VariableSpec, value: Array) -> keras.Variable:
     variable = keras.Variable(value, dtype=spec.dtype, trainable=True, name=name)
     variable.constraint = constraint
     # Optimizers look at names and paths (exclude_from_weight_decay, Muon), so these must be the model's.
-    variable._path = "/".join([*scopes, name])
+    set_path_of(variable, "/".join([*scopes, name]))
     return variable
