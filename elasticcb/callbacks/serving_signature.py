@@ -90,7 +90,7 @@ def _spec_of_inputs(model: keras.Model, inputs: Sequence[Any]) -> Any:
     if len(shapes) != 1:
         raise CallbackError(
             f"The shapes of the features of {type(model).__name__} are not known, so it can't be exported. "
-            "Call the model on a batch once, give custom_model() as a functional model, or put the specs of "
+            "Call the model on a batch once, use a functional model, or put the specs of "
             'the features into params["features_spec"].'
         )
     return _specs_of_shapes(shapes[0], model.input_dtype)
@@ -107,8 +107,8 @@ def _specs_of_shapes(shapes: Any, dtype: str) -> Any:
 def _named(spec: Any, name: str) -> tf.TensorSpec:
     if not isinstance(spec, tf.TensorSpec):
         raise CallbackError(
-            f"The inference signature takes dense tensors. Received for {name!r}: {spec!r}. Return dense tensors from "
-            "feed, for example by padding."
+            f"The inference signature takes dense tensors. Received for {name!r}: {spec!r}. Give dense tensors, "
+            "for example by padding."
         )
     shape = spec.shape if spec.shape.rank in (None, 0) else [None, *spec.shape[1:]]
     return tf.TensorSpec(shape, spec.dtype, name=name)

@@ -77,8 +77,8 @@ class ServedTables(ABC):
             below = "" if layer.input_dim is None else f", below its input_dim={layer.input_dim}"
             raise ModelFileError(
                 f"The embedding layer {layer.name!r} was called with the id {outside[0]}. Expected ids from 0"
-                f"{below}. Check `feed`, use a larger input_dim, or put keras.layers.Hashing or IntegerLookup in front "
-                "of the layer."
+                f"{below}. Check the data, use a larger input_dim, or put keras.layers.Hashing or IntegerLookup in "
+                "front of the layer."
             )
 
     @contextlib.contextmanager
@@ -156,6 +156,6 @@ def _layers_of(model: keras.Model, tables: Iterable[int]) -> dict[int, TableLaye
     if unknown:
         raise ModelFileError(
             f"{', '.join(map(repr, unknown))} should be embedding tables, but are not variables of embedding layers in "
-            "this process's model. custom_model() must return the same model in every process."
+            "this process's model. The model must be the same in every process."
         )
     return {index: layers[index][0] for index in tables}

@@ -155,8 +155,8 @@ class ServerOptimizer:
 def _prepare(optimizer: keras.optimizers.Optimizer) -> None:
     if optimizer.built:
         raise ModelFileError(
-            f"The model file's optimizer function returned an optimizer ({optimizer.name}) that is already in use. It "
-            "must create a new one at each call."
+            f"The function that creates the optimizer returned one ({optimizer.name}) that is already in use. It must "
+            "create a new one at each call."
         )
     if not clips_on_server(optimizer):
         optimizer.global_clipnorm = None

@@ -19,7 +19,7 @@ from elasticcb.errors import ModelFileError
 from elasticcb.model.input_pipeline import Pipeline, open_pipeline
 from elasticcb.model.job_callbacks import callback_params, job_callbacks
 from elasticcb.model.metrics import ModelMetrics
-from elasticcb.model.spec import Spec
+from elasticcb.model.spec import Spec, words_of
 from elasticcb.model.weights import variable_specs
 from elasticcb.process.generated_files import remove_generated_files
 from elasticcb.settings import Command, JobSettings, Mode, NonFinite
@@ -240,7 +240,7 @@ def _checked_variables(built: BuiltModel, cluster: Any) -> list[VariableSpec]:
         if [_agreed(spec, table) for spec in expected] != [_agreed(spec, table) for spec in found]:
             raise ModelFileError(
                 f"Weight {index} of the model is {found or 'missing'} on this worker, but {expected or 'missing'} on "
-                f"the master. {built.spec.path} must build the same model in every process."
+                f"the master. {words_of(built.spec).definition} must build the same model in every process."
             )
     return specs
 

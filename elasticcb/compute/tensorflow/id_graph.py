@@ -90,7 +90,7 @@ class Recording:
                 return (
                     f"its ids depend on the operation {operation.type}, which may give other values when the step "
                     "runs. Compute ids only from the features, without randomness and Python functions "
-                    "(tf.numpy_function has stateful=False); or compute them in `feed`."
+                    "(tf.numpy_function has stateful=False); or compute them in the input pipeline."
                 )
         return ""
 

@@ -121,7 +121,7 @@ class Uses(IdRecording):
             elif _RANDOM in depends:
                 found[index] = (
                     "its ids depend on random numbers, which may be others when the step runs. Compute ids "
-                    "only from the features; draw random ids in `feed`."
+                    "only from the features; draw random ids in the input pipeline."
                 )
             elif depends & trainable:
                 found[index] = unknown_ids.by_weights(min(depends & trainable))
