@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import elasticcb
 from code_blocks import without_code_blocks
+from elasticcb import errors
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -47,6 +49,13 @@ def test_errors_that_the_troubleshooting_page_lists_are_those_of_the_code():
     in_one_piece = re.sub(r'"\s*\n\s*f?"', "", source)
     assert listed
     assert not [text for text in listed if text not in in_one_piece]
+
+
+def test_errors_that_the_docs_name_can_be_imported_from_the_package():
+    own = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
+    named = own & {word for page in PAGES for word in re.findall(r"\w+", page.read_text(encoding="utf-8"))}
+    assert "UsageError" in named
+    assert not [name for name in named if getattr(elasticcb, name, None) is not getattr(errors, name)]
 
 
 def test_wire_protocol_mentions_everything_of_the_proto():
