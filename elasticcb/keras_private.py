@@ -31,6 +31,9 @@ from keras.src.trainers.data_adapters import generator_data_adapter as generator
 from keras.src.trainers.data_adapters import py_dataset_adapter as py_dataset_adapter
 from keras.src.trainers.data_adapters import tf_dataset_adapter as tf_dataset_adapter
 
+# Whether `fit` warns of an epoch without a batch if the number of batches is unknown. Public: none.
+WARNS_OF_EMPTY_EPOCHS = tuple(map(int, keras.version().split(".")[:2])) < (3, 16)
+
 # ------------------------------------------------------------ models and layers
 
 
