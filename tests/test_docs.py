@@ -84,7 +84,7 @@ def test_readme_states_the_versions_of_the_package():
         """
         requires-python = ">=3.10,<3.14" | Python 3.10 to 3.13
         "tensorflow>=2.20,<2.22" | TensorFlow 2.20 and 2.21
-        "keras>=3.11,<4" | Keras 3.11 or later
+        "keras>=3.11,<3.16" | Keras 3.11 to 3.15
         "protobuf>=6.31.1,<8" | protobuf 6 and 7
         """
     ).strip()
