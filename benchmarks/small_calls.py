@@ -1,4 +1,4 @@
-"""Milliseconds of short calls on a cluster that is running, beside Keras.
+"""Milliseconds of short calls on a running cluster, compared with Keras.
 
     python benchmarks/small_calls.py [--rounds 30] [--into docs/benchmarks.md]
 
