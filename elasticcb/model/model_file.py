@@ -63,6 +63,7 @@ class ModelSpec:
         """None: the data comes from a reader."""
 
     is_built = False
+    is_steady = False
 
     def use_own_seeds(self, index: int) -> None:
         """Every process has built its own model, with its own seeds."""

@@ -47,6 +47,10 @@ class Spec(Protocol):
         """Whether its model needs no first batch: it is a copy of a built one."""
 
     @property
+    def is_steady(self) -> bool:
+        """Whether a later job with the same definition can use its model again, because only variables of it change."""
+
+    @property
     def feed(self) -> Callable[..., Any] | None:
         """Converts raw records to examples; None if not needed."""
 
