@@ -13,6 +13,7 @@ import keras
 
 from elasticcb.cluster.registry import backend_of, backends, contradictions, missing_for
 from elasticcb.errors import UsageError
+from elasticcb.keras_private import check_compiled
 from elasticcb.optimizers.outer import outer_optimizer
 from elasticcb.settings import JobSettings
 from elasticcb.settings.arguments import Arguments, in_a_program, where_now
@@ -105,7 +106,7 @@ def check_model(model: Any, method: str, compiled: bool = True) -> None:
             f"Cluster.{method} takes a keras.Model as its first argument. Received an object of the class {kind}."
         )
     if compiled:
-        model._assert_compile_called(method)
+        check_compiled(model, method)
 
 
 def epoch_range(epochs: Any, initial_epoch: Any) -> tuple[int, dict[str, int]]:

@@ -28,6 +28,7 @@ from elasticcb.api.processes import ClusterProcesses
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
 from elasticcb.api.results import whole_predictions
 from elasticcb.errors import UsageError
+from elasticcb.keras_private import metrics_in_order
 from elasticcb.master.master import Master
 from elasticcb.process.wording import how_many
 from elasticcb.settings import (
@@ -290,9 +291,7 @@ class Cluster:
             source = call.adapt(x, y, sample_weight, batch_size=batch_size, steps=steps, purpose="evaluate")
             params = {"verbose": verbose, "batch_size": batch_size or 32}
             summary, _ = self._jobs.run(Command.EVALUATE, call, model, {Mode.EVALUATION: source}, listed, params)
-        return (
-            dict(sorted(summary.metrics.items())) if return_dict else model._flatten_metrics_in_order(summary.metrics)
-        )
+        return dict(sorted(summary.metrics.items())) if return_dict else metrics_in_order(model, summary.metrics)
 
     def predict(
         self,

@@ -29,6 +29,7 @@ from elasticcb.master.snapshot import EpochEnd, JobSnapshot
 from elasticcb.model.metric_messages import Outputs
 from elasticcb.model.program import CallerSpec, Program
 from elasticcb.settings import CheckpointSettings, Command, JobSettings, Mode
+from elasticcb.settings.arguments import in_a_program
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class KerasJobs:
             return summary
         except LastCheckpointError as error:
             keep_results()
-            warnings.warn(str(error), RuntimeWarning, stacklevel=4)  # where `fit` was called
+            warnings.warn(in_a_program(str(error)), RuntimeWarning, stacklevel=4)  # where `fit` was called
             return cast(JobSnapshot, error.summary)
         except (JobInterrupted, KeyboardInterrupt):
             with contextlib.suppress(ElasticCBError):
@@ -186,7 +187,7 @@ class _Display:
         """Keras's progress bar shows it."""
 
     def message(self, text: str) -> None:
-        logger.info("%s", text)
+        logger.info("%s", in_a_program(text))
 
     def evaluated(self, text: str, of_epoch: bool) -> None:
         self.message(text)

@@ -6,6 +6,7 @@ import keras
 
 from elasticcb.compute.registry import backend
 from elasticcb.errors import UsageError
+from elasticcb.keras_private import layers_of, trained_by
 from elasticcb.layers import Embedding
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.model.program import Program
@@ -34,7 +35,7 @@ class PlacedWeights:
         if not model.built or not optimizers:
             missing = "has no optimizer: call compile()" if model.built else "is not built: call the model on a batch"
             raise UsageError(f"The model {model.name!r} {missing} before `place`.")
-        own = next((layer for layer in model._flatten_layers() if isinstance(layer, Embedding)), None)
+        own = next((layer for layer in layers_of(model) if isinstance(layer, Embedding)), None)
         if own is not None:
             raise UsageError(
                 f"The layer {own.name!r} is an elasticcb.layers.Embedding, whose rows `place` does not support: a "
@@ -83,7 +84,7 @@ def _owners(model: keras.Model) -> dict[int, int] | None:
     owners: dict[int, int] = {}
     for place, optimizer in enumerate(optimizers):
         if optimizer.built:
-            owners |= {indices[id(variable)]: place for variable in unwrapped(optimizer)._trainable_variables}
+            owners |= {indices[id(variable)]: place for variable in trained_by(unwrapped(optimizer))}
     missing = [v.path for i, v in enumerate(model.weights) if v.trainable and i not in owners]
     if missing:
         raise UsageError(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import keras
 
 from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import product_of, updates_of, value_of
 from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.optimizers.traits import MultiOptimizer, model_optimizers, unwrapped
 from elasticcb.optimizers.variables import chosen_optimizer
@@ -121,7 +122,7 @@ class OptimizerCapture(ABC):
             else:
                 count_step(each)
         if isinstance(optimizer, MultiOptimizer):  # it counts by itself
-            optimizer._iterations.assign_add(1)
+            updates_of(optimizer).assign_add(1)
         return kept
 
     def release(self) -> None:
@@ -229,15 +230,15 @@ def count_step(optimizer: Any) -> None:
         if each.built:
             count_step(each)
     if isinstance(optimizer, keras.optimizers.Nadam):
-        product = optimizer._u_product
-        step = keras.ops.cast(optimizer._iterations + 1, product.dtype)
+        product = product_of(optimizer)
+        step = keras.ops.cast(updates_of(optimizer) + 1, product.dtype)
         product.assign(product * optimizer.beta_1 * (1.0 - 0.5 * keras.ops.power(0.96, step)))
-    optimizer._iterations.assign_add(1)
+    updates_of(optimizer).assign_add(1)
 
 
 def key_of(variable: Any) -> int:
     """A key shared by a Keras variable and its framework variable, which a GradientTape lists."""
-    return id(getattr(variable, "_value", variable))
+    return id(value_of(variable) if isinstance(variable, keras.Variable) else variable)
 
 
 def path_of(variable: Any) -> str:

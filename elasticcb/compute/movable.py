@@ -11,6 +11,7 @@ import numpy as np
 
 from elasticcb.compute.served_tables import not_servable
 from elasticcb.errors import describe
+from elasticcb.keras_private import embeddings_of
 from elasticcb.layers.table_layers import TableLayer, is_own, table_layers
 from elasticcb.rpc.tensors import dtype_of
 from elasticcb.sharding.table_spec import TableSpec
@@ -70,12 +71,12 @@ def movable(
 
 
 def _bytes(layer: TableLayer) -> int:
-    variable = layer._embeddings
+    variable = embeddings_of(layer)
     return int(np.prod(variable.shape)) * dtype_of(variable.dtype).itemsize
 
 
 def _is_plain(layer: Any) -> bool:
-    variable = layer._embeddings
+    variable = embeddings_of(layer)
     return (
         layer.trainable
         and variable.trainable

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from elasticcb.compute.capture import unchanged
+from elasticcb.keras_private import layers_of
 from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.optimizers.traits import model_optimizers
 
@@ -47,5 +48,5 @@ def kept(model: keras.Model) -> contextlib.AbstractContextManager[None]:
 
 
 def _rnn_states(model: keras.Model) -> list[keras.Variable]:
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.RNN) and layer.stateful]
+    layers = [layer for layer in layers_of(model) if isinstance(layer, keras.layers.RNN) and layer.stateful]
     return [state for layer in layers for state in keras.tree.flatten(layer.states) if state is not None]

@@ -77,7 +77,7 @@ def batch_error(error: Any, name: str, start: int, end: int, has_header: bool = 
             "`dataset.ragged_batch(1).unbatch()` to get ragged batches."
         )
     if start == 0 and not has_header and "Field" in message and "is not a valid" in message:
-        message += " If the first line is a header, add --data_reader_params='header=true'."
+        message += " If the first line is a header, set the reader parameter `header`: header=true."
     return DataError(f"Records [{start}, {end}) of {name} can't be converted to batches by `feed`: {message}")
 
 

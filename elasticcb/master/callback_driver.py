@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from elasticcb.keras_private import updates_of
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.optimizers.state import OptimizerState, read_optimizers, write_optimizers
@@ -174,7 +175,7 @@ class MasterHooks:
         """Makes the optimizer count the steps up to a version: what loggers call the step, and a schedule's rate."""
         if self._host.trains and self._host.optimizer is not None:
             steps = max(0, version + self._iterations_ahead)
-            unwrapped(self._host.optimizer)._iterations.assign(not_cached(steps))
+            updates_of(unwrapped(self._host.optimizer)).assign(not_cached(steps))
 
     def _optimizers(self) -> tuple[list[Any], list[Any], list[int]]:
         """The model's optimizers, its variables, and which optimizer updates each variable."""
@@ -183,7 +184,7 @@ class MasterHooks:
 
     def _note_iterations(self, version: int) -> None:
         if self._host.optimizer is not None:
-            self._iterations_ahead = int(unwrapped(self._host.optimizer)._iterations.numpy()) - version
+            self._iterations_ahead = int(updates_of(unwrapped(self._host.optimizer)).numpy()) - version
 
     def _changed_weights(self) -> tuple[list[Array] | None, dict[int, Array]]:
         """The model's weights if a hook changed them, and the ids of embedding tables."""

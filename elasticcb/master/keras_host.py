@@ -19,6 +19,7 @@ from elasticcb.compute.registry import backend
 from elasticcb.compute.rehearsal import rehearse
 from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
 from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError
+from elasticcb.keras_private import WARNS_OF_EMPTY_EPOCHS
 from elasticcb.layers.install import held_ids, held_used, install
 from elasticcb.master.evaluation import Merged
 from elasticcb.master.prediction_output import PredictionOutput
@@ -294,7 +295,8 @@ class ModelHost:
 
     def warn_of_missing_data(self) -> None:
         """Warns, like Keras, that training data ended too early."""
-        warn_of_missing_data()
+        if WARNS_OF_EMPTY_EPOCHS or not self.open_ended:
+            warn_of_missing_data()
 
     def training_logs(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """Training loss and metrics from the states of an epoch's tasks; 0 if there were no batches."""

@@ -18,9 +18,9 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.trainers.compile_utils import CompileMetrics
 
 from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import CompileMetrics
 from elasticcb.model.eval_metrics import metrics_by_output, part_of_output
 from elasticcb.model.metric_states import adds_up, assign, merged, summed
 from elasticcb.optimizers.step_logs import flat_logs, is_overridden, recorded_results

@@ -64,6 +64,7 @@ class ModelSpec:
 
     is_built = False
     rehearsal = None
+    is_steady = False
 
     def use_own_seeds(self, index: int) -> None:
         """Every process has built its own model, with its own seeds."""

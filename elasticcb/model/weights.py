@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import keras
 
-from elasticcb.optimizers.traits import decays, model_optimizers
+from elasticcb.keras_private import decays
+from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.optimizers.variables import leaves
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec

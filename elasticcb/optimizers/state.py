@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from elasticcb.errors import ElasticCBError
+from elasticcb.keras_private import key_in, trained_by, updates_of
 from elasticcb.rpc.tensors import Array
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def write_optimizers(
         make_whole(target, value)
     for optimizer in map(unwrapped, model_optimizers):
         if isinstance(optimizer, MultiOptimizer):  # it has its own counter
-            optimizer._iterations.assign(max(int(inner._iterations) for inner in optimizer.optimizers))
+            updates_of(optimizer).assign(max(int(updates_of(inner)) for inner in optimizer.optimizers))
 
 
 @dataclass
@@ -204,8 +205,8 @@ def _built_leaves(
             if owners is None and len(optimizers) > 1:
                 continue
             optimizer.build(list(trained.values()))
-        keys = {inner._var_key(variable) for variable in inner._trainable_variables}
-        known = {index: variable for index, variable in enumerate(variables) if inner._var_key(variable) in keys}
+        keys = {key_in(inner, variable) for variable in trained_by(inner)}
+        known = {index: variable for index, variable in enumerate(variables) if key_in(inner, variable) in keys}
         unknown = [variable.path for index, variable in trained.items() if index not in known]
         if unknown and (owners is not None or len(optimizers) == 1):
             raise ElasticCBError(

@@ -14,6 +14,7 @@ from elasticcb.compute.jax.capture import StatelessCapture, one_optimizer
 from elasticcb.compute.jax.explain import explain
 from elasticcb.compute.jax.steps import predict_step, test_step, train_step
 from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import build_symbolically, layers_of
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
 from elasticcb.optimizers.step_logs import is_overridden
@@ -71,7 +72,7 @@ def _trace_training(model: keras.Model, data: Any) -> None:
 
 
 def _build_layers(model: keras.Model, data: Any) -> None:
-    if not all(layer.built for layer in model._flatten_layers()):
+    if not all(layer.built for layer in layers_of(model)):
         features = keras.utils.unpack_x_y_sample_weight(data)[0]
         with keras.StatelessScope():
             model(features)
@@ -80,7 +81,7 @@ def _build_layers(model: keras.Model, data: Any) -> None:
 def _build_all(model: keras.Model, data: Any) -> None:
     """Builds layers, loss and metrics, like `fit`, but not the optimizer, whose slots are as large as the model."""
     with _left_out(getattr(model, "optimizer", None)):
-        model._symbolic_build(data_batch=data)
+        build_symbolically(model, data)
 
 
 @contextlib.contextmanager

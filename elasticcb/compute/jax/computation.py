@@ -15,6 +15,7 @@ from elasticcb.compute.jax.capture import StatelessCapture
 from elasticcb.compute.jax.explain import explained
 from elasticcb.compute.jax.steps import step_of
 from elasticcb.compute.jax.tables import JAXTables
+from elasticcb.keras_private import set_value_of
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.step_logs import flat_logs
@@ -193,7 +194,7 @@ def put(variables: Iterable[keras.Variable], found: Iterable[Any]) -> None:
     Bypasses `assign`, which for all variables of a model takes longer than a small step.
     """
     for variable, value in zip(variables, found, strict=False):
-        variable._value = value
+        set_value_of(variable, value)
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, Any]:

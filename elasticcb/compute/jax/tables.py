@@ -16,6 +16,7 @@ import numpy as np
 from elasticcb.compute.jax.lookups import Lookups, StepRecording, TracedIds, kind_of, unique_ids
 from elasticcb.compute.jax.steps import StatelessStep
 from elasticcb.compute.served_tables import ServedTables, not_servable
+from elasticcb.keras_private import embeddings_of, set_shape_of
 from elasticcb.layers.table_layers import TableLayer, answered
 from elasticcb.rpc.tensors import Array, dtype_of
 
@@ -63,7 +64,7 @@ class JAXTables(ServedTables):
         """The rows of all tables in a step: those of a batch, padded with zeros to a power of two."""
         found = {}
         for index, layer in self._layers.items():
-            given = rows.get(index, np.zeros((0, layer.output_dim), dtype_of(layer._embeddings.dtype)))
+            given = rows.get(index, np.zeros((0, layer.output_dim), dtype_of(embeddings_of(layer).dtype)))
             size = max(_LEAST_ROWS, 1 << max(0, len(given) - 1).bit_length())
             found[index] = np.zeros((size, layer.output_dim), given.dtype)
             found[index][: len(given)] = given
@@ -71,10 +72,10 @@ class JAXTables(ServedTables):
 
     def _hold(self, layer: TableLayer, rows: Any) -> None:
         # The value belongs to the step; Keras compares its shape with that of the variable.
-        layer._embeddings._shape = tuple(rows.shape)
+        set_shape_of(embeddings_of(layer), rows.shape)
 
     def _gather(self, layer: TableLayer, places: Any, ids: Any) -> Any:
-        return jnp.take(layer._embeddings.value, places, axis=0, mode="clip")
+        return jnp.take(embeddings_of(layer).value, places, axis=0, mode="clip")
 
 
 def problems_of(model: keras.Model, step: StatelessStep, data: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
 from elasticcb.compute.priming import kept, prime_training
 from elasticcb.compute.tensorflow.capture import updated_variables
+from elasticcb.keras_private import layers_of
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
 from elasticcb.settings import Mode
@@ -30,7 +31,7 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = 
 def _run_unchanged(model: keras.Model, step: Callable[[Any], Any], batch: Any) -> None:
     """Runs a step and restores the model, including changes by layers in `call` and the seeds that they use."""
     failed: Exception | None = None
-    if not model.run_eagerly and not all(layer.built for layer in model._flatten_layers()):
+    if not model.run_eagerly and not all(layer.built for layer in layers_of(model)):
         try:  # builds lazily created variables without running it
             tf.function(step, autograph=False).get_concrete_function(batch)
         except Exception as error:

@@ -20,7 +20,7 @@ from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, cut_by_dtype, pieces_of
 from elasticcb.sharding.partition import Slice
 from elasticcb.tf.compiled_step import CompiledStep
-from elasticcb.tf.concrete_call import quick_call
+from elasticcb.tf.concrete_call import CompiledLater
 from elasticcb.tf.convert import array_of, tensor_of
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class TensorFlowComputation(Computation):
                 given = iter(flat)
                 self._assign_blocks([{name: next(given) for name in own} for own in names])
 
-            self._assign = quick_call(assign, [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
+            self._assign = CompiledLater(assign, [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
         self._assign(tensors)
 
     @abstractmethod

@@ -21,6 +21,7 @@ from elasticcb.compute.tensorflow.capture import TensorFlowCapture
 from elasticcb.compute.tensorflow.computation import TensorFlowComputation, table_tensors, to_arrays, to_tensors
 from elasticcb.compute.tensorflow.gradients import sort_gradients
 from elasticcb.compute.tensorflow.loss_scale import TensorFlowScale
+from elasticcb.keras_private import updates_of
 from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.rpc.tensors import aligned
@@ -80,7 +81,7 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
     def _train_step(self, batch: Any, blocks: Any, version: Any, rows: Any, positions: Any) -> Any:
         self._assign_blocks(blocks)
         for optimizer in self._capture.optimizers:
-            unwrapped(optimizer)._iterations.assign(version)
+            updates_of(unwrapped(optimizer)).assign(version)
         self._metrics.reset()
         logs, found, usable = self._steps.model_step(batch, rows, positions)
         states = self._metric_states()

@@ -20,7 +20,7 @@ from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import STATE, WEIGHTS, named
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import Slice
-from elasticcb.tf.concrete_call import quick_call
+from elasticcb.tf.concrete_call import CompiledLater
 from elasticcb.tf.convert import array_of, tensor_of
 
 
@@ -37,7 +37,7 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         self._shared: Mapping[str, Any] = variables.shared if held.tables else {}
         self._read_shared, self._read_all = _reader(variables.shared), _reader(self._optimizer_variables)
         self._set: dict[tuple[Any, ...], Callable[[Any], Any]] = {}  # by the variables that it sets
-        self._pack_all = quick_call(self._packed, [])
+        self._pack_all = CompiledLater(self._packed)
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
         shared, logs, states, served = self._run("train", batch.data, table_tensors(rows), batch.places)
@@ -63,14 +63,14 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
 
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
         self._follow(partition)
-        weights, state = map(to_arrays, self._pack_all([]))
+        weights, state = map(to_arrays, self._pack_all())
         blocks = (named(WEIGHTS, own) | named(STATE, others) for own, others in zip(weights, state, strict=True))
         return PlacedBlocks(blocks, partition)
 
     def _follow(self, partition: Sequence[Sequence[Slice]]) -> bool:
         is_another = super()._follow(partition)
         if is_another:
-            self._pack_all = quick_call(self._packed, [])
+            self._pack_all = CompiledLater(self._packed)
         return is_another
 
     def _packed(self) -> Any:
@@ -101,7 +101,7 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
 
         if tuple(given) not in self._set:
             signature = [tf.TensorSpec(value.shape, value.dtype) for value in given.values()]
-            self._set[tuple(given)] = quick_call(assign, signature)
+            self._set[tuple(given)] = CompiledLater(assign, signature)
         # TensorFlow variables take over the memory of assigned values, and training writes to it.
         self._set[tuple(given)]([tensor_of(aligned_copy(value)) for value in given.values()])
 
@@ -113,5 +113,5 @@ def _by_kind(state: OptimizerState) -> dict[tuple[str, Any], Any]:
 
 def _reader(variables: Mapping[Any, Any]) -> Callable[[], dict[Any, Array]]:
     """Reads all variables at once, as arrays that do not change later."""
-    read = quick_call(lambda: [tf.convert_to_tensor(variable.value) for variable in variables.values()], [])
-    return lambda: dict(zip(variables, map(array_of, read([])), strict=True))
+    read = CompiledLater(lambda: [tf.convert_to_tensor(variable.value) for variable in variables.values()])
+    return lambda: dict(zip(variables, map(array_of, read()), strict=True))

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.compute.tensorflow.id_graph import Recording, id_function
+from elasticcb.keras_private import embeddings_of, value_of
 from elasticcb.layers.table_layers import TableLayer
 from elasticcb.tf.batch_signatures import Signatures, flat_tensors
 
@@ -78,10 +79,10 @@ class TensorFlowTables(ServedTables):
         return look_up
 
     def _hold(self, layer: TableLayer, rows: Any) -> None:
-        layer._embeddings._value.assign(rows)
+        value_of(embeddings_of(layer)).assign(rows)
 
     def _gather(self, layer: TableLayer, places: Any, ids: Any) -> Any:
-        rows = tf.gather(layer._embeddings._value, places)
+        rows = tf.gather(value_of(embeddings_of(layer)), places)
         if not tf.executing_eagerly() and ids.shape.rank is not None:
             rows.set_shape([*ids.shape, layer.output_dim])
         return rows

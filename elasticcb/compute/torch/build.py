@@ -8,13 +8,13 @@ from typing import Any
 
 import keras
 import torch
-from keras.src.backend import compute_output_spec
 
 from elasticcb.compute.dense_batches import arrays_of, repeated
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
 from elasticcb.compute.priming import kept, prime_training
 from elasticcb.compute.torch.arrays import tensors_of
 from elasticcb.compute.torch.capture import updated_variables
+from elasticcb.keras_private import compute_output_spec, layers_of
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
 from elasticcb.optimizers.traits import model_optimizers, name_publicly
@@ -37,7 +37,7 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = 
 
 def _make_variables(model: keras.Model, batch: Any) -> None:
     """Builds lazily created variables without running the step. Errors are ignored: they recur when it runs."""
-    if not all(layer.built for layer in model._flatten_layers()):
+    if not all(layer.built for layer in layers_of(model)):
         with contextlib.suppress(Exception):
             compute_output_spec(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
 

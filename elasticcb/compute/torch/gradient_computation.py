@@ -14,6 +14,7 @@ from elasticcb.compute.torch.capture import TorchCapture, refused_assignments
 from elasticcb.compute.torch.computation import TorchComputation, numbers
 from elasticcb.compute.torch.gradients import sort_gradients
 from elasticcb.compute.torch.loss_scale import TorchScale
+from elasticcb.keras_private import updates_of
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import pack
@@ -41,7 +42,7 @@ class TorchGradients(TorchComputation, GradientComputation):
             self._clip_for(len(weights.partition))
         self.set_weights(weights)
         for optimizer in self._capture.optimizers:
-            unwrapped(optimizer)._iterations.assign(version)
+            updates_of(unwrapped(optimizer)).assign(version)
         self._metrics.reset()
         with self._step_of(batch, rows, training=True), self._averages.counted(), refused_assignments(self._trainable):
             logs, updates = self._capture.train_step(batch.data)
