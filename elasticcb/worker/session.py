@@ -55,6 +55,9 @@ class BuiltModel:
         self.first_mode = Mode.of(settings.command)
         batch = self.pipeline(self.first_mode).first_batch()
         backend().build(spec, self.model, batch, self.first_mode, settings.training.is_local)
+        validates = settings.data.validation or spec.batch_source(Mode.EVALUATION) is not None
+        if self.first_mode is Mode.TRAINING and validates and self.metrics.own_steps:
+            backend().build(spec, self.model, self.pipeline(Mode.EVALUATION).first_batch(), Mode.EVALUATION)
         self.metrics.reset()
         remove_generated_files()  # a job may end before this worker gets a task
         logger.info("The model is built")

@@ -165,9 +165,9 @@ class TaskRun:
         report.exhausted, report.records_done = exhausted, self._progress.units_done
         states: States = {}
         if self.task.type == pb.EVALUATION:
-            states = session.metrics.states()
+            states = session.metrics.of_task(session.metrics.states(), self.task.shard.start)
         elif self.task.type == pb.TRAINING:
-            states = self._progress.training_states
+            states = session.metrics.of_task(self._progress.training_states, self.task.shard.start)
         report.version = session.ps.version
         report.metrics.extend(to_metric_states(states))
         _check_size(self.task, self._outputs)
