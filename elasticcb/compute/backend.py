@@ -103,11 +103,12 @@ class Computation(ABC):
     _served: ServedTables  # its embedding tables
 
     @abstractmethod
-    def prepare(self, data: Any, mode: Mode) -> Prepared:
+    def prepare(self, data: Any, mode: Mode, fixed: Sequence[bool] = ()) -> Prepared:
         """Prepares a batch of the input pipeline for a step. May be called in another thread, during a step.
 
         Args:
             data: the batch as Keras passes it to the model's step, for `keras.utils.unpack_x_y_sample_weight`.
+            fixed: as in `Pipeline`; a step that is traced before it runs sees these sizes as numbers, as in Keras.
 
         Raises:
             ModelFileError: its ids can't be determined, or are out of range.

@@ -44,6 +44,7 @@ class ServedSource(BatchSource):
         service: DataService,
     ) -> None:
         self.num_batches = steps or size
+        self.fixed = keras_data.fixed_rows(batches)
         first_pass = iter(batches)
         first = next(first_pass, None)
         if first is None:
