@@ -41,6 +41,7 @@ def variable_specs(
             constraint=_constraint(variable),
             optimizer=step.given.get(index, -1),
             no_weight_decay=index in undecayed,
+            aggregation="" if index in step.updated else _aggregation(variable),
             table=tables[index].to_json() if index in tables else "",
         )
         for index, variable in enumerate(model.weights)
@@ -56,6 +57,14 @@ def _undecayed(model: keras.Model, updated: Mapping[int, int]) -> set[int]:
         for index, variable in leaf.variables.items()
         if not decays(leaf.optimizer, variable)
     }
+
+
+def _aggregation(variable: keras.Variable) -> str:
+    """How changes by several workers count. Without a declaration, integers are counters."""
+    declared: str = variable.aggregation
+    if declared != "none":
+        return declared
+    return "count" if "int" in keras.backend.standardize_dtype(variable.dtype) else ""
 
 
 def _constraint(variable: keras.Variable) -> str:

@@ -29,6 +29,7 @@ from elasticcb.worker.exchanges import Exchanges
 from elasticcb.worker.learning_rate import WorkerRate
 from elasticcb.worker.local_updates import LocalUpdates
 from elasticcb.worker.pass_hooks import PassHooks
+from elasticcb.worker.state_changes import StateChanges
 from elasticcb.worker.table_files import whole_tables
 from elasticcb.worker.task_input import TaskInput
 from elasticcb.worker.window_length import WindowLength
@@ -97,6 +98,7 @@ class Session:
         holds_predictions: whether callbacks here keep predictions in memory until the end.
         stop_told: whether the master knows that a callback requested the end of training.
         local: local training; None if servers apply gradients.
+        state: how changes of non-trainable variables count.
     """
 
     def __init__(self, built: BuiltModel, cluster: Any) -> None:
@@ -108,6 +110,7 @@ class Session:
         self.training_units = self.metrics.training_units()
         self.reports_batches, self.reports_predictions = cluster.batch_events, cluster.predictions
         self.progress = ProgressReporter(client)
+        self.state = StateChanges(settings, self.progress.warn)
         self.ps = _client_of(built, cluster)
         servers = self.ps.servers
         self.local: LocalUpdates | None = None
@@ -115,7 +118,7 @@ class Session:
         if settings.command is Command.TRAIN and training.is_local:
             own = backend().local_computation(held)
             self.computation: Computation = own
-            self.local = LocalUpdates(own, self.ps, WindowLength(training.local_steps))
+            self.local = LocalUpdates(own, self.ps, WindowLength(training.local_steps), self.state.moves)
         else:
             self.computation = backend().computation(held)
         pulls_with_rows = self.local is None and training.get_model_steps == 1

@@ -59,6 +59,7 @@ class TaskRun:
     def begin(self) -> None:
         """Calls the hooks before the first batch."""
         session, task = self._session, self.task
+        session.state.is_first = task.first_worker
         if session.settings.command is Command.TRAIN:
             session.call("on_train_begin", {})
         present = (task.type, task.epoch, task.evaluation_round)
