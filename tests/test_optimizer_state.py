@@ -13,6 +13,7 @@ from deep_cases import deep_but
 from elasticcb.errors import ElasticCBError
 from elasticcb.optimizers import RowWiseAdagrad
 from elasticcb.optimizers.state import OptimizerState, read_optimizers, write_optimizers
+from elasticcb.sharding.partition import VariableSpec
 from elasticcb.optimizers.traits import unwrapped
 
 optimizers = keras.optimizers
@@ -126,17 +127,24 @@ def two_optimizers():
 
 def test_two_optimizers_of_one_model_keep_apart():
     model, other = make_model(), make_model()
-    owners = [0 if "batch" in variable.path else 1 for variable in model.weights]
+    owners = [0 if "batch" in variable.path else 1 for variable in model.weights[:-1]]
+    owners.append(-1)  # as the average of another variable, which a step assigns
     pair = two_optimizers()
     for place, optimizer in enumerate(pair):
         mine = [v for v, owner in zip(model.weights, owners, strict=True) if owner == place and v.trainable]
         optimizer.apply([tf.ones(v.shape) for v in mine], mine)
     pair[1].apply([tf.ones(v.shape) for v in mine], mine)
-    state = read_optimizers(pair, model.weights)
+    specs = [
+        VariableSpec(variable.path, tuple(variable.shape), "float32", owner >= 0 and variable.trainable, optimizer=owner)
+        for variable, owner in zip(model.weights, owners, strict=True)
+    ]
+    unused = optimizers.Nadam()  # of a part that was trained before
+    unused.build(model.trainable_variables)
+    state = read_optimizers([*pair, unused], model.weights, specs)
     assert state.optimizers == ("Adam", "1/SGD")
     assert (state.shared["iterations"], state.shared["1/iterations"]) == (1, 2)
     same = two_optimizers()
-    write_optimizers(state, same, other.weights, owners)
+    write_optimizers(state, [*same, unused], other.weights, specs)
     for mine, theirs in zip(pair, same, strict=True):
         assert_same_variables(theirs.variables, mine.variables)
 

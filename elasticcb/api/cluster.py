@@ -17,11 +17,14 @@ from elasticcb.api.exclusive_call import Turn
 from elasticcb.api.functions import Functions
 from elasticcb.api.job_folder import JobFolder
 from elasticcb.api.keras_jobs import KerasJobs
+from elasticcb.api.own_methods import validated_here, with_own_method
 from elasticcb.api.processes import ClusterProcesses
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
 from elasticcb.api.results import whole_predictions
+from elasticcb.data.batch_sources.adapt import split_validation
 from elasticcb.errors import UsageError
 from elasticcb.master.master import Master
+from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.process.wording import how_many
 from elasticcb.settings import (
     CheckpointOptions,
@@ -195,6 +198,7 @@ class Cluster:
 
     # ------------------------------------------------------------ the methods of keras.Model
 
+    @with_own_method
     def fit(
         self,
         model: keras.Model,
@@ -241,20 +245,28 @@ class Cluster:
         epochs, epochs_of_job = epoch_range(epochs, initial_epoch)
         validation_freq = frequency(validation_freq)
         history, listed = with_keras_callbacks(callbacks, verbose)
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
+        if validation_data is not None and is_overridden(model, "evaluate"):
+            size = validation_batch_size or batch_size
+            own = validated_here(model, listed, validation_freq, validation_data, size, validation_steps)
+            listed, validation_data = [own, *listed], None
         with self._call("fit") as call:
             sources = data_of.training_sources(
                 call, x, y, sample_weight, batch_size, shuffle, class_weight, steps_per_epoch,
-                validation_split, validation_data, validation_batch_size, validation_steps,
+                validation_data, validation_batch_size, validation_steps,
             )  # fmt: skip
             params = {"verbose": verbose, "batch_size": batch_size or 32, "epochs": epochs}
             model.history = history
             summary, _ = self._jobs.run(
                 Command.TRAIN, call, model, sources, listed, params, validation_freq=validation_freq, **epochs_of_job
             )
+            model.test_function = None  # a model's own `evaluate` traced it while the job watched its step
             if summary.stopped_early:  # by a copy on a worker: callbacks of the caller's process have set it here
                 model.stop_training = True
         return history
 
+    @with_own_method
     def evaluate(
         self,
         model: keras.Model,
@@ -282,6 +294,7 @@ class Cluster:
             dict(sorted(summary.metrics.items())) if return_dict else model._flatten_metrics_in_order(summary.metrics)
         )
 
+    @with_own_method
     def predict(
         self,
         model: keras.Model,
