@@ -291,7 +291,7 @@ class Cluster:
             params = {"verbose": verbose, "batch_size": batch_size or 32}
             summary, _ = self._jobs.run(Command.EVALUATE, call, model, {Mode.EVALUATION: source}, listed, params)
         return (
-            dict(sorted(summary.metrics.items())) if return_dict else model._flatten_metrics_in_order(summary.metrics)
+            dict(summary.metrics) if return_dict else model._flatten_metrics_in_order(summary.metrics)
         )
 
     @with_own_method

@@ -200,10 +200,10 @@ def _built_leaves(
         if specs is not None:
             given = {index: variables[index] for index, spec in enumerate(specs) if spec.optimizer == place}
             trained = {index: variable for index, variable in given.items() if specs[index].trainable}
-            if not trained:
+            if not trained and place:  # the first one has the learning rate that callbacks set, used or not
                 continue
         inner = unwrapped(optimizer)
-        if not optimizer.built:
+        if not optimizer.built and (trained or specs is None):
             if specs is None and len(optimizers) > 1:
                 continue
             optimizer.build(list(given.values()))

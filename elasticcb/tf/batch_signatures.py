@@ -27,7 +27,7 @@ def flat_tensors(batch: Any, fixed: Fixed = ()) -> tuple[list[Any], Key]:
     # `shape` would create an object per dimension.
     shapes = [leaf._shape_tuple() for leaf in leaves]
     sizes = [(leaf.dtype, len(shape), shape[1:]) for leaf, shape in zip(leaves, shapes, strict=True)]
-    rows = [each.shape[0] for each, own in zip(tf.nest.flatten(batch), fixed, strict=False) if own and each.shape.rank]
+    rows = [each.shape[0] for each, own in zip(tf.nest.flatten(batch), fixed, strict=False) if own and len(each.shape)]
     return leaves, ((_structure(batch), *rows), *sizes)
 
 
