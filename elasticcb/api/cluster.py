@@ -290,9 +290,7 @@ class Cluster:
             source = call.adapt(x, y, sample_weight, batch_size=batch_size, steps=steps, purpose="evaluate")
             params = {"verbose": verbose, "batch_size": batch_size or 32}
             summary, _ = self._jobs.run(Command.EVALUATE, call, model, {Mode.EVALUATION: source}, listed, params)
-        return (
-            dict(summary.metrics) if return_dict else model._flatten_metrics_in_order(summary.metrics)
-        )
+        return dict(summary.metrics) if return_dict else model._flatten_metrics_in_order(summary.metrics)
 
     @with_own_method
     def predict(

@@ -30,7 +30,10 @@ class Pipeline(Protocol):
     ends_by_itself: bool  # whether it may yield fewer batches than the shard has
     open_ended: bool  # whether the number of units in an epoch is unknown
     repeatable: bool  # whether a shard has the same units in the next run of the program
-    fixed: Sequence[bool]  # as in `BatchSource`
+
+    @property
+    def fixed(self) -> Sequence[bool]:
+        """As in `BatchSource`."""
 
     @property
     def element_spec(self) -> Any:
@@ -150,7 +153,7 @@ class FeedPipeline:
     ends_by_itself = False
     open_ended = False
     repeatable = True
-    fixed = ()
+    fixed: Sequence[bool] = ()
 
     def __init__(
         self, settings: JobSettings, spec: Spec, mode: Mode, find_index: Callable[[str], bytes] | None = None

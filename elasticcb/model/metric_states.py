@@ -34,7 +34,8 @@ class LastValue(keras.metrics.Metric):
 
 def last_of(tasks: States) -> list[np.ndarray]:
     """The state of the last of several tasks, or batches in order."""
-    return list(max(reversed(tasks), key=lambda state: int(state[1])))
+    starts = [int(state[1]) for state in tasks]
+    return list(tasks[max(range(len(tasks)), key=lambda place: (starts[place], place))])
 
 
 def placed(state: Sequence[np.ndarray], start: int) -> list[np.ndarray]:

@@ -213,7 +213,7 @@ class Average(Plain):
 
     def __init__(self):
         super().__init__()
-        self.average = layers.Dense(1)
+        self.average = layers.Dense(8)
         self.unused = self.add_weight(shape=(2,), name="unused")
 
     def build(self, shape):
@@ -224,10 +224,10 @@ class Average(Plain):
         x, y = data
         with tf.GradientTape() as tape:
             loss = ops.mean((y - self(x, training=True)) ** 2)
-        variables = [*self.dense.trainable_weights, self.unused]
-        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-        for weight, average in zip(self.dense.weights, self.average.weights, strict=True):
+        variables = [*self.hidden.trainable_weights, *self.out.trainable_weights, self.unused]
+        for weight, average in zip(self.hidden.weights, self.average.weights, strict=True):
             average.assign(0.9 * average + 0.1 * weight)
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
         return {"loss": loss, "parts": {"z": ops.max(self.average.kernel), "a": loss}}
 
 

@@ -54,12 +54,13 @@ class JAXBackend(Backend):
         validation: Callable[[], Any] | None = None,
     ) -> dict[int, TableSpec]:
         capture = StatelessCapture(model) if mode is Mode.TRAINING else None
+        step: Any = step_of(model, mode, capture)
         found: Any = functools.partial(problems_of, model)
         passes: Any = None
         if validation is not None:
             passes = lambda: (test_step(model), sized(model, arrays_of(validation())))  # noqa: E731
         try:
-            return movable(model, step_of(model, mode, capture), sized(model, arrays_of(batch)), allowed, found, passes)
+            return movable(model, step, sized(model, arrays_of(batch)), allowed, found, passes)
         finally:
             if capture is not None:
                 capture.release()

@@ -86,7 +86,7 @@ class TensorFlowComputation(Computation):
             CompiledStep(predict, jit or None, self._fixed_in(Mode.PREDICTION)),
         )
 
-    def _fixed_in(self, mode: Mode) -> Callable[[], Fixed]:
+    def _fixed_in(self, mode: str) -> Callable[[], Fixed]:
         return lambda: self._fixed.get(mode, ())
 
     def _run(self, name: str, *args: Any) -> Any:
