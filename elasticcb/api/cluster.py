@@ -24,12 +24,15 @@ from elasticcb.api.exclusive_call import Turn
 from elasticcb.api.functions import Functions
 from elasticcb.api.job_folder import JobFolder
 from elasticcb.api.keras_jobs import KerasJobs
+from elasticcb.api.own_methods import validated_here, with_own_method
 from elasticcb.api.processes import ClusterProcesses
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
 from elasticcb.api.results import whole_predictions
+from elasticcb.data.batch_sources.adapt import split_validation
 from elasticcb.errors import UsageError
 from elasticcb.keras_private import metrics_in_order
 from elasticcb.master.master import Master
+from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.process.wording import how_many
 from elasticcb.settings import (
     CheckpointOptions,
@@ -206,6 +209,7 @@ class Cluster:
 
     # ------------------------------------------------------------ the methods of keras.Model
 
+    @with_own_method
     def fit(
         self,
         model: keras.Model,
@@ -252,10 +256,16 @@ class Cluster:
         epochs, epochs_of_job = epoch_range(epochs, initial_epoch)
         validation_freq = frequency(validation_freq)
         history, listed = with_keras_callbacks(callbacks, verbose)
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
+        if validation_data is not None and is_overridden(model, "evaluate"):
+            size = validation_batch_size or batch_size
+            own = validated_here(model, listed, validation_freq, validation_data, size, validation_steps)
+            listed, validation_data = [own, *listed], None
         with self._call("fit") as call:
             sources = data_of.training_sources(
                 call, x, y, sample_weight, batch_size, shuffle, class_weight, steps_per_epoch,
-                validation_split, validation_data, validation_batch_size, validation_steps,
+                validation_data, validation_batch_size, validation_steps,
             )  # fmt: skip
             if getattr(sources[Mode.TRAINING], "runs_python", False):
                 listed = [*listed, ShowsModel()]
@@ -264,10 +274,12 @@ class Cluster:
             summary, _ = self._jobs.run(
                 Command.TRAIN, call, model, sources, listed, params, validation_freq=validation_freq, **epochs_of_job
             )
+            model.test_function = None  # a model's own `evaluate` traced it while the job watched its step
             if summary.stopped_early:  # by a copy on a worker: callbacks of the caller's process have set it here
                 model.stop_training = True
         return history
 
+    @with_own_method
     def evaluate(
         self,
         model: keras.Model,
@@ -291,8 +303,9 @@ class Cluster:
             source = call.adapt(x, y, sample_weight, batch_size=batch_size, steps=steps, purpose="evaluate")
             params = {"verbose": verbose, "batch_size": batch_size or 32}
             summary, _ = self._jobs.run(Command.EVALUATE, call, model, {Mode.EVALUATION: source}, listed, params)
-        return dict(sorted(summary.metrics.items())) if return_dict else metrics_in_order(model, summary.metrics)
+        return dict(summary.metrics) if return_dict else metrics_in_order(model, summary.metrics)
 
+    @with_own_method
     def predict(
         self,
         model: keras.Model,

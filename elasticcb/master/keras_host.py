@@ -49,6 +49,7 @@ from elasticcb.optimizers.traits import (
     steps_made,
     unwrapped,
 )
+from elasticcb.optimizers.variables import StepVariables
 from elasticcb.predictions.columns import columns_of, names_of_outputs
 from elasticcb.predictions.files import check
 from elasticcb.rpc.tensors import Array
@@ -91,7 +92,7 @@ class ModelHost:
             self._counts = SourceCounts(settings, pipelines)
             on_error.callback(self._counts.stop)  # the user may have interrupted the job
             self._is_local = settings.training.is_local
-            batch, updated = self._build(pipeline, mode)
+            batch, step = self._build(pipelines, mode)
             self.sources: dict[str, Sources] = self._counts.result()
             # With metrics as the first batch has built them.
             self.metrics.reset()
@@ -100,8 +101,8 @@ class ModelHost:
             self.metrics.reset()
             element = pipeline.element_spec
             self._features_spec = element[0] if mode is not Mode.PREDICTION and isinstance(element, tuple) else element
-            self.tables = self._find_tables(settings, batch, mode, updated)
-            self.variables = variable_specs(self.model, updated, self.tables)
+            self.tables = self._find_tables(settings, batch, pipelines, step)
+            self.variables = variable_specs(self.model, step, self.tables)
             self.callbacks = Dispatcher(
                 job_callbacks(self.spec, settings),
                 Place.MASTER,
@@ -117,11 +118,15 @@ class ModelHost:
                 self._check_predictions(settings, pipeline)
             on_error.pop_all()
 
-    def _build(self, pipeline: Pipeline, mode: Mode) -> tuple[Any, Mapping[int, int] | None]:
-        """Builds the model with its first batch; returns the batch, and which optimizer updates which variable."""
+    def _build(self, pipelines: Mapping[str, Pipeline], mode: Mode) -> tuple[Any, StepVariables | None]:
+        """Builds the model with its first batch; returns the batch, and what its step gives to optimizers."""
         try:
-            batch = pipeline.first_batch()
-            return batch, backend().build(self.spec, self.model, batch, mode, self._is_local)
+            batch = pipelines[mode].first_batch()
+            step = backend().build(self.spec, self.model, batch, mode, self._is_local)
+            if mode is Mode.TRAINING and Mode.EVALUATION in pipelines and self.metrics.own_steps:
+                validation = pipelines[Mode.EVALUATION].first_batch()
+                backend().build(self.spec, self.model, validation, Mode.EVALUATION)
+            return batch, step
         except ElasticCBError:
             self._counts.result()  # damaged data explains the error better
             raise
@@ -158,7 +163,7 @@ class ModelHost:
         )
 
     def _find_tables(
-        self, settings: JobSettings, batch: Any, mode: Mode, updated: Mapping[int, int] | None
+        self, settings: JobSettings, batch: Any, pipelines: Mapping[str, Pipeline], step: StepVariables | None
     ) -> dict[int, TableSpec]:
         """Which variables are embedding tables, by index: as in the checkpoint that the job starts from, else by
         size."""
@@ -173,12 +178,15 @@ class ModelHost:
             is_table = size >= settings.embedding.threshold_bytes if saved is None else index in saved
             if not is_table or not self.trains:
                 return is_table
-            optimizer = optimizers[(updated or {}).get(index, 0)]
+            optimizer = optimizers[0 if step is None else step.updated.get(index, 0)]
             if self._is_local and unwrapped(optimizer).global_clipnorm:  # over all gradients, which a worker clips
                 return False
-            return may_serve_rows(optimizer, num_ps) and (updated is None or index in updated)
+            return may_serve_rows(optimizer, num_ps) and (step is None or index in step.updated)
 
-        found = backend().find_tables(self.model, batch, mode, allowed, self._is_local)
+        mode = Mode.of(settings.command)
+        validates = mode is Mode.TRAINING and Mode.EVALUATION in pipelines
+        validation = pipelines[Mode.EVALUATION].first_batch if validates else None
+        found = backend().find_tables(self.model, batch, mode, allowed, self._is_local, validation)
         paths = {index: self.model.weights[index].path.rpartition("/")[0] for index in found}
         return with_settings(found, paths, settings)
 
@@ -233,13 +241,11 @@ class ModelHost:
         """State of the optimizers at the start; None if fresh."""
         if not self._continues:
             return None
-        owners = [spec.optimizer for spec in self.variables]
-        return read_optimizers(model_optimizers(self.model), self.model.weights, owners)
+        return read_optimizers(model_optimizers(self.model), self.model.weights, self.variables)
 
     def fresh_state(self) -> tuple[ModelState, set[Key]]:
         """Weights of an untrained model, and the slots and classes of its optimizers."""
-        owners = [spec.optimizer for spec in self.variables]
-        held = held_variables(model_optimizers(self.model), self.model.weights, owners)
+        held = held_variables(model_optimizers(self.model), self.model.weights, self.variables)
         weights, ids = self.weights()
         return ModelState(0, weights, OptimizerState(optimizers=held.optimizers), ids), set(held.slots)
 
@@ -251,8 +257,7 @@ class ModelHost:
         """Sets the model and its optimizers to the servers' state."""
         self.assign(state.weights, state.ids, state.used)
         if self.trains:
-            owners = [spec.optimizer for spec in self.variables]
-            write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, owners)
+            write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, self.variables)
         if state.ids:
             self.model.train_function = None  # functions traced by Keras have slots with fewer rows
 
@@ -267,7 +272,7 @@ class ModelHost:
     @property
     def may_split(self) -> bool:
         """Whether weights may be split between servers."""
-        return self.optimizer is not None and all(map(may_split, [*model_optimizers(self.model), *self._outer]))
+        return self.optimizer is not None and all(map(may_split, [*self.optimizers, *self._outer]))
 
     @property
     def learning_rate(self) -> keras.Variable | None:
@@ -276,8 +281,9 @@ class ModelHost:
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """All optimizers of the model; `VariableSpec.optimizer` is an index into them."""
-        return model_optimizers(self.model)
+        """The optimizers that train something. A part of the model that was trained before has its own."""
+        used = {spec.optimizer for spec in self.variables if spec.trainable}
+        return [each for index, each in enumerate(model_optimizers(self.model)) if index in used]
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer | None:

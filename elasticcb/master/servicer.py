@@ -114,7 +114,9 @@ class MasterServicer:
             with self._desk.state() as state:
                 # The function to call; empty when the task was revoked meanwhile, because its result is not needed.
                 payload = state.calls.get(decision.lease.task.function, b"")
+                first = min((member.id for member in state.roster.up(Role.WORKER)), default=request.worker_id)
             answer.task.CopyFrom(_to_message(decision.lease, payload))
+            answer.task.first_worker = request.worker_id <= first
         return answer
 
     def ReportProgress(self, request: Any, context: Any) -> pb.ReportProgressResponse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -30,6 +30,10 @@ class Pipeline(Protocol):
     ends_by_itself: bool  # whether it may yield fewer batches than the shard has
     open_ended: bool  # whether the number of units in an epoch is unknown
     repeatable: bool  # whether a shard has the same units in the next run of the program
+
+    @property
+    def fixed(self) -> Sequence[bool]:
+        """As in `BatchSource`."""
 
     @property
     def element_spec(self) -> Any:
@@ -86,6 +90,10 @@ class BatchPipeline:
         self.ends_by_itself = source.ends_early and mode is Mode.TRAINING
         self.open_ended = source.num_batches is None
         self.repeatable = source.repeatable
+
+    @property
+    def fixed(self) -> Sequence[bool]:
+        return self._source.fixed
 
     @property
     def element_spec(self) -> Any:
@@ -145,6 +153,7 @@ class FeedPipeline:
     ends_by_itself = False
     open_ended = False
     repeatable = True
+    fixed: Sequence[bool] = ()
 
     def __init__(
         self, settings: JobSettings, spec: Spec, mode: Mode, find_index: Callable[[str], bytes] | None = None

@@ -14,6 +14,35 @@ from elasticcb.model.eval_metrics import MeanOfFunction
 States = Sequence[Sequence[np.ndarray]]  # of tasks, or batches
 
 
+class LastValue(keras.metrics.Metric):
+    """The value of the last batch, and where its task begins in the data."""
+
+    def __init__(self, name: str, shape: tuple[int, ...] = ()) -> None:
+        super().__init__(name=name)
+        shape = shape if None not in shape else ()
+        self.value = self.add_variable(shape, "zeros", name="value")
+        self.start = self.add_variable((), "zeros", dtype="int64", name="start")
+
+    def update_state(self, value: Any) -> None:
+        value = keras.ops.cast(value, self.value.dtype)
+        # An array whose size changes from batch to batch has no place in a variable.
+        self.value.assign(value if tuple(value.shape) == tuple(self.value.shape) else keras.ops.mean(value))
+
+    def result(self) -> Any:
+        return self.value.value
+
+
+def last_of(tasks: States) -> list[np.ndarray]:
+    """The state of the last of several tasks, or batches in order."""
+    starts = [int(state[1]) for state in tasks]
+    return list(tasks[max(range(len(tasks)), key=lambda place: (starts[place], place))])
+
+
+def placed(state: Sequence[np.ndarray], start: int) -> list[np.ndarray]:
+    """The state of a `LastValue` over a task whose records begin at `start`."""
+    return [state[0], np.asarray(start, np.int64)]
+
+
 def adds_up(metric: keras.metrics.Metric) -> bool:
     """Whether summing its variables over tasks gives the statistics over all records.
 

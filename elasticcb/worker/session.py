@@ -31,6 +31,7 @@ from elasticcb.worker.kept_models import KeptModel
 from elasticcb.worker.learning_rate import WorkerRate
 from elasticcb.worker.local_updates import LocalUpdates
 from elasticcb.worker.pass_hooks import PassHooks
+from elasticcb.worker.state_changes import StateChanges
 from elasticcb.worker.table_files import whole_tables
 from elasticcb.worker.task_input import TaskInput
 from elasticcb.worker.window_length import WindowLength
@@ -61,9 +62,12 @@ class BuiltModel:
         self.before = before if before is not None and before.model is self.model else None
         self.metrics = self.before.metrics if self.before else ModelMetrics(self.model, spec.make_eval_metrics())
         self.first_mode = Mode.of(settings.command)
-        if not spec.is_built:
+        if not spec.is_built or self.metrics.own_steps:
             batch = self.pipeline(self.first_mode).first_batch()
             backend().build(spec, self.model, batch, self.first_mode, settings.training.is_local)
+            validates = settings.data.validation or spec.batch_source(Mode.EVALUATION) is not None
+            if self.first_mode is Mode.TRAINING and validates and self.metrics.own_steps:
+                backend().build(spec, self.model, self.pipeline(Mode.EVALUATION).first_batch(), Mode.EVALUATION)
         self.metrics.reset()
         remove_generated_files()  # a job may end before this worker gets a task
         logger.info("The model is built")
@@ -103,6 +107,7 @@ class Session:
         holds_predictions: whether callbacks here keep predictions in memory until the end.
         stop_told: whether the master knows that a callback requested the end of training.
         local: local training; None if servers apply gradients.
+        state: how changes of non-trainable variables count.
     """
 
     def __init__(self, built: BuiltModel, cluster: Any) -> None:
@@ -115,6 +120,7 @@ class Session:
         self.reports_batches, self.reports_predictions = cluster.batch_events, cluster.predictions
         self.progress = ProgressReporter(client)
         self._assigned: PlacedBlocks | None = None  # the current values of the model's variables
+        self.state = StateChanges(settings, self.progress.warn)
         self.ps = _client_of(built, cluster)
         servers = self.ps.servers
         self.local: LocalUpdates | None = None
@@ -127,7 +133,8 @@ class Session:
         self.computation: Computation = self._kept.computation
         if is_local:
             assert isinstance(self.computation, LocalComputation)
-            self.local = LocalUpdates(self.computation, self.ps, WindowLength(training.local_steps))
+            window = WindowLength(training.local_steps)
+            self.local = LocalUpdates(self.computation, self.ps, window, self.state.moves)
         pulls_with_rows = self.local is None and training.get_model_steps == 1
         self.exchanges = Exchanges(self.ps, training.max_staleness, pulls_with_rows)
         self.ps.pull()

@@ -59,6 +59,7 @@ class TaskRun:
     def begin(self) -> None:
         """Calls the hooks before the first batch."""
         session, task = self._session, self.task
+        session.state.is_first = task.first_worker
         if session.settings.command is Command.TRAIN:
             session.call("on_train_begin", {})
         present = (task.type, task.epoch, task.evaluation_round)
@@ -165,9 +166,9 @@ class TaskRun:
         report.exhausted, report.records_done = exhausted, self._progress.units_done
         states: States = {}
         if self.task.type == pb.EVALUATION:
-            states = session.metrics.states()
+            states = session.metrics.of_task(session.metrics.states(), self.task.shard.start)
         elif self.task.type == pb.TRAINING:
-            states = self._progress.training_states
+            states = session.metrics.of_task(self._progress.training_states, self.task.shard.start)
         report.version = session.ps.version
         report.metrics.extend(to_metric_states(states))
         _check_size(self.task, self._outputs)

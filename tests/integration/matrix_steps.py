@@ -208,6 +208,81 @@ def gan() -> Given:
     return Given(model, normal(6))
 
 
+class Average(Plain):
+    """Trains one part; another is its moving average, as in mean teacher, BYOL and diffusion models."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = layers.Dense(8)
+        self.unused = self.add_weight(shape=(2,), name="unused")
+
+    def build(self, shape):
+        super().build(shape)
+        self.average.build((None, 6))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean((y - self(x, training=True)) ** 2)
+        variables = [*self.hidden.trainable_weights, *self.out.trainable_weights, self.unused]
+        for weight, average in zip(self.hidden.weights, self.average.weights, strict=True):
+            average.assign(0.9 * average + 0.1 * weight)
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss, "parts": {"z": ops.max(self.average.kernel), "a": loss}}
+
+
+@case("Steps", "a part that the step averages (EMA), and a weight without a gradient")
+def average() -> Given:
+    model = Average()
+    model.build((None, 6))
+    model.compile(keras.optimizers.AdamW(0.01), "mse")
+    return Given(model, normal(6), normal(1))
+
+
+@case("Steps", "a part that was compiled and trained before (a teacher), with its own optimizer")
+def teacher() -> Given:
+    class Distiller(Plain):
+        def __init__(self, teacher):
+            super().__init__()
+            self.teacher = teacher
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return ops.mean((y - y_pred) ** 2) + ops.mean((self.teacher(x, training=False) - y_pred) ** 2)
+
+    first = dense(metrics=["mae"])
+    first.fit(normal(6), normal(1), verbose=0, shuffle=False)
+    return Given(compiled(Distiller(first)), normal(6), normal(1))
+
+
+@case("Steps", "custom `fit`, `evaluate` and `predict` that call `super()`")
+def own_methods() -> Given:
+    class Methods(Plain):
+        def fit(self, x, y, **kwargs):
+            return super().fit(x, 2 * y, **kwargs)
+
+        def evaluate(self, *args, **kwargs):
+            weights = self.get_weights()
+            self.set_weights([weight / 2 for weight in weights])
+            logs = super().evaluate(*args, **kwargs)
+            self.set_weights(weights)
+            return {**logs, "sum": sum(logs.values())}
+
+        def predict(self, x, **kwargs):
+            return -super().predict(x, **kwargs)
+
+    return Given(compiled(Methods()), normal(6), normal(1))
+
+
+@case("Steps", "a batch size that the data fixes, used as a number")
+def fixed_batch_size() -> Given:
+    class Contrast(keras.losses.Loss):
+        def call(self, y, y_pred):
+            scores = ops.matmul(y_pred, ops.transpose(y_pred)) * (1.0 - ops.eye(y_pred.shape[0]))
+            return ops.mean((y - y_pred) ** 2) + 0.01 * ops.mean(scores)
+
+    return Given(dense(loss=Contrast()), normal(6), normal(1))
+
+
 @case("Steps", "`jit_compile=True`")
 def jit_compile() -> Given:
     return Given(dense(jit_compile=True), normal(6), normal(1))

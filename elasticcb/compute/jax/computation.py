@@ -76,7 +76,7 @@ class JAXComputation(Computation):
 
         return run
 
-    def prepare(self, data: Any, mode: Mode) -> Prepared:
+    def prepare(self, data: Any, mode: Mode, fixed: Sequence[bool] = ()) -> Prepared:
         arrays = arrays_of(data)
         wanted = self._lookups[mode](arrays)
         ids = {table: found for table, (found, _) in wanted.items()}

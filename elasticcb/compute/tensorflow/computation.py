@@ -19,6 +19,7 @@ from elasticcb.model.metrics import to_number
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, cut_by_dtype, pieces_of
 from elasticcb.sharding.partition import Slice
+from elasticcb.tf.batch_signatures import Fixed
 from elasticcb.tf.compiled_step import CompiledStep
 from elasticcb.tf.concrete_call import CompiledLater
 from elasticcb.tf.convert import array_of, tensor_of
@@ -62,7 +63,8 @@ class TensorFlowComputation(Computation):
             Mode.EVALUATION: held.model.test_step,
             Mode.PREDICTION: held.model.predict_step,
         }
-        self._lookups = {mode: self._served.lookups(step) for mode, step in steps.items()}
+        self._fixed: dict[str, Fixed] = {}  # by mode, as in `CompiledStep`
+        self._lookups = {mode: self._served.lookups(step, self._fixed_in(mode)) for mode, step in steps.items()}
         # The number of rows differs for each batch, and XLA would compile the step again.
         self._steps = self._compiled(jit=bool(getattr(held.model, "jit_compile", False)) and not held.tables)
 
@@ -76,8 +78,16 @@ class TensorFlowComputation(Computation):
             if jit
             else self._model_step
         )
-        test, predict = (CompiledStep(step, jit_compile=jit or None) for step in (test, predict))
-        return _Steps(jit, model_step, CompiledStep(self._train_step), test, predict)
+        return _Steps(
+            jit,
+            model_step,
+            CompiledStep(self._train_step, fixed=self._fixed_in(Mode.TRAINING)),
+            CompiledStep(test, jit or None, self._fixed_in(Mode.EVALUATION)),
+            CompiledStep(predict, jit or None, self._fixed_in(Mode.PREDICTION)),
+        )
+
+    def _fixed_in(self, mode: str) -> Callable[[], Fixed]:
+        return lambda: self._fixed.get(mode, ())
 
     def _run(self, name: str, *args: Any) -> Any:
         """Runs a compiled step; stops using XLA the first time that it can't compile a step."""
@@ -101,7 +111,9 @@ class TensorFlowComputation(Computation):
 
         return served
 
-    def prepare(self, data: Any, mode: Mode) -> Prepared:
+    def prepare(self, data: Any, mode: Mode, fixed: Fixed = ()) -> Prepared:
+        # Keras traces `predict_step` for the first batch, and with a free size only when a batch of another size comes.
+        self._fixed[mode] = [True] * len(tf.nest.flatten(data)) if mode is Mode.PREDICTION else fixed
         wanted = self._lookups[mode](data)
         ids = {table: array_of(found) for table, (found, _) in wanted.items()}
         return Prepared(data, records_in(data), ids, {table: places for table, (_, places) in wanted.items()})

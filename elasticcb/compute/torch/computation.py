@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -45,7 +45,7 @@ class TorchComputation(Computation):
         }
         self._lookups = {mode: self._served.lookups(step) for mode, step in steps.items()}
 
-    def prepare(self, data: Any, mode: Mode) -> Prepared:
+    def prepare(self, data: Any, mode: Mode, fixed: Sequence[bool] = ()) -> Prepared:
         tensors = tensors_of(data)
         wanted = self._lookups[mode](tensors)
         ids = {table: found for table, (found, _) in wanted.items()}

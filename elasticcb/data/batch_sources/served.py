@@ -52,6 +52,7 @@ class ServedSource(BatchSource):
     ) -> None:
         self.num_batches = steps or size
         self.runs_python = _runs_python(batches)
+        self.fixed = keras_data.fixed_rows(batches)
         first_pass = iter(batches)
         first = next(first_pass, None)
         if first is None:
