@@ -91,6 +91,8 @@ class ModelHost:
             batch, updated = self._build(pipeline, mode)
             self.sources: dict[str, Sources] = self._counts.result()
             self.metrics.reset()
+            if mode is Mode.TRAINING:
+                self.metrics.replayed = self.metrics.units_to_replay(batch)
             element = pipeline.element_spec
             self._features_spec = element[0] if mode is not Mode.PREDICTION and isinstance(element, tuple) else element
             self.tables = self._find_tables(settings, batch, mode, updated)
@@ -298,4 +300,4 @@ class ModelHost:
             for name, values in states.items()
         }
         self.metrics.load(states)
-        return self.metrics.results(states or self.metrics.training_units(), "train")
+        return self.metrics.results(step="train")

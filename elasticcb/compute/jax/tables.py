@@ -66,7 +66,7 @@ class JAXTables(ServedTables):
         layer = self._layers[index]
         # The step compares ids with 0 in 32 bits.
         like_padding = ids[(ids != 0) & (ids % 2**32 == 0)]
-        if is_own(layer) and layer.mask_zero and len(like_padding) and not jax.config.jax_enable_x64:
+        if is_own(layer) and layer.mask_zero and len(like_padding) and not jax.config.read("jax_enable_x64"):
             raise ModelFileError(
                 f"The embedding layer {layer.name!r} has mask_zero=True and was called with the id {like_padding[0]}, "
                 "a multiple of 2**32, which JAX can't distinguish from the padding id 0. Set JAX_ENABLE_X64=1, or hash "
