@@ -60,6 +60,14 @@ def keeps_order(raw: Any, fed: Any) -> bool:
     return all("FlatMap" not in kind and any(name in kind for name in _ONE_TO_ONE) for kind in kinds)
 
 
+def batched(raw: Any, fed: Any, size: int) -> Any:
+    """Batches of the examples of `fed`. If the reader has lists of varying length, so have the batches."""
+    import tensorflow as tf
+
+    is_ragged = any(isinstance(spec, tf.RaggedTensorSpec) for spec in tf.nest.flatten(raw.element_spec))
+    return fed.ragged_batch(size, row_splits_dtype=tf.int64) if is_ragged else fed.batch(size)
+
+
 def batch_error(error: Any, name: str, start: int, end: int, has_header: bool = False) -> DataError:
     """The error for records [start, end) of a source that can't be converted to batches.
 
