@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from elasticcb.data.stacking import flatten
 from elasticcb.errors import DataError, ModelFileError
 
 # What a `feed` must not do, by TensorFlow's name of the dataset. Each task creates a new iterator.
@@ -62,10 +63,8 @@ def keeps_order(raw: Any, fed: Any) -> bool:
 
 def batched(raw: Any, fed: Any, size: int) -> Any:
     """Batches of the examples of `fed`. If the reader has lists of varying length, so have the batches."""
-    import tensorflow as tf
-
-    is_ragged = any(isinstance(spec, tf.RaggedTensorSpec) for spec in tf.nest.flatten(raw.element_spec))
-    return fed.ragged_batch(size, row_splits_dtype=tf.int64) if is_ragged else fed.batch(size)
+    is_ragged = any(hasattr(spec, "ragged_rank") for spec in flatten(raw.element_spec, raw.element_spec))
+    return fed.ragged_batch(size) if is_ragged else fed.batch(size)
 
 
 def batch_error(error: Any, name: str, start: int, end: int, has_header: bool = False) -> DataError:

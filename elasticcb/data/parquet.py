@@ -270,22 +270,20 @@ class ParquetReader(FileReader):
     ) -> None:
         super().__init__(files)
         if not isinstance(fill_null or {}, Mapping):
-            raise UsageError(f"The reader parameter fill_null is {fill_null!r}. Expected {{column: value}}.")
+            raise UsageError(
+                f"The reader parameter fill_null is {fill_null!r}. Expected a mapping {{column: value}}, in a "
+                "config file or a program."
+            )
         self._columns = [columns] if isinstance(columns, str) else list(columns)
         self._label = label
         self._fill = dict(fill_null or {})
 
     @property
     def element_spec(self) -> Any:
-        import tensorflow as tf
-
-        columns = self.first_opened().columns
-        specs = dict(specs_of_columns({name: (column.dtype, column.shape) for name, column in columns.items()}))
-        for name, column in columns.items():
-            if column.ragged:
-                shape = [None] * column.ragged + list(column.shape)
-                specs[name] = tf.RaggedTensorSpec(shape, specs[name].dtype, column.ragged - 1, tf.int64)
-        return specs
+        columns = self.first_opened().columns.items()
+        return specs_of_columns(
+            {name: (column.dtype, (*[None] * column.ragged, *column.shape)) for name, column in columns}
+        )
 
     @property
     def metadata(self) -> Metadata:
