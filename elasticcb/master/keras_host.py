@@ -99,6 +99,8 @@ class ModelHost:
             data = backend().data(self.model, batch)
             self.rehearsal = rehearse(self.model, batch, data) if rehearses else None
             self.metrics.reset()
+            if mode is Mode.TRAINING:
+                self.metrics.replayed = self.metrics.units_to_replay(batch)
             element = pipeline.element_spec
             self._features_spec = element[0] if mode is not Mode.PREDICTION and isinstance(element, tuple) else element
             self.tables = self._find_tables(settings, batch, pipelines, step)
@@ -312,4 +314,4 @@ class ModelHost:
             for name, values in states.items()
         }
         self.metrics.load(states)
-        return self.metrics.results(states or self.metrics.training_units(), "train")
+        return self.metrics.results(step="train")

@@ -318,6 +318,7 @@ def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epoch
             ps.servers.split,
             batch_events=course.follows_batches,
             predictions=host.collects_predictions,
+            replayed_metrics=sorted(host.metrics.replayed),
             buckets=ps.servers.buckets,
         )
         state.note(

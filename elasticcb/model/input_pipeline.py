@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from elasticcb.data import Reader, RecordStream, checked_sources, open_reader
 from elasticcb.data.batches import BatchSource, NextBatch
-from elasticcb.data.feed_steps import batch_error, check_feed, keeps_order, told_of
+from elasticcb.data.feed_steps import batch_error, batched, check_feed, keeps_order, told_of
 from elasticcb.data.file_reader import FileReader
 from elasticcb.errors import DataError, ModelFileError
 from elasticcb.model.spec import Spec
@@ -190,7 +190,7 @@ class FeedPipeline:
         self._has_header = bool(settings.data.reader_params.get("header"))
         self._predicts = mode is Mode.PREDICTION  # then `feed` returns only features
         self._minibatch_size = settings.training.minibatch_size
-        self.dataset = fed.batch(self._minibatch_size).prefetch(2)
+        self.dataset = batched(raw, fed, self._minibatch_size).prefetch(2)
 
     @property
     def element_spec(self) -> Any:

@@ -19,11 +19,23 @@ from typing import Any
 import keras
 import numpy as np
 
-from elasticcb.errors import ModelFileError
+from elasticcb.errors import ModelFileError, describe
 from elasticcb.keras_private import CompileMetrics
 from elasticcb.model.eval_metrics import metrics_by_output, part_of_output
-from elasticcb.model.metric_states import LastValue, adds_up, assign, last_of, merged, placed, summed
+from elasticcb.model.metric_messages import OUTPUTS, outputs_in
+from elasticcb.model.metric_states import (
+    LastValue,
+    adds_up,
+    assign,
+    last_of,
+    merged,
+    placed,
+    summable_states,
+    summed,
+    trial_predictions,
+)
 from elasticcb.optimizers.step_logs import flat_logs, is_overridden, recorded_results
+from elasticcb.settings import Mode
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +82,7 @@ class ModelMetrics:
 
     Attributes:
         own_steps: "train" or "test", for steps whose logs the model's own methods determine.
+        replayed: the units that the master updates with the outputs of each training batch, from `units_to_replay`.
 
     Raises:
         ModelFileError: `eval_metrics` contains something else.
@@ -91,6 +104,8 @@ class ModelMetrics:
         self._warned: set[str] = set()
         # By step: the keys that it returns; and by key of its logs a unit, and the key in its result if that is a dict.
         self._logs: dict[str, tuple[frozenset[str], dict[str, tuple[str, str | None]]]] = {}
+        self._predictions: Any = None  # shapes and dtypes, in a step
+        self.replayed: frozenset[str] = frozenset()
         self._logged: dict[str, dict[str, LastValue]] = {"train": {}, "test": {}}
         self._carried: dict[str, list[Any]] | None = None
         self.own_steps = frozenset(step for step in self._logged if own_metrics or is_overridden(model, f"{step}_step"))
@@ -187,6 +202,8 @@ class ModelMetrics:
         self._logs[step] = frozenset(logs), found
 
     def _compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+        if self._predictions is None:
+            self._predictions = keras.tree.map_structure(_shape_of, y_pred)
         results = dict(self._model_compute_metrics(x, y, y_pred, sample_weight))
         for key, metric, output in self._selected:
             update = functools.partial(self._update, metric, output, y, y_pred, sample_weight)
@@ -234,10 +251,16 @@ class ModelMetrics:
             return MetricTransport.LAST
         if adds_up(unit.metric):
             return MetricTransport.SUM
-        if hasattr(unit.metric, "merge_state"):
+        if hasattr(unit.metric, "merge_state") and unit.metric.variables:
             return MetricTransport.MERGE
         if unit.compiled or not unit.by_model:
             return MetricTransport.OUTPUTS
+        if not unit.metric.variables and self._is_logged(unit):
+            raise ModelFileError(
+                f"The metric {unit.metric.name!r} ({type(unit.metric).__name__}) has no variables, so its state on the "
+                "workers can't be read, and the model updates it itself. Give it to compile(metrics=[…]), or keep its "
+                "state in variables created by self.add_weight."
+            )
         if unit.name not in self._warned:
             self._warned.add(unit.name)
             logger.warning(
@@ -246,11 +269,15 @@ class ModelMetrics:
             )  # fmt: skip
         return MetricTransport.SUM
 
+    def _is_logged(self, unit: _Unit) -> bool:
+        logs = [found for _, found in self._logs.values()]
+        return not logs or any(name == unit.name for step in logs for name, _ in step.values())
+
     @contextlib.contextmanager
-    def kept_outputs(self) -> Iterator[list[Any]]:
+    def kept_outputs(self, mode: Mode) -> Iterator[list[Any]]:
         """The values of a step for metrics that are sent as outputs: labels, predictions and, if used, weights."""
         outputs: list[Any] = []
-        if MetricTransport.OUTPUTS not in self.transports().values():
+        if not (self.replayed if mode is Mode.TRAINING else MetricTransport.OUTPUTS in self.transports().values()):
             yield outputs
             return
         inner = self._model.compute_metrics
@@ -278,33 +305,42 @@ class ModelMetrics:
             if self._transport(unit) is not MetricTransport.OUTPUTS
         }
 
-    def training_units(self) -> frozenset[str]:
-        """The units in the logs of training. Outputs of training batches are not sent: the states of metrics that need
-        them are summed, if `reset_state` sets them to zero. Resets all units."""
+    def units_to_replay(self, batch: Any) -> frozenset[str]:
+        """The units whose training states can't be summed over batches, tried with a batch. Resets all units."""
+        own = {unit.name: unit for unit in self._units() if self._transport(unit) is MetricTransport.OUTPUTS}
+        summable: set[str] = set()
+        if own:
+            _, labels, weight = keras.utils.unpack_x_y_sample_weight(batch)
+            try:
+                trials = [(labels, each, weight) for each in trial_predictions(labels, self._predictions)]
+                found = summable_states(
+                    {name: unit.metric for name, unit in own.items()}, self.reset, self._replay, trials
+                )
+                summable.update(found)
+            except Exception as error:  # of a metric that does not accept these predictions
+                logger.info("Whether the states of metrics can be summed is unknown: %s", describe(error))
+        replayed = own.keys() - summable
+        if replayed:
+            logger.info("Updated here, with the outputs of all training batches: %s", ", ".join(sorted(replayed)))
         self.reset()
-        names = set()
-        for unit in self._units():
-            if self._transport(unit) is not MetricTransport.OUTPUTS:
-                names.add(unit.name)
-            elif not any(np.any(np.asarray(variable.value)) for variable in unit.metric.variables):
-                names.add(unit.name)
-                logger.info("In training, the states of the metric %r are summed over batches.", unit.name)
-            else:
-                logger.warning(
-                    "The metric %r (%s) is omitted from the training logs: its reset_state() sets nonzero values, so "
-                    "its states can't be summed over the batches of several workers.",
-                    unit.name, type(unit.metric).__name__,
-                )  # fmt: skip
-        return frozenset(names)
+        return frozenset(replayed)
+
+    def training_units(self) -> frozenset[str]:
+        """What workers report of training: the names in `States`."""
+        names = self.units().keys() - self.replayed
+        return frozenset(names | {OUTPUTS} if self.replayed else names)
 
     @property
     def merging_units(self) -> frozenset[str]:
-        """The units whose states are not summed."""
+        """The names in `States` whose values can't be summed."""
         merging = (MetricTransport.MERGE, MetricTransport.LAST)
-        return frozenset(name for name, transport in self.transports().items() if transport in merging)
+        names = frozenset(name for name, transport in self.transports().items() if transport in merging)
+        return names | {OUTPUTS} if self.replayed else names
 
     def merge_states(self, name: str, tasks: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
         """The state of one unit over the records of several tasks, or batches in order."""
+        if name == OUTPUTS:
+            return [array for task in tasks for array in task]
         transport = self.transports()[name]
         if transport is MetricTransport.LAST:
             return last_of(tasks)
@@ -325,20 +361,23 @@ class ModelMetrics:
             batches: `(labels, predictions[, sample_weight])` of each batch, for units that need them.
         """
         self.reset()
-        units = self._units()
-        travelling = [unit for unit in units if self._transport(unit) is MetricTransport.OUTPUTS]
-        for batch in batches:
-            labels, predictions, weight = (*batch, None)[:3]
-            for metric in self._model.metrics:
-                if isinstance(metric, CompileMetrics) and any(unit.compiled for unit in travelling):
-                    metric.update_state(labels, predictions, weight)
-            for unit in travelling:
-                if not unit.by_model:
-                    self._update(unit.metric, unit.output, labels, predictions, weight)
+        for batch in [*batches, *outputs_in(states)]:
+            self._replay(keras.tree.map_structure(_tensor, batch))
         # After the outputs, which `compile(metrics=...)` passes to all of its metrics.
-        for unit in units:
+        for unit in self._units():
             if unit.name in states:
                 assign(unit.metric, states[unit.name])
+
+    def _replay(self, batch: Sequence[Any]) -> None:
+        """Updates the units that are sent as outputs, and all of `compile(metrics=...)` with them."""
+        labels, predictions, weight = (*batch, None)[:3]
+        travelling = [unit for unit in self._units() if self._transport(unit) is MetricTransport.OUTPUTS]
+        for metric in self._model.metrics:
+            if isinstance(metric, CompileMetrics) and any(unit.compiled for unit in travelling):
+                metric.update_state(labels, predictions, weight)
+        for unit in travelling:
+            if not unit.by_model:
+                self._update(unit.metric, unit.output, labels, predictions, weight)
 
     def results(self, among: Collection[str] | None = None, step: str = "test") -> dict[str, float]:
         """Current results by name, of all units or of the given ones; dict results are flattened.
@@ -393,6 +432,14 @@ def _outside_of_traces(make: Callable[[], Any]) -> Any:
     """The result of `make`, called outside of the traced step: each thread has its own traces and scopes."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()
+
+
+def _shape_of(tensor: Any) -> Any:
+    return keras.KerasTensor(tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))
+
+
+def _tensor(leaf: Any) -> Any:
+    return keras.ops.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def to_number(value: Any) -> Any:

@@ -116,6 +116,7 @@ class Session:
         self.settings, self.client, self.pipeline = settings, client, built.pipeline
         self.model, self.metrics = built.model, built.metrics
         self.transports = self.metrics.transports()
+        self.metrics.replayed = frozenset(cluster.replayed_metrics)
         self.training_units = self.metrics.training_units()
         self.reports_batches, self.reports_predictions = cluster.batch_events, cluster.predictions
         self.progress = ProgressReporter(client)

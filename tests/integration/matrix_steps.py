@@ -73,6 +73,38 @@ def statistics() -> Given:
     )
 
 
+@case("Losses and metrics", "metrics whose state is a list, a dict, an array, a maximum, or another metric")
+def states_of_python() -> Given:
+    class Median(keras.metrics.Metric):
+        def reset_state(self):
+            self.predicted = {}
+
+        def update_state(self, y, y_pred, sample_weight=None):
+            self.predicted = {"all": np.append(self.predicted.get("all", ()), np.asarray(y_pred))}
+
+        def result(self):
+            values = self.predicted.get("all", [0.0])
+            return {"median": float(np.median(values)), "last": float(values[-1])}
+
+    class Of(keras.metrics.Metric):
+        def __init__(self, name, function):
+            super().__init__(name=name)
+            self.inner, self.function = keras.metrics.MeanAbsoluteError(), function
+            self.peak = self.add_weight(shape=(), initializer="zeros", name="peak")
+
+        def update_state(self, y, y_pred, sample_weight=None):
+            self.inner.update_state(y, y_pred)
+            self.peak.assign(self.function(self.peak, ops.max(y_pred)))
+
+        def result(self):
+            return self.peak + self.inner.result()
+
+    median = Median(name="median")
+    median.reset_state()
+    metrics = [median, Of("peak", ops.maximum), Of("total", ops.add)]
+    return Given(dense(run_eagerly=True, metrics=metrics), normal(6), normal(1))
+
+
 @case("Losses and metrics", "`sample_weight`")
 def sample_weight() -> Given:
     weights = np.random.default_rng(1).uniform(0, 2, RECORDS).astype("float32")

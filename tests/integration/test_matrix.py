@@ -86,7 +86,7 @@ def local_worker():
         yield cluster
 
 
-@pytest.mark.parametrize("name", deep_but(CASES, "functional", "own_steps", "mixed_float16"))
+@pytest.mark.parametrize("name", deep_but(CASES, "functional", "own_steps", "mixed_float16", "states_of_python"))
 def test_a_worker_that_trains_by_itself_ends_where_fit_ends(local_worker, name):
     compare_with_fit(local_worker, CASES[name])
 

@@ -19,6 +19,7 @@ from elasticcb.compute.jax.local_computation import JAXLocal
 from elasticcb.compute.jax.steps import step_of, test_step, values
 from elasticcb.compute.jax.tables import problems_of
 from elasticcb.compute.movable import Allowed, movable
+from elasticcb.layers.table_layers import without_rows
 from elasticcb.settings import Mode
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.tf.devices import leave_gpus
@@ -41,7 +42,8 @@ class JAXBackend(Backend):
 
     def outputs(self, model: keras.Model, batch: Any) -> Any:
         state = values(model.trainable_variables, model.non_trainable_variables)
-        outputs, _ = model.predict_step(state, self.data(model, batch))
+        with without_rows(model):
+            outputs, _ = model.predict_step(state, self.data(model, batch))
         return jax.tree.map(np.asarray, outputs)
 
     def data(self, model: keras.Model, batch: Any) -> Any:

@@ -15,6 +15,7 @@ from elasticcb.compute.jax.explain import explain
 from elasticcb.compute.jax.steps import predict_step, test_step, train_step
 from elasticcb.errors import ModelFileError
 from elasticcb.keras_private import build_symbolically, layers_of
+from elasticcb.layers.table_layers import without_rows
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
 from elasticcb.optimizers.step_logs import is_overridden
@@ -25,7 +26,7 @@ from elasticcb.settings import Mode
 def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False) -> StepVariables | None:
     """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
-    with told_with_batch(spec, batch, mode, explain), building:
+    with told_with_batch(spec, batch, mode, explain), building, without_rows(model):
         data = sized(model, arrays_of(batch))
         if mode is Mode.PREDICTION:
             _build_layers(model, data)

@@ -15,6 +15,7 @@ from elasticcb.compute.backend import Computation, HeldModel, Prepared, TableRow
 from elasticcb.compute.capture import OptimizerCapture
 from elasticcb.compute.tensorflow.lookups import TensorFlowTables
 from elasticcb.model.input_pipeline import records_in
+from elasticcb.model.metric_messages import States, with_outputs
 from elasticcb.model.metrics import to_number
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, cut_by_dtype, pieces_of
@@ -122,6 +123,12 @@ class TensorFlowComputation(Computation):
         logs, outputs = self._run("test", batch.data, table_tensors(rows), batch.places)
         return {name: to_number(value) for name, value in logs.items()}, tf.nest.map_structure(_as_array, outputs)
 
+    @staticmethod
+    def _states(tensors: Mapping[str, Sequence[Any]], outputs: Any) -> States:
+        """The states after a training step."""
+        states = {name: [tensor.numpy() for tensor in own] for name, own in tensors.items()}
+        return with_outputs(states, tf.nest.map_structure(_as_array, outputs))
+
     def predict(self, batch: Prepared, rows: TableRows) -> Any:
         return tf.nest.map_structure(_as_array, self._run("predict", batch.data, table_tensors(rows), batch.places))
 
@@ -155,7 +162,7 @@ class TensorFlowComputation(Computation):
         return True
 
     def _test_step(self, batch: Any) -> Any:
-        with self._metrics.kept_outputs() as outputs:
+        with self._metrics.kept_outputs(Mode.EVALUATION) as outputs:
             return self._model.test_step(batch), tuple(outputs)
 
     def _metric_states(self) -> dict[str, list[Any]]:
