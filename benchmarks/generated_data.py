@@ -1,7 +1,7 @@
 """Generated data in the shapes of what public programs download, for public_programs.py.
 
-`install` makes `keras.datasets`, `keras.utils.get_file`, `urlretrieve`, `tensorflow_datasets`, and `pandas.read_csv` and
-`numpy.loadtxt` of an address return it. Nothing is downloaded.
+`install` makes `keras.datasets`, `keras.utils.get_file`, `urlretrieve`, `tensorflow_datasets`, and `pandas.read_csv`
+and `numpy.loadtxt` of an address return it. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from typing import Any
 
 import numpy as np
 
-WORDS = "the a of to and movie was very good bad not film it is this that plot actor scene great dull long one all".split()
-USERS, MOVIES, RATINGS = 40, 60, 640
+WORDS = (
+    "the", "a", "of", "to", "and", "movie", "was", "very", "good", "bad", "not", "film", "it", "is", "this", "that",
+    "plot", "actor", "scene", "great", "dull", "long", "one", "all",
+)  # fmt: skip
+USERS, MOVIES, RATINGS = 60, 250, 900
 GENRES = ("Action", "Comedy", "Drama", "Thriller", "Sci-Fi")
 
 random_numbers = np.random.default_rng(0)
@@ -86,7 +89,10 @@ CLIMATE = (
 
 def climate(folder: Path, rows: int = 4000) -> None:
     times = [f"{i % 28 + 1:02}.01.2009 {i // 28 % 24:02}:{i % 6}0:00" for i in range(rows)]
-    waves = np.sin(np.arange(rows)[:, None] / np.linspace(20, 90, len(CLIMATE))) + random_numbers.normal(size=(rows, 14)) / 9
+    waves = (
+        np.sin(np.arange(rows)[:, None] / np.linspace(20, 90, len(CLIMATE)))
+        + random_numbers.normal(size=(rows, 14)) / 9
+    )
     lines = [f"{time}," + ",".join(f"{value:.4f}" for value in row) for time, row in zip(times, waves, strict=True)]
     write(folder / "jena_climate_2009_2016.csv", [",".join(["Date Time", *CLIMATE]), *lines])
 
@@ -171,10 +177,11 @@ def adult(rows: int) -> str:
     lines = []
     for _ in range(rows):
         numbers = random_numbers.integers(1, 60, 6)
+        race = pick(["White", "Black", "Other"])
         lines.append(
             f"{numbers[0] + 17}, {pick(work)}, {numbers[1] * 1000}, {pick(edu)}, {numbers[2]}, "
             f"{pick(['Divorced', 'Married-civ-spouse', 'Never-married'])}, {pick(['Sales', 'Tech-support'])}, "
-            f"{pick(['Husband', 'Wife', 'Unmarried'])}, {pick(['White', 'Black', 'Other'])}, {pick(['Male', 'Female'])}, "
+            f"{pick(['Husband', 'Wife', 'Unmarried'])}, {race}, {pick(['Male', 'Female'])}, "
             f"{numbers[3]}, {numbers[4]}, {numbers[5]}, {pick(['United-States', 'Mexico'])}, {pick(['<=50K', '>50K'])}"
         )
     return "\n".join(lines)
@@ -185,7 +192,10 @@ def census(rows: int) -> str:
     numeric = {0, 5, 16, 17, 18, 24, 30, 39}
     lines = []
     for _ in range(rows):
-        row = [str(random_numbers.integers(0, 50)) if i in numeric else f" v{random_numbers.integers(0, 3)}" for i in range(41)]
+        row = [
+            str(random_numbers.integers(0, 50)) if i in numeric else f" v{random_numbers.integers(0, 3)}"
+            for i in range(41)
+        ]
         row[40] = str(random_numbers.choice([94, 95]))
         lines.append(",".join([*row, str(random_numbers.choice([" - 50000.", " 50000+."]))]))
     return "\n".join(lines)
@@ -201,14 +211,14 @@ def cover_types(rows: int = 600) -> str:
 
 
 def hearts(rows: int = 300) -> str:
-    names = "age,sex,cp,trestbps,chol,fbs,restecg,thalach,exang,oldpeak,slope,ca,thal,target".split(",")
+    names = "age,sex,cp,trestbps,chol,fbs,restecg,thalach,exang,oldpeak,slope,ca,thal,target"
     lines = []
     for _ in range(rows):
         n = random_numbers.integers
         row: list[Any] = [n(30, 70), n(0, 2), n(0, 5), n(100, 180), n(150, 300), n(0, 2), n(0, 3), n(90, 190), n(0, 2)]
         row += [n(0, 60) / 10, n(1, 4), n(0, 4), random_numbers.choice(["fixed", "normal", "reversible"]), n(0, 2)]
         lines.append(",".join(map(str, row)))
-    return "\n".join([",".join(names), *lines])
+    return "\n".join([names, *lines])
 
 
 def noise(rows: int = 4032) -> str:
@@ -384,7 +394,7 @@ def install() -> None:
             if hasattr(kit.datasets, name):
                 getattr(kit.datasets, name).load_data = load
         kit.utils.get_file = get_file
-    urllib.request.urlretrieve = lambda address, filename, *_: (download(address, filename), None)  # type: ignore
+    urllib.request.urlretrieve = lambda address, filename, *_: (download(address, filename), None)  # type: ignore[assignment]
     pd.read_csv, np.loadtxt = of_address(pd.read_csv), of_address(np.loadtxt)
     for make in (reviews, movielens_million, credit_cards):
         make(Path())

@@ -38,7 +38,12 @@ def reset_states(model: keras.Model) -> None:
 @contextlib.contextmanager
 def globals_of_keras():
     """Puts back what a program changes of Keras."""
-    before = (keras.config.epsilon(), keras.config.floatx(), keras.config.image_data_format(), keras.config.dtype_policy())
+    before = (
+        keras.config.epsilon(),
+        keras.config.floatx(),
+        keras.config.image_data_format(),
+        keras.config.dtype_policy(),
+    )
     try:
         yield
     finally:

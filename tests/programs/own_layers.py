@@ -211,7 +211,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass
 class Settings:
-    widths: Widths = Widths(5, 3)
+    widths: Widths
     kind: Kind = Kind.SUM
     rates: dict[str, float] = dataclasses.field(default_factory=lambda: {"skip": 0.1})
 
@@ -465,7 +465,11 @@ def feature_space():
     }
     crosses = [keras.utils.FeatureSpace.cross(("kind", "code"), crossing_dim=8)]
     space = keras.utils.FeatureSpace(features, crosses=crosses, output_mode="concat")
-    data = {"age": normal()[:, None] * 9, "kind": np.array(["a", "b", "c"])[integers(3)][:, None], "code": integers(4, 1)}
+    data = {
+        "age": normal()[:, None] * 9,
+        "kind": np.array(["a", "b", "c"])[integers(3)][:, None],
+        "code": integers(4, 1),
+    }
     space.adapt(tf.data.Dataset.from_tensor_slices(data).batch(8))
     encoded = space.get_encoded_features()
     model = keras.Model(space.get_inputs(), layers.Dense(1)(layers.Dense(4, "tanh")(encoded)))

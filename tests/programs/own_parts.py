@@ -41,7 +41,9 @@ def losses_of_a_loop():
 
     inputs, losses = keras.Input((6,)), {"focal": focal(2.0), "dice": dice}
     for quantile in (0.1, 0.9):
-        losses[f"q{quantile:.0%}".rstrip("%")] = lambda y, p, q=quantile: ops.mean(ops.maximum(q * (y - p), (q - 1) * (y - p)))
+        losses[f"q{quantile:.0%}".rstrip("%")] = lambda y, p, q=quantile: ops.mean(
+            ops.maximum(q * (y - p), (q - 1) * (y - p))
+        )
     model = keras.Model(inputs, {name: layers.Dense(1, "sigmoid", name=name)(inputs) for name in losses})
     model.compile("adam", losses, metrics={"focal": ["accuracy"]})
     return Given(model, normal(6), dict.fromkeys(losses, truth()))
@@ -331,7 +333,9 @@ def schedule_of_a_layer():
 @callback("averages of weights: `SwapEMAWeights`")
 def swapped_averages():
     model = dense(optimizer=keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.7))
-    return Given(model, normal(6), normal(1), options={"callbacks": [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]})
+    return Given(
+        model, normal(6), normal(1), options={"callbacks": [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]}
+    )
 
 
 @callback("a callback that averages weights at the end of each epoch, and sets them at the end of training (SWA)")

@@ -71,7 +71,9 @@ def surgery():
     base.add(layers.Dense(4, name="added"))
     cut = keras.Model(base.inputs, [base.get_layer("hidden").output, base.outputs[0]])
     inputs = keras.Input((6,))
-    return Given(compiled(keras.Model(inputs, layers.Dense(1)(layers.Concatenate()(cut(inputs))))), normal(6), normal(1))
+    return Given(
+        compiled(keras.Model(inputs, layers.Dense(1)(layers.Concatenate()(cut(inputs))))), normal(6), normal(1)
+    )
 
 
 @whole("a clone as a target network, which is updated between two calls of `fit`")
@@ -107,7 +109,9 @@ def stacking():
         part.fit(normal(6, seed=index), normal(1), batch_size=BATCH, shuffle=False, verbose=0)
         part.trainable = False
     inputs = keras.Input((6,))
-    return Given(compiled(keras.Model(inputs, layers.Dense(1)(ops.hstack([p(inputs) for p in parts])))), normal(6), normal(1))
+    return Given(
+        compiled(keras.Model(inputs, layers.Dense(1)(ops.hstack([p(inputs) for p in parts])))), normal(6), normal(1)
+    )
 
 
 @whole("a model from a `.keras` file, with classes of your own")
@@ -297,7 +301,9 @@ def moving_average_network():
 
         def train_step(self, data):
             x, y = data
-            logs = self.learn(lambda: ops.mean((self.network(x) - y) ** 2 + 0.1 * (self.network(x) - self.average(x)) ** 2))
+            logs = self.learn(
+                lambda: ops.mean((self.network(x) - y) ** 2 + 0.1 * (self.network(x) - self.average(x)) ** 2)
+            )
             for own, average in zip(self.network.weights, self.average.weights, strict=True):
                 average.assign(0.8 * average + 0.2 * own)
             return logs
@@ -355,7 +361,8 @@ def accumulated_by_hand():
             self.network, self.every = network, every
             self.count = self.add_weight((), "zeros", dtype="int32", trainable=False, name="count")
             self.sums = [
-                self.add_weight(w.shape, "zeros", trainable=False, name=f"sum_{i}") for i, w in enumerate(network.weights)
+                self.add_weight(w.shape, "zeros", trainable=False, name=f"sum_{i}")
+                for i, w in enumerate(network.weights)
             ]
 
         def call(self, x):
@@ -437,7 +444,9 @@ def key_queue():
 
             def loss():
                 query = ops.normalize(self.network(x), -1)
-                logits = ops.concatenate([ops.sum(query * keys, -1, keepdims=True), query @ ops.transpose(self.queue)], 1)
+                logits = ops.concatenate(
+                    [ops.sum(query * keys, -1, keepdims=True), query @ ops.transpose(self.queue)], 1
+                )
                 labels = ops.zeros((ops.shape(x)[0],), "int32")
                 return ops.mean(keras.losses.sparse_categorical_crossentropy(labels, 5 * logits, from_logits=True))
 
@@ -497,7 +506,7 @@ def branches_on_tensors():
         def call(self, x):
             total = tf.reduce_sum(x)
             for _ in tf.range(3):
-                if total > 1.0:
+                if total > 1.0:  # noqa: SIM108
                     total = total / 2.0
                 else:
                     total = total + 1.0

@@ -49,8 +49,8 @@ def text_transformer():
 
     inputs = keras.Input((5,), dtype="int32")
     x = layers.GlobalAveragePooling1D()(Block(4, 2)(Tokens(60, 5, 4)(inputs)))
-    model = compiled(keras.Model(inputs, layers.Dense(2, "softmax")(x)), optimizer="sgd")
-    model.compile("sgd", "sparse_categorical_crossentropy", ["accuracy"])
+    model = keras.Model(inputs, layers.Dense(2, "softmax")(x))
+    model = compiled(model, optimizer="sgd", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     return Given(model, rows(50, 5) * (np.arange(5) < integers(6, 1, low=2)).astype("int32"), integers(2))
 
 

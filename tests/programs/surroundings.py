@@ -83,7 +83,12 @@ def weighted_dicts():
 def class_weights():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model = dense(units=3, loss=loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
-    options = {"class_weight": {0: 0.5, 1: 2.0, 2: 1.0}, "validation_split": 0.25, "validation_data": None, "batch_size": 5}
+    options = {
+        "class_weight": {0: 0.5, 1: 2.0, 2: 1.0},
+        "validation_split": 0.25,
+        "validation_data": None,
+        "batch_size": 5,
+    }
     return Given(model, normal(6), integers(3, 1), options=options)
 
 
