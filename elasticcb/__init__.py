@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from elasticcb.api.remote import PerWorkerDataset, RemoteValue
     from elasticcb.api.restartable import handle_restartable_error
     from elasticcb.data.batch_sources.dataset_fn import DatasetFactory
+    from elasticcb.errors import UsageError
     from elasticcb.settings import (
         CheckpointOptions,
         EmbeddingOptions,
@@ -38,6 +39,7 @@ __all__ = [
     "RecoveryOptions",
     "RemoteValue",
     "SidecarEvaluator",
+    "UsageError",
     "evaluate",
     "fit",
     "handle_restartable_error",
@@ -55,6 +57,7 @@ _MODULES = {
     "RecoveryOptions": "settings",
     "RemoteValue": "api.remote",
     "SidecarEvaluator": "sidecar",
+    "UsageError": "errors",
     "ExchangeOptions": "settings",
     "evaluate": "api.one_shot",
     "fit": "api.one_shot",

@@ -28,7 +28,8 @@ TENSORFLOW = {
     "callbacks.summary_writer": "TensorBoard's files",
     "model.metric_messages": "ragged and sparse outputs",
     "optimizers.rowwise_adagrad": "takes gradients of rows, `tf.IndexedSlices`",
-    "serialization.pickling": "variables, tensors and tf.functions as arguments",
+    "serialization.carry": "variables, tensors, tables and tf.functions in programs",
+    "serialization.process_state": "seeds and switches",
     # Servers apply Keras's optimizers in compiled functions.
     "ps.compiled_update": "compiles the update of dense weights",
     "ps.holder": "frees what TensorFlow keeps of variables that are gone",

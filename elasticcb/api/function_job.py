@@ -22,8 +22,9 @@ from elasticcb.master.members import Role
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
+from elasticcb.model.references import references
 from elasticcb.process.import_path import caller_path
-from elasticcb.serialization import pickling
+from elasticcb.serialization import carry
 from elasticcb.settings import JobSettings
 from elasticcb.worker.functions import FunctionCall, Result
 
@@ -96,7 +97,7 @@ class FunctionJob:
         """Raises `UsageError` if something can't be sent, and errors of earlier functions like `raise_error`."""
         name = name_of(function)
         with sending_to(self.owner) as needed:
-            function_data = pickling.dumps(function, f"The function {name}", self.model)
+            function_data = carry.dumps(function, f"The function {name}", references(self.model))
             arguments = self._pickled_arguments(name, args, kwargs)
         for value in needed:
             if value.error is not None:
@@ -112,10 +113,10 @@ class FunctionJob:
 
     def _pickled_arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         try:
-            return pickling.dumps((args, kwargs), f"The arguments of {name}()", self.model)
+            return carry.dumps((args, kwargs), f"The arguments of {name}()", references(self.model))
         except UsageError:
             for key, value in [*enumerate(args, 1), *kwargs.items()]:
-                pickling.dumps(value, f"Argument {key} of {name}()", self.model)
+                carry.dumps(value, f"Argument {key} of {name}()", references(self.model))
             raise
 
     def done(self) -> bool:
@@ -268,7 +269,7 @@ class FunctionJob:
         )
         if result.cause:
             with contextlib.suppress(Exception):  # a class that only workers can import
-                error.__cause__ = pickling.loads(result.cause, self.model)
+                error.__cause__ = carry.loads(result.cause, references(self.model))
         return error
 
     def _cancel(self, state: JobState, failed: RemoteValue) -> None:

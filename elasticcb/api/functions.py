@@ -16,7 +16,8 @@ from elasticcb.api.placed import PlacedWeights
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
 from elasticcb.errors import UsageError
 from elasticcb.master.master import Master
-from elasticcb.serialization import pickling
+from elasticcb.model.references import references
+from elasticcb.serialization import carry
 from elasticcb.settings import JobSettings
 
 
@@ -60,7 +61,7 @@ class Functions:
             )
         job = self._present_job()
         number = self.next_number()
-        self._datasets[number] = pickling.dumps(dataset_fn, f"The function {name_of(dataset_fn)}", job.model)
+        self._datasets[number] = carry.dumps(dataset_fn, f"The function {name_of(dataset_fn)}", references(job.model))
         return PerWorkerDataset(self, number)
 
     def place(self, model: keras.Model) -> None:

@@ -21,6 +21,7 @@ from elasticcb.api.processes import ClusterProcesses
 from elasticcb.callbacks.placement import Place, hooks_at, overridden_hooks
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import ElasticCBError, JobInterrupted, LastCheckpointError
+from elasticcb.layers.install import rows_in
 from elasticcb.master.job import Job
 from elasticcb.master.keras_host import ModelHost
 from elasticcb.master.master import Master
@@ -135,6 +136,11 @@ class KerasJobs:
     ) -> JobSnapshot:
         program = Program(model, sources, [callback for callback in callbacks if _runs_on_workers(callback)])
         spec = CallerSpec(program, callbacks)
+
+        def serialized() -> bytes:
+            with hosts[0].metrics.suspended():
+                return dataclasses.replace(program, of_servers=rows_in(model)).dumps(call.folder)
+
         hosts: list[ModelHost] = []
 
         def make_host(settings: JobSettings) -> ModelHost:
@@ -144,7 +150,7 @@ class KerasJobs:
             return hosts[0]
 
         journal = None if call.fit is None else call.fit.journal
-        job = Job(settings, master, _Display(), make_host, program.dumps, journal, "run the program again")
+        job = Job(settings, master, _Display(), make_host, serialized, journal, "run the program again")
 
         def keep_results() -> None:
             state = job.model_state() if settings.command is Command.TRAIN else None

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from elasticcb.errors import UsageError
-from elasticcb.serialization import pickling
+from elasticcb.model.references import references
+from elasticcb.serialization import carry
 from elasticcb.worker.functions import dataset_here, iterator_here, value_here
 
 
@@ -47,7 +48,7 @@ class RemoteValue:
             self._job.has_told(self.error)
             raise self.error
         assert self.data is not None
-        return pickling.loads(self.data, self._job.model)
+        return carry.loads(self.data, references(self._job.model))
 
     def __reduce__(self) -> Any:
         _sent_to(self.owner, "A value").append(self)

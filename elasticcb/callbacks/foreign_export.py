@@ -17,8 +17,7 @@ import keras
 from elasticcb.errors import CallbackError, describe
 from elasticcb.process.devices import hide_gpus
 from elasticcb.process.import_path import python_code
-from elasticcb.serialization import pickling
-from elasticcb.serialization.model_archive import restore_model, save_model
+from elasticcb.serialization import carry
 
 # Attributes that `compile` and a job set on a model.
 _OF_TRAINING = (
@@ -44,8 +43,9 @@ def export_elsewhere(model: keras.Model, features_spec: Any, folder: Path) -> No
     """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as given:
         with _only_layers(model):
-            content = {"model": save_model(model), "features_spec": features_spec, "folder": folder}
-        Path(given, _MODEL).write_bytes(pickling.dumps(content, "What the exporter needs"))
+            content = {"model": model, "features_spec": features_spec, "folder": folder}
+            hollow = carry.Hollow(model.weights, portable=True)
+            Path(given, _MODEL).write_bytes(carry.dumps(content, content, hollow=hollow))
         model.save_weights(Path(given, _WEIGHTS))
         environment = os.environ | {"KERAS_BACKEND": "tensorflow"}
         hide_gpus(environment)  # it computes next to nothing
@@ -81,8 +81,8 @@ def main() -> int:
 
     given = Path(sys.argv[1])
     try:
-        content = pickling.loads((given / _MODEL).read_bytes())
-        model = restore_model(content["model"])
+        content = carry.loads((given / _MODEL).read_bytes())
+        model = content["model"]
         model.load_weights(given / _WEIGHTS)
         archive = keras.export.ExportArchive()
         add_serving_endpoint(archive, model, content["features_spec"])

@@ -16,7 +16,7 @@ NextBatch = Callable[[pb.NextBatchRequest], Frame[pb.NextBatchResponse]]
 class BatchSource(ABC):
     """Batches by number, in epochs.
 
-    The process that calls `fit` creates a source and pickles it (with cloudpickle); each worker unpickles its own copy.
+    The process that calls `fit` creates a source; it travels to each worker together with the model.
     Files are opened on the first read, after that. The content of batch `number` depends on the seed, the epoch and the
     number, never on the process; sources that can't guarantee this document it.
 
@@ -28,6 +28,7 @@ class BatchSource(ABC):
         numbers have one.
       repeatable: whether a number means the same batch in the next run of the same program.
       num_records: number of records in a pass over the data, if known.
+      given: what the user gave, if it travels with the source.
       keeps_order: whether the n-th batch of a range has its n-th number, that is, no number is skipped.
     """
 
@@ -36,6 +37,7 @@ class BatchSource(ABC):
     repeatable = True
     num_records: int | None = None
     keeps_order = True
+    given: Any = None
 
     @abstractmethod
     def batches(self, epoch: int, start: int, end: int) -> Iterator[Any]:

@@ -68,6 +68,9 @@ class FileReader(Reader):
         self.identities: dict[str, Identity] = {}  # of the same files
         self._stopped = threading.Event()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_cache": OrderedDict()}  # open files belong to a process
+
     @abstractmethod
     def _open(self, file: File, index: FileIndex | None, enough: int | None) -> Any:
         """Opens a file of the format.

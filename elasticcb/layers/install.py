@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import numpy as np
 
 from elasticcb.errors import ModelFileError
+from elasticcb.layers.ids import HeldIds
 from elasticcb.layers.table_layers import TableLayer, is_own, table_layers
 from elasticcb.rpc.tensors import Array
 from elasticcb.tf.row_variables import make_free_rows, make_whole, untouched_zeros
@@ -61,6 +64,13 @@ def install(model: keras.Model, index: int, ids: Array, rows: Array, used: Array
         whole[ids] = rows
         rows = whole
     make_whole(variable, rows)
+
+
+def rows_in(model: keras.Model) -> list[Any]:
+    """The variables and arrays of a model's `elasticcb.layers.Embedding` that have one row for each id."""
+    own = [layer for layers in table_layers(model).values() for layer in layers if is_own(layer)]
+    found = [each for layer in own for each in (layer._embeddings, layer._ids, layer.used)]
+    return [each.numpy() if isinstance(each, HeldIds) else each for each in found if each is not None]
 
 
 def held_ids(model: keras.Model, index: int) -> Array | None:

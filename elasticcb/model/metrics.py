@@ -99,6 +99,16 @@ class ModelMetrics:
             vars(self._model).pop(name, None)
         vars(self._model).update(self._before)
 
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Context in which the model has its own methods."""
+        replaced = {name: vars(self._model)[name] for name in _REPLACED if name in vars(self._model)}
+        self.release()
+        try:
+            yield
+        finally:
+            vars(self._model).update(replaced)
+
     def give_directions(self, callbacks: Iterable[keras.callbacks.Callback]) -> None:
         """Tells callbacks with `mode="auto"` whether higher values of their metric are better.
 

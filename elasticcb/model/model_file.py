@@ -62,6 +62,11 @@ class ModelSpec:
     def batch_source(self, mode: Mode) -> None:
         """None: the data comes from a reader."""
 
+    is_built = False
+
+    def use_own_seeds(self, index: int) -> None:
+        """Every process has built its own model, with its own seeds."""
+
     def build_model(self) -> keras.Model:
         """A new model, compiled with the definitions of the file; a model without a loss is not compiled."""
         _check_is_function(self._model_factory, self._model_name, self.path)

@@ -5,11 +5,14 @@ It is pickled, so it is only sent to and read by processes with the job's token.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import cloudpickle
 import keras
 
 from elasticcb.data.batches import BatchSource
@@ -17,8 +20,7 @@ from elasticcb.errors import ElasticCBError, ModelFileError, UsageError, describ
 from elasticcb.model.model_file import building
 from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.process.import_path import adopt_path, caller_path
-from elasticcb.serialization import keras_config, pickling
-from elasticcb.serialization.model_archive import restore_model, save_model
+from elasticcb.serialization import carry, own_modules, process_state
 from elasticcb.settings import Mode
 
 _NAME = "the model"
@@ -27,50 +29,63 @@ LOSS_ADVICE = "Pass a loss to `compile`, or let the model add its own losses."
 
 @dataclass(frozen=True)
 class Program:
-    """A model, its data by mode, and the callbacks that run on workers."""
+    """A model, its data by mode, and the callbacks that run on workers.
+
+    Attributes:
+        of_servers: further objects that travel without their content, because servers hold it: rows of tables.
+    """
 
     model: keras.Model
     sources: Mapping[str, BatchSource]
     callbacks: Sequence[keras.callbacks.Callback] = ()
+    of_servers: Sequence[Any] = ()
 
-    def dumps(self) -> bytes:
+    def dumps(self, folder: Path | None = None) -> bytes:
         """Serializes it for `ProgramSpec`.
 
+        Args:
+            folder: folder for large arrays, which all processes see.
+
         Raises:
-            UsageError: the model or another part can't be pickled.
+            UsageError: something in it can't be pickled.
         """
-        names = ", ".join(type(callback).__name__ for callback in self.callbacks)
         optimizers = model_optimizers(self.model)
-        for optimizer in optimizers:
-            _check_is_sent_whole(optimizer)
-        parts = _Parts(
+        content_on_servers = carry.Hollow(self.model.weights, self.of_servers, optimizers)
+        unused_optimizers = carry.Hollow(optimizers=optimizers, portable=True)
+        parts = {
+            "model": self.model,
+            "data": dict(self.sources),
+            "callbacks": list(self.callbacks),
+            "registered": _registered(),
+            "state": process_state.read(),
+        }
+        job = _Job(
+            process=os.getpid(),
             sys_path=caller_path(),
-            floatx=keras.config.floatx(),
-            dtype_policy=keras.config.dtype_policy().name,
-            constraints=_constraint_classes(self.model),
-            model=save_model(self.model),
-            optimizers=pickling.dumps(keras_config.write(optimizers), "An optimizer", self.model, refers=False),
-            exclusions=[_exclusions(optimizer) for optimizer in optimizers],
-            sources=pickling.dumps(dict(self.sources), "The data"),
-            callbacks=pickling.dumps(list(self.callbacks), f"A callback ({names})", self.model),
+            program=carry.dumps(parts, self._names(), hollow=content_on_servers, folder=folder),
+            optimizers=carry.dumps(optimizers, "model.optimizer", hollow=unused_optimizers),
+            constraints=carry.dumps(_constraint_classes(self.model), "a constraint of the model"),
+            switches=carry.dumps(process_state.read_switches(), "keras.config"),
         )
-        return cast(bytes, cloudpickle.dumps(parts))
+        return pickle.dumps(job)
+
+    def _names(self) -> dict[str, Any]:
+        """What messages call the objects of the user."""
+        given = {f"the {mode} data": each.given for mode, each in self.sources.items()}
+        callbacks = {f"callbacks[{type(each).__name__}]": each for each in self.callbacks}
+        return {"model": self.model, **given, **callbacks}
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Each part is unpickled separately, where and when it is needed."""
+class _Job:
+    """Workers read the program; servers, which may use another backend, the optimizers."""
 
+    process: int  # the caller's, whose threads may run the job
     sys_path: list[str]
-    floatx: str
-    dtype_policy: str
-    constraints: bytes
-    model: bytes
+    program: bytes
     optimizers: bytes
-    exclusions: list[dict[str, Any]]
-    sources: bytes
-    callbacks: bytes
-    made: dict[str, Any] = field(default_factory=dict)
+    constraints: bytes
+    switches: bytes
 
 
 class ProgramSpec:
@@ -84,36 +99,47 @@ class ProgramSpec:
     loss_advice = LOSS_ADVICE
     feed = None
     custom_data_reader = None
+    is_built = True
 
     def __init__(self, data: bytes) -> None:
-        parts: _Parts = cloudpickle.loads(data)
-        self._parts = parts
+        self._job: _Job = pickle.loads(data)
+        self._is_elsewhere = self._job.process != os.getpid()
+        self._parts: dict[str, Any] | None = None
         with building:
             # The caller's modules are imported from the same paths as in the caller.
-            adopt_path(parts.sys_path)
-            keras.config.set_floatx(parts.floatx)
-            keras.config.set_dtype_policy(parts.dtype_policy)
+            adopt_path(self._job.sys_path)
+            if self._is_elsewhere:
+                process_state.set_switches(carry.loads(self._job.switches))
             # Servers create constraints from their configs.
-            keras.saving.get_custom_objects().update(pickling.loads(parts.constraints))
-        self._model: keras.Model | None = None
-        self._sources: dict[str, BatchSource] | None = None
+            keras.saving.get_custom_objects().update(carry.loads(self._job.constraints))
+
+    def _part(self, name: str) -> Any:
+        """One object graph, of which all parts are read at once."""
+        if self._parts is None:
+            self._parts = self.call(self._read)
+        return self._parts[name]
+
+    def _read(self) -> dict[str, Any]:
+        parts: dict[str, Any] = carry.loads(self._job.program)
+        if self._is_elsewhere:
+            process_state.write(parts["state"])
+            for name, item in parts["registered"].items():
+                package, _, own_name = name.rpartition(">")
+                with contextlib.suppress(ValueError):  # a class that Keras would not register
+                    keras.saving.register_keras_serializable(package, own_name)(item)
+        return parts
 
     def batch_source(self, mode: Mode) -> BatchSource | None:
-        if self._sources is None:
-            self._sources = pickling.loads(self._parts.sources)
-        return self._sources.get(mode)
+        source: BatchSource | None = self._part("data").get(mode)
+        return source
 
     def build_model(self) -> keras.Model:
-        self._model = self.call(restore_model, self._parts.model)
-        return self._model
+        model: keras.Model = self._part("model")
+        return model
 
     def make_optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """New instances of the optimizers of the caller's model."""
-        made: list[keras.optimizers.Optimizer] = self.call(
-            lambda: keras_config.read(pickling.loads(self._parts.optimizers))
-        )
-        for optimizer, exclusions in zip(made, self._parts.exclusions, strict=True):
-            vars(_inner(optimizer)).update(exclusions)
+        """The optimizers of the caller's model, as before their first step; new instances."""
+        made: list[keras.optimizers.Optimizer] = self.call(carry.loads, self._job.optimizers)
         return made
 
     def make_optimizer(self) -> keras.optimizers.Optimizer:
@@ -123,11 +149,21 @@ class ProgramSpec:
         return {}  # the compiled model has them all
 
     def make_callbacks(self) -> list[keras.callbacks.Callback]:
-        callbacks: list[keras.callbacks.Callback] = pickling.loads(self._parts.callbacks, self._model)
+        callbacks: list[keras.callbacks.Callback] = self._part("callbacks")
         return callbacks
 
     def require_trainable(self, model: keras.Model) -> None:
         """The caller of `fit` has checked it."""
+
+    def use_own_seeds(self, index: int) -> None:
+        """Makes random layers and functions of this worker draw other numbers than those of workers with other
+        indices. The first worker continues with those of the caller."""
+        if not index or not self._is_elsewhere:
+            return
+        process_state.use_own_seeds(index)
+        for layer in self.build_model()._flatten_layers():
+            for generator in layer._seed_generators:
+                process_state.diverge(generator, index)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return call_user(function, *args, **kwargs)
@@ -140,6 +176,7 @@ class CallerSpec:
     loss_advice = LOSS_ADVICE
     feed = None
     custom_data_reader = None
+    is_built = False
 
     def __init__(self, program: Program, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         self._program = program
@@ -166,6 +203,9 @@ class CallerSpec:
     def require_trainable(self, model: keras.Model) -> None:
         """The caller of `fit` has checked it."""
 
+    def use_own_seeds(self, index: int) -> None:
+        """The caller's process draws its own numbers."""
+
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return call_user(function, *args, **kwargs)
 
@@ -183,34 +223,25 @@ def call_user(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ) from error
 
 
-def _constraint_classes(model: keras.Model) -> bytes:
-    used = [variable.constraint for variable in model.weights if variable.constraint is not None]
+def _registered() -> dict[str, Any]:
+    """Classes and functions of the user's that Keras finds by name."""
+    objects = keras.saving.get_custom_objects()
+    return {name: item for name, item in objects.items() if own_modules.is_of_user(item.__module__)}
+
+
+def _constraint_classes(model: keras.Model) -> dict[str, Any]:
+    used = {id(each): each for variable in model.weights if (each := variable.constraint) is not None}.values()
     for constraint in used:
-        if keras_config.is_as_it_is(type(constraint)) and vars(constraint):
+        try:
+            copy: Any = type(constraint).from_config(constraint.get_config())
+            same = vars(copy).keys() == vars(constraint).keys() and repr(vars(copy)) == repr(vars(constraint))
+        except Exception:
+            same = False
+        if not same and type(constraint).__module__.partition(".")[0] != "keras":
             raise UsageError(
-                f"The constraint {type(constraint).__name__} has attributes ({', '.join(vars(constraint))}) but no "
-                "get_config(), so servers can't create it. Implement get_config() with its arguments."
+                f"The constraint {type(constraint).__name__} can't be created on servers from its get_config(): "
+                f"its attributes ({', '.join(vars(constraint))}) differ. Return all arguments of its constructor in "
+                "get_config()."
             )
     own = {type(item).__name__: type(item) for item in used if not type(item).__module__.startswith("keras.")}
-    named = {keras.saving.get_registered_name(kind): kind for kind in own.values()}
-    return pickling.dumps({**own, **named}, "A constraint", model, refers=False)
-
-
-def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def _exclusions(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
-    """The settings of `exclude_from_weight_decay`, which are not part of Keras's config."""
-    names = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
-    return {name: value for name, value in vars(_inner(optimizer)).items() if name in names}
-
-
-def _check_is_sent_whole(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raises `UsageError` for a learning rate that Keras's config does not include."""
-    rate = _inner(optimizer)._learning_rate
-    if callable(rate) and not isinstance(rate, (keras.Variable, keras.optimizers.schedules.LearningRateSchedule)):
-        raise UsageError(
-            f"The learning rate of {optimizer.name!r} is a function, which Keras can't serialize. Make it a "
-            "keras.optimizers.schedules.LearningRateSchedule."
-        )
+    return {**own, **{keras.saving.get_registered_name(kind): kind for kind in own.values()}}

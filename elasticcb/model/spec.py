@@ -25,6 +25,10 @@ class Spec(Protocol):
         """Advice on how to add a loss to the model."""
 
     @property
+    def is_built(self) -> bool:
+        """Whether its model needs no first batch: it is a copy of a built one."""
+
+    @property
     def feed(self) -> Callable[..., Any] | None:
         """Converts raw records to examples; None if not needed."""
 
@@ -49,6 +53,9 @@ class Spec(Protocol):
 
     def make_callbacks(self) -> list[keras.callbacks.Callback]:
         """The callbacks of one process."""
+
+    def use_own_seeds(self, index: int) -> None:
+        """Makes random layers of the worker with this index draw other numbers than those of other workers."""
 
     def require_trainable(self, model: keras.Model) -> None:
         """Raises `ModelFileError` if `model` has no optimizer."""

@@ -17,11 +17,12 @@ import keras
 from elasticcb.clients.master import MasterClient
 from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.errors import ConnectionLostError, ElasticCBError, describe, user_traceback
+from elasticcb.model.references import references
 from elasticcb.model.spec import Spec
 from elasticcb.process.host import host_name
 from elasticcb.process.import_path import adopt_path
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.serialization import pickling
+from elasticcb.serialization import carry
 from elasticcb.settings import JobSettings
 from elasticcb.worker.placed_model import PlacedModel
 
@@ -119,9 +120,9 @@ class FunctionWorker:
             if self._placed is not None:
                 self._placed.pull()
             function = self._function(call.function)
-            args, kwargs = pickling.loads(call.arguments, self._model)
+            args, kwargs = carry.loads(call.arguments, references(self._model))
             value = keras.tree.map_structure(_without_tensors, function(*args, **kwargs))
-            return Result(value=pickling.dumps(value, f"What {call.name}() returned", self._model))
+            return Result(value=carry.dumps(value, f"What {call.name}() returned", references(self._model)))
         except ConnectionLostError:
             raise
         except (Exception, SystemExit) as caught:
@@ -138,8 +139,8 @@ class FunctionWorker:
         trace = user_traceback(caught)
         logger.info("%s() failed: %s\n%s", call.name, message, trace)
         try:
-            cause = pickling.dumps(error.with_traceback(None), "The error", self._model)
-            pickling.loads(cause, self._model)  # some exception classes can't be recreated from their `args`
+            cause = carry.dumps(error.with_traceback(None), "The error", references(self._model))
+            carry.loads(cause, references(self._model))  # some exception classes can't be recreated from their `args`
         except Exception:
             cause = b""
         where = f"worker {self._index} (process {os.getpid()} on {host_name()})"
@@ -148,7 +149,7 @@ class FunctionWorker:
     def _function(self, data: bytes) -> Callable[..., Any]:
         digest = hashlib.sha256(data).digest()
         if digest not in self._functions:
-            self._functions[digest] = pickling.loads(data, self._model)
+            self._functions[digest] = carry.loads(data, references(self._model))
             if len(self._functions) > _FUNCTIONS_KEPT:
                 self._functions.popitem(last=False)
         self._functions.move_to_end(digest)
@@ -158,7 +159,7 @@ class FunctionWorker:
 
     def dataset(self, number: int) -> Any:
         if number not in self._datasets:
-            self._datasets[number] = pickling.loads(self._client.program(number), self._model)()
+            self._datasets[number] = carry.loads(self._client.program(number), references(self._model))()
         return self._datasets[number]
 
     def iterator(self, number: int, dataset: int) -> Any:
@@ -167,7 +168,7 @@ class FunctionWorker:
         return self._iterators[number]
 
     def value(self, number: int) -> Any:
-        return pickling.loads(self._values[number], self._model)
+        return carry.loads(self._values[number], references(self._model))
 
 
 _here = threading.local()  # `worker`: the worker of this thread

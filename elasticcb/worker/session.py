@@ -53,8 +53,9 @@ class BuiltModel:
         self.model = spec.build_model()
         self.metrics = ModelMetrics(self.model, spec.make_eval_metrics())
         self.first_mode = Mode.of(settings.command)
-        batch = self.pipeline(self.first_mode).first_batch()
-        backend().build(spec, self.model, batch, self.first_mode, settings.training.is_local)
+        if not spec.is_built:
+            batch = self.pipeline(self.first_mode).first_batch()
+            backend().build(spec, self.model, batch, self.first_mode, settings.training.is_local)
         self.metrics.reset()
         remove_generated_files()  # a job may end before this worker gets a task
         logger.info("The model is built")
@@ -105,6 +106,7 @@ class Session:
         self.training_units = self.metrics.training_units()
         self.reports_batches, self.reports_predictions = cluster.batch_events, cluster.predictions
         self.progress = ProgressReporter(client)
+        self._assigned: PlacedBlocks | None = None  # the current values of the model's variables
         self.ps = _client_of(built, cluster)
         servers = self.ps.servers
         self.local: LocalUpdates | None = None
@@ -118,6 +120,7 @@ class Session:
         pulls_with_rows = self.local is None and training.get_model_steps == 1
         self.exchanges = Exchanges(self.ps, training.max_staleness, pulls_with_rows)
         self.ps.pull()
+        self.show(self.ps.blocks)  # data may read the model
         self.rate = WorkerRate(self.model, self.ps)
         self.rate.adopt_base()
         self.callbacks = Dispatcher(
@@ -140,7 +143,6 @@ class Session:
         self.progress.on_split = self.input.wake
         self.stop_told = False
         self._snapshot: tuple[int, PlacedBlocks] | None = None  # an evaluation pass and its weights
-        self._assigned: PlacedBlocks | None = None  # the current values of the model's variables
 
     def close(self) -> None:
         """Ends threads and connections."""

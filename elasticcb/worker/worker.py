@@ -41,7 +41,7 @@ class Worker:
             ElasticCBError: the model file, or the cluster, is unusable.
         """
         built = BuiltModel(self._settings, self._client, self._spec)
-        self._client.register(pb.WORKER, self._index)
+        self._spec.use_own_seeds(self._client.register(pb.WORKER, self._index))
         session = Session(built, self._client.wait_for_cluster())
         try:
             with on_sigterm(session.input.leave):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import socket
 
 import keras
 import tensorflow as tf
@@ -32,10 +32,10 @@ class Sometimes(Plain):
         return {"loss": loss}
 
 
-class Locked(Plain):
+class Connected(Plain):
     def __init__(self):
         super().__init__()
-        self.lock = threading.Lock()
+        self.client = socket.socket()
 
 
 class Teacher(Plain):
@@ -44,22 +44,6 @@ class Teacher(Plain):
     def train_step(self, data):
         logs = super().train_step(data)
         return {**logs, "after": keras.ops.mean((self(data[0]) - data[1]) ** 2)}
-
-
-class Broken(Plain):
-    def get_config(self):
-        raise ValueError("no config of this one")
-
-
-class Meter:
-    def off(self, y, y_pred):
-        return keras.ops.abs(y - y_pred)
-
-
-def refers_to_itself():
-    model = dense()
-    model.compile("sgd", lambda y, y_pred: keras.ops.mean((y - y_pred) ** 2) * len(model.layers))
-    return model
 
 
 def clipped_and_accumulated():
@@ -93,34 +77,10 @@ UNSUPPORTED = {
         "Use one parameter server",
         "each server has only a part of the accumulated gradients",
     ),
-    "a learning rate that is a function": (
-        lambda: dense(optimizer=keras.optimizers.SGD(lambda: 0.1)),
+    "attributes that belong to one process (files, connections, threads)": (
+        lambda: compiled(Connected()),
         UsageError,
-        "Make it a keras.optimizers.schedules.LearningRateSchedule",
-        "Keras can't serialize it",
-    ),
-    "a loss, metric or layer that refers to the model by a global variable or a closure": (
-        refers_to_itself,
-        UsageError,
-        "refers to the model itself",
-        "workers would get a second copy",
-    ),
-    "a bound method as a loss or metric": (
-        lambda: dense(metrics=[Meter().off]),
-        UsageError,
-        "which can't be sent to workers without a second copy of the object",
-        "workers would get a second copy",
-    ),
-    "attributes that belong to one process (locks, files, connections)": (
-        lambda: compiled(Locked()),
-        UsageError,
-        "Remove objects that belong to this process only",
+        "model.client: a socket can't be sent to workers",
         "they can't be pickled",
-    ),
-    "a `get_config` that fails": (
-        lambda: compiled(Broken()),
-        UsageError,
-        "Add a get_config\\(\\)",
-        "its config is needed to send it",
     ),
 }

@@ -85,7 +85,8 @@ def adapt(
         elif isinstance(adapter, keras_data.PyDatasetAdapter):
             if x.num_batches is None and not steps:
                 raise _needs_steps("an infinitely repeating PyDataset", purpose)
-            source = PyDatasetSource(x, class_weight=class_weight, shuffle=bool(shuffle), resets=not fit, **stored)
+            of_index: dict[str, Any] = {"shuffle": bool(shuffle), "resets": not fit, "seed": seed, **amount}
+            source = PyDatasetSource(x, class_weight=class_weight, **of_index)
         else:
             source = _iterated(adapter, steps, purpose, folder, service)
     if not fit and steps and isinstance(source, PassSource) and source.size < steps:

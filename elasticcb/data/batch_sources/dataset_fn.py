@@ -59,7 +59,7 @@ class DatasetFnSource(BatchSource):
 
     def __init__(self, factory: DatasetFactory, steps: int, class_weight: Mapping[int, float] | None) -> None:
         self.num_batches = steps
-        self._factory = factory
+        self.given = factory
         self._class_weight = class_weight
         self._dataset: tf.data.Dataset | None = None
         self._iterator: Iterator[Any] = iter(())
@@ -82,7 +82,7 @@ class DatasetFnSource(BatchSource):
     def _next(self) -> Any:
         if self._dataset is None:
             # The number of workers may change at any time, so each worker sees the whole data.
-            self._dataset = keras_data.weighted(self._factory(tf.distribute.InputContext()), self._class_weight)
+            self._dataset = keras_data.weighted(self.given(tf.distribute.InputContext()), self._class_weight)
         batch = next(self._iterator, None)
         if batch is None:
             self._iterator = iter(self._dataset)

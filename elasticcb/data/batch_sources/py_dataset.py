@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import keras
 import numpy as np
 
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batches import PassSource, source_seed
+from elasticcb.serialization.carry import Copies
 
 _HOOKS = ("on_epoch_begin", "on_epoch_end")
 
@@ -24,9 +22,10 @@ _HOOKS = ("on_epoch_begin", "on_epoch_end")
 class PyDatasetSource(PassSource):
     """Batches of a `PyDataset`, by its own index.
 
-    Each process reads its own copy, from when the source was created. In every process that reads an epoch, hooks are
-    called as in `fit` (`on_epoch_end` before the first epoch, then `on_epoch_begin` and `on_epoch_end` of each);
-    meanwhile, Python's and NumPy's random states are seeded by the epoch, so that all copies agree.
+    Each process reads its own copy, in which a model that the dataset reads is the process's own. In every process
+    that reads an epoch, hooks are called as in `fit` (`on_epoch_end` before the first epoch, then `on_epoch_begin` and
+    `on_epoch_end` of each); meanwhile, Python's and NumPy's random states are seeded by the epoch, so that all copies
+    agree.
 
     Args:
       dataset: an endless dataset (`num_batches` is None) needs `steps`, and its index keeps counting.
@@ -34,9 +33,6 @@ class PyDatasetSource(PassSource):
       steps: see `PassSource`.
       limit: maximum number of batches in a pass.
       resets: each epoch is a separate call of `evaluate`, which also calls `on_epoch_end` before it.
-      folder: folder for the pickled dataset.
-
-    Raises `TypeError` if the dataset can't be pickled.
     """
 
     def __init__(
@@ -48,7 +44,6 @@ class PyDatasetSource(PassSource):
         steps: int | None = None,
         limit: int | None = None,
         resets: bool = False,
-        folder: Path,
         seed: int,
     ) -> None:
         size = dataset.num_batches
@@ -66,12 +61,13 @@ class PyDatasetSource(PassSource):
         self._stateful = any(
             getattr(type(dataset), hook) is not getattr(keras.utils.PyDataset, hook) for hook in _HOOKS
         )
-        self._path = _write_pickled(dataset, folder)
+        self.given = dataset
+        self._copies: Copies | None = None
         self._adapter: Any = None
         self._epoch = -1  # the epoch of the copy
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_adapter": None, "_epoch": -1}
+        return {**self.__dict__, "_adapter": None, "_copies": None, "_epoch": -1}
 
     def pass_batches(self, epoch: int, number: int, start: int, end: int) -> Iterator[Any]:
         self._enter(epoch)
@@ -91,8 +87,10 @@ class PyDatasetSource(PassSource):
 
     def _enter(self, epoch: int) -> None:
         if self._adapter is None or (self._stateful and epoch < self._epoch):
-            with open(self._path, "rb") as file:
-                dataset = cloudpickle.load(file)
+            dataset = self.given
+            if self._stateful:
+                self._copies = self._copies or Copies(dataset, type(dataset).__name__)
+                dataset = self._copies.new()
             self._adapter = keras_data.PyDatasetAdapter(dataset, self._class_weight)
             self._epoch = -1
         while self._stateful and self._epoch < epoch:
@@ -102,19 +100,6 @@ class PyDatasetSource(PassSource):
             self._epoch += 1
             _call_seeded(dataset.on_epoch_end, source_seed(self._seed, self._epoch, 0))
             _call_seeded(dataset.on_epoch_begin, source_seed(self._seed, self._epoch, 1))
-
-
-def _write_pickled(dataset: Any, folder: Path) -> str:
-    with tempfile.NamedTemporaryFile(prefix="py-dataset-", suffix=".pkl", dir=folder, delete=False) as file:
-        try:
-            cloudpickle.dump(dataset, file)
-        except Exception as error:
-            raise TypeError(
-                f"The {type(dataset).__name__} can't be sent to workers, because it can't be pickled: "
-                f"{type(error).__name__}: {error}. Open files and connections in the first `__getitem__`, not in the "
-                "constructor."
-            ) from error
-    return file.name
 
 
 def _call_seeded(hook: Callable[[], None], seed: list[int]) -> None:

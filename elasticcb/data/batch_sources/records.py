@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import numpy as np
 import tensorflow as tf
 
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batches import PassSource, source_seed
 from elasticcb.data.feed_steps import batch_error, check_feed, keeps_order, told_of
-from elasticcb.data.file_reader import FileReader
 from elasticcb.data.reader import Reader, checked_sources
 from elasticcb.data.stream import RecordStream
 from elasticcb.errors import ElasticCBError, ModelFileError, user_traceback
@@ -79,7 +74,7 @@ class RecordSource(PassSource):
         limit: int | None = None,
         seed: int = 0,
     ) -> None:
-        self._records: Records | bytes = records
+        self.given = records
         self._sources = [source for source in checked_sources(records.reader) if source.count]
         self.num_records = sum(source.count for source in self._sources)
         batches = [-(-source.count // batch_size) for source in self._sources]
@@ -94,8 +89,7 @@ class RecordSource(PassSource):
         self._pipeline: _Pipeline | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        records = self._records if isinstance(self._records, bytes) else _pickled(self._records)
-        return {**self.__dict__, "_records": records, "_pipeline": None}
+        return {**self.__dict__, "_pipeline": None}
 
     @property
     def keeps_order(self) -> bool:  # type: ignore[override]
@@ -125,9 +119,7 @@ class RecordSource(PassSource):
 
     def _opened(self) -> _Pipeline:
         if self._pipeline is None:
-            given = self._records
-            records = cloudpickle.loads(given) if isinstance(given, bytes) else given
-            self._pipeline = _Pipeline(records, self._mode, self._batch_size, self._class_weight)
+            self._pipeline = _Pipeline(self.given, self._mode, self._batch_size, self._class_weight)
         return self._pipeline
 
     def _runs(self, indices: Any) -> Iterator[tuple[int, int]]:
@@ -181,26 +173,3 @@ class _Pipeline:
         except tf.errors.OpError as error:
             self._stream.raise_error()
             raise batch_error(error, name, start, end) from error
-
-
-class _RecordsPickler(cloudpickle.CloudPickler):
-    """Drops process-local state of a reader: locks and open files."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type(threading.Lock())):
-            return threading.Lock, ()
-        if isinstance(value, FileReader):
-            return type(value).__new__, (type(value),), {**vars(value), "_cache": OrderedDict()}
-        return super().reducer_override(value)
-
-
-def _pickled(records: Records) -> bytes:
-    buffer = io.BytesIO()
-    try:
-        _RecordsPickler(buffer).dump(records)
-    except Exception as error:
-        raise TypeError(
-            f"{records} can't be sent to workers, because it can't be pickled: {type(error).__name__}: {error}. Open "
-            "files and connections on the first read, not in the reader's constructor."
-        ) from error
-    return buffer.getvalue()

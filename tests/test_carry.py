@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
+import socket
+import sys
 import threading
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 from elasticcb.errors import UsageError
-from elasticcb.serialization import pickling
-from elasticcb.serialization.model_archive import restore_model, save_model
+from elasticcb.serialization import carry
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+
+
+def sent(model):
+    """A copy whose weights are those that servers send."""
+    return carry.loads(carry.dumps(model, "model", hollow=carry.Hollow(model.weights)))
 
 
 def restored(model):
     """A copy by way of bytes, with the weights."""
     model(X)
-    copy = restore_model(save_model(model))
+    copy = sent(model)
     copy(X)
     copy.set_weights(model.get_weights())
     return copy
@@ -160,7 +168,7 @@ def test_what_keras_keeps_of_an_earlier_compile_comes_back():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", metrics=["mae"])
     model.compile("adam")
-    again = restore_model(save_model(model))
+    again = sent(model)
     again.build((None, 2))
     history = [each.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0).history for each in (model, again)]
     assert history[0].keys() == history[1].keys() == {"loss", "mae"}
@@ -172,7 +180,7 @@ def test_saving_leaves_the_model_and_its_functions_as_they_were():
     model = Both(layers.Dense(2, double), layers.Lambda(double, output_shape=(4,)))
     model(X)
     before = set(vars(model)), set(vars(model.first))
-    save_model(model)
+    sent(model)
     assert (set(vars(model)), set(vars(model.first))) == before
     assert double.__name__ == "<lambda>"
     assert keras.saving.get_registered_name(Both) == "Both"
@@ -185,21 +193,123 @@ def test_a_model_that_a_function_refers_to_travels_with_its_weights():
     def distance(y, y_pred):
         return ops.abs(teacher(y) - y_pred)
 
-    copy = pickling.loads(pickling.dumps(distance, "A function"))
+    copy = carry.loads(carry.dumps(distance, "a function"))
     np.testing.assert_allclose(copy(X, 0.0), distance(X, 0.0), rtol=1e-6)
 
 
-def test_a_function_that_refers_to_the_model_itself_is_refused():
+def test_a_function_that_refers_to_the_model_refers_to_the_same_model_in_the_copy():
     model = Both(layers.Dense(2), layers.Dense(4))
     model.compile("sgd", lambda y, y_pred: ops.mean(y - y_pred) * len(model.weights))
     model(X)
-    with pytest.raises(UsageError, match="refers to the model itself"):
-        save_model(model)
+    copy = sent(model)
+    assert copy._compile_loss._user_loss.__closure__[0].cell_contents is copy
 
 
-def test_what_cannot_be_pickled_is_named():
-    model = Both(layers.Dense(2), layers.Dense(4))
-    model.lock = threading.Lock()
+def test_a_variable_that_several_objects_share_stays_one_variable():
+    scale = keras.Variable(2.0, trainable=False)
+
+    class Scaled(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.scale = scale
+
+        def call(self, x):
+            return x * self.scale
+
+    class Sets(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            scale.assign(epoch)
+
+    model = keras.Sequential([Scaled()])
+    model.compile("sgd", lambda y, y_pred: ops.mean(y_pred) * scale)
     model(X)
-    with pytest.raises(UsageError, match="lock"):
-        save_model(model)
+    copy, callback = carry.loads(carry.dumps((model, Sets()), "a program"))
+    callback.on_epoch_begin(3)
+    np.testing.assert_allclose(copy(X), 3 * X, rtol=1e-6)
+    np.testing.assert_allclose(copy.evaluate(X, X, verbose=0), 9 * X.mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [threading.Lock, threading.RLock, threading.Event, threading.local])
+def test_locks_are_made_anew(make):
+    model = Both(layers.Dense(2), layers.Dense(4))
+    model.lock = make()
+    model(X)
+    assert type(sent(model).lock) is type(model.lock)
+
+
+def test_what_cannot_be_sent_is_named_by_its_path():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2), layers.Dense(1)])
+    model.layers[1].client = socket.socket()
+    with pytest.raises(UsageError, match=r"model.layers\[1\].client: a socket can't be sent to workers"):
+        sent(model)
+    model.layers[1].client.close()
+
+    data = tf.data.Dataset.range(3)
+    with pytest.raises(UsageError, match=r"loss.data: .*can't be sent to workers.*elasticcb.DatasetFactory"):
+        carry.dumps(lambda: list(data), "loss")
+
+
+def test_a_layer_whose_config_lacks_arguments_is_the_same_layer():
+    class Scaled(layers.Layer):
+        def __init__(self, factor):
+            super().__init__()
+            self.factor = factor
+
+        def call(self, x):
+            return x * self.factor
+
+        def get_config(self):
+            raise ValueError("no config")
+
+    assert_same(restored(keras.Sequential([Scaled(3.0)])), keras.Sequential([Scaled(3.0)]))
+
+
+def test_an_optimizer_for_servers_is_as_before_its_first_step():
+    class Boosted(keras.optimizers.Adam):
+        def __init__(self, boost):
+            super().__init__(0.1)
+            self.boost = boost
+
+    optimizer = keras.optimizers.LossScaleOptimizer(Boosted(3.0))
+    optimizer.build([keras.Variable(np.ones((2, 3)))])
+    optimizer.inner_optimizer.iterations.assign(7)
+    hollow = carry.Hollow(optimizers=[optimizer], portable=True)
+    copy = carry.loads(carry.dumps(optimizer, "an optimizer", hollow=hollow))
+    inner = copy.inner_optimizer
+    assert not copy.built
+    assert not inner.built
+    assert (inner.boost, int(inner.iterations.numpy()), len(inner.variables)) == (3.0, 0, 2)
+    copy.build([keras.Variable(np.ones((4,)))])
+    assert [tuple(each.shape) for each in inner._momentums] == [(4,)]
+
+
+def test_modules_of_the_user_travel_with_their_present_values(tmp_path, monkeypatch):
+    (tmp_path / "own_settings.py").write_text("SCALE = 1.0\n\n\ndef scaled(x):\n    return SCALE * x\n")
+    (tmp_path / "own_functions.py").write_text(
+        "import threading\nimport own_settings\n\n\ndef doubled(x):\n    return 2 * own_settings.scaled(x)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("own_functions")
+    settings = sys.modules["own_settings"]
+    settings.SCALE = 5.0
+    data = carry.dumps(own.doubled, "a function")
+    for name in ("own_functions", "own_settings"):
+        monkeypatch.delitem(sys.modules, name)
+    assert carry.loads(data)(1) == 10.0
+
+
+def test_a_deep_graph_needs_no_deep_recursion():
+    inputs = x = keras.Input((4,))
+    for _ in range(400):
+        x = layers.Activation("tanh")(x)
+    model = keras.Model(inputs, x)
+    assert len(sent(model).layers) == len(model.layers)
+
+
+def test_large_arrays_are_mapped_from_a_file_and_may_be_changed(tmp_path):
+    array = np.arange(1 << 18, dtype="float64")
+    copy = carry.loads(carry.dumps({"a": array}, "data", folder=tmp_path))["a"]
+    copy[0] = 5.0
+    again = carry.dumps({"a": array}, "data", folder=tmp_path)
+    assert len(again) < 1000
+    np.testing.assert_array_equal(carry.loads(again)["a"], array)

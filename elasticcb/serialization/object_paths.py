@@ -1,0 +1,75 @@
+"""Where an object is in a program, for messages: `model.layers[2].client`."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+
+_MOST = 200_000  # objects that are looked at
+
+
+def path_of(roots: Mapping[str, Any], target: Any) -> tuple[str, str]:
+    """The shortest path from one of the named roots to `target`, and the module whose global the path goes through
+    last; "" if it goes through none. Without a path, the names of the roots."""
+    pending = deque((value, name, "") for name, value in roots.items())
+    seen: dict[int, Any] = {}
+    while pending and len(seen) < _MOST:
+        item, path, module = pending.popleft()
+        if item is target:
+            return path, module
+        if id(item) in seen:
+            continue
+        seen[id(item)] = item
+        for value, step, of_module in _parts(item):
+            pending.append((value, of_module or f"{path}{step}", of_module.rpartition(".")[0] or module))
+    return ", ".join(roots), ""
+
+
+def _parts(item: Any) -> Iterator[tuple[Any, str, str]]:
+    """Objects inside of another, with the step that leads to each; or, for globals of a module, the whole path."""
+    if isinstance(item, (str, bytes, int, float, type(None))):
+        return
+    if isinstance(item, keras.Model):
+        for index, layer in enumerate(item.layers):
+            yield layer, f".layers[{index}]", ""
+    if isinstance(item, Mapping):
+        yield from ((value, f"[{key!r}]", "") for key, value in item.items())
+    elif isinstance(item, (list, tuple, set, frozenset)):
+        yield from ((value, f"[{index}]", "") for index, value in enumerate(item))
+    elif isinstance(item, types.MethodType):
+        yield item.__self__, ".__self__", ""
+        yield item.__func__, "", ""
+    elif isinstance(item, types.FunctionType):
+        yield from _parts_of_function(item)
+    if isinstance(item, types.ModuleType):
+        return
+    attributes = dict(getattr(item, "__dict__", {})) if not isinstance(item, types.FunctionType) else {}
+    attributes |= attributes.get("_modules", {}) if isinstance(attributes.get("_modules"), dict) else {}
+    for private in (False, True):
+        for name, value in attributes.items():
+            if name.startswith("_") is private:
+                yield value, f".{name}", ""
+    if not isinstance(item, type) and not type(item).__module__.startswith(("keras", "tensorflow", "builtins")):
+        yield type(item), f".<class {type(item).__name__}>", ""
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[Any, str, str]]:
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        try:
+            yield cell.cell_contents, f".{name}", ""
+        except ValueError:
+            continue  # not set yet
+    yield from ((value, "", "") for value in function.__defaults__ or ())
+    pending = [function.__code__]
+    while pending:
+        code = pending.pop()
+        pending += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        for name in code.co_names:
+            if name in function.__globals__:
+                module = function.__globals__.get("__name__") or "__main__"
+                yield function.__globals__[name], "", f"{module}.{name}"

@@ -1,0 +1,84 @@
+"""The user's own modules: files that are imported, but not installed. Their functions and classes travel by value."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+_PACKAGE = os.path.join(str(Path(__file__).resolve().parents[1]), "")
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders |= {*site.getsitepackages(), site.getusersitepackages()}
+    return tuple(os.path.join(os.path.realpath(folder), "") for folder in folders if folder)
+
+
+@functools.cache
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to an installed package, to Python or to this project."""
+    return os.path.realpath(file).startswith((*_installed(), _PACKAGE)) or file.startswith("<frozen")
+
+
+def is_own(name: str) -> bool:
+    """Whether a module that is imported is a file of the user's."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name != "__main__" and isinstance(file, str) and file.endswith(".py") and not is_installed(file)
+
+
+def is_of_user(name: str) -> bool:
+    """The same, or the script."""
+    return name == "__main__" or is_own(name)
+
+
+@contextlib.contextmanager
+def by_value(imported: Collection[str]) -> Iterator[None]:
+    """Context in which cloudpickle takes functions and classes of own modules by value, except for those in
+    `imported`."""
+    before = cloudpickle.list_registry_pickle_by_value()
+    modules = [sys.modules[name] for name in list(sys.modules) if is_own(name) and name not in imported | before]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def used_by(function: types.FunctionType) -> Iterator[tuple[str, set[str]]]:
+    """Own modules that a function refers to as modules, with the names in it that the function may use."""
+    names = set(_names(function.__code__))
+    for name in names:
+        module = function.__globals__.get(name)
+        if isinstance(module, types.ModuleType) and is_own(module.__name__):
+            yield module.__name__, names & vars(module).keys()
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def values_of(module: str, names: Collection[str]) -> dict[str, Any]:
+    """What a module has under these names now."""
+    return {name: vars(sys.modules[module])[name] for name in sorted(names)}
+
+
+def set_values(module: str, values: Mapping[str, Any]) -> None:
+    """Gives them to the module here, which is imported if need be."""
+    vars(importlib.import_module(module)).update(values)

@@ -1,0 +1,141 @@
+"""State of a process that changes what a program computes: Keras's configuration, seeds, switches of the frameworks,
+and absl flags."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import flags
+from keras.src.backend.common import global_state
+from tensorflow.python.eager import context
+from tensorflow.python.framework import config as tensorflow_config
+
+from elasticcb.serialization import own_modules
+
+_Switch = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads, sets
+
+_KERAS: dict[str, _Switch] = {
+    "floatx": (keras.config.floatx, keras.config.set_floatx),
+    "epsilon": (keras.config.epsilon, keras.config.set_epsilon),
+    "image_data_format": (keras.config.image_data_format, keras.config.set_image_data_format),
+    "dtype_policy": (keras.config.dtype_policy, keras.config.set_dtype_policy),
+    "flash_attention": (
+        keras.config.is_flash_attention_enabled,
+        lambda on: keras.config.enable_flash_attention() if on else keras.config.disable_flash_attention(),
+    ),
+}
+_TENSORFLOW: dict[str, _Switch] = {
+    "functions_run_eagerly": (tf.config.functions_run_eagerly, tf.config.run_functions_eagerly),
+    "tensor_float_32": (
+        tf.config.experimental.tensor_float_32_execution_enabled,
+        tf.config.experimental.enable_tensor_float_32_execution,
+    ),
+    "determinism": (
+        tensorflow_config.is_op_determinism_enabled,
+        lambda on: (tensorflow_config.enable_op_determinism if on else tensorflow_config.disable_op_determinism)(),
+    ),
+}
+_SEED_GENERATOR = "global_seed_generator"  # of layers and operations without a seed of their own
+_JAX = (
+    "jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion",
+    "jax_default_prng_impl", "jax_threefry_partitionable", "jax_disable_jit", "jax_debug_nans",
+)  # fmt: skip
+
+
+def read_switches() -> dict[str, Any]:
+    """What must be set before variables are created."""
+    return {name: get() for name, (get, _) in _switches().items()}
+
+
+def set_switches(values: Mapping[str, Any]) -> None:
+    """Gives them to this process; those of frameworks that it has not imported are ignored."""
+    for name, (get, put) in _switches().items():
+        if name in values and get() != values[name]:
+            put(values[name])
+
+
+def read() -> dict[str, Any]:
+    """Seeds and flags of this process; can be pickled by `carry`."""
+    return {
+        "random": {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "keras": global_state.get_global_attribute(_SEED_GENERATOR),  # None: not used yet
+            "tensorflow": context.global_seed(),
+        },
+        "flags": _flags(),
+    }
+
+
+def write(state: Mapping[str, Any]) -> None:
+    """Gives it to this process."""
+    seeds = state["random"]
+    random.setstate(seeds["python"])
+    np.random.set_state(seeds["numpy"])
+    if seeds["tensorflow"] is not None:
+        tf.random.set_seed(seeds["tensorflow"])
+    global_state.set_global_attribute(_SEED_GENERATOR, seeds["keras"])
+    _set_flags(state["flags"])
+
+
+def use_own_seeds(index: int) -> None:
+    """Makes this process draw other random numbers than those with another index."""
+    drawn = random.getrandbits(31) + index
+    random.seed(drawn)
+    np.random.seed(drawn)
+    generator = global_state.get_global_attribute(_SEED_GENERATOR)
+    if generator is not None:
+        diverge(generator, index)
+
+
+def diverge(generator: keras.random.SeedGenerator, index: int) -> None:
+    """Makes a generator draw other numbers than its copies in processes with another index."""
+    state = generator.state
+    state.assign(state + np.array([index, 0], keras.backend.standardize_dtype(state.dtype)))
+
+
+def _switches() -> dict[str, _Switch]:
+    found = {**_KERAS, **_TENSORFLOW}
+    jax, torch = sys.modules.get("jax"), sys.modules.get("torch")
+    if jax is not None and hasattr(jax, "config"):
+        for name in _JAX:
+            if name in jax.config.values:
+                found[name] = (
+                    functools.partial(jax.config.values.__getitem__, name),
+                    functools.partial(jax.config.update, name),
+                )
+    if torch is not None and hasattr(torch, "get_default_dtype"):
+        found["torch_dtype"] = (
+            lambda: str(torch.get_default_dtype()).partition(".")[2],
+            lambda name: torch.set_default_dtype(getattr(torch, name)),
+        )
+        found["torch_matmul"] = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+        found["torch_deterministic"] = torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+    return found
+
+
+def _flags() -> tuple[bool, dict[str, Any]]:
+    """Whether flags were parsed, and those that the user's modules define or that have been changed."""
+    found = {}
+    for module, defined in flags.FLAGS.flags_by_module_dict().items():
+        by_user = module not in sys.modules or module == "__main__" or own_modules.is_own(module)
+        found.update({each.name: each for each in defined if by_user or each.value != each.default})
+    return flags.FLAGS.is_parsed(), found
+
+
+def _set_flags(given: tuple[bool, dict[str, Any]]) -> None:
+    parsed, found = given
+    for name, flag in found.items():
+        if name in flags.FLAGS:
+            flags.FLAGS[name].value, flags.FLAGS[name].present = flag.value, flag.present
+        else:
+            flags.FLAGS[name] = flag
+    if parsed and not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
