@@ -21,8 +21,12 @@ class HookTimes:
         """Records the time of a batch without its hooks."""
         self._batches.append(seconds)
 
-    def note_hook(self, name: str, seconds: float, every: int = 1) -> str:
-        """Records the time of a hook that is called every `every` batches; returns a warning once per hook."""
+    def note_hook(self, name: str, seconds: float, every: int = 1, movable: bool = False) -> str:
+        """Records the time of a hook that is called every `every` batches; returns a warning once per hook.
+
+        Args:
+            movable: the hook does the same on the master, after the batch.
+        """
         times = self._hooks.setdefault(name, deque(maxlen=_KEPT))
         times.append(seconds)
         if name in self._told or len(times) < _ENOUGH or len(self._batches) < _ENOUGH:
@@ -33,6 +37,7 @@ class HookTimes:
         self._told.add(name)
         return (
             f"{name} is slow: it takes {hook:.4f} s{f' every {every} batches' if every > 1 else ''}, a batch takes "
-            f"{batch:.4f} s (medians). Make it faster, call it less often with elasticcb.callbacks.every(n), or run "
-            'it on the master in the background with @runs_on("master").'
+            f"{batch:.4f} s (medians). Make it faster{'' if movable else ' or'}{',' if movable else ''} call it less "
+            "often with elasticcb.callbacks.every(n)"
+            + (', or run it on the master in the background with @runs_on("master").' if movable else ".")
         )

@@ -30,6 +30,9 @@ class Display(Protocol):
     def message(self, text: str) -> None:
         """An event for the user: a worker was lost, a checkpoint was written."""
 
+    def printed(self, text: str, is_error: bool) -> None:
+        """Lines that callbacks printed on workers; `is_error`: to standard error."""
+
     def evaluated(self, text: str, of_epoch: bool) -> None:
         """The result of an evaluation pass; `of_epoch`: the end of its epoch will show the same figures."""
 
@@ -108,6 +111,10 @@ class PlainDisplay:
         with self._lock:
             self._write(f"[{self._name}] {text}")
 
+    def printed(self, text: str, is_error: bool) -> None:
+        with self._lock:
+            self._write("\n".join(f"[{self._name}] {line}" for line in text.split("\n")))
+
     def evaluated(self, text: str, of_epoch: bool) -> None:
         self.message(text)
 
@@ -136,7 +143,7 @@ class DisplayWithPage:
         self._display, self._folder = display, folder
         self._told = False
         self.message, self.evaluated, self.epoch_ended = display.message, display.evaluated, display.epoch_ended
-        self.finish, self.close = display.finish, display.close
+        self.printed, self.finish, self.close = display.printed, display.finish, display.close
 
     def update(self, status: JobSnapshot) -> None:
         if not self._told and (address := published_address(self._folder)):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.optimizers.state import OptimizerState, read_optimizers, write_optimizers
@@ -133,11 +134,11 @@ class MasterHooks:
             event = batch.event
             if event.kind is Mode.TRAINING and self._state is None:
                 self._show_steps(event.version)
-            given = {"size": event.size, "version": event.version}
-            self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_begin", batch.index, given, keras_logs={})
-            self._callbacks.call(
-                f"on_{_HOOKS[event.kind]}_batch_end", batch.index, {**event.logs, **given}, keras_logs=batch.means
+            begin, end = (
+                HookLogs(logs, size=event.size, version=event.version) for logs in ({}, sorted(event.logs.items()))
             )
+            self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_begin", batch.index, begin)
+            self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_end", batch.index, end, keras_logs=batch.means)
         self._carry_out()
         if reads:
             self._send_changes()

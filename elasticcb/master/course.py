@@ -299,7 +299,7 @@ class Course:
             finished, collection = state.rounds.running, state.rounds.collection
         assert finished is not None
         logs = self._host.round_logs(collection.merged(), finished.version)
-        metrics = {name: value for name, value in logs.items() if name not in ("metrics", "version")}
+        metrics = dict(logs)
         self._desk.tell(metrics=metrics)
         shown = ", ".join(f"{name} {format_metric(value)}" for name, value in metrics.items())
         text = f"Evaluation at version {finished.version}: {shown}"

@@ -11,6 +11,7 @@ import keras
 
 from elasticcb.callbacks import SavedModelExporter
 from elasticcb.callbacks.dispatch import Dispatcher
+from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.callbacks.placement import Place, holds_predictions, takes_predictions
 from elasticcb.callbacks.serving_signature import serving_inputs
 from elasticcb.checkpoint.manifest import read_manifest
@@ -281,10 +282,11 @@ class ModelHost:
         """Whether some metric's states can't be summed."""
         return bool(self.metrics.merging_units)
 
-    def round_logs(self, merged: Merged, version: int) -> dict[str, Any]:
+    def round_logs(self, merged: Merged, version: int) -> HookLogs:
         """`logs` of `on_test_end`, from the states of all tasks of a round."""
         self.metrics.load(merged.states, map(unflatten_outputs, merged.batches))
-        return {**self.metrics.results(), "metrics": self.metrics.nested_results(), "version": version}
+        results, nested = self.metrics.results(), self.metrics.nested_results()
+        return HookLogs(sorted(results.items()), metrics=nested, version=version)
 
     def warn_of_missing_data(self) -> None:
         """Warns, like Keras, that training data ended too early."""

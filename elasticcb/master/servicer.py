@@ -129,6 +129,8 @@ class MasterServicer:
             [CallbackWarning(warning.subject, warning.text, warning.errors) for warning in request.warnings],
             request.computing_seconds,
         )
+        if request.printed:
+            self._desk.printed(request.worker_id, [(text.text, text.is_error) for text in request.printed])
         with self._desk.state() as state:
             state.note_pace(request.worker_id, request.timed_batches, request.batch_seconds, time.monotonic())
             if request.HasField("stats"):

@@ -9,6 +9,7 @@ from typing import Any
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.placement import Place, holds_predictions
 from elasticcb.clients.master import MasterClient, places_of
+from elasticcb.cluster.registry import backend_of
 from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_rounding import Rounding
@@ -128,6 +129,7 @@ class Session:
             on_error=training.callback_errors,
             warn=lambda warning: self.progress.warn(warning.subject, warning.text, warning.errors),
             in_program=not settings.model.definition,
+            print_text=self.progress.print if backend_of(settings.cluster.kind).separate else None,
         )
         if self.local is not None:
             # `on_train_batch_end`: a callback may stop training at NaN, and so end the job in order

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from typing import Any
 
+from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.errors import (
     CallbackError,
     DataChangedError,
@@ -114,25 +115,25 @@ class TaskRun:
 
     def _evaluate(self, batch: Batch, index: int) -> None:
         session = self._session
-        session.call("on_test_batch_begin", index, {"size": batch.records})
+        session.call("on_test_batch_begin", index, HookLogs(size=batch.records))
         rows = session.ps.lookup(batch.ids, evaluation_round=self.task.evaluation_round) if batch.ids else {}
         with session.progress.computing(self.task.lease):
             logs, outputs = session.computation.evaluate(batch.inputs, rows)
         if MetricTransport.OUTPUTS in session.transports.values():
             self._outputs.append(flatten_outputs(outputs))
         self._progress.note_event(batch, session.ps.snapshot_version)
-        session.call("on_test_batch_end", index, {"size": batch.records, **logs})
+        session.call("on_test_batch_end", index, HookLogs(sorted(logs.items()), size=batch.records))
 
     def _predict(self, batch: Batch, index: int) -> None:
         session = self._session
-        session.call("on_predict_batch_begin", index, {"size": batch.records})
+        session.call("on_predict_batch_begin", index, HookLogs(size=batch.records))
         rows = session.ps.lookup(batch.ids) if batch.ids else {}
         with session.progress.computing(self.task.lease):
             predictions = session.computation.predict(batch.inputs, rows)
         if session.reports_predictions:
             self._outputs.append(flatten_outputs(predictions))
         self._progress.note_event(batch, session.ps.version)
-        session.call("on_predict_batch_end", index, {"outputs": predictions, "predictions": predictions})
+        session.call("on_predict_batch_end", index, HookLogs({"outputs": predictions}, predictions=predictions))
 
     # ------------------------------------------------------------ the end
 
