@@ -50,7 +50,7 @@ class Dispatcher:
         model: becomes `callback.model`.
         on_error: what to do about an error in a hook.
         warn: receives `CallbackWarning`s: errors with `OnError.WARN`, and slow batch hooks.
-        in_program: see `hooks_at`.
+        in_program, alone: see `hooks_at`.
         print_text: receives what hooks print, as `HookOutput` sends it; None: it is only printed.
 
     Raises:
@@ -67,6 +67,7 @@ class Dispatcher:
         on_error: CallbackErrors = CallbackErrors.STOP,
         warn: Callable[[CallbackWarning], None] = lambda warning: None,
         in_program: bool = False,
+        alone: bool = False,
         print_text: Callable[[str, bool], None] | None = None,
     ) -> None:
         if place not in (Place.MASTER, Place.WORKER):
@@ -98,7 +99,7 @@ class Dispatcher:
             self._guarded(callback, "set_model", callback.set_model, (model,))
             self._guarded(callback, "set_params", callback.set_params, (self.params,))
             methods = overridden_hooks(callback)
-            for name in hooks_at(callback, place, methods.keys(), in_program):
+            for name in hooks_at(callback, place, methods.keys(), in_program, alone):
                 self._methods[name].append((callback, methods[name]))
 
     @property
@@ -165,6 +166,10 @@ class Dispatcher:
                 self._called_once.add((hook, id(callback)))
             if not self.stop_reason and self.model is not None and self.model.stop_training:
                 self.stop_reason = f"{type(callback).__name__}.{hook} set model.stop_training{_location(hook, args)}"
+
+    def call_on(self, callback: Any, hook: str, *args: Any) -> None:
+        """Calls a hook of one callback, also if it does not run in this process."""
+        self._guarded(callback, hook, overridden_hooks(callback)[hook], args)
 
     def _is_due(self, callback: Any, hook: str, batches: int) -> bool:
         every = batches_between(callback)

@@ -113,6 +113,8 @@ _ROWS = (
     Hook("on_predict_batch_end", _BATCH, "after the batch", _INDEX, "`outputs`, `predictions`: outputs of the batch"),
 )
 
+_OF_CALLS = frozenset({"on_train_begin", "on_train_end", "on_predict_begin", "on_predict_end"})
+
 TABLE: dict[str, Hook] = {row.name: row for row in _ROWS}
 BATCH_HOOKS = tuple(row.name for row in _ROWS if row.of_batch)
 
@@ -272,14 +274,28 @@ def overridden_hooks(callback: Any) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def hooks_at(callback: Any, process: Place, overridden: Collection[str], in_program: bool = False) -> frozenset[str]:
+def hooks_at(
+    callback: Any, process: Place, overridden: Collection[str], in_program: bool = False, alone: bool = False
+) -> frozenset[str]:
     """Which of the `overridden` hooks of `callback` run in a process of this kind, MASTER or WORKER.
 
     Args:
         in_program: the master is the process that called `Cluster.fit`, which expects `on_train_begin` and
             `on_train_end` to be called on the object that it passed.
+        alone: there is only one worker, and its callbacks have the state of the caller's (callbacks/shared_state.py):
+            what begins and ends a call runs only on these.
     """
-    return frozenset(name for name in overridden if process in _processes(callback, name, overridden, in_program))
+    alone = alone and place_of(callback) is None and len(overridden) > 1
+    return frozenset(
+        name
+        for name in overridden
+        if process
+        in (
+            {Place.MASTER}
+            if alone and name in _OF_CALLS and _is_of_user(callback, name)
+            else _processes(callback, name, overridden, in_program)
+        )
+    )
 
 
 def takes_predictions(callbacks: Iterable[Any]) -> bool:

@@ -34,6 +34,7 @@ from elasticcb.settings import Command, Mode
 
 logger = logging.getLogger(__name__)
 
+_ENDS = (MilestoneKind.EPOCH_DONE, MilestoneKind.ROUND_DONE, MilestoneKind.PREDICTION_DONE)  # of hooks on workers
 _BATCHES_PER_TURN = 100  # per turn of the loop, so that processes are still looked after
 _LARGE_BACKLOG = 20_000  # batches not yet seen by callbacks
 
@@ -177,6 +178,8 @@ class Course:
         self._desk.reached_version(self.served.ps.finish_training(finalize=finalize))
 
     def _act_on(self, milestone: Milestone) -> None:
+        if milestone.kind in _ENDS:
+            self._host.shared_callbacks.take_back(self._desk)
         if milestone.kind is MilestoneKind.EPOCH_DONE:
             self._epoch_done(milestone.number)
         elif milestone.kind is MilestoneKind.TRAINING_DONE:
@@ -260,6 +263,7 @@ class Course:
     def _end_training(self) -> None:
         if self._order.evaluates_as_keras:
             self._desk.reached_version(self.served.ps.finish_training())
+        self._host.shared_callbacks.take_back(self._desk)
         # Before the checkpoint and the export, so that these have weights restored by a callback.
         self._hooks.call("on_train_end", self._epochs.last_logs, after_export=False)
         if self.checkpoints.wanted:

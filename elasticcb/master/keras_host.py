@@ -11,6 +11,7 @@ import keras
 
 from elasticcb.callbacks import SavedModelExporter
 from elasticcb.callbacks.dispatch import Dispatcher
+from elasticcb.callbacks.hook_conflicts import check_hooks, shares_state
 from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.callbacks.placement import Place, holds_predictions, takes_predictions
 from elasticcb.callbacks.serving_signature import serving_inputs
@@ -22,6 +23,7 @@ from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError
 from elasticcb.layers.install import held_ids, held_used, install
 from elasticcb.master.evaluation import Merged
 from elasticcb.master.prediction_output import PredictionOutput
+from elasticcb.master.shared_callbacks import SharedCallbacks
 from elasticcb.master.snapshot import SavedModelInput
 from elasticcb.master.source_counts import SourceCounts
 from elasticcb.master.table_settings import with_settings
@@ -103,7 +105,10 @@ class ModelHost:
                 self.model,
                 on_error=settings.training.callback_errors,
                 in_program=not settings.model.definition,
+                alone=shares_state(settings),
             )
+            check_hooks(self.callbacks.callbacks, settings)
+            self.shared_callbacks = SharedCallbacks(self.callbacks.callbacks, settings, self.model)
             self.metrics.give_directions(self.callbacks.callbacks)
             # Callbacks on workers may hold results until their hooks have ended.
             self.holds_predictions = predicts and holds_predictions(self.callbacks.callbacks)

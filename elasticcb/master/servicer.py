@@ -171,7 +171,22 @@ class MasterServicer:
                     request.traceback,
                     request.fatal,
                 )
-        return pb.ReportTaskResponse(accepted=outcome.accepted, reason=outcome.reason)
+        return pb.ReportTaskResponse(
+            accepted=outcome.accepted, reason=outcome.reason, ends_pass=outcome.ends_pass or outcome.duplicate
+        )
+
+    def ShareCallbacks(self, request: Any, context: Any) -> pb.ShareCallbacksResponse:
+        with self._desk.state() as state:
+            shared = state.shared_callbacks if state.has(request.worker_id) else None
+        if shared is None:
+            return pb.ShareCallbacksResponse()
+        if request.state:
+            shared.give_back(request.worker_id, request.state)
+            with self._desk.state() as state:
+                state.wake_driver()
+            return pb.ShareCallbacksResponse()
+        number, data = shared.fetch(request.worker_id, request.known)
+        return pb.ShareCallbacksResponse(number=number, state=data)
 
     def StopTraining(self, request: Any, context: Any) -> pb.StopTrainingResponse:
         with self._desk.state() as state:

@@ -7,6 +7,7 @@ import operator
 from typing import Any
 
 from elasticcb.callbacks.dispatch import Dispatcher
+from elasticcb.callbacks.hook_conflicts import shares_state
 from elasticcb.callbacks.placement import Place, holds_predictions
 from elasticcb.clients.master import MasterClient, places_of
 from elasticcb.cluster.registry import backend_of
@@ -30,6 +31,7 @@ from elasticcb.worker.exchanges import Exchanges
 from elasticcb.worker.learning_rate import WorkerRate
 from elasticcb.worker.local_updates import LocalUpdates
 from elasticcb.worker.pass_hooks import PassHooks
+from elasticcb.worker.shared_callbacks import SharedCallbacks
 from elasticcb.worker.table_files import whole_tables
 from elasticcb.worker.task_input import TaskInput
 from elasticcb.worker.window_length import WindowLength
@@ -129,8 +131,10 @@ class Session:
             on_error=training.callback_errors,
             warn=lambda warning: self.progress.warn(warning.subject, warning.text, warning.errors),
             in_program=not settings.model.definition,
+            alone=shares_state(settings),
             print_text=self.progress.print if backend_of(settings.cluster.kind).separate else None,
         )
+        self.shared_callbacks = SharedCallbacks(client, self.callbacks, settings)
         if self.local is not None:
             # `on_train_batch_end`: a callback may stop training at NaN, and so end the job in order
             skips = training.non_finite is NonFinite.SKIP

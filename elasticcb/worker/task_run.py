@@ -65,6 +65,7 @@ class TaskRun:
         present = (task.type, task.epoch, task.evaluation_round)
         if present != self._tally.present:
             self._tally.present = present
+            session.shared_callbacks.fetch()
             if task.type == pb.TRAINING:
                 session.begin_training_pass()
         elif task.type == pb.TRAINING and session.local is not None and session.local.is_behind:
@@ -177,6 +178,8 @@ class TaskRun:
         answer = session.client.report_done(report)
         if answer.accepted:
             session.passes.after(self.task, states)
+            if answer.ends_pass:
+                session.shared_callbacks.give_back()
         else:
             logger.warning("The report of task %d was refused: %s", self.task.id, answer.reason)
         session.input.release(self.task.lease)
