@@ -167,6 +167,11 @@ class Dispatcher:
             if not self.stop_reason and self.model is not None and self.model.stop_training:
                 self.stop_reason = f"{type(callback).__name__}.{hook} set model.stop_training{_location(hook, args)}"
 
+    def skip(self, hook: str) -> None:
+        """Counts a batch whose hook is not due."""
+        for callback, _ in self._methods[hook]:
+            self._count(callback, hook)
+
     def call_on(self, callback: Any, hook: str, *args: Any) -> None:
         """Calls a hook of one callback, also if it does not run in this process."""
         self._guarded(callback, hook, overridden_hooks(callback)[hook], args)

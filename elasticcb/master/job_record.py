@@ -120,6 +120,7 @@ class JobRecord:
         self.evaluated_before = 0
         self.start_version = 0
         self.queue: TaskQueue | None = None
+        self.epoch_version = 0  # of the model when the current epoch began
         self.shared_callbacks: SharedCallbacks | None = None
         self.cluster: ServedCluster | None = None
         self.rounds = EvaluationRounds()

@@ -316,6 +316,7 @@ def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epoch
     host, ps = served.host, served.ps
     _tell_risk(order, host)
     with order.desk.state() as state:
+        state.epoch_version = state.version
         state.cluster = ServedCluster(
             served.servers.places,
             host.variables,

@@ -113,8 +113,9 @@ class MasterServicer:
         if decision.lease is not None:
             with self._desk.state() as state:
                 # The function to call; empty when the task was revoked meanwhile, because its result is not needed.
-                payload = state.calls.get(decision.lease.task.function, b"")
+                payload, epoch_version = state.calls.get(decision.lease.task.function, b""), state.epoch_version
             answer.task.CopyFrom(_to_message(decision.lease, payload))
+            answer.task.epoch_version = epoch_version
         return answer
 
     def ReportProgress(self, request: Any, context: Any) -> pb.ReportProgressResponse:

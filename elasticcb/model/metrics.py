@@ -22,7 +22,7 @@ from keras.src.trainers.compile_utils import CompileMetrics
 
 from elasticcb.errors import ModelFileError
 from elasticcb.model.eval_metrics import metrics_by_output, part_of_output
-from elasticcb.model.metric_states import adds_up, assign, merged, summed
+from elasticcb.model.metric_states import adds_up, assign, merged, result_of, summed
 from elasticcb.optimizers.step_logs import flat_logs, is_overridden, recorded_results
 
 logger = logging.getLogger(__name__)
@@ -320,16 +320,24 @@ class ModelMetrics:
         Args:
             step: "train" or "test"; if the model has its own step, only the results that it logs.
         """
-        units = {unit.name: unit for unit in self._units() if among is None or unit.name in among}
+        units = [unit for unit in self._units() if among is None or unit.name in among]
+        return self._named({unit.name: (unit, unit.metric.result()) for unit in units}, step)
+
+    def results_of(self, states: Mapping[str, Sequence[np.ndarray]], step: str) -> dict[str, float]:
+        """Results by name of metrics with these states, by unit; without plain values of the model's own step. The
+        metrics themselves keep their states."""
+        units = [unit for unit in self._units() if unit.name in states and not unit.logged_by]
+        return self._named({unit.name: (unit, result_of(unit.metric, states[unit.name])) for unit in units}, step)
+
+    def _named(self, found: Mapping[str, tuple[_Unit, Any]], step: str) -> dict[str, float]:
         results: dict[str, Any] = {}
         if step in self._logs:
             for key, (name, part) in self._logs[step].items():
-                if name in units:
-                    result = units[name].metric.result()
+                if name in found:
+                    result = found[name][1]
                     results[key] = result if part is None else result[part]
         else:
-            for unit in units.values():
-                result = unit.metric.result()
+            for unit, result in found.values():
                 if not unit.logged_by:
                     results.update(result if isinstance(result, dict) else {unit.key: result})
         return {name: to_number(value) for name, value in results.items()}

@@ -65,6 +65,7 @@ class TaskRun:
         present = (task.type, task.epoch, task.evaluation_round)
         if present != self._tally.present:
             self._tally.present = present
+            session.running.begin()
             session.shared_callbacks.fetch()
             if task.type == pb.TRAINING:
                 session.begin_training_pass()
@@ -123,6 +124,8 @@ class TaskRun:
         if MetricTransport.OUTPUTS in session.transports.values():
             self._outputs.append(flatten_outputs(outputs))
         self._progress.note_event(batch, session.ps.snapshot_version)
+        if session.callbacks.is_due("on_test_batch_end"):
+            logs = session.running.evaluated(logs)
         session.call("on_test_batch_end", index, HookLogs(sorted(logs.items()), size=batch.records))
 
     def _predict(self, batch: Batch, index: int) -> None:
@@ -168,6 +171,7 @@ class TaskRun:
         states: States = {}
         if self.task.type == pb.EVALUATION:
             states = session.metrics.states()
+            session.running.add(states)
         elif self.task.type == pb.TRAINING:
             states = self._progress.training_states
         report.version = session.ps.version
