@@ -96,6 +96,12 @@ def use_of(callback: Any, hooks: Iterable[str]) -> Use:
     return total
 
 
+def uses_model(callback: Any, hook: str) -> bool:
+    """Whether a hook reads or sets something of the model, as far as its source tells."""
+    use = use_of(callback, [hook])
+    return use.has_model or bool(use.sets) or not use.is_whole
+
+
 def _properties(kind: type) -> set[str]:
     return {name for each in kind.__mro__ for name, value in vars(each).items() if isinstance(value, property)}
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from elasticcb.callbacks.attribute_use import uses_model
 from elasticcb.callbacks.batch_limit import batches_between
 from elasticcb.callbacks.hook_output import HookOutput
 from elasticcb.callbacks.hook_times import HookTimes
@@ -80,6 +81,7 @@ class Dispatcher:
         self._process = _process_name(place, self.params)
         self.warn = warn
         self._on_error = on_error
+        self._in_program = in_program
         self._times = HookTimes()
         self._output = contextlib.nullcontext if print_text is None else HookOutput(print_text).read
         self._failures: set[str] = set()
@@ -205,7 +207,12 @@ class Dispatcher:
             self._failed(callback, hook, CallbackError(message, user_traceback(error)), error)
         if self._place is Place.WORKER and hook in _TIMED:
             name = f"{type(callback).__name__}.{hook}"
-            slow = self._times.note_hook(name, time.perf_counter() - started, batches_between(callback))
+            slow = self._times.note_hook(
+                name,
+                time.perf_counter() - started,
+                batches_between(callback),
+                lambda: self._in_program and not uses_model(callback, hook),
+            )
             if slow:
                 logger.warning(slow)
                 self.warn(CallbackWarning(f"{name} is slow", slow))

@@ -83,9 +83,6 @@ class LiveDisplay:
         with may_reach_nobody(self._console.file):
             self._console.print(Text(text), soft_wrap=True)  # rich would break long paths, which people copy
 
-    def printed(self, text: str, is_error: bool) -> None:
-        self.message(text)
-
     def evaluated(self, text: str, of_epoch: bool) -> None:
         if not of_epoch:
             self.message(text)

@@ -30,9 +30,6 @@ class Display(Protocol):
     def message(self, text: str) -> None:
         """An event for the user: a worker was lost, a checkpoint was written."""
 
-    def printed(self, text: str, is_error: bool) -> None:
-        """Lines that callbacks printed on workers; `is_error`: to standard error."""
-
     def evaluated(self, text: str, of_epoch: bool) -> None:
         """The result of an evaluation pass; `of_epoch`: the end of its epoch will show the same figures."""
 
@@ -109,10 +106,6 @@ class PlainDisplay:
 
     def message(self, text: str) -> None:
         with self._lock:
-            self._write(f"[{self._name}] {text}")
-
-    def printed(self, text: str, is_error: bool) -> None:
-        with self._lock:
             self._write("\n".join(f"[{self._name}] {line}" for line in text.split("\n")))
 
     def evaluated(self, text: str, of_epoch: bool) -> None:
@@ -143,7 +136,7 @@ class DisplayWithPage:
         self._display, self._folder = display, folder
         self._told = False
         self.message, self.evaluated, self.epoch_ended = display.message, display.evaluated, display.epoch_ended
-        self.printed, self.finish, self.close = display.printed, display.finish, display.close
+        self.finish, self.close = display.finish, display.close
 
     def update(self, status: JobSnapshot) -> None:
         if not self._told and (address := published_address(self._folder)):

@@ -71,7 +71,7 @@ class ModelHost:
 
     def __init__(self, settings: JobSettings, spec: Any = None) -> None:
         self.spec = ModelSpec(settings.model) if spec is None else spec
-        self.trains = settings.command is Command.TRAIN
+        self.trains, self.in_program = settings.command is Command.TRAIN, not settings.model.definition
         outer = settings.training.outer_optimizer
         self._outer = [outer_optimizer(outer)] if outer and self.trains else []
         predicts = settings.command is Command.PREDICT
@@ -104,7 +104,7 @@ class ModelHost:
                 callback_params(settings, steps=self._batches(settings)),
                 self.model,
                 on_error=settings.training.callback_errors,
-                in_program=not settings.model.definition,
+                in_program=self.in_program,
                 alone=shares_state(settings),
             )
             check_hooks(self.callbacks.callbacks, settings)

@@ -19,6 +19,7 @@ class RunningLogs:
 
     def __init__(self, metrics: ModelMetrics, wanted: bool) -> None:
         self._metrics, self._wanted = metrics, wanted
+        self._merging = metrics.merging_units
         self._states: States = {}
 
     def begin(self) -> None:
@@ -45,5 +46,12 @@ class RunningLogs:
         return {**logs, **self._metrics.results_of(self._with(self._metrics.states()), "test")}
 
     def _with(self, states: States) -> States:
-        merge, before = self._metrics.merge_states, self._states
-        return {name: merge(name, [before[name], new]) if name in before else new for name, new in states.items()}
+        return {
+            name: self._merged(name, self._states[name], values) if name in self._states else values
+            for name, values in states.items()
+        }
+
+    def _merged(self, name: str, before: Any, values: Any) -> list[Any]:
+        if name in self._merging:
+            return self._metrics.merge_states(name, [before, values])
+        return [old + new for old, new in zip(before, values, strict=True)]
