@@ -179,7 +179,7 @@ class Course:
 
     def _act_on(self, milestone: Milestone) -> None:
         if milestone.kind in _ENDS:
-            self._host.shared_callbacks.take_back(self._desk)
+            self._take_back_callbacks()
         if milestone.kind is MilestoneKind.EPOCH_DONE:
             self._epoch_done(milestone.number)
         elif milestone.kind is MilestoneKind.TRAINING_DONE:
@@ -191,6 +191,12 @@ class Course:
         elif milestone.kind is MilestoneKind.TRAIN_END_DONE:
             self._hooks.call("on_train_end", self._epochs.last_logs, after_export=True)
             self.finish()
+
+    def _take_back_callbacks(self) -> None:
+        """Before hooks here: callbacks continue from what hooks on the only worker left."""
+        rate = self._host.shared_callbacks.take_back(self._desk)
+        if rate is not None:
+            self._hooks.restore_learning_rate(rate)
 
     def _prediction_done(self) -> None:
         self._end_batches(Mode.PREDICTION, 0)
@@ -263,7 +269,7 @@ class Course:
     def _end_training(self) -> None:
         if self._order.evaluates_as_keras:
             self._desk.reached_version(self.served.ps.finish_training())
-        self._host.shared_callbacks.take_back(self._desk)
+        self._take_back_callbacks()
         # Before the checkpoint and the export, so that these have weights restored by a callback.
         self._hooks.call("on_train_end", self._epochs.last_logs, after_export=False)
         if self.checkpoints.wanted:

@@ -182,7 +182,8 @@ class MasterServicer:
         if shared is None:
             return pb.ShareCallbacksResponse()
         if request.state:
-            shared.give_back(request.worker_id, request.state)
+            rate = request.learning_rate if request.HasField("learning_rate") else None
+            shared.give_back(request.worker_id, request.state, rate)
             with self._desk.state() as state:
                 state.wake_driver()
             return pb.ShareCallbacksResponse()

@@ -40,6 +40,7 @@ class SharedCallbacks:
         self._is_old = True  # whether hooks may have changed it since
         self._holder = 0  # the worker that continues from it
         self._returned = b""  # what it sent back
+        self._rate: float | None = None  # the learning rate that it sent back
 
     @property
     def names(self) -> str:
@@ -65,17 +66,18 @@ class SharedCallbacks:
                 self._holder, self._returned = worker, b""
             return self._number, self._data if known != self._number else b""
 
-    def give_back(self, worker: int, data: bytes) -> None:
+    def give_back(self, worker: int, data: bytes, rate: float | None) -> None:
         """The worker has ended its part, and no hook runs there until it fetches the state again."""
         with self._lock:
             if worker == self._holder:
-                self._returned = data
+                self._returned, self._rate = data, rate
 
-    def take_back(self, desk: Desk) -> None:
-        """Before hooks on the master: waits for the worker's state, and adopts it."""
+    def take_back(self, desk: Desk) -> float | None:
+        """Before hooks on the master: waits for the worker's state, and adopts it. Returns the learning rate that a
+        hook has set there, if any."""
         self._is_old = True
         if not self._holder:
-            return
+            return None
         give_up = time.monotonic() + _PATIENCE_SECONDS
         with desk.state() as state:
             while not self._returned and state.has(self._holder):
@@ -88,12 +90,13 @@ class SharedCallbacks:
             data, self._returned, self._holder = self._returned, b"", 0
         if data:
             self._state.adopt(self._state.read(data))
-            return
+            return self._rate
         text = (
             f"The worker was lost: what hooks of batches kept in {self.names} since the last epoch or evaluation pass is "
             "lost, too. Training continues with the state before."
         )
         desk.warn(CallbackWarning(f"state of {self.names} is lost", text))
+        return None
 
 
 def _check_left(each: Placed, left: dict[str, str]) -> None:

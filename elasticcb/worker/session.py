@@ -214,6 +214,10 @@ class Session:
         """`logs` of the end of a training batch."""
         return self.running.logs(result.logs, "train") if self._as_keras else result.logs
 
+    def give_back_callbacks(self) -> None:
+        """The hooks of an epoch or a pass have run: the master's continue from what they left."""
+        self.shared_callbacks.give_back(self.rate.changed() if self.settings.command is Command.TRAIN else None)
+
     # ------------------------------------------------------------ weights of the model
 
     def show(self, blocks: PlacedBlocks) -> None:

@@ -43,8 +43,12 @@ class SharedCallbacks:
             self._state.adopt(sent)
             self._number = answer.number
 
-    def give_back(self) -> None:
-        """After the last hook of an epoch or a pass."""
+    def give_back(self, learning_rate: float | None) -> None:
+        """After the last hook of an epoch or a pass.
+
+        Args:
+            learning_rate: set by a hook here; None: it is the servers' base rate.
+        """
         if self._returns and self._state is not None:
             state, _ = self._state.dump()
-            self._client.share_callbacks(self._number, state)
+            self._client.share_callbacks(self._number, state, learning_rate)

@@ -183,7 +183,7 @@ class TaskRun:
         if answer.accepted:
             session.passes.after(self.task, states)
             if answer.ends_pass:
-                session.shared_callbacks.give_back()
+                session.give_back_callbacks()
         else:
             logger.warning("The report of task %d was refused: %s", self.task.id, answer.reason)
         session.input.release(self.task.lease)
