@@ -25,6 +25,7 @@ _ADDING = frozenset({"add", "append", "appendleft", "extend", "insert", "setdefa
 _OF_ELEMENTS = frozenset({"get", "setdefault", "values", "items", "pop"})  # their results are parts of the object
 _SETS_WEIGHTS = frozenset({"set_weights", "load_weights", "load_own_variables"})
 _SETS_VALUES = frozenset({"assign", "assign_add", "assign_sub", "set_value"})
+_NOTHING = object()
 _RATES = frozenset({"learning_rate", "lr", "_learning_rate"})
 
 
@@ -51,6 +52,7 @@ class Use:
         changes: those that it sets, or changes in place.
         collects: containers to which it adds.
         sets: what it sets of the model: "the learning rate", "stop_training", "weights", "the model".
+        decides: attributes and variables that decide when, or to what, it sets these.
         has_model: whether it uses `self.model`.
         homes: where each variable was found: a function that refers to it.
         is_whole: whether the source of all of them was found.
@@ -60,6 +62,7 @@ class Use:
     changes: set[Slot] = field(default_factory=set)
     collects: set[Slot] = field(default_factory=set)
     sets: set[str] = field(default_factory=set)
+    decides: set[Slot] = field(default_factory=set)
     has_model: bool = False
     homes: dict[Variable, str] = field(default_factory=dict)  # the name of the method
     is_whole: bool = True
@@ -69,6 +72,7 @@ class Use:
         self.changes |= other.changes
         self.collects |= other.collects
         self.sets |= other.sets
+        self.decides |= other.decides
         self.has_model = self.has_model or other.has_model
         self.homes |= other.homes
         self.is_whole = self.is_whole and other.is_whole
@@ -78,9 +82,9 @@ def use_of(callback: Any, hooks: Iterable[str]) -> Use:
     """What `hooks` of `callback` do; empty for hooks whose source can't be found."""
     total = Use()
     seen: set[tuple[str, int]] = set()
-    pending = [(name, getattr(callback, name, None)) for name in hooks]
+    pending: list[_Call] = [(name, _method(callback, name), set()) for name in hooks]
     while pending:
-        name, method = pending.pop()
+        name, method, decides = pending.pop()
         function = inspect.unwrap(method) if callable(method) else None
         function = getattr(function, "__func__", function)
         if not isinstance(function, types.FunctionType) or (name, id(function.__code__)) in seen:
@@ -91,8 +95,10 @@ def use_of(callback: Any, hooks: Iterable[str]) -> Use:
         for node in nodes:
             bound = inspect.ismethod(method) or name in _properties(type(callback))
             found = _Reader(callback, function, name, node, bound)
+            if found.use.sets:
+                found.use.decides |= decides
             total.add(found.use)
-            pending += found.calls
+            pending += [(each, called, decides | more) for each, called, more in found.calls]
     return total
 
 
@@ -102,10 +108,16 @@ def uses_model(callback: Any, hook: str) -> bool:
     return use.has_model or bool(use.sets) or not use.is_whole
 
 
+def _method(callback: Any, name: str) -> Any:
+    found = inspect.getattr_static(callback, name, None)
+    return found.fget if isinstance(found, property) else getattr(callback, name, None)
+
+
 def _properties(kind: type) -> set[str]:
     return {name for each in kind.__mro__ for name, value in vars(each).items() if isinstance(value, property)}
 
 
+_Call = tuple[str, Any, set[Slot]]  # name, method, and what decides about the call and its arguments
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -147,8 +159,13 @@ class _Path:
 class _Reader(ast.NodeVisitor):
     """Reads one function. `calls`: other methods of the callback that it calls."""
 
-    def __init__(self, callback: Any, function: types.FunctionType, name: str, node: _FunctionNode, bound: bool) -> None:
-        self.use, self.calls = Use(), list[tuple[str, Any]]()
+    def __init__(
+        self, callback: Any, function: types.FunctionType, name: str, node: _FunctionNode, bound: bool
+    ) -> None:
+        self.use, self.calls = Use(), list[_Call]()
+        self._conditions: list[set[Slot]] = []  # of the statements around the current one
+        self._statement: set[Slot] = set()  # what the current one reads
+        self._values: dict[str, set[Slot]] = {}  # what the values of local variables depend on
         self._callback, self._function, self._name = callback, function, name
         code = function.__code__
         self._self = code.co_varnames[0] if bound and code.co_argcount else ""
@@ -184,20 +201,20 @@ class _Reader(ast.NodeVisitor):
 
     def _variable(self, name: str) -> Variable | None:
         """A variable outside of the function that holds data."""
+        value = self._value(name)
+        if value is _NOTHING or isinstance(value, types.ModuleType) or callable(value):
+            return None
+        return Variable(name, id(self._cells.get(name, self._function.__globals__)))
+
+    def _value(self, name: str) -> Any:
+        """The value of a variable outside of the function; `_NOTHING`: there is none."""
         if name in self._cells:
-            cell = self._cells[name]
             try:
-                value = cell.cell_contents
+                return self._cells[name].cell_contents
             except ValueError:
-                return None
-            home = id(cell)
-        elif name not in self._locals and name in self._function.__globals__ and not hasattr(builtins, name):
-            value, home = self._function.__globals__[name], id(self._function.__globals__)
-        else:
-            return None
-        if isinstance(value, (types.ModuleType, type)) or callable(value):
-            return None
-        return Variable(name, home)
+                return _NOTHING
+        is_global = name not in self._locals and not hasattr(builtins, name)
+        return self._function.__globals__.get(name, _NOTHING) if is_global else _NOTHING
 
     def _changes(self, node: ast.AST, attributes: tuple[str, ...] = ()) -> None:
         """Something that `node` refers to, or an attribute of it, is changed."""
@@ -211,12 +228,47 @@ class _Reader(ast.NodeVisitor):
 
     def _sets(self, names: tuple[str, ...]) -> None:
         """Part of the model is set."""
+        self._decide()
         if "stop_training" in names:
             self.use.sets.add("stop_training")
         elif _RATES & set(names):
             self.use.sets.add("the learning rate")
         else:
             self.use.sets.add("the model")
+
+    def _decide(self) -> None:
+        self.use.decides |= self._deciding
+
+    @property
+    def _deciding(self) -> set[Slot]:
+        return self._statement.union(*self._conditions)
+
+    def visit(self, node: ast.AST) -> None:
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)):
+            self._statement = self._read_in(node)
+        if isinstance(node, (ast.If, ast.While, ast.For)):
+            self._statement = self._read_in(node.iter if isinstance(node, ast.For) else node.test)
+            self._conditions.append(self._statement)
+            super().visit(node)
+            if not any(isinstance(each, (ast.Return, ast.Continue, ast.Break, ast.Raise)) for each in ast.walk(node)):
+                self._conditions.pop()  # else it decides about what follows, too
+        else:
+            super().visit(node)
+
+    def _read_in(self, node: ast.AST) -> set[Slot]:
+        """What an expression or a simple statement depends on."""
+        found: set[Slot] = set()
+        for each in ast.walk(node):
+            is_read = isinstance(each, (ast.Attribute, ast.Name)) and isinstance(each.ctx, ast.Load)
+            path = self._path(each) if is_read else None
+            if path is not None and path.root is not None and path.root not in GIVEN:
+                found.add(path.root)
+                if isinstance(path.root, str) and not path.names and path.root not in vars(self._callback):
+                    if path.root != self._name:
+                        found |= use_of(self._callback, [path.root]).reads
+            if isinstance(each, ast.Name):
+                found |= self._values.get(each.id, set())
+        return found
 
     def _note(self, slots: set[Slot], slot: Slot) -> None:
         slots.add(slot)
@@ -261,9 +313,9 @@ class _Reader(ast.NodeVisitor):
             return
         found = inspect.getattr_static(self._callback, name, None)
         if isinstance(found, property):
-            self.calls.append((name, found.fget))
+            self.calls.append((name, found.fget, self._deciding))
         elif isinstance(found, (types.FunctionType, staticmethod, classmethod)) and name not in vars(self._callback):
-            self.calls.append((name, getattr(self._callback, name)))
+            self.calls.append((name, getattr(self._callback, name), self._deciding))
         else:
             self.use.reads.add(name)
 
@@ -292,6 +344,9 @@ class _Reader(ast.NodeVisitor):
         self.visit(node.value)
         for target in node.targets:
             self._alias(target, node.value)
+            for each in ast.walk(target):
+                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                    self._values[each.id] = self._deciding
             self.visit(target)
 
     def visit_For(self, node: ast.For) -> None:
@@ -336,17 +391,23 @@ class _Reader(ast.NodeVisitor):
             path = self._path(function.value)
             if name in _SETS_WEIGHTS and path is not None and (path.root in GIVEN or path.root is None):
                 self.use.sets.add("weights")
+                self._decide()
             elif name in _CHANGING and path is not None:
                 self._changes(function.value, ("weights",))
                 if name in _ADDING and path.root is not None and path.root not in GIVEN:
                     self.use.collects.add(path.root)
             elif path is not None and self._is_of_user(path):
                 self._changes(function.value)
+        if isinstance(function, ast.Name) and node.args and self._path(node.args[0]) == _Path(None):
+            called = self._value(function.id)
+            if isinstance(called, types.FunctionType):
+                self.calls.append((name, types.MethodType(called, self._callback), self._deciding))
         if name in _SETS_VALUES:
             for argument in (*node.args, *([function.value] if isinstance(function, ast.Attribute) else ())):
                 names = {each.attr for each in ast.walk(argument) if isinstance(each, ast.Attribute)}
                 if names & _RATES:
                     self.use.sets.add("the learning rate")
+                    self._decide()
         if name == "setattr" and node.args:
             self._changes(node.args[0], tuple(str(a.value) for a in node.args[1:2] if isinstance(a, ast.Constant)))
         if isinstance(function, ast.Attribute) and name in _CHANGING and self._is_plain(function.value):
@@ -359,7 +420,7 @@ class _Reader(ast.NodeVisitor):
         for kind in type(self._callback).__mro__:
             method = vars(kind).get(name)
             if isinstance(method, types.FunctionType) and method.__code__ is not self._function.__code__:
-                self.calls.append((name, types.MethodType(method, self._callback)))
+                self.calls.append((name, types.MethodType(method, self._callback), self._deciding))
 
     def _is_of_user(self, path: _Path) -> bool:
         """Whether a method of a user's object is called, which may change the object."""

@@ -125,7 +125,7 @@ def _apart(each: Placed, settings: JobSettings) -> Iterator[str]:
 def _counting(each: Placed, settings: JobSettings) -> Iterator[str]:
     """Hooks of batches set something of the model from what they keep from batch to batch."""
     worker = each.on_workers
-    kept = worker.changes & worker.reads
+    kept = worker.changes & worker.decides
     if kept and worker.sets:
         one = "--num_workers=1" if settings.model.definition else "num_workers=1"
         yield (
