@@ -251,7 +251,7 @@ class _Reader(ast.NodeVisitor):
             self._conditions.append(self._statement)
             super().visit(node)
             if not any(isinstance(each, (ast.Return, ast.Continue, ast.Break, ast.Raise)) for each in ast.walk(node)):
-                self._conditions.pop()  # else it decides about what follows, too
+                self._conditions.pop()  # else it also decides about what follows
         else:
             super().visit(node)
 
@@ -263,9 +263,12 @@ class _Reader(ast.NodeVisitor):
             path = self._path(each) if is_read else None
             if path is not None and path.root is not None and path.root not in GIVEN:
                 found.add(path.root)
-                if isinstance(path.root, str) and not path.names and path.root not in vars(self._callback):
-                    if path.root != self._name:
-                        found |= use_of(self._callback, [path.root]).reads
+                if (
+                    isinstance(path.root, str)
+                    and not path.names
+                    and path.root not in (self._name, *vars(self._callback))
+                ):
+                    found |= use_of(self._callback, [path.root]).reads
             if isinstance(each, ast.Name):
                 found |= self._values.get(each.id, set())
         return found

@@ -51,7 +51,8 @@ class Dispatcher:
         model: becomes `callback.model`.
         on_error: what to do about an error in a hook.
         warn: receives `CallbackWarning`s: errors with `OnError.WARN`, and slow batch hooks.
-        in_program, alone: see `hooks_at`.
+        in_program: see `hooks_at`.
+        one_worker: see `hooks_at`.
         print_text: receives what hooks print, as `HookOutput` sends it; None: it is only printed.
 
     Raises:
@@ -68,7 +69,7 @@ class Dispatcher:
         on_error: CallbackErrors = CallbackErrors.STOP,
         warn: Callable[[CallbackWarning], None] = lambda warning: None,
         in_program: bool = False,
-        alone: bool = False,
+        one_worker: bool = False,
         print_text: Callable[[str, bool], None] | None = None,
     ) -> None:
         if place not in (Place.MASTER, Place.WORKER):
@@ -101,7 +102,7 @@ class Dispatcher:
             self._guarded(callback, "set_model", callback.set_model, (model,))
             self._guarded(callback, "set_params", callback.set_params, (self.params,))
             methods = overridden_hooks(callback)
-            for name in hooks_at(callback, place, methods.keys(), in_program, alone):
+            for name in hooks_at(callback, place, methods.keys(), in_program, one_worker):
                 self._methods[name].append((callback, methods[name]))
 
     @property

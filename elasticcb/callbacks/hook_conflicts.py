@@ -58,7 +58,7 @@ class Placed:
 
 def placed(callbacks: Iterable[Any], settings: JobSettings) -> list[Placed]:
     """The callbacks with hooks of batches on workers, as far as the table decides for each hook."""
-    in_program, alone = not settings.model.definition, shares_state(settings)
+    in_program, one_worker = not settings.model.definition, shares_state(settings)
     found = []
     for callback in callbacks:
         if place_of(callback) is not None or type(callback).__module__.startswith("elasticcb."):
@@ -66,7 +66,7 @@ def placed(callbacks: Iterable[Any], settings: JobSettings) -> list[Placed]:
         overridden = overridden_hooks(callback)
         of_command = {name for name in overridden if name.split("_")[1] in _HOOKS.get(settings.command, ())}
         worker, master = (
-            sorted(of_command & hooks_at(callback, place, overridden, in_program, alone))
+            sorted(of_command & hooks_at(callback, place, overridden, in_program, one_worker))
             for place in (Place.WORKER, Place.MASTER)
         )
         batches = tuple(name for name in worker if TABLE[name].of_batch)
@@ -86,8 +86,8 @@ def _problems(each: Placed, settings: JobSettings) -> Iterator[str]:
     updates = settings.training.updates
     if "weights" in each.on_workers.sets and settings.command is Command.TRAIN and updates is not Updates.LOCAL:
         yield (
-            f"{each.name}.{_those(each, each.batches, lambda use: 'weights' in use.sets)} sets weights on a worker. With "
-            f"updates={updates.value!r}, the weights of the servers replace them at the next batch. Use "
+            f"{each.name}.{_those(each, each.batches, lambda use: 'weights' in use.sets)} sets weights on a worker. "
+            f"With updates={updates.value!r}, the weights of the servers replace them at the next batch. Use "
             "updates='local', or set them at the end of an epoch."
         )
     if not shares_state(settings):
@@ -108,15 +108,15 @@ def _apart(each: Placed, settings: JobSettings) -> Iterator[str]:
     batches = _those(each, each.batches, lambda use: slots & (use.changes | use.reads))
     others = _those(each, each.others, lambda use: slots & (use.changes | use.reads))
     text = (
-        f"{each.name}.{batches} (on workers) and {each.name}.{others} (on the master) share {in_words(slots)}, but each "
-        "process has its own copy of the callback, so they would not do the same as in fit."
+        f"{each.name}.{batches} (on workers) and {each.name}.{others} (on the master) share {in_words(slots)}, but "
+        "each process has its own copy of the callback, so they would not do the same as in fit."
     )
     ways = ["use num_workers=1, where all hooks share one state"] if in_program else []
     if not worker.sets:
         model = ", after the batch and on weights that may be newer," if worker.has_model else ""
         ways.append(
-            f'put @elasticcb.callbacks.runs_on("master") above the class: all of its hooks then run{model} on one object, '
-            "for the batches of all workers"
+            f'put @elasticcb.callbacks.runs_on("master") above the class: all of its hooks then run{model} on one '
+            "object, for the batches of all workers"
         )
     ways.append("let hooks of batches and other hooks use attributes of their own")
     yield f"{text} {_choice(ways)}"
@@ -160,10 +160,11 @@ def left_on_workers(callbacks: Iterable[Any], settings: JobSettings) -> Iterator
     for each in placed(callbacks, settings):
         collected = each.on_workers.collects
         if collected:
-            hooks = _those(each, each.batches, lambda use: collected & use.collects)
+            hooks = _those(each, each.batches, lambda use: use.collects)
+            workers = settings.cluster.num_workers
             text = (
-                f"{each.name}.{hooks} collects {in_words(collected)} on {settings.cluster.num_workers} workers, in a copy "
-                "of the callback on each: the object that you passed does not get it. To collect it there, put "
-                '@elasticcb.callbacks.runs_on("master") above the class, or use num_workers=1.'
+                f"{each.name}.{hooks} collects {in_words(collected)} on {workers} workers, in a copy of the "
+                "callback on each: the object that you passed does not get it. To collect it there, use "
+                'num_workers=1, or put @elasticcb.callbacks.runs_on("master") above the class.'
             )
             yield CallbackWarning(f"{each.name} collects on workers", text)

@@ -30,7 +30,7 @@ class HookLogs(dict[str, Any]):
         return super().__contains__(name) or name in self._more
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return super().get(name, self._more.get(name, default))
 
     def copy(self) -> HookLogs:
         return HookLogs(self, **self._more)

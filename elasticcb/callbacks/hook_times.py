@@ -41,5 +41,6 @@ class HookTimes:
         or_move = ', or run it on the master in the background with @runs_on("master")' if is_movable() else ""
         return (
             f"{name} is slow: it takes {hook:.4f} s{f' every {every} batches' if every > 1 else ''}, a batch takes "
-            f"{batch:.4f} s (medians). Make it faster, or call it less often with elasticcb.callbacks.every(n){or_move}."
+            f"{batch:.4f} s (medians). Make it faster, or call it less often with elasticcb.callbacks.every(n)"
+            f"{or_move}."
         )

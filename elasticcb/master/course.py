@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _ENDS = (MilestoneKind.EPOCH_DONE, MilestoneKind.ROUND_DONE, MilestoneKind.PREDICTION_DONE)  # of hooks on workers
 _BATCHES_PER_TURN = 100  # per turn of the loop, so that processes are still looked after
+_PATIENCE_SECONDS = 10.0  # for the state of callbacks on a worker that has no task
 _LARGE_BACKLOG = 20_000  # batches not yet seen by callbacks
 
 
@@ -194,7 +195,18 @@ class Course:
 
     def _take_back_callbacks(self) -> None:
         """Before hooks here: callbacks continue from what hooks on the only worker left."""
-        rate = self._host.shared_callbacks.take_back(self._desk)
+        shared, give_up = self._host.shared_callbacks, time.monotonic() + _PATIENCE_SECONDS
+        holder = shared.holder
+        with self._desk.state() as state:
+            while holder and not shared.is_returned and state.has(holder):
+                self._desk.tend()
+                busy = any(lease.worker == holder for lease in self.queue.leases())
+                if not busy and time.monotonic() > give_up:
+                    break
+                self._desk.wait_a_tick()
+        if holder and not shared.is_returned:
+            self._desk.warn(_lost_state(shared.names))
+        rate = shared.take_back()
         if rate is not None:
             self._hooks.restore_learning_rate(rate)
 
@@ -364,6 +376,14 @@ class Course:
                 lease.task.type is TaskType.TRAINING for lease in self.queue.leases()
             ):
                 self._desk.wait_a_tick()
+
+
+def _lost_state(names: str) -> CallbackWarning:
+    text = (
+        f"The worker was lost, and with it what hooks of batches kept in {names} since the last epoch or evaluation "
+        "pass. Training continues with the state before."
+    )
+    return CallbackWarning(f"state of {names} is lost", text)
 
 
 def _backlog_warning(waiting: int, names: list[str]) -> CallbackWarning:

@@ -105,7 +105,7 @@ class ModelHost:
                 self.model,
                 on_error=settings.training.callback_errors,
                 in_program=self.in_program,
-                alone=shares_state(settings),
+                one_worker=shares_state(settings),
             )
             check_hooks(self.callbacks.callbacks, settings)
             self.shared_callbacks = SharedCallbacks(self.callbacks.callbacks, settings, self.model)

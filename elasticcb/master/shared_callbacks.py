@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,12 +10,8 @@ from elasticcb.callbacks.attribute_use import use_of
 from elasticcb.callbacks.hook_conflicts import Placed, placed, shares_state
 from elasticcb.callbacks.placement import overridden_hooks
 from elasticcb.callbacks.shared_state import SharedState, names_of
-from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import UsageError
-from elasticcb.master.desk import Desk
 from elasticcb.settings import JobSettings
-
-_PATIENCE_SECONDS = 10.0  # for the state of a worker that has no task
 
 
 class SharedCallbacks:
@@ -72,31 +67,25 @@ class SharedCallbacks:
             if worker == self._holder:
                 self._returned, self._rate = data, rate
 
-    def take_back(self, desk: Desk) -> float | None:
-        """Before hooks on the master: waits for the worker's state, and adopts it. Returns the learning rate that a
-        hook has set there, if any."""
-        self._is_old = True
-        if not self._holder:
-            return None
-        give_up = time.monotonic() + _PATIENCE_SECONDS
-        with desk.state() as state:
-            while not self._returned and state.has(self._holder):
-                desk.tend()
-                busy = state.queue is not None and any(each.worker == self._holder for each in state.queue.leases())
-                if not busy and time.monotonic() > give_up:
-                    break
-                desk.wait_a_tick()
+    @property
+    def holder(self) -> int:
+        """The worker that continues from the state; 0: none."""
+        return self._holder
+
+    @property
+    def is_returned(self) -> bool:
+        """Whether the worker has given it back."""
+        return bool(self._returned)
+
+    def take_back(self) -> float | None:
+        """Before hooks on the master: adopts the state that the worker returned, if any. Returns the learning rate
+        that a hook has set there."""
         with self._lock:
-            data, self._returned, self._holder = self._returned, b"", 0
-        if data:
-            self._state.adopt(self._state.read(data))
-            return self._rate
-        text = (
-            f"The worker was lost: what hooks of batches kept in {self.names} since the last epoch or evaluation pass is "
-            "lost, too. Training continues with the state before."
-        )
-        desk.warn(CallbackWarning(f"state of {self.names} is lost", text))
-        return None
+            data, self._returned, self._holder, self._is_old = self._returned, b"", 0, True
+        if not data:
+            return None
+        self._state.adopt(self._state.read(data))
+        return self._rate
 
 
 def _check_left(each: Placed, left: dict[str, str]) -> None:
@@ -105,9 +94,9 @@ def _check_left(each: Placed, left: dict[str, str]) -> None:
     made_there = use_of(each.callback, {"on_train_begin"} & overridden_hooks(each.callback).keys()).changes
     needed = sorted(left.keys() & (worker.reads | worker.changes) - made_there)
     if needed:
+        names = ", ".join(f"self.{name}" for name in needed)
         raise UsageError(
-            f"{each.name}.{' and '.join(each.batches)} (on a worker) uses {', '.join(f'self.{name}' for name in needed)}, "
-            f"but {left[needed[0]]!r} objects can't be sent to workers. Create it in on_train_begin, which then runs on "
-            'the worker too; or put @elasticcb.callbacks.runs_on("master") above the class, so that all of its hooks run '
-            "in your process."
+            f"{each.name}.{' and '.join(each.batches)} (on a worker) uses {names}, but {left[needed[0]]!r} objects "
+            "can't be sent to workers. Create it in on_train_begin, which then also runs on the worker; or put "
+            '@elasticcb.callbacks.runs_on("master") above the class, so that all of its hooks run in your process.'
         )

@@ -156,7 +156,8 @@ class _Callbacks(keras.callbacks.CallbackList):
     version: int | None = None  # of the checkpoint
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        callbacks, self.callbacks = self.callbacks, []
+        callbacks: list[keras.callbacks.Callback] = self.callbacks
+        self.callbacks = []
         super().on_test_end(logs)  # waits for hooks of batches that are called in the background
         self.callbacks = callbacks
         results = dict(logs or {})

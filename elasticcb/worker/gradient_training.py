@@ -88,7 +88,7 @@ class GradientTraining(Training):
         progress.note_event(batch, answer.version, result.logs)
         session.callbacks.note_batch(time.perf_counter() - pushed.started)
         session.running.add(result.states)
-        session.call_of_batch("on_train_batch_end", pushed.of_epoch, answer.version, session.logs_of(result))
+        session.call_of_batch("on_train_batch_end", pushed.of_epoch, answer.version, session.logs_of(result.logs))
         progress.note_done(batch.units, result.push.loss)
         return True
 

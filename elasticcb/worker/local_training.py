@@ -74,7 +74,7 @@ class LocalTraining(Training):
         local.length.note_batch(seconds)
         session.callbacks.note_batch(seconds)
         session.running.add(result.states)
-        session.call_of_batch("on_train_batch_end", of_epoch, local.version, session.logs_of(result))
+        session.call_of_batch("on_train_batch_end", of_epoch, local.version, session.logs_of(result.logs))
         trained = _Trained(batch.units, loss, progress.event, result.states)
         if local.may_go_back:
             # Copies, because answers share a small pool of buffers, which would stay in use until the window ends.

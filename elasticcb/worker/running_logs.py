@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from elasticcb.model.metric_messages import States
@@ -31,7 +30,7 @@ class RunningLogs:
         if self._wanted:
             self._states = self._with(states)
 
-    def logs(self, logs: Mapping[str, Any], step: str) -> dict[str, Any]:
+    def logs(self, logs: dict[str, Any], step: str) -> dict[str, Any]:
         """`logs` of a batch, with the metrics over everything that was added.
 
         Args:
@@ -39,7 +38,7 @@ class RunningLogs:
         """
         return {**logs, **self._metrics.results_of(self._states, step)}
 
-    def evaluated(self, logs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def evaluated(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Like `logs`, while the model's metrics have the states of the current task, which are not added yet."""
         if not self._states:
             return logs

@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.hook_conflicts import shares_state
 from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.callbacks.placement import Place, holds_predictions
 from elasticcb.clients.master import MasterClient, places_of
-from elasticcb.cluster.registry import backend_of
 from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.clients.ps_servers import ServerGroup
-from elasticcb.compute.backend import Computation, GradientComputation, HeldModel, StepResult
+from elasticcb.cluster.registry import backend_of
+from elasticcb.compute.backend import Computation, GradientComputation, HeldModel
 from elasticcb.compute.registry import backend
 from elasticcb.errors import ModelFileError
 from elasticcb.model.input_pipeline import Pipeline, open_pipeline
@@ -34,7 +35,7 @@ from elasticcb.worker.learning_rate import WorkerRate
 from elasticcb.worker.local_updates import LocalUpdates
 from elasticcb.worker.pass_hooks import PassHooks
 from elasticcb.worker.running_logs import RunningLogs
-from elasticcb.worker.shared_callbacks import SharedCallbacks
+from elasticcb.worker.shared_callbacks import FollowedCallbacks
 from elasticcb.worker.table_files import whole_tables
 from elasticcb.worker.task_input import TaskInput
 from elasticcb.worker.window_length import WindowLength
@@ -42,7 +43,8 @@ from elasticcb.worker.window_length import WindowLength
 logger = logging.getLogger(__name__)
 
 
-class BatchOfEpoch(NamedTuple):
+@dataclass(frozen=True)
+class BatchOfEpoch:
     """A training batch, as hooks see it.
 
     Attributes:
@@ -147,10 +149,10 @@ class Session:
             on_error=training.callback_errors,
             warn=lambda warning: self.progress.warn(warning.subject, warning.text, warning.errors),
             in_program=not settings.model.definition,
-            alone=shares_state(settings),
+            one_worker=shares_state(settings),
             print_text=self.progress.print if backend_of(settings.cluster.kind).separate else None,
         )
-        self.shared_callbacks = SharedCallbacks(client, self.callbacks, settings)
+        self.shared_callbacks = FollowedCallbacks(client, self.callbacks, settings)
         if self.local is not None:
             # `on_train_batch_end`: a callback may stop training at NaN, and so end the job in order
             skips = training.non_finite is NonFinite.SKIP
@@ -210,9 +212,9 @@ class Session:
         given = HookLogs(sorted(logs.items()), batch=batch.index, size=batch.records, version=version)
         self.call(hook, number, given)
 
-    def logs_of(self, result: StepResult) -> Mapping[str, Any]:
-        """`logs` of the end of a training batch."""
-        return self.running.logs(result.logs, "train") if self._as_keras else result.logs
+    def logs_of(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """`logs` of the end of a training batch, from those of its step."""
+        return self.running.logs(logs, "train") if self._as_keras else logs
 
     def give_back_callbacks(self) -> None:
         """The hooks of an epoch or a pass have run: the master's continue from what they left."""

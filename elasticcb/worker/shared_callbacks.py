@@ -9,7 +9,7 @@ from elasticcb.clients.master import MasterClient
 from elasticcb.settings import JobSettings
 
 
-class SharedCallbacks:
+class FollowedCallbacks:
     """The worker's side.
 
     Args:

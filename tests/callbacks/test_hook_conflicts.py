@@ -172,6 +172,6 @@ class Scheduled(keras.callbacks.Callback):
 
 
 def test_what_decides_about_the_model_is_found_and_nothing_else() -> None:
-    with pytest.raises(UsageError, match="Guarded.on_train_batch_end sets the learning rate .* from self.step"):
+    with pytest.raises(UsageError, match=r"Guarded.on_train_batch_end sets the learning rate .* from self.step"):
         check_hooks([Guarded()], TWO)
     check_hooks([Scheduled()], TWO)
