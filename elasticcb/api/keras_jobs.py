@@ -143,7 +143,9 @@ class KerasJobs:
         def serialized() -> bytes:
             with hosts[0].metrics.suspended():
                 whole = dataclasses.replace(program, of_servers=rows_in(model), rehearsal=hosts[0].rehearsal)
-                return whole.dumps(call.folder)
+                data, variables = whole.dumps(call.folder)
+                hosts[0].shared_callbacks.share(variables)
+                return data
 
         hosts: list[ModelHost] = []
         rehearses = self._rehearses

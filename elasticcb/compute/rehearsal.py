@@ -53,8 +53,8 @@ def digest_of(batch: Any) -> bytes:
     for leaf in keras.tree.flatten(batch):
         array = np.asarray(leaf) if not hasattr(leaf, "flat_values") else np.asarray(leaf.flat_values)
         digest.update(f"{array.shape} {array.dtype}".encode())
-        content = array.astype(str) if array.dtype == object else array
-        digest.update(np.ascontiguousarray(content.reshape(-1)[: _MOST_BYTES // max(1, content.itemsize)]).tobytes())
+        head = array.reshape(-1)[: _MOST_BYTES // max(1, array.itemsize)]
+        digest.update(repr(head.tolist()).encode() if array.dtype == object else head.tobytes())
     return digest.digest()
 
 

@@ -204,7 +204,7 @@ class Course:
                 if not busy and time.monotonic() > give_up:
                     break
                 self._desk.wait_a_tick()
-        if holder and not shared.is_returned:
+        if holder and not shared.is_returned and shared.names:
             self._desk.warn(_lost_state(shared.names))
         rate = shared.take_back()
         if rate is not None:

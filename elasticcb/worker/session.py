@@ -176,7 +176,9 @@ class Session:
             one_worker=shares_state(settings),
             print_text=self.progress.print if backend_of(settings.cluster.kind).separate else None,
         )
-        self.shared_callbacks = FollowedCallbacks(client, self.callbacks, settings)
+        self.shared_callbacks = FollowedCallbacks(
+            client, self.callbacks, settings, built.spec.variables, self.progress.warn
+        )
         if self.local is not None:
             # `on_train_batch_end`: a callback may stop training at NaN, and so end the job in order
             skips = training.non_finite is NonFinite.SKIP
