@@ -287,7 +287,7 @@ def hooks_at(
     Args:
         in_program: the master is the process that called `Cluster.fit`, which expects `on_train_begin` and
             `on_train_end` to be called on the object that it passed.
-        one_worker: the job has one worker, and its callbacks have the state of the caller's (callbacks/shared_state.py):
+        one_worker: the job has one worker, whose callbacks have the state of the caller's (callbacks/shared_state.py):
             what begins and ends a call runs only on these.
     """
     one_worker = one_worker and place_of(callback) is None and len(overridden) > 1

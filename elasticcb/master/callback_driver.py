@@ -135,7 +135,7 @@ class MasterHooks:
             if event.kind is Mode.TRAINING and self._state is None:
                 self._show_steps(event.version)
             metrics = batch.means if self._host.in_program else event.logs
-            more = {"size": event.size, "version": event.version}
+            more: dict[str, Any] = {"size": event.size, "version": event.version}
             begin, end = HookLogs(**more), HookLogs(sorted(metrics.items()), **more)
             self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_begin", batch.index, begin)
             self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_end", batch.index, end, keras_logs=batch.means)

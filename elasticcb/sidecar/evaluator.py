@@ -153,11 +153,11 @@ class SidecarEvaluator:
 
 
 class _Callbacks(keras.callbacks.CallbackList):
+    callbacks: list[keras.callbacks.Callback]
     version: int | None = None  # of the checkpoint
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        callbacks: list[keras.callbacks.Callback] = self.callbacks
-        self.callbacks = []
+        callbacks, self.callbacks = self.callbacks, []
         super().on_test_end(logs)  # waits for hooks of batches that are called in the background
         self.callbacks = callbacks
         results = dict(logs or {})
