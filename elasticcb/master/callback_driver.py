@@ -138,7 +138,7 @@ class MasterHooks:
                 self._show_steps(event.version)
             metrics = batch.means if self._host.in_program else event.logs
             more: dict[str, Any] = {"size": event.size, "version": event.version}
-            begin, end = HookLogs((), **more), HookLogs(sorted(metrics.items()), **more)
+            begin, end = HookLogs(**more), HookLogs(sorted(metrics.items()), **more)
             self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_begin", batch.index, begin)
             self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_end", batch.index, end, keras_logs=batch.means)
         self._carry_out()
