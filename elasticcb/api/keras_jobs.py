@@ -47,10 +47,12 @@ class KerasJobs:
     Args:
         settings: settings of all calls.
         processes: processes of the cluster.
+        rehearses: whether workers compare their results for the first batch with the caller's.
     """
 
-    def __init__(self, settings: JobSettings, processes: ClusterProcesses) -> None:
+    def __init__(self, settings: JobSettings, processes: ClusterProcesses, rehearses: bool) -> None:
         self._settings = settings
+        self._rehearses = rehearses
         self._processes = processes
 
     @contextlib.contextmanager
@@ -126,8 +128,8 @@ class KerasJobs:
             self._processes.stop()
             raise as_the_user_expects(error, self._processes.where_logs_are) from None
 
-    @staticmethod
     def _run(
+        self,
         settings: JobSettings,
         call: data_of.MethodCall,
         master: Master,
@@ -140,12 +142,14 @@ class KerasJobs:
 
         def serialized() -> bytes:
             with hosts[0].metrics.suspended():
-                return dataclasses.replace(program, of_servers=rows_in(model)).dumps(call.folder)
+                whole = dataclasses.replace(program, of_servers=rows_in(model), rehearsal=hosts[0].rehearsal)
+                return whole.dumps(call.folder)
 
         hosts: list[ModelHost] = []
+        rehearses = self._rehearses
 
         def make_host(settings: JobSettings) -> ModelHost:
-            hosts.append(ModelHost(settings, spec))
+            hosts.append(ModelHost(settings, spec, rehearses))
             if call.fit is not None:
                 call.fit.begin(_described(settings, sources, hosts[0]), call.seed)
             return hosts[0]

@@ -13,6 +13,7 @@ from elasticcb.model.program import Program
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.state import ModelState, read_optimizers, write_optimizers
 from elasticcb.optimizers.traits import learning_rate_variable, may_split, model_optimizers, steps_made, unwrapped
+from elasticcb.optimizers.variables import StepVariables
 
 
 class PlacedWeights:
@@ -42,16 +43,16 @@ class PlacedWeights:
                 "custom loop looks up ids only when it runs. Use keras.layers.Embedding here, or train with "
                 "`Cluster.fit`, which accepts a model with its own train_step."
             )
+        owners = _owners(model)
         self.model = model
-        self.variables = variable_specs(model, _owners(model))
+        self.variables = variable_specs(model, None if owners is None else StepVariables(owners, owners))
         self.may_split = all(map(may_split, optimizers))
-        self._owner_indices = [spec.optimizer for spec in self.variables]
 
     def start(self) -> InitialModel:
         """The present state of the model."""
         optimizers = model_optimizers(self.model)
         version = steps_made(optimizers)
-        state = read_optimizers(optimizers, self.model.weights, self._owner_indices) if version else None
+        state = read_optimizers(optimizers, self.model.weights, self.variables) if version else None
         weights = [variable.numpy() for variable in self.model.weights]
         return InitialModel(weights, optimizer_state=state, version=version)
 
@@ -70,7 +71,7 @@ class PlacedWeights:
         rate = self.learning_rate  # the caller's value; it may be newer than the servers' value
         for variable, value in zip(self.model.weights, state.weights, strict=True):
             variable.assign(value)
-        write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, self._owner_indices)
+        write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, self.variables)
         if rate is not None:
             self.model.optimizer.learning_rate = rate
 

@@ -50,6 +50,7 @@ class OptimizerCapture(ABC):
 
     Attributes:
         optimizers: optimizers of the model, indexed by `Update.optimizer`.
+        given: variables that the last step gave to optimizers, as `StepVariables.given`.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class OptimizerCapture(ABC):
         self._model, self._late_reads = model, late_reads
         self._variables, self._refuses = variables, refuses
         self.optimizers = model_optimizers(model)
+        self.given: dict[int, int] = {}
         self._given: list[tuple[int, Any, Any, Any]] = []  # (optimizer, gradient, variable, place)
         if variables is None or variables:
             for index in range(len(self.optimizers)):
@@ -147,10 +149,13 @@ class OptimizerCapture(ABC):
         # Only now, because layers may have been built in the step.
         indices = {key_of(variable): index for index, variable in enumerate(self._model.weights)}
         updates: dict[int, Update] = {}
+        self.given = {}
         for optimizer, gradient, variable, place in given:
+            index = indices.get(key_of(variable))
+            if index is not None:
+                self.given.setdefault(index, optimizer)
             if gradient is None:
                 continue
-            index = indices.get(key_of(variable))
             if not self._refuses and self._variables is None:
                 if index is not None:
                     updates.setdefault(index, Update(optimizer, gradient))

@@ -21,7 +21,7 @@ def prepared(held: HeldModel, optimizers: Sequence[keras.optimizers.Optimizer]) 
     if held.tables:
         check_local_clipping(optimizers)
     weights = held.model.weights
-    variables = held_variables(optimizers, weights, [spec.optimizer for spec in held.specs])
+    variables = held_variables(optimizers, weights, held.specs)
     for optimizer in map(unwrapped, optimizers):
         # The master has resolved `exclude_from_weight_decay`.
         pairs = zip(weights, held.specs, strict=True)

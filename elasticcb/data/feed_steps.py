@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from elasticcb.data.stacking import flatten
 from elasticcb.errors import DataError, ModelFileError
 
 # What a `feed` must not do, by TensorFlow's name of the dataset. Each task creates a new iterator.
@@ -58,6 +59,12 @@ def keeps_order(raw: Any, fed: Any) -> bool:
         return False  # `map(..., num_parallel_calls=…, deterministic=False)`
     kinds = [type(step).__name__ for step in steps]
     return all("FlatMap" not in kind and any(name in kind for name in _ONE_TO_ONE) for kind in kinds)
+
+
+def batched(raw: Any, fed: Any, size: int) -> Any:
+    """Batches of the examples of `fed`. If the reader has lists of varying length, so have the batches."""
+    is_ragged = any(hasattr(spec, "ragged_rank") for spec in flatten(raw.element_spec, raw.element_spec))
+    return fed.ragged_batch(size) if is_ragged else fed.batch(size)
 
 
 def batch_error(error: Any, name: str, start: int, end: int, has_header: bool = False) -> DataError:

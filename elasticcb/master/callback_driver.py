@@ -15,9 +15,10 @@ from elasticcb.keras_private import updates_of
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.optimizers.state import OptimizerState, read_optimizers, write_optimizers
-from elasticcb.optimizers.traits import not_cached, unwrapped
+from elasticcb.optimizers.traits import model_optimizers, not_cached, unwrapped
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import Blocks
+from elasticcb.sharding.partition import VariableSpec
 
 if TYPE_CHECKING:
     from elasticcb.master.keras_host import ModelHost
@@ -177,10 +178,9 @@ class MasterHooks:
             steps = max(0, version + self._iterations_ahead)
             updates_of(unwrapped(self._host.optimizer)).assign(not_cached(steps))
 
-    def _optimizers(self) -> tuple[list[Any], list[Any], list[int]]:
-        """The model's optimizers, its variables, and which optimizer updates each variable."""
-        owners = [spec.optimizer for spec in self._host.variables]
-        return self._host.optimizers, self._host.model.weights, owners
+    def _optimizers(self) -> tuple[list[Any], list[Any], list[VariableSpec]]:
+        """The model's optimizers, its variables, and their specs."""
+        return model_optimizers(self._host.model), self._host.model.weights, self._host.variables
 
     def _note_iterations(self, version: int) -> None:
         if self._host.optimizer is not None:

@@ -33,12 +33,14 @@ class Program:
 
     Attributes:
         of_servers: further objects that travel without their content, because servers hold it: rows of tables.
+        rehearsal: what workers are to compute before they train (compute/rehearsal.py); None: nothing.
     """
 
     model: keras.Model
     sources: Mapping[str, BatchSource]
     callbacks: Sequence[keras.callbacks.Callback] = ()
     of_servers: Sequence[Any] = ()
+    rehearsal: Any = None
 
     def dumps(self, folder: Path | None = None) -> bytes:
         """Serializes it for `ProgramSpec`.
@@ -53,7 +55,12 @@ class Program:
         content_on_servers = carry.Hollow(self.model.weights, self.of_servers, optimizers)
         unused_optimizers = carry.Hollow(optimizers=optimizers, portable=True)
         parts = {"model": self.model, "registered": _registered()}
-        others = {"data": dict(self.sources), "callbacks": list(self.callbacks), "state": process_state.read()}
+        others = {
+            "data": dict(self.sources),
+            "callbacks": list(self.callbacks),
+            "rehearsal": self.rehearsal,
+            "state": process_state.read(),
+        }
         job = _Job(
             process=os.getpid(),
             sys_path=caller_path(),
@@ -141,6 +148,10 @@ class ProgramSpec:
         model: keras.Model = self._part("model")
         return model
 
+    @property
+    def rehearsal(self) -> Any:
+        return self._part("rehearsal")
+
     def make_optimizers(self) -> list[keras.optimizers.Optimizer]:
         """The optimizers of the caller's model, as before their first step; new instances."""
         made: list[keras.optimizers.Optimizer] = self.call(carry.loads, self._job.optimizers)
@@ -181,6 +192,7 @@ class CallerSpec:
     feed = None
     custom_data_reader = None
     is_built = is_steady = False
+    rehearsal = None
 
     def __init__(self, program: Program, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         self._program = program

@@ -47,6 +47,10 @@ class Spec(Protocol):
         """Whether its model needs no first batch: it is a copy of a built one."""
 
     @property
+    def rehearsal(self) -> Any:
+        """What a worker is to compute before it trains (compute/rehearsal.py); None: nothing."""
+
+    @property
     def is_steady(self) -> bool:
         """Whether a later job with the same definition can use its model again, because only variables of it change."""
 

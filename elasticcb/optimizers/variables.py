@@ -67,6 +67,16 @@ def chosen_optimizer(optimizer: Any, variable: Any) -> keras.optimizers.Optimize
     return chosen
 
 
+class StepVariables(NamedTuple):
+    """What a training step gives to optimizers: by index in `model.weights`, the index in `model_optimizers(model)`.
+
+    Keras builds an optimizer on all variables that it is given, also on those without a gradient.
+    """
+
+    updated: dict[int, int]
+    given: dict[int, int]
+
+
 class Slot(NamedTuple):
     """A variable of the optimizer that belongs to a variable of the model."""
 

@@ -298,7 +298,8 @@ def _make_leaves(make_optimizers: MakeOptimizers, specs: Sequence[VariableSpec])
             for index, spec in enumerate(specs)
             if spec.trainable and spec.optimizer == place
         }
-        found += leaves(optimizer, place, outlines)
+        if outlines or not place:  # as `read_optimizers`
+            found += leaves(optimizer, place, outlines)
     if len(made) < needed:
         raise ModelFileError(
             f"The model was first built with {needed} optimizers, but on a parameter server it has {len(made)}. Every "

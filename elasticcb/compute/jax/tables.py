@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -16,8 +17,9 @@ import numpy as np
 from elasticcb.compute.jax.lookups import Lookups, StepRecording, TracedIds, kind_of, unique_ids
 from elasticcb.compute.jax.steps import StatelessStep
 from elasticcb.compute.served_tables import ServedTables, not_servable
+from elasticcb.errors import ModelFileError
 from elasticcb.keras_private import embeddings_of, set_shape_of
-from elasticcb.layers.table_layers import TableLayer, answered
+from elasticcb.layers.table_layers import TableLayer, answered, is_own
 from elasticcb.rpc.tensors import Array, dtype_of
 
 _LEAST_ROWS = 8
@@ -59,6 +61,18 @@ class JAXTables(ServedTables):
         for index, problem in ids.problems(self._layers).items():
             raise not_servable(self._layers[index], problem)
         return ids
+
+    def check_range(self, index: int, ids: Array) -> None:
+        super().check_range(index, ids)
+        layer = self._layers[index]
+        # The step compares ids with 0 in 32 bits.
+        like_padding = ids[(ids != 0) & (ids % 2**32 == 0)]
+        if is_own(layer) and layer.mask_zero and len(like_padding) and not jax.config.read("jax_enable_x64"):
+            raise ModelFileError(
+                f"The embedding layer {layer.name!r} has mask_zero=True and was called with the id {like_padding[0]}, "
+                "a multiple of 2**32, which JAX can't distinguish from the padding id 0. Set JAX_ENABLE_X64=1, or hash "
+                "ids differently."
+            )
 
     def padded(self, rows: Mapping[int, Array]) -> dict[int, Array]:
         """The rows of all tables in a step: those of a batch, padded with zeros to a power of two."""

@@ -17,6 +17,7 @@ from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array
+from elasticcb.settings import Mode
 from elasticcb.sharding.array_names import STATE, WEIGHTS, named
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import Slice
@@ -40,10 +41,10 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         self._pack_all = CompiledLater(self._packed)
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
-        shared, logs, states, served = self._run("train", batch.data, table_tensors(rows), batch.places)
+        shared, logs, states, outputs, served = self._run("train", batch.data, table_tensors(rows), batch.places)
         return StepResult(
             logs={name: to_number(value) for name, value in logs.items()},
-            states={name: [tensor.numpy() for tensor in tensors] for name, tensors in states.items()},
+            states=self._states(states, outputs),
             rows={index: (batch.ids[index], array_of(values)) for index, values in served.items()},
             shared={name: array_of(value) for name, value in shared.items()},
         )
@@ -52,14 +53,18 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         # Identities, because a read may share the variable's memory, which the step changes.
         shared = {name: tf.identity(variable.value) for name, variable in self._shared.items()}
         self._metrics.reset()
-        logs, found = self._steps.model_step(batch, rows, places)
+        logs, outputs, found = self._steps.model_step(batch, rows, places)
         _, _, served = sort_gradients(found, self._specs, (), rows)
-        return shared, logs, self._metric_states(), served
+        return shared, logs, self._metric_states(), outputs, served
 
-    def _model_step(self, batch: Any, rows: Any, places: Any) -> tuple[Any, dict[int, Any]]:
-        with self._served.serving(rows, places), self._averages.counted():
+    def _model_step(self, batch: Any, rows: Any, places: Any) -> tuple[Any, Any, dict[int, Any]]:
+        with (
+            self._served.serving(rows, places),
+            self._averages.counted(),
+            self._metrics.kept_outputs(Mode.TRAINING) as outputs,
+        ):
             logs, updates = self._capture.train_step(batch)
-        return logs, {index: update.gradient for index, update in updates.items()}
+        return logs, tuple(outputs), {index: update.gradient for index, update in updates.items()}
 
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
         self._follow(partition)

@@ -13,15 +13,16 @@ from elasticcb.compute.dense_batches import arrays_of, repeated
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
 from elasticcb.compute.priming import kept, prime_training
 from elasticcb.compute.torch.arrays import tensors_of
-from elasticcb.compute.torch.capture import updated_variables
+from elasticcb.compute.torch.capture import step_variables
 from elasticcb.keras_private import compute_output_spec, layers_of
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
 from elasticcb.optimizers.traits import model_optimizers, name_publicly
+from elasticcb.optimizers.variables import StepVariables
 from elasticcb.settings import Mode
 
 
-def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False) -> dict[int, int] | None:
+def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False) -> StepVariables | None:
     """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
     name_publicly(model_optimizers(model))
@@ -30,7 +31,7 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = 
         size = fixed_batch_size(model)
         tensors = tensors_of(batch if size is None else repeated(arrays_of(batch), size))
         if mode is Mode.TRAINING:
-            return prime_training(model, tensors, local, _run_unchanged, updated_variables)
+            return prime_training(model, tensors, local, _run_unchanged, step_variables)
         _run_unchanged(model, model.test_step if mode is Mode.EVALUATION else model.predict_step, tensors)
     return None
 

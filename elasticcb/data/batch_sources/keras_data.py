@@ -89,6 +89,14 @@ def to_batch(batch: Any) -> Any:
     return map_arrays(convert, keras.tree.lists_to_tuples(batch))
 
 
+def fixed_rows(batches: Any) -> list[bool]:
+    """`BatchSource.fixed` of a `tf.data.Dataset`; empty for other iterables."""
+    if not isinstance(batches, tf.data.Dataset):
+        return []
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(batches.element_spec)]
+    return [bool(shape is not None and shape.rank and shape[0] is not None) for shape in shapes]
+
+
 def weighted(dataset: tf.data.Dataset, class_weight: Mapping[int, float] | None) -> tf.data.Dataset:
     """A dataset of batches with sample weights from `class_weight`."""
     if class_weight is None:
