@@ -7,8 +7,9 @@ import socket
 import keras
 import tensorflow as tf
 
+from catalogue import compiled, dense
 from elasticcb.errors import ElasticCBError, JobFailedError, UsageError
-from matrix_models import Plain, compiled, dense
+from matrix_models import Plain
 
 
 class Twice(Plain):

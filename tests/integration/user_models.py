@@ -1,4 +1,4 @@
-"""Models as users write them, for `any_model.Comparison`: source by name, of what `matrix_models.py` has none for."""
+"""Models as users write them, for `any_model.Comparison`: source by name, of what tests/programs has none for."""
 
 XY = """
 def arrays():

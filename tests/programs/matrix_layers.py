@@ -7,7 +7,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from matrix_models import BATCH, RECORDS, Given, Plain, case, compiled, integers, normal
+from catalogue import BATCH, RECORDS, Given, case, compiled, integers, normal
+from matrix_models import Plain
 
 
 def make_scale(power: int) -> type[layers.Layer]:

@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from matrix_models import RECORDS, Given, Plain, case, compiled, dense, integers, normal
+from catalogue import RECORDS, Given, case, compiled, dense, integers, normal
+from matrix_models import Plain
 
 # ---------------------------------------------------------------- losses and metrics
 

@@ -1,0 +1,9 @@
+import pytest
+
+from warm import warm_clusters
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_clusters():
+    with warm_clusters():
+        yield

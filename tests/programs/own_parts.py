@@ -1,0 +1,383 @@
+"""Losses, metrics, optimizers, schedules and callbacks as users write them, with state and without configs."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+from catalogue import RECORDS, Given, case, compiled, dense, integers, normal
+
+loss_or_metric = functools.partial(case, "Losses and metrics of your own", everywhere=True)
+optimizer = functools.partial(case, "Optimizers and schedules of your own", everywhere=True)
+callback = functools.partial(case, "Callbacks", everywhere=True)
+
+
+def truth() -> np.ndarray:
+    return integers(2, 1).astype("float32")
+
+
+def classifier(**options) -> keras.Model:
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(5, "tanh"), layers.Dense(1, "sigmoid")])
+    return compiled(model, **{"loss": "binary_crossentropy", **options})
+
+
+# ---------------------------------------------------------------- losses and metrics
+
+
+@loss_or_metric("focal and dice losses: closures, and default arguments in a loop")
+def losses_of_a_loop():
+    def focal(gamma):
+        def loss(y, p):
+            p = ops.clip(p, 1e-6, 1 - 1e-6)
+            return -ops.mean(y * (1 - p) ** gamma * ops.log(p) + (1 - y) * p**gamma * ops.log(1 - p), -1)
+
+        return loss
+
+    def dice(y, p, smooth=1.0):
+        return 1 - (2 * ops.sum(y * p) + smooth) / (ops.sum(y) + ops.sum(p) + smooth)
+
+    inputs, losses = keras.Input((6,)), {"focal": focal(2.0), "dice": dice}
+    for quantile in (0.1, 0.9):
+        losses[f"q{quantile:.0%}".rstrip("%")] = lambda y, p, q=quantile: ops.mean(
+            ops.maximum(q * (y - p), (q - 1) * (y - p))
+        )
+    model = keras.Model(inputs, {name: layers.Dense(1, "sigmoid", name=name)(inputs) for name in losses})
+    model.compile("adam", losses, metrics={"focal": ["accuracy"]})
+    return Given(model, normal(6), dict.fromkeys(losses, truth()))
+
+
+@loss_or_metric("a loss that holds a frozen model (a perceptual loss)")
+def perceptual_loss():
+    features = keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(3)])
+    features.trainable = False
+
+    class Perceptual(keras.losses.Loss):
+        def __init__(self, network, weight):
+            super().__init__()
+            self.network, self.weight = network, weight
+
+        def call(self, y, y_pred):
+            near = ops.mean((y - y_pred) ** 2, -1)
+            return near + self.weight * ops.mean((self.network(y) - self.network(y_pred)) ** 2, -1)
+
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(6)])
+    return Given(compiled(model, loss=Perceptual(features, 0.5)), normal(6), normal(6))
+
+
+@loss_or_metric("a loss of NumPy class weights, in a bound method")
+def loss_of_a_bound_method():
+    class Weighted:
+        def __init__(self, weights):
+            self.weights = np.asarray(weights, "float32")
+
+        def loss(self, y, logits):
+            each = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+            return each * ops.take(self.weights, ops.cast(ops.reshape(y, (-1,)), "int32"))
+
+        def hits(self, y, logits):
+            return ops.cast(ops.equal(ops.cast(ops.reshape(y, (-1,)), "int64"), ops.argmax(logits, -1)), "float32")
+
+    weighted = Weighted([0.2, 1.0, 3.0])
+    return Given(dense(units=3, loss=weighted.loss, metrics=[weighted.hits]), normal(6), integers(3))
+
+
+@loss_or_metric("a loss and a layer that share a variable; another one at module level")
+def shared_temperature():
+    temperature = keras.Variable(0.7, trainable=False, name="temperature")
+
+    class Scaled(layers.Layer):
+        def call(self, x):
+            return x / temperature
+
+    def loss(y, y_pred):
+        return SCALE * temperature * ops.mean((y - y_pred) ** 2, -1)
+
+    SCALE.assign(0.25)
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(4), Scaled(), layers.Dense(1)])
+    return Given(compiled(model, loss=loss), normal(6), normal(1))
+
+
+SCALE = keras.Variable(1.0, trainable=False)
+
+
+@loss_or_metric("learned weights of tasks, with `add_loss` in a layer that takes the targets")
+def uncertainty_weighting():
+    class Endpoint(layers.Layer):
+        def __init__(self, count):
+            super().__init__()
+            self.scales = [self.add_weight((), "zeros", name=f"log_variance_{i}") for i in range(count)]
+
+        def call(self, pairs):
+            for scale, (y, y_pred) in zip(self.scales, pairs, strict=True):
+                self.add_loss(ops.exp(-scale) * ops.mean((y - y_pred) ** 2) + scale)
+            return pairs[0][1]
+
+    inputs = {name: keras.Input((size,), name=name) for name, size in (("x", 6), ("a", 1), ("b", 1))}
+    heads = [(inputs[name], layers.Dense(1)(inputs["x"])) for name in "ab"]
+    model = keras.Model(inputs, Endpoint(2)(heads))
+    model.compile(keras.optimizers.Adam(0.01))
+    return Given(model, {"x": normal(6), "a": normal(1), "b": normal(1, seed=6)})
+
+
+@loss_or_metric("metrics with state, a `result` that is a dict, and no `get_config`")
+def metrics_with_state():
+    class Confusion(keras.metrics.Metric):
+        def __init__(self, threshold, name="confusion"):
+            super().__init__(name=name)
+            self.threshold = threshold
+            self.counts = self.add_variable((2, 2), "zeros", name="counts")
+
+        def update_state(self, y, p, sample_weight=None):
+            y, p = (ops.cast(ops.reshape(each > self.threshold, (-1,)), "int32") for each in (y, p))
+            pairs = ops.one_hot(2 * y + p, 4)
+            self.counts.assign_add(ops.reshape(ops.cast(ops.sum(pairs, 0), "float32"), (2, 2)))
+
+        def result(self):
+            right = self.counts[0, 0] + self.counts[1, 1]
+            return {"right": right / ops.sum(self.counts), "found": self.counts[1, 1] / ops.sum(self.counts[1])}
+
+    class Precise(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="precise")
+            self.positive, self.true = keras.metrics.Sum(name="positive"), keras.metrics.Sum(name="true")
+
+        def update_state(self, y, p, sample_weight=None):
+            p = ops.cast(p > 0.5, "float32")
+            self.positive.update_state(p)
+            self.true.update_state(y * p)
+
+        def result(self):
+            return self.true.result() / (self.positive.result() + keras.config.epsilon())
+
+        def reset_state(self):
+            self.positive.reset_state()
+            self.true.reset_state()
+
+    return Given(classifier(metrics=[Confusion(0.5), Precise(), "accuracy"]), normal(6), truth())
+
+
+@loss_or_metric("`MeanMetricWrapper`, partials and lambdas as metrics, an output without a loss")
+def wrapped_metrics():
+    def near(y, y_pred, within=0.1):
+        return ops.cast(ops.abs(y - y_pred) < within, "float32")
+
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(4, "tanh")(inputs)
+    model = keras.Model(inputs, [layers.Dense(1)(hidden), hidden])
+    metrics = [keras.metrics.MeanMetricWrapper(near, name="near", within=0.5), functools.partial(near, within=1.0)]
+    model.compile("adam", ["mse", None], metrics=[metrics, None])
+    return Given(model, normal(6), [normal(1), normal(4)])
+
+
+@loss_or_metric("contrastive and triplet losses on embeddings from one shared tower")
+def contrastive():
+    tower = keras.Sequential([keras.Input((6,)), layers.Dense(5, "tanh"), layers.UnitNormalization()])
+    inputs = [keras.Input((6,)), keras.Input((6,))]
+
+    def distance(pair):
+        return ops.sqrt(ops.maximum(ops.sum((pair[0] - pair[1]) ** 2, 1, keepdims=True), keras.config.epsilon()))
+
+    def contrast(margin=1.0):
+        return lambda y, d: ops.mean((1 - y) * d**2 + y * ops.maximum(margin - d, 0) ** 2, -1)
+
+    both = layers.Lambda(distance, output_shape=(1,))([tower(each) for each in inputs])
+    model = compiled(keras.Model(inputs, both), loss=contrast(0.8), metrics=["accuracy"])
+    return Given(model, [normal(6), normal(6, seed=9)], truth())
+
+
+@loss_or_metric("a margin of classes that is part of the model and needs the labels (ArcFace)")
+def angular_margin():
+    class Margin(layers.Layer):
+        def __init__(self, classes, margin, scale):
+            super().__init__()
+            self.classes, self.margin, self.scale = classes, margin, scale
+
+        def build(self, shapes):
+            self.centers = self.add_weight((shapes[0][-1], self.classes), "glorot_uniform", name="centers")
+
+        def call(self, inputs):
+            x, labels = inputs
+            cosine = ops.normalize(x, -1) @ ops.normalize(self.centers, 0)
+            return self.scale * (cosine - self.margin * ops.one_hot(labels, self.classes))
+
+    inputs, labels = keras.Input((6,), name="x"), keras.Input((), dtype="int32", name="label")
+    model = keras.Model([inputs, labels], Margin(3, 0.2, 4.0)([layers.Dense(4)(inputs), labels]))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return Given(compiled(model, loss=loss, metrics=["accuracy"]), [normal(6), integers(3)], integers(3))
+
+
+# ---------------------------------------------------------------- optimizers and schedules
+
+
+class Boosted(keras.optimizers.SGD):
+    """Without `get_config`."""
+
+    def __init__(self, rate, boosts):
+        super().__init__(rate)
+        self.boosts = boosts
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient * self.boosts.get(variable.name, 1.0), variable, learning_rate)
+
+
+@optimizer("an optimizer without `get_config`, with a rate per variable")
+def boosted_optimizer():
+    return Given(dense(optimizer=Boosted(0.05, {"bias": 3.0})), normal(6), normal(1))
+
+
+@optimizer("an optimizer with slots of its own")
+def optimizer_with_slots():
+    class Sign(keras.optimizers.Optimizer):
+        def __init__(self, learning_rate, decay):
+            super().__init__(learning_rate=learning_rate)
+            self.decay = decay
+
+        def build(self, variables):
+            if not self.built:
+                super().build(variables)
+                self.means = [self.add_variable_from_reference(each, name="mean") for each in variables]
+
+        def update_step(self, gradient, variable, learning_rate):
+            mean = self.means[self._get_variable_index(variable)]
+            self.assign(mean, self.decay * mean + (1 - self.decay) * gradient)
+            self.assign_sub(variable, learning_rate * ops.tanh(10 * mean))
+
+    return Given(dense(optimizer=Sign(0.05, 0.8)), normal(6), normal(1))
+
+
+@optimizer("a schedule without `get_config` that calls a function")
+def schedule_of_a_function():
+    class Warm(keras.optimizers.schedules.LearningRateSchedule):
+        def __init__(self, peak, shape):
+            self.peak, self.shape = peak, shape
+
+        def __call__(self, step):
+            return self.peak * self.shape(ops.cast(step, "float32"))
+
+    steps = 4.0
+    schedule = Warm(0.1, lambda step: ops.minimum((step + 1) / steps, steps / (step + 1)))
+    return Given(dense(optimizer=keras.optimizers.SGD(schedule, momentum=0.9)), normal(6), normal(1))
+
+
+@optimizer("a learning rate that is a function of a variable")
+def rate_of_a_function():
+    rate = keras.Variable(0.05, trainable=False)
+    return Given(dense(optimizer=keras.optimizers.SGD(lambda: 0.5 * rate)), normal(6), normal(1))
+
+
+# ---------------------------------------------------------------- callbacks
+
+
+class KeepLogs(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen.append([epoch, *(float(each) for each in logs.values())])
+
+
+@callback("`LearningRateScheduler` with a closure, `ReduceLROnPlateau`, and a callback that keeps logs")
+def rate_callbacks():
+    rates, keep = [0.05, 0.03, 0.02], KeepLogs()
+    chosen = [
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.5 * (rates[epoch] + rate)),
+        keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=0, factor=0.3, min_delta=100.0),
+        keep,
+    ]
+    return Given(dense(), normal(6), normal(1), options={"callbacks": chosen, "epochs": 3}, after=lambda: keep.seen)
+
+
+@callback("`EarlyStopping` that restores the best weights")
+def early_stopping():
+    stop = keras.callbacks.EarlyStopping(monitor="mae", mode="max", patience=1, restore_best_weights=True)
+    given = Given(dense(), normal(6), normal(1), options={"callbacks": [stop], "epochs": 6})
+    given.after = lambda: [stop.stopped_epoch, stop.best_epoch, float(stop.best)]
+    return given
+
+
+@callback("annealing: a callback sets a variable that the loss reads")
+def annealing():
+    class Anneal(keras.callbacks.Callback):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.weight.assign(1.0 - 0.4 * epoch)
+
+    weight = keras.Variable(5.0, trainable=False)
+    model = dense(loss=lambda y, y_pred: weight * ops.mean((y - y_pred) ** 2, -1))
+    return Given(model, normal(6), normal(1), options={"callbacks": [Anneal(weight)], "epochs": 3})
+
+
+@callback("a callback that sets a variable of a layer (teacher forcing, noise)")
+def schedule_of_a_layer():
+    class Mix(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.share = self.add_weight((), "ones", trainable=False, name="share")
+
+        def call(self, x):
+            return self.share * x + (1 - self.share) * ops.sin(3 * x)
+
+    mix = Mix()
+    model = compiled(keras.Sequential([keras.Input((6,)), mix, layers.Dense(1)]))
+    halve = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: mix.share.assign(0.5**epoch))
+    return Given(model, normal(6), normal(1), options={"callbacks": [halve], "epochs": 3})
+
+
+@callback("averages of weights: `SwapEMAWeights`")
+def swapped_averages():
+    model = dense(optimizer=keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.7))
+    return Given(
+        model, normal(6), normal(1), options={"callbacks": [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]}
+    )
+
+
+@callback("a callback that averages weights at the end of each epoch, and sets them at the end of training (SWA)")
+def weight_averaging():
+    class Average(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.kept = []
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.kept.append(self.model.get_weights())
+
+        def on_train_end(self, logs=None):
+            self.model.set_weights([np.mean(each, 0) for each in zip(*self.kept, strict=True)])
+
+    return Given(dense(), normal(6), normal(1), options={"callbacks": [Average()], "epochs": 3})
+
+
+@callback("a callback that predicts with the model at the end of an epoch")
+def predicting_callback():
+    class Predict(keras.callbacks.Callback):
+        def __init__(self, x):
+            super().__init__()
+            self.x, self.means = x, []
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.means.append(float(np.mean(self.model.predict(self.x, verbose=0))))
+            logs["mean"] = self.means[-1]
+
+    predict = Predict(normal(6)[:5])
+    return Given(dense(), normal(6), normal(1), options={"callbacks": [predict]}, after=lambda: predict.means)
+
+
+@callback("a callback that stops training and counts what it saw", tolerance=1e-5)
+def stopping_callback():
+    class Stop(keras.callbacks.Callback):
+        epochs = 0
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.epochs += 1
+            self.model.stop_training = self.epochs == self.params["epochs"] - 1
+
+    stop = Stop()
+    given = Given(dense(), normal(6), normal(1), np.linspace(0, 2, RECORDS, dtype="float32"))
+    given.options, given.after = {"callbacks": [stop], "epochs": 4}, lambda: stop.epochs
+    return given

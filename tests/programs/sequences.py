@@ -1,0 +1,206 @@
+"""Text, time series and other sequences, in the style of keras.io."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+from catalogue import BATCH, RECORDS, Given, case, compiled, integers, normal
+
+sequence = functools.partial(case, "Text and time series", everywhere=True)
+
+
+def rows(words: int, length: int) -> np.ndarray:
+    """Ids of which no batch has one twice, from 1 on."""
+    rng = np.random.default_rng(words)
+    picked = [rng.permutation(words)[: BATCH * length].reshape(BATCH, length) for _ in range(RECORDS // BATCH)]
+    return np.concatenate(picked).astype("int32") + 1
+
+
+@sequence("token and position embeddings with `compute_mask`, a transformer block, pooling")
+def text_transformer():
+    class Tokens(layers.Layer):
+        def __init__(self, words, length, size):
+            super().__init__()
+            self.tokens, self.places = layers.Embedding(words, size, mask_zero=True), layers.Embedding(length, size)
+            self.supports_masking = True
+
+        def call(self, x):
+            return self.tokens(x) + self.places(ops.arange(ops.shape(x)[-1]))
+
+        def compute_mask(self, x, mask=None):
+            return self.tokens.compute_mask(x)
+
+    class Block(layers.Layer):
+        def __init__(self, size, heads):
+            super().__init__()
+            self.attention = layers.MultiHeadAttention(heads, size // heads)
+            self.forward = keras.Sequential([layers.Dense(2 * size, "relu"), layers.Dense(size)])
+            self.first, self.second = layers.LayerNormalization(), layers.LayerNormalization()
+            self.supports_masking = True
+
+        def call(self, x, mask=None):
+            allowed = None if mask is None else mask[:, None, :]
+            x = self.first(x + self.attention(x, x, attention_mask=allowed))
+            return self.second(x + self.forward(x))
+
+    inputs = keras.Input((5,), dtype="int32")
+    x = layers.GlobalAveragePooling1D()(Block(4, 2)(Tokens(60, 5, 4)(inputs)))
+    model = keras.Model(inputs, layers.Dense(2, "softmax")(x))
+    model = compiled(model, optimizer="sgd", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    return Given(model, rows(50, 5) * (np.arange(5) < integers(6, 1, low=2)).astype("int32"), integers(2))
+
+
+@sequence("a small GPT whose output layer shares the embedding")
+def miniature_gpt():
+    class Shared(layers.Layer):
+        def __init__(self, table):
+            super().__init__()
+            self.table = table
+
+        def call(self, x):
+            return self.table(x, reverse=True)
+
+    inputs, table = keras.Input((6,), dtype="int32"), layers.ReversibleEmbedding(14, 4)
+    x = table(inputs)
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 2)(x, x, use_causal_mask=True))
+    model = keras.Model(inputs, Shared(table)(x + layers.Dense(4, "gelu")(x)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    x = integers(14, 6)
+    return Given(compiled(model, optimizer="sgd", loss=loss, metrics=["accuracy"]), x, np.roll(x, -1, 1))
+
+
+@sequence("an encoder and a decoder that gets its states (seq2seq), with teacher forcing")
+def seq2seq():
+    source, target = keras.Input((None, 4), name="source"), keras.Input((None, 3), name="target")
+    _, hidden, cell = layers.LSTM(5, return_state=True)(source)
+    decoded, *_ = layers.LSTM(5, return_sequences=True, return_state=True)(target, initial_state=[hidden, cell])
+    model = keras.Model([source, target], layers.Dense(3, "softmax")(decoded))
+    y = np.eye(3, dtype="float32")[integers(3, 4)]
+    x = [normal(6, 4), np.concatenate([np.zeros_like(y[:, :1]), y[:, :-1]], 1)]
+    return Given(compiled(model, loss="categorical_crossentropy", metrics=["accuracy"]), x, y)
+
+
+@sequence("`Bidirectional` and `Masking`, an `RNN` of cells of your own")
+def own_cells():
+    class Cell(layers.Layer):
+        def __init__(self, units):
+            super().__init__()
+            self.units = self.state_size = units
+
+        def build(self, shape):
+            self.kernel = self.add_weight((shape[-1], self.units), "glorot_uniform", name="kernel")
+            self.recurrent = self.add_weight((self.units, self.units), "orthogonal", name="recurrent")
+
+        def call(self, x, states):
+            output = ops.tanh(x @ self.kernel + states[0] @ self.recurrent)
+            return output, [output]
+
+    inputs = keras.Input((5, 3))
+    x = layers.Masking()(inputs)
+    x = layers.Bidirectional(layers.GRU(3, return_sequences=True), merge_mode="sum")(x)
+    model = keras.Model(inputs, layers.Dense(1)(layers.RNN([Cell(4), Cell(2)])(x)))
+    return Given(compiled(model), normal(5, 3) * (np.arange(5) < integers(6, 1, low=1))[..., None], normal(1))
+
+
+@sequence("forecasting with residual blocks that subtract what they explain (N-BEATS)")
+def residual_forecast():
+    class Block(layers.Layer):
+        def __init__(self, units, past, future):
+            super().__init__()
+            self.hidden = [layers.Dense(units, "relu") for _ in range(2)]
+            self.past, self.theta = past, layers.Dense(past + future)
+
+        def call(self, x):
+            for layer in self.hidden:
+                x = layer(x)
+            theta = self.theta(x)
+            return theta[:, : self.past], theta[:, self.past :]
+
+    inputs = keras.Input((8,))
+    rest, forecast = inputs, 0.0
+    for index in range(3):
+        back, ahead = Block(6, 8, 2)(rest)
+        rest = layers.Subtract(name=f"rest_{index}")([rest, back])
+        forecast = ahead if index == 0 else layers.Add()([forecast, ahead])
+    return Given(compiled(keras.Model(inputs, forecast), loss="mae"), normal(8), normal(2))
+
+
+@sequence("dilated causal convolutions with gates and skips (WaveNet)")
+def dilated_convolutions():
+    inputs = keras.Input((8, 2))
+    x, skips = layers.Conv1D(3, 1)(inputs), []
+    for rate in (1, 2, 4):
+        gated = layers.Multiply()(
+            [layers.Conv1D(3, 2, padding="causal", dilation_rate=rate, activation=a)(x) for a in ("tanh", "sigmoid")]
+        )
+        skips.append(layers.Conv1D(3, 1)(gated))
+        x = layers.Add()([x, skips[-1]])
+    outputs = layers.Dense(1)(layers.GlobalMaxPooling1D()(layers.ReLU()(layers.Add()(skips))))
+    return Given(compiled(keras.Model(inputs, outputs)), normal(8, 2), normal(1))
+
+
+@sequence("graph convolutions within an LSTM (traffic forecasting), sizes in a dict of the module")
+def graph_lstm():
+    adjacency = np.abs(np.subtract.outer(np.arange(4), np.arange(4))) <= 1
+
+    class GraphLSTM(layers.Layer):
+        def __init__(self, units, graph, **kwargs):
+            super().__init__(**kwargs)
+            self.graph = graph / graph.sum(1, keepdims=True)
+            self.lstm, self.dense = layers.LSTM(units, activation="relu"), layers.Dense(SIZES["out"])
+
+        def build(self, shape):
+            self.weight = self.add_weight((shape[-1], SIZES["features"]), "glorot_uniform", name="weight")
+
+        def call(self, x):
+            near = ops.einsum("nm,btmf->btnf", ops.cast(self.graph, x.dtype), x)
+            x = ops.transpose(ops.concatenate([near @ self.weight, x], -1), (0, 2, 1, 3))
+            shape = ops.shape(x)
+            out = self.dense(self.lstm(ops.reshape(x, (-1, shape[2], SIZES["features"] + 1))))
+            return ops.reshape(out, (-1, shape[1], SIZES["out"]))
+
+    inputs = keras.Input((5, 4, 1))
+    return Given(compiled(keras.Model(inputs, GraphLSTM(3, adjacency)(inputs))), normal(5, 4, 1), normal(4, 2))
+
+
+SIZES = {"features": 3, "out": 2}
+
+
+@sequence("a mixture of experts with a load-balancing loss (Switch)")
+def switch():
+    class Switch(layers.Layer):
+        def __init__(self, experts, size):
+            super().__init__()
+            self.experts, self.router = [layers.Dense(size) for _ in range(experts)], layers.Dense(experts, "softmax")
+
+        def call(self, x):
+            odds = self.router(x)
+            chosen = ops.one_hot(ops.argmax(odds, -1), len(self.experts))
+            self.add_loss(0.1 * len(self.experts) * ops.sum(ops.mean(odds, 0) * ops.mean(chosen, 0)))
+            return ops.sum(ops.stack([e(x) for e in self.experts], 1) * (odds * chosen)[..., None], 1)
+
+    model = keras.Sequential([keras.Input((6,)), Switch(3, 4), layers.Dense(1)])
+    return Given(compiled(model), normal(6), normal(1))
+
+
+@sequence("steps of an ODE with a loop of operations")
+def neural_ode():
+    class Euler(layers.Layer):
+        def __init__(self, steps):
+            super().__init__()
+            self.steps, self.field = steps, keras.Sequential([layers.Dense(5, "tanh"), layers.Dense(3)])
+
+        def build(self, shape):
+            self.field.build(shape)
+
+        def call(self, x):
+            for _ in range(self.steps):
+                x = x + self.field(x) / self.steps
+            return x
+
+    model = keras.Sequential([keras.Input((3,)), Euler(4), layers.Dense(1)])
+    return Given(compiled(model), normal(3), normal(1))

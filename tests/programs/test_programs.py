@@ -1,0 +1,76 @@
+"""Programs of the catalogue end on a cluster where Keras's own `fit` ends.
+
+On JAX and PyTorch this file runs in a process of its own. One program by hand:
+`KERAS_BACKEND=jax python -m pytest -m "" tests/programs/test_programs.py -k deep_fm`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import keras
+import pytest
+
+import elasticcb
+from comparison import compare_with_fit
+from deep_cases import deep_but
+from programs import CASES
+
+ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+NAMES = [name for name, case in CASES.items() if ON_TENSORFLOW or case.everywhere]
+
+# One or two of a kind; `make test-deep` has all.
+KEPT = (
+    "functional", "gan", "masked_lstm", "mixed_float16", "own_steps", "preprocessing", "resnet",
+    "sequential_without_input", "subclass",
+)  # fmt: skip
+KEPT_EVERYWHERE = (
+    "annealing", "boosted_optimizer", "changed_globals", "deep_fm", "distillation", "forgetful_config", "lent_variable",
+    "metrics_with_state", "objects_without_config", "py_dataset", "sequential_recommender", "shared_temperature",
+    "tied_autoencoder", "transfer_learning", "variational_autoencoder",
+)  # fmt: skip
+# Servers apply gradients after the step (docs/keras_support.md).
+ONLY_LOCAL = {
+    "accumulated_by_hand", "key_queue", "moving_average_network", "steps_around_keras", "wasserstein_gan",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with elasticcb.Cluster(log_level="WARNING") as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("name", deep_but(NAMES, *KEPT_EVERYWHERE, *(KEPT if ON_TENSORFLOW else ())))
+def test_a_program_ends_where_fit_ends(cluster, name):
+    compare_with_fit(cluster, CASES[name])
+
+
+@pytest.fixture(scope="module")
+def servers_apply():
+    with elasticcb.Cluster(updates="sync", log_level="WARNING") as cluster:
+        yield cluster
+
+
+@pytest.mark.skipif(not ON_TENSORFLOW, reason="tests/backends shows what servers apply on other backends")
+@pytest.mark.parametrize("name", deep_but(sorted({*NAMES} - ONLY_LOCAL), "functional", "gan", "lent_variable"))
+def test_a_program_whose_gradients_servers_apply_ends_where_fit_ends(servers_apply, name):
+    compare_with_fit(servers_apply, CASES[name])
+
+
+@pytest.mark.skipif(not ON_TENSORFLOW, reason="this is that process")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_programs_on_another_backend(backend, which):
+    if find_spec(backend) is None:
+        pytest.skip(f"the package {backend!r} is not installed")
+    chosen = ["-m", "" if which == "all" else "not deep"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen, __file__]
+    # What JAX compiles runs a few times.
+    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "KERAS_BACKEND": backend}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
