@@ -18,6 +18,7 @@ import keras
 
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import ElasticCBError, ModelFileError, UsageError, describe, user_traceback
+from elasticcb.keras_private import layers_of, seed_generators_of
 from elasticcb.model.model_file import building
 from elasticcb.model.weights import constraint_name
 from elasticcb.optimizers.traits import model_optimizers
@@ -190,8 +191,8 @@ class ProgramSpec:
         if not index or not self._is_elsewhere:
             return
         process_state.use_own_seeds(index)
-        for layer in self.build_model()._flatten_layers():
-            for generator in layer._seed_generators:
+        for layer in layers_of(self.build_model()):
+            for generator in seed_generators_of(layer):
                 process_state.diverge(generator, index)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

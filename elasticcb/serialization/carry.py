@@ -32,13 +32,9 @@ import cloudpickle
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import KerasVariable
-from keras.src.ops.node import Node
-from keras.src.saving.keras_saveable import KerasSaveable
-from keras.src.utils import tracking
-from keras.src.utils.backend_utils import DynamicBackend
 
 from elasticcb.errors import UsageError, describe
+from elasticcb.keras_private import DynamicBackend, KerasSaveable, KerasVariable, Node, tracking
 from elasticcb.optimizers.traits import public_class
 from elasticcb.serialization import own_modules
 from elasticcb.serialization.object_paths import path_of

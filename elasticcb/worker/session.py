@@ -161,7 +161,7 @@ class Session:
         self.exchanges = Exchanges(self.ps, training.max_staleness, pulls_with_rows)
         self.ps.pull()
         self.show(self.ps.blocks)  # data may read the model
-        if not held.tables:
+        if built.before is None and not any(spec.table for spec in servers.specs):
             self._rehearse(built)
         self.rate = WorkerRate(self.model, self.ps)
         self.rate.adopt_base()
