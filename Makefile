@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-deep lint docs locks bench clean
+.PHONY: train test test-deep test-nightly lint docs locks bench clean
 
 $(VENV)/.installed: pyproject.toml setup.py proto/elasticcb.proto
 	@$(PYTHON) -c 'import sys; v = sys.version_info; assert (3, 10) <= v < (3, 14), "ElasticCB needs Python 3.10 to 3.13; this is %d.%d. Name another: make PYTHON=python3.12" % v[:2]'
@@ -39,6 +39,19 @@ test: $(VENV)/.installed-test  ## each promise once, in some minutes; TESTS="tes
 test-deep: $(VENV)/.installed-test  ## what is marked `deep`: all cases, long walks, fuzzing
 	$(PYTEST) -m deep $(TESTS)
 
+# Keras's nightly release in front of the packages of $(VENV), and what depends on Keras most.
+NIGHTLY := $(VENV)-nightly
+WITH_NIGHTLY := tests/backends tests/test_optimizer_state.py tests/test_optimizer_capture.py \
+	tests/integration/test_python_api.py tests/integration/test_equality_with_fit.py
+PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+test-nightly: $(VENV)/.installed-test  ## some tests with the next release of Keras, as it is today
+	$(BIN)/python -m venv --without-pip $(NIGHTLY)
+	echo "import site; site.addsitedir('$$($(BIN)/python $(PACKAGES))')" \
+		> "$$($(NIGHTLY)/bin/python $(PACKAGES))/packages.pth"
+	$(NIGHTLY)/bin/python -m pip install --quiet --upgrade --pre keras-nightly
+	$(NIGHTLY)/bin/python -m pytest --numprocesses=3 --dist=loadfile $(or $(TESTS),$(WITH_NIGHTLY))
+
 lint: $(VENV)/.installed-test  ## code, types and wording
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,5 +75,5 @@ bench: $(VENV)/.installed-bench  ## compares throughput with Keras and Parameter
 	$(BIN)/python benchmarks/throughput.py --into=docs/benchmarks.md $(FLAGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(NIGHTLY) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	rm -f elasticcb/proto/*_pb2*.py elasticcb/proto/*_pb2*.pyi

@@ -14,7 +14,22 @@ if TYPE_CHECKING:
     from elasticcb.api.remote import PerWorkerDataset, RemoteValue
     from elasticcb.api.restartable import handle_restartable_error
     from elasticcb.data.batch_sources.dataset_fn import DatasetFactory
-    from elasticcb.errors import UsageError
+    from elasticcb.errors import (
+        CallbackError,
+        CheckpointError,
+        ClusterLostError,
+        ConnectionLostError,
+        DataChangedError,
+        DataError,
+        ElasticCBError,
+        FunctionError,
+        HandlerError,
+        JobFailedError,
+        JobInterrupted,
+        ModelFileError,
+        NonFiniteError,
+        UsageError,
+    )
     from elasticcb.settings import (
         CheckpointOptions,
         EmbeddingOptions,
@@ -28,13 +43,26 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CallbackError",
+    "CheckpointError",
     "CheckpointOptions",
     "Cluster",
+    "ClusterLostError",
+    "ConnectionLostError",
+    "DataChangedError",
+    "DataError",
     "DatasetFactory",
+    "ElasticCBError",
     "EmbeddingOptions",
     "ExchangeOptions",
+    "FunctionError",
+    "HandlerError",
+    "JobFailedError",
+    "JobInterrupted",
     "Mode",
+    "ModelFileError",
     "NetworkOptions",
+    "NonFiniteError",
     "PerWorkerDataset",
     "RecoveryOptions",
     "RemoteValue",
@@ -47,18 +75,31 @@ __all__ = [
 ]
 
 _MODULES = {
+    "CallbackError": "errors",
+    "CheckpointError": "errors",
     "CheckpointOptions": "settings",
     "Cluster": "api.cluster",
+    "ClusterLostError": "errors",
+    "ConnectionLostError": "errors",
+    "DataChangedError": "errors",
+    "DataError": "errors",
     "DatasetFactory": "data.batch_sources.dataset_fn",
+    "ElasticCBError": "errors",
     "EmbeddingOptions": "settings",
+    "ExchangeOptions": "settings",
+    "FunctionError": "errors",
+    "HandlerError": "errors",
+    "JobFailedError": "errors",
+    "JobInterrupted": "errors",
     "Mode": "settings",
+    "ModelFileError": "errors",
     "NetworkOptions": "settings",
+    "NonFiniteError": "errors",
     "PerWorkerDataset": "api.remote",
     "RecoveryOptions": "settings",
     "RemoteValue": "api.remote",
     "SidecarEvaluator": "sidecar",
     "UsageError": "errors",
-    "ExchangeOptions": "settings",
     "evaluate": "api.one_shot",
     "fit": "api.one_shot",
     "handle_restartable_error": "api.restartable",

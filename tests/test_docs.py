@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import elasticcb
 from code_blocks import without_code_blocks
+from elasticcb import errors
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -49,6 +51,13 @@ def test_errors_that_the_troubleshooting_page_lists_are_those_of_the_code():
     assert not [text for text in listed if text not in in_one_piece]
 
 
+def test_errors_that_the_docs_name_can_be_imported_from_the_package():
+    own = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
+    named = own & {word for page in PAGES for word in re.findall(r"\w+", page.read_text(encoding="utf-8"))}
+    assert "UsageError" in named
+    assert not [name for name in named if getattr(elasticcb, name, None) is not getattr(errors, name)]
+
+
 def test_wire_protocol_mentions_everything_of_the_proto():
     proto = re.sub(r"//.*", "", (ROOT / "proto" / "elasticcb.proto").read_text(encoding="utf-8"))
     names = re.findall(r"\b(?:rpc|message|enum|service) (\w+)", proto)
@@ -75,7 +84,7 @@ def test_readme_states_the_versions_of_the_package():
         """
         requires-python = ">=3.10,<3.14" | Python 3.10 to 3.13
         "tensorflow>=2.20,<2.22" | TensorFlow 2.20 and 2.21
-        "keras>=3.11,<4" | Keras 3.11 or later
+        "keras>=3.11,<3.16" | Keras 3.11 to 3.15
         "protobuf>=6.31.1,<8" | protobuf 6 and 7
         """
     ).strip()

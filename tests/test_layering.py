@@ -20,7 +20,7 @@ OVERVIEW = ROOT / "docs" / "overview.md"
 # Floor by floor, in the order of imports: a room imports from rooms on the floors above it in this table, also within
 # functions and for types alone. Rooms of one floor do not know each other.
 FLOORS: tuple[dict[str, str], ...] = (
-    {"": "what everybody uses: `errors`, `settings`"},
+    {"": "what everybody uses: `errors`, `settings`, `keras_private`"},
     {"proto": "the messages and services, generated from `proto/elasticcb.proto`"},
     {"process": "a single process: logs, signals, limits, statistics"},
     {"security": "access to a job: its token, and certificates"},
@@ -54,7 +54,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"launch": "the process that imports TensorFlow once and forks the others"},
 )
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
-AT_THE_ROOT = {"__init__", "__main__", "errors", "settings"}
+AT_THE_ROOT = {"__init__", "__main__", "errors", "keras_private", "settings"}
 ON_TOP = {"elasticcb", "elasticcb.__main__"}  # import what users call
 
 PURE = (

@@ -9,14 +9,17 @@ import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
 from elasticcb.model.metric_messages import (
+    OUTPUTS,
     flatten_outputs,
     from_metric_states,
     from_outputs,
     to_metric_states,
     to_outputs,
     unflatten_outputs,
+    with_outputs,
 )
 from elasticcb.model.metrics import MetricTransport, ModelMetrics
+from elasticcb.settings import Mode
 
 generator = np.random.default_rng(0)
 X = generator.normal(size=(40, 3)).astype("float32")
@@ -187,17 +190,82 @@ def test_outputs_keep_their_structure_and_their_batches_on_the_way(structure):
                 np.testing.assert_array_equal(sent, received)
 
 
-def test_training_logs_leave_out_what_can_neither_be_added_up_nor_merged(caplog):
-    class FromOne(LastLabel):
-        def reset_state(self):
-            self.last.assign(1.0)
+class FromOne(LastLabel):
+    def reset_state(self):
+        self.last.assign(1.0)
 
-    model, metrics = make({"last": LastLabel(), "largest": Largest(), "one": FromOne()})
+
+class Positives(LastLabel):
+    """Adds up, like most metrics of users."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.last.assign_add(tf.reduce_sum(y_true * y_pred))
+
+
+class Labels(keras.metrics.Metric):
+    """Its state is no variable."""
+
+    def __init__(self, name="labels"):
+        super().__init__(name=name)
+        self.seen = []
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.seen.append(np.asarray(y_true))
+
+    def result(self):
+        return np.concatenate(self.seen).mean() if self.seen else 0.0
+
+    def reset_state(self):
+        self.seen = []
+
+
+def test_training_states_that_cannot_be_summed_come_from_the_outputs_of_all_batches():
+    given = {"last": LastLabel, "largest": Largest, "one": FromOne, "positives": Positives, "labels": Labels}
+
+    def both():
+        return make({name: kind() for name, kind in given.items()}, metrics=[Labels("final")], run_eagerly=True)
+
+    model, metrics = both()
+    metrics.replayed = metrics.units_to_replay((X[:2], np.array([[0.0], [1.0]], "float32")))
+    assert metrics.replayed == {"last", "one", "labels", "final"}
+    assert metrics.merging_units == {"largest", OUTPUTS}
+    batches = []
+    for task in TASKS:
+        metrics.reset()
+        with metrics.kept_outputs(Mode.TRAINING) as outputs:
+            model.train_step((X[task], Y[task]))
+        states = {name: states for name, states in metrics.states().items() if name in metrics.training_units()}
+        batches.append(with_outputs(states | {"positives": [metrics.units()["positives"].last.numpy()]}, outputs))
+    names = metrics.training_units()
+
+    whole_model, whole = both()
+    for task in TASKS:
+        whole_model.train_step((X[task], Y[task]))
+    expected = whole.results(step="train")
+    metrics.load({name: metrics.merge_states(name, [batch[name] for batch in batches]) for name in names})
+    assert metrics.results(step="train") == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_metric_without_variables_that_the_model_updates_is_refused():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.labels = keras.layers.Dense(1), Labels()
+
+        def call(self, x):
+            return self.dense(x)
+
+        def test_step(self, data):
+            x, y = data
+            self.labels.update_state(y, self(x))
+            return {"labels": self.labels.result()}
+
+    model = Own()
+    model.compile("sgd", "mse", run_eagerly=True)
+    metrics = ModelMetrics(model, {})
     model.test_step((X, Y))
-    assert {"last", "largest", "loss"} <= metrics.training_units()
-    assert "one" not in metrics.training_units()
-    assert "FromOne" in caplog.text
-    assert metrics.merging_units == {"largest"}
+    with pytest.raises(ModelFileError, match=r"'labels' \(Labels\) has no variables.*compile\(metrics="):
+        metrics.transports()
 
 
 @pytest.mark.parametrize(("monitor", "better", "worse"), [("val_auc", 0.9, 0.8), ("val_error", 0.1, 0.2)])

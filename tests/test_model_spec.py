@@ -251,7 +251,7 @@ class TestMistakes:
             (
                 {"feed": "def feed(d, mode, metadata): return d.map(lambda r: (r['x'], r['y']))"},
                 "prediction",
-                "(?s)In prediction, `feed` must return only features",
+                "(?s)In prediction, the data must be only features",
             ),
             (
                 {

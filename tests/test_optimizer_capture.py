@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from elasticcb.compute.tensorflow.capture import updated_variables
+from elasticcb.compute.tensorflow.capture import step_variables
 from elasticcb.errors import ModelFileError
 from elasticcb.optimizers.traits import model_optimizers
 
@@ -53,7 +53,7 @@ def test_optimizers_are_found_in_attributes_with_the_compiled_one_first():
 
 def test_each_variable_belongs_to_the_optimizer_that_was_given_its_gradient():
     model = Model(both(give(1, "first"), give(2, "second")))
-    assert updated_variables(model, BATCH) == {0: 1, 1: 1, 2: 2, 3: 2}
+    assert step_variables(model, BATCH).updated == {0: 1, 1: 1, 2: 2, 3: 2}
     assert model.early[0].apply.__func__ is keras.optimizers.Optimizer.apply
 
 
@@ -62,7 +62,7 @@ def test_tracing_changes_nothing_even_where_the_step_runs_eagerly():
         model, tape, loss
     ))  # fmt: skip
     model.run_eagerly = True
-    assert updated_variables(model, BATCH) == {0: 0, 1: 0}
+    assert step_variables(model, BATCH).updated == {0: 0, 1: 0}
     assert model.second.bias.numpy() == [0.0]
 
 
@@ -91,7 +91,7 @@ def apply_in_a_branch(model, tape, loss):
 )  # fmt: skip
 def test_what_servers_cannot_apply_is_explained(step, message):
     with pytest.raises(ModelFileError, match=message):
-        updated_variables(Model(step), BATCH)
+        step_variables(Model(step), BATCH)
 
 
 def fitted(model, layer, x):
@@ -148,12 +148,12 @@ def test_step_that_reads_a_variable_after_its_update_is_refused(step, message, r
             weight._path = f"{layer.name}/{weight.name}"
     model.run_eagerly = run_eagerly
     with pytest.raises(ModelFileError, match=message):
-        updated_variables(model, BATCH)
+        step_variables(model, BATCH)
 
 
 def test_read_inside_a_condition_after_the_update_is_refused():
     with pytest.raises(ModelFileError, match="after giving its gradient to the optimizer 'main'"):
-        updated_variables(Model(in_a_condition), BATCH)
+        step_variables(Model(in_a_condition), BATCH)
 
 
 class Recurrent(Model):
@@ -197,4 +197,4 @@ def test_step_that_computes_all_losses_first_may_give_gradients_one_after_anothe
     steps = both(give(1, "second"), give(0, "cells"), give(2, "first"), give(1, "rows"))
     model = Recurrent(steps)
     model.compile(optimizer, run_eagerly=run_eagerly)
-    assert len(updated_variables(model, BATCH)) == 8
+    assert len(step_variables(model, BATCH).updated) == 8

@@ -13,7 +13,9 @@ import keras
 
 from elasticcb.cluster.registry import backend_of, backends, contradictions, missing_for
 from elasticcb.errors import UsageError
+from elasticcb.keras_private import check_compiled
 from elasticcb.optimizers.outer import outer_optimizer
+from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.settings import JobSettings
 from elasticcb.settings.arguments import Arguments, in_a_program, where_now
 from elasticcb.settings.checks import completed, in_words, problems_of
@@ -105,7 +107,14 @@ def check_model(model: Any, method: str, compiled: bool = True) -> None:
             f"Cluster.{method} takes a keras.Model as its first argument. Received an object of the class {kind}."
         )
     if compiled:
-        model._assert_compile_called(method)
+        check_compiled(model, method)
+    kinds = {"fit": ("train", "test"), "evaluate": ("test",), "predict": ("predict",)}[method]
+    for kind in kinds:
+        if is_overridden(model, f"make_{kind}_function"):
+            raise UsageError(
+                f"{type(model).__name__} overrides make_{kind}_function, which Keras's {method} compiles; workers call "
+                f"the model's {kind}_step themselves. Override {kind}_step instead."
+            )
 
 
 def epoch_range(epochs: Any, initial_epoch: Any) -> tuple[int, dict[str, int]]:
@@ -148,3 +157,10 @@ def with_keras_callbacks(
         if history:
             listed.append(found)
     return found, listed
+
+
+class ShowsModel(keras.callbacks.Callback):
+    """With it, the caller's model has the trained weights when an epoch begins: data may read it."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Hooks on the master see the current weights; nothing else is to be done."""

@@ -12,16 +12,27 @@ import keras
 
 from elasticcb.api import data as data_of
 from elasticcb.api import exits
-from elasticcb.api.arguments import check_model, cluster_settings, epoch_range, frequency, with_keras_callbacks
+from elasticcb.api.arguments import (
+    ShowsModel,
+    check_model,
+    cluster_settings,
+    epoch_range,
+    frequency,
+    with_keras_callbacks,
+)
 from elasticcb.api.exclusive_call import Turn
 from elasticcb.api.functions import Functions
 from elasticcb.api.job_folder import JobFolder
 from elasticcb.api.keras_jobs import KerasJobs
+from elasticcb.api.own_methods import validated_here, with_own_method
 from elasticcb.api.processes import ClusterProcesses
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
 from elasticcb.api.results import whole_predictions
+from elasticcb.data.batch_sources.adapt import split_validation
 from elasticcb.errors import UsageError
+from elasticcb.keras_private import metrics_in_order
 from elasticcb.master.master import Master
+from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.process.wording import how_many
 from elasticcb.settings import (
     CheckpointOptions,
@@ -69,6 +80,8 @@ class Cluster:
         log_level: level of the processes' logs: "DEBUG", "INFO", "WARNING" or "ERROR".
         dashboard: serve a live dashboard to browsers on this machine, and print its address; needs the extra
             `elasticcb[dashboard]`.
+        rehearsal: before each call's work, workers compute the first batch in inference mode, and compare loss, metrics
+            and outputs with those in this process; a difference ends the call.
         exchange: `elasticcb.ExchangeOptions`: exchange of weights and gradients.
         checkpoint: `elasticcb.CheckpointOptions`: when servers write their state.
         embedding: `elasticcb.EmbeddingOptions`: embedding tables.
@@ -106,6 +119,7 @@ class Cluster:
         callback_errors: str = "stop",
         log_level: str = "INFO",
         dashboard: bool = False,
+        rehearsal: bool = True,
         exchange: ExchangeOptions | None = None,
         checkpoint: CheckpointOptions | None = None,
         embedding: EmbeddingOptions | None = None,
@@ -117,7 +131,7 @@ class Cluster:
         self._settings = cluster_settings(given, others, job_dir)
         self._folder = None if job_dir is None else JobFolder(job_dir)
         self._processes = ClusterProcesses(self._settings.cluster, directory or job_dir, log_level)
-        self._jobs = KerasJobs(self._settings, self._processes)
+        self._jobs = KerasJobs(self._settings, self._processes, rehearsal)
         self._functions = Functions(self._begin_functions, self._processes.stop)
         self._turn = Turn()
         self._closed = False
@@ -195,6 +209,7 @@ class Cluster:
 
     # ------------------------------------------------------------ the methods of keras.Model
 
+    @with_own_method
     def fit(
         self,
         model: keras.Model,
@@ -241,20 +256,30 @@ class Cluster:
         epochs, epochs_of_job = epoch_range(epochs, initial_epoch)
         validation_freq = frequency(validation_freq)
         history, listed = with_keras_callbacks(callbacks, verbose)
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
+        if validation_data is not None and is_overridden(model, "evaluate"):
+            size = validation_batch_size or batch_size
+            own = validated_here(model, listed, validation_freq, validation_data, size, validation_steps)
+            listed, validation_data = [own, *listed], None
         with self._call("fit") as call:
             sources = data_of.training_sources(
                 call, x, y, sample_weight, batch_size, shuffle, class_weight, steps_per_epoch,
-                validation_split, validation_data, validation_batch_size, validation_steps,
+                validation_data, validation_batch_size, validation_steps,
             )  # fmt: skip
+            if getattr(sources[Mode.TRAINING], "runs_python", False):
+                listed = [*listed, ShowsModel()]
             params = {"verbose": verbose, "batch_size": batch_size or 32, "epochs": epochs}
             model.history = history
             summary, _ = self._jobs.run(
                 Command.TRAIN, call, model, sources, listed, params, validation_freq=validation_freq, **epochs_of_job
             )
+            model.test_function = None  # a model's own `evaluate` traced it while the job watched its step
             if summary.stopped_early:  # by a copy on a worker: callbacks of the caller's process have set it here
                 model.stop_training = True
         return history
 
+    @with_own_method
     def evaluate(
         self,
         model: keras.Model,
@@ -278,10 +303,9 @@ class Cluster:
             source = call.adapt(x, y, sample_weight, batch_size=batch_size, steps=steps, purpose="evaluate")
             params = {"verbose": verbose, "batch_size": batch_size or 32}
             summary, _ = self._jobs.run(Command.EVALUATE, call, model, {Mode.EVALUATION: source}, listed, params)
-        return (
-            dict(sorted(summary.metrics.items())) if return_dict else model._flatten_metrics_in_order(summary.metrics)
-        )
+        return dict(summary.metrics) if return_dict else metrics_in_order(model, summary.metrics)
 
+    @with_own_method
     def predict(
         self,
         model: keras.Model,

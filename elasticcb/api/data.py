@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from elasticcb.api.job_folder import KeptFit
-from elasticcb.data.batch_sources.adapt import adapt, split_validation
+from elasticcb.data.batch_sources.adapt import adapt
 from elasticcb.data.batch_sources.service import DataService
 from elasticcb.data.batches import BatchSource
 from elasticcb.settings import Mode
@@ -76,14 +76,11 @@ def training_sources(
     shuffle: bool | str,
     class_weight: Any,
     steps_per_epoch: int | None,
-    validation_split: float,
     validation_data: Any,
     validation_batch_size: int | None,
     validation_steps: int | None,
 ) -> dict[str, BatchSource]:
     """The data passed to `fit`, by mode; arguments have the same meaning as for `keras.Model.fit`."""
-    if validation_split and validation_data is None:
-        (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
     sources: dict[str, BatchSource] = {
         Mode.TRAINING: call.adapt(
             x,

@@ -29,6 +29,7 @@ from elasticcb.master.snapshot import EpochEnd, JobSnapshot
 from elasticcb.model.metric_messages import Outputs
 from elasticcb.model.program import CallerSpec, Program
 from elasticcb.settings import CheckpointSettings, Command, JobSettings, Mode
+from elasticcb.settings.arguments import in_a_program
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +47,12 @@ class KerasJobs:
     Args:
         settings: settings of all calls.
         processes: processes of the cluster.
+        rehearses: whether workers compare their results for the first batch with the caller's.
     """
 
-    def __init__(self, settings: JobSettings, processes: ClusterProcesses) -> None:
+    def __init__(self, settings: JobSettings, processes: ClusterProcesses, rehearses: bool) -> None:
         self._settings = settings
+        self._rehearses = rehearses
         self._processes = processes
 
     @contextlib.contextmanager
@@ -125,8 +128,8 @@ class KerasJobs:
             self._processes.stop()
             raise as_the_user_expects(error, self._processes.where_logs_are) from None
 
-    @staticmethod
     def _run(
+        self,
         settings: JobSettings,
         call: data_of.MethodCall,
         master: Master,
@@ -139,12 +142,14 @@ class KerasJobs:
 
         def serialized() -> bytes:
             with hosts[0].metrics.suspended():
-                return dataclasses.replace(program, of_servers=rows_in(model)).dumps(call.folder)
+                whole = dataclasses.replace(program, of_servers=rows_in(model), rehearsal=hosts[0].rehearsal)
+                return whole.dumps(call.folder)
 
         hosts: list[ModelHost] = []
+        rehearses = self._rehearses
 
         def make_host(settings: JobSettings) -> ModelHost:
-            hosts.append(ModelHost(settings, spec))
+            hosts.append(ModelHost(settings, spec, rehearses))
             if call.fit is not None:
                 call.fit.begin(_described(settings, sources, hosts[0]), call.seed)
             return hosts[0]
@@ -163,7 +168,7 @@ class KerasJobs:
             return summary
         except LastCheckpointError as error:
             keep_results()
-            warnings.warn(str(error), RuntimeWarning, stacklevel=4)  # where `fit` was called
+            warnings.warn(in_a_program(str(error)), RuntimeWarning, stacklevel=4)  # where `fit` was called
             return cast(JobSnapshot, error.summary)
         except (JobInterrupted, KeyboardInterrupt):
             with contextlib.suppress(ElasticCBError):
@@ -182,7 +187,7 @@ class _Display:
         """Keras's progress bar shows it."""
 
     def message(self, text: str) -> None:
-        logger.info("%s", text)
+        logger.info("%s", in_a_program(text))
 
     def evaluated(self, text: str, of_epoch: bool) -> None:
         self.message(text)

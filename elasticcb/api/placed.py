@@ -6,12 +6,14 @@ import keras
 
 from elasticcb.compute.registry import backend
 from elasticcb.errors import UsageError
+from elasticcb.keras_private import layers_of, trained_by
 from elasticcb.layers import Embedding
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.model.program import Program
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.state import ModelState, read_optimizers, write_optimizers
 from elasticcb.optimizers.traits import learning_rate_variable, may_split, model_optimizers, steps_made, unwrapped
+from elasticcb.optimizers.variables import StepVariables
 
 
 class PlacedWeights:
@@ -34,23 +36,23 @@ class PlacedWeights:
         if not model.built or not optimizers:
             missing = "has no optimizer: call compile()" if model.built else "is not built: call the model on a batch"
             raise UsageError(f"The model {model.name!r} {missing} before `place`.")
-        own = next((layer for layer in model._flatten_layers() if isinstance(layer, Embedding)), None)
+        own = next((layer for layer in layers_of(model) if isinstance(layer, Embedding)), None)
         if own is not None:
             raise UsageError(
                 f"The layer {own.name!r} is an elasticcb.layers.Embedding, whose rows `place` does not support: a "
                 "custom loop looks up ids only when it runs. Use keras.layers.Embedding here, or train with "
                 "`Cluster.fit`, which accepts a model with its own train_step."
             )
+        owners = _owners(model)
         self.model = model
-        self.variables = variable_specs(model, _owners(model))
+        self.variables = variable_specs(model, None if owners is None else StepVariables(owners, owners))
         self.may_split = all(map(may_split, optimizers))
-        self._owner_indices = [spec.optimizer for spec in self.variables]
 
     def start(self) -> InitialModel:
         """The present state of the model."""
         optimizers = model_optimizers(self.model)
         version = steps_made(optimizers)
-        state = read_optimizers(optimizers, self.model.weights, self._owner_indices) if version else None
+        state = read_optimizers(optimizers, self.model.weights, self.variables) if version else None
         weights = [variable.numpy() for variable in self.model.weights]
         return InitialModel(weights, optimizer_state=state, version=version)
 
@@ -69,7 +71,7 @@ class PlacedWeights:
         rate = self.learning_rate  # the caller's value; it may be newer than the servers' value
         for variable, value in zip(self.model.weights, state.weights, strict=True):
             variable.assign(value)
-        write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, self._owner_indices)
+        write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, self.variables)
         if rate is not None:
             self.model.optimizer.learning_rate = rate
 
@@ -83,7 +85,7 @@ def _owners(model: keras.Model) -> dict[int, int] | None:
     owners: dict[int, int] = {}
     for place, optimizer in enumerate(optimizers):
         if optimizer.built:
-            owners |= {indices[id(variable)]: place for variable in unwrapped(optimizer)._trainable_variables}
+            owners |= {indices[id(variable)]: place for variable in trained_by(unwrapped(optimizer))}
     missing = [v.path for i, v in enumerate(model.weights) if v.trainable and i not in owners]
     if missing:
         raise UsageError(

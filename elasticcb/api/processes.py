@@ -18,6 +18,7 @@ from elasticcb.roles.master import STOP_SECONDS
 from elasticcb.roles.run import run_role
 from elasticcb.security.private_folder import check_temporary, make_private
 from elasticcb.settings import ClusterSettings
+from elasticcb.settings.arguments import in_a_program
 from elasticcb.storage.temporary import TemporaryFolder
 
 logger = logging.getLogger(__name__)
@@ -124,4 +125,4 @@ class ClusterProcesses:
 
 
 def _say(text: str) -> None:
-    logger.warning("%s", text)
+    logger.warning("%s", in_a_program(text))

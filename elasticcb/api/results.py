@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged, potentially_ragged_concat
 
 from elasticcb.compute.registry import backend
 from elasticcb.data.batches import BatchSource
+from elasticcb.keras_private import joined_outputs
 from elasticcb.model.metric_messages import Outputs, unflatten_outputs
 
 
@@ -36,4 +36,4 @@ def _joined(leaves: Sequence[Any]) -> Any:
     if all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves) and len({x.shape[1:] for x in leaves}) == 1:
         return np.concatenate(leaves)  # like Keras, without copies
     tensors = [tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-    return convert_to_np_if_not_ragged(potentially_ragged_concat(tensors))
+    return joined_outputs(tensors)

@@ -30,10 +30,8 @@ _ONCE = frozenset({"on_train_begin", "on_predict_begin"})
 _ADDED = ("batch", "size", "version")  # to the metrics, in the logs of a batch
 # Attributes of a Keras model with which a callback ends an evaluation or a prediction, and what to use instead.
 _REFUSED = {
-    "stop_evaluating": (
-        "To evaluate fewer batches, use `steps`, or `validation_steps` of `fit`, or less --validation_data"
-    ),
-    "stop_predicting": "To predict fewer batches, use `steps`, or less --prediction_data",
+    "stop_evaluating": "To evaluate fewer batches, use `steps`, or `validation_steps` of `fit`, or less data",
+    "stop_predicting": "To predict fewer batches, use `steps`, or less data",
 }
 _TIMED = frozenset({"on_train_batch_begin", "on_train_batch_end"})
 

@@ -58,7 +58,7 @@ def export_elsewhere(model: keras.Model, features_spec: Any, folder: Path) -> No
             raise CallbackError(
                 f"The model {type(model).__name__} can't be exported as a SavedModel. With PyTorch, another process "
                 f"rebuilds the model on TensorFlow, which failed: {text}\n"
-                "Use only Keras operations in call(). Or remove --output, and save the model as a .keras file in "
+                "Use only Keras operations in call(). Or don't export it, and save the model as a .keras file in "
                 "on_train_end of a callback."
             )
 

@@ -141,8 +141,8 @@ class ModelUploader(keras.callbacks.Callback):
         path = self._saved_model_path or (self.params or {}).get("saved_model_path")
         if not path:
             raise CallbackError(
-                "ModelUploader has no folder to upload: saved_model_path was not given, and the job has no "
-                "--output. Pass --output=/path/to/model, or ModelUploader(..., saved_model_path=...)."
+                "ModelUploader has no folder to upload. Pass ModelUploader(..., saved_model_path=...), or "
+                "`elasticcb train --output=/path/to/model`."
             )
         return Path(path).expanduser()
 

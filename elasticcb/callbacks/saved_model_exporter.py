@@ -59,8 +59,8 @@ class SavedModelExporter(keras.callbacks.Callback):
         problem = problem_of_folder(target.parent)
         if problem:
             raise CallbackError(
-                f"The model can't be exported to {target}: its folder {problem}. Choose another folder with --output "
-                "or SavedModelExporter(saved_model_path=...)."
+                f"The model can't be exported to {target}: its folder {problem}. Choose another folder with "
+                "SavedModelExporter(saved_model_path=...), or with `elasticcb train --output=FOLDER`."
             )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -85,7 +85,7 @@ class SavedModelExporter(keras.callbacks.Callback):
         if not getattr(self.model, "built", False):
             raise CallbackError(
                 f"The model {type(self.model).__name__} has no weights yet, so there is nothing to export. "
-                "Build it in custom_model(), or train at least one batch."
+                "Build it first, or train at least one batch."
             )
         if needs_another_process(self.model):
             export_elsewhere(self.model, (self.params or {}).get("features_spec"), folder)
@@ -108,8 +108,8 @@ class SavedModelExporter(keras.callbacks.Callback):
         path = self._saved_model_path or (self.params or {}).get("saved_model_path")
         if not path:
             raise CallbackError(
-                "SavedModelExporter has no folder to export to: saved_model_path was not given, and the job "
-                "has no --output. Pass --output=/path/to/model, or SavedModelExporter(saved_model_path=...)."
+                "SavedModelExporter has no folder to export to. Pass SavedModelExporter(saved_model_path=...), or "
+                "`elasticcb train --output=/path/to/model`."
             )
         text = os.fspath(path)
         if "://" in text:

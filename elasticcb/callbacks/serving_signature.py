@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from elasticcb.errors import CallbackError
+from elasticcb.keras_private import layer_that_returns, layers_of
 
 _AUTOMATIC_INPUT = re.compile(r"(input|input_layer|keras_tensor)(_\d+)?")
 
@@ -89,7 +90,7 @@ def _spec_of_inputs(model: keras.Model, inputs: Sequence[Any]) -> Any:
     if len(shapes) != 1:
         raise CallbackError(
             f"The shapes of the features of {type(model).__name__} are not known, so it can't be exported. "
-            "Call the model on a batch once, give custom_model() as a functional model, or put the specs of "
+            "Call the model on a batch once, use a functional model, or put the specs of "
             'the features into params["features_spec"].'
         )
     return _specs_of_shapes(shapes[0], model.input_dtype)
@@ -106,8 +107,8 @@ def _specs_of_shapes(shapes: Any, dtype: str) -> Any:
 def _named(spec: Any, name: str) -> tf.TensorSpec:
     if not isinstance(spec, tf.TensorSpec):
         raise CallbackError(
-            f"The inference signature takes dense tensors. Received for {name!r}: {spec!r}. Return dense tensors from "
-            "feed, for example by padding."
+            f"The inference signature takes dense tensors. Received for {name!r}: {spec!r}. Give dense tensors, "
+            "for example by padding."
         )
     shape = spec.shape if spec.shape.rank in (None, 0) else [None, *spec.shape[1:]]
     return tf.TensorSpec(shape, spec.dtype, name=name)
@@ -170,7 +171,7 @@ def _named_outputs(model: keras.Model, outputs: Any) -> dict[str, Any]:
 
 def _name_by_user(output: Any) -> str:
     """Name of the layer that produces `output`; "" if Keras generated it, because such names change between runs."""
-    operation = output._keras_history.operation
+    operation = layer_that_returns(output)
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(operation).__name__).lower()
     return "" if re.fullmatch(rf"{re.escape(snake)}(_\d+)?", operation.name) else operation.name
 
@@ -179,7 +180,7 @@ def _tables(model: keras.Model) -> list[Any]:
     """Lookup tables and other TensorFlow resources that are attributes of the model, its layers and modules."""
     found: list[Any] = []
     seen: set[int] = set()
-    pending: list[Any] = list(model._flatten_layers(include_self=True, recursive=True))
+    pending: list[Any] = [*layers_of(model)]
     while pending:
         thing = pending.pop()
         if id(thing) in seen:

@@ -87,8 +87,8 @@ def check_variables(manifest: Mapping[str, Any], specs: Sequence[VariableSpec], 
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise CheckpointError(
             f"The checkpoint {folder} belongs to another model: {'; '.join(differences[:5])}{more}. Use the model "
-            "that wrote it (same --model_def and --model_params). To initialize another model from matching "
-            "variables, use --init_from."
+            "that wrote it, with the same parameters. To initialize another model from matching variables, use "
+            "--init_from."
         )
 
 

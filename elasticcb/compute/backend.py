@@ -24,6 +24,7 @@ from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
 from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.variables import StepVariables
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks
@@ -102,11 +103,12 @@ class Computation(ABC):
     _served: ServedTables  # its embedding tables
 
     @abstractmethod
-    def prepare(self, data: Any, mode: Mode) -> Prepared:
+    def prepare(self, data: Any, mode: Mode, fixed: Sequence[bool] = ()) -> Prepared:
         """Prepares a batch of the input pipeline for a step. May be called in another thread, during a step.
 
         Args:
             data: the batch as Keras passes it to the model's step, for `keras.utils.unpack_x_y_sample_weight`.
+            fixed: as in `Pipeline`; a step that is traced before it runs sees these sizes as numbers, as in Keras.
 
         Raises:
             ModelFileError: its ids can't be determined, or are out of range.
@@ -250,7 +252,7 @@ class Backend(ABC):
     @abstractmethod
     def build(
         self, spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False
-    ) -> dict[int, int] | None:
+    ) -> StepVariables | None:
         """Builds what Keras builds lazily (weights of a subclass model, metrics), with one real batch.
 
         Afterwards, metrics include that batch: reset them.
@@ -261,8 +263,7 @@ class Backend(ABC):
             local: in training, workers apply gradients themselves, so steps may do everything that Keras allows.
 
         Returns:
-            In training, for a model with its own step or several optimizers: the index of the optimizer that updates
-            each variable, by index in `model.weights`.
+            In training, for a model with its own step: what the step gives to optimizers.
 
         Raises:
             ModelFileError: the model, its loss or its metrics do not accept the batch.
@@ -272,9 +273,19 @@ class Backend(ABC):
     def outputs(self, model: keras.Model, batch: Any) -> Any:
         """The current result of `predict_step` of a built model for a batch of the input pipeline."""
 
+    def data(self, model: keras.Model, batch: Any) -> Any:
+        """A batch of the input pipeline in the form in which the model's steps get it."""
+        return batch
+
     @abstractmethod
     def find_tables(
-        self, model: keras.Model, batch: Any, mode: Mode, allowed: Allowed, local: bool = False
+        self,
+        model: keras.Model,
+        batch: Any,
+        mode: Mode,
+        allowed: Allowed,
+        local: bool = False,
+        validation: Callable[[], Any] | None = None,
     ) -> dict[int, TableSpec]:
         """The embedding tables of a model, by index in `model.weights`: all `elasticcb.layers.Embedding`, and each
         `keras.layers.Embedding` that is allowed and gives the same results with its rows on servers.
@@ -282,6 +293,7 @@ class Backend(ABC):
         Args:
             model, batch, mode, local: as in `build`, which must be called before.
             allowed: whether a keras.layers.Embedding may become a table.
+            validation: in training, a batch of the validation data, if there is any.
 
         Raises:
             NotServableError: an `elasticcb.layers.Embedding` is used in a way that needs all its rows, or its ids can't

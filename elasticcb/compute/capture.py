@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import keras
 
 from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import product_of, updates_of, value_of
 from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.optimizers.traits import MultiOptimizer, model_optimizers, unwrapped
 from elasticcb.optimizers.variables import chosen_optimizer
@@ -49,6 +50,7 @@ class OptimizerCapture(ABC):
 
     Attributes:
         optimizers: optimizers of the model, indexed by `Update.optimizer`.
+        given: variables that the last step gave to optimizers, as `StepVariables.given`.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class OptimizerCapture(ABC):
         self._model, self._late_reads = model, late_reads
         self._variables, self._refuses = variables, refuses
         self.optimizers = model_optimizers(model)
+        self.given: dict[int, int] = {}
         self._given: list[tuple[int, Any, Any, Any]] = []  # (optimizer, gradient, variable, place)
         if variables is None or variables:
             for index in range(len(self.optimizers)):
@@ -121,7 +124,7 @@ class OptimizerCapture(ABC):
             else:
                 count_step(each)
         if isinstance(optimizer, MultiOptimizer):  # it counts by itself
-            optimizer._iterations.assign_add(1)
+            updates_of(optimizer).assign_add(1)
         return kept
 
     def release(self) -> None:
@@ -146,10 +149,13 @@ class OptimizerCapture(ABC):
         # Only now, because layers may have been built in the step.
         indices = {key_of(variable): index for index, variable in enumerate(self._model.weights)}
         updates: dict[int, Update] = {}
+        self.given = {}
         for optimizer, gradient, variable, place in given:
+            index = indices.get(key_of(variable))
+            if index is not None:
+                self.given.setdefault(index, optimizer)
             if gradient is None:
                 continue
-            index = indices.get(key_of(variable))
             if not self._refuses and self._variables is None:
                 if index is not None:
                     updates.setdefault(index, Update(optimizer, gradient))
@@ -229,15 +235,15 @@ def count_step(optimizer: Any) -> None:
         if each.built:
             count_step(each)
     if isinstance(optimizer, keras.optimizers.Nadam):
-        product = optimizer._u_product
-        step = keras.ops.cast(optimizer._iterations + 1, product.dtype)
+        product = product_of(optimizer)
+        step = keras.ops.cast(updates_of(optimizer) + 1, product.dtype)
         product.assign(product * optimizer.beta_1 * (1.0 - 0.5 * keras.ops.power(0.96, step)))
-    optimizer._iterations.assign_add(1)
+    updates_of(optimizer).assign_add(1)
 
 
 def key_of(variable: Any) -> int:
     """A key shared by a Keras variable and its framework variable, which a GradientTape lists."""
-    return id(getattr(variable, "_value", variable))
+    return id(value_of(variable) if isinstance(variable, keras.Variable) else variable)
 
 
 def path_of(variable: Any) -> str:

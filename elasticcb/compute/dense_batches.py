@@ -36,13 +36,13 @@ def _array(leaf: Any) -> Array | None:
         if hasattr(leaf, attribute):
             raise ModelFileError(
                 f"A batch holds a {kind} tensor, which Keras does not support on {chosen_backend()}. Give dense "
-                f"tensors: {instead} in `feed`."
+                f"tensors: {instead} in the input pipeline."
             )
     array = np.asarray(leaf)
     if array.dtype.kind in "OSU":
         raise ModelFileError(
             f"A batch holds strings, which Keras does not support on {chosen_backend()}. Turn them into numbers in "
-            "`feed`: tf.strings.to_hash_bucket_fast, or keras.layers.StringLookup within dataset.map."
+            "the input pipeline: tf.strings.to_hash_bucket_fast, or keras.layers.StringLookup within dataset.map."
         )
     return array
 

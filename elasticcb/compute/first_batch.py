@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from elasticcb.errors import ModelFileError, describe, user_traceback
-from elasticcb.model.spec import Spec
+from elasticcb.model.spec import Spec, words_of
 from elasticcb.process.wording import how_many
 from elasticcb.settings import Mode
 
@@ -23,7 +23,7 @@ def check_batch(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
     if inputs and isinstance(features, tuple) and len(features) > inputs:
         # Keras would use the first and ignore the others.
         raise ModelFileError(
-            f"`feed` in {spec.path} returns {len(features)} features in {mode}, but the model has "
+            f"{words_of(spec).data} returns {len(features)} features in {mode}, but the model has "
             f"{how_many(inputs, 'input')}.{_shown(batch, mode)}"
         )
     _allow_one_named_feature(model, features)
@@ -44,9 +44,9 @@ def told_with_batch(
         raise ModelFileError(f"{error}{_shown(batch, mode)}", error.user_traceback) from error
     except Exception as error:
         if isinstance(error, ValueError) and "No loss to compute" in str(error):
-            raise ModelFileError(f"The model of {spec.path} has no loss. {spec.loss_advice}") from error
+            raise ModelFileError(f"{words_of(spec).model} has no loss. {spec.loss_advice}") from error
         raise ModelFileError(
-            f"The model of {spec.path} can't run on the first batch from `feed`: "
+            f"{words_of(spec).model} can't run on the first batch: "
             f"{explain(error) or describe(error)}{_shown(batch, mode)}",
             user_traceback(error),
         ) from error
@@ -64,7 +64,7 @@ def fixed_batch_size(model: keras.Model) -> int | None:
 def _check_structure(spec: Spec, batch: Any, mode: Mode) -> None:
     if mode is not Mode.PREDICTION and isinstance(batch, tuple) and not 1 <= len(batch) <= 3:
         raise ModelFileError(
-            f"`feed` in {spec.path} returns tuples of {len(batch)} in {mode}; expected (features, labels) or "
+            f"{words_of(spec).data} returns tuples of {len(batch)} in {mode}; expected (features, labels) or "
             "(features, labels, sample_weight). Put several features into a dict or a nested tuple."
         )
 
@@ -97,7 +97,7 @@ def _shown(batch: Any, mode: Mode) -> str:
     if mode is Mode.PREDICTION and isinstance(batch, tuple) and len(batch) == 1:
         hint = " A step gets them as `(features,)`: there are no labels in prediction."
         if isinstance(batch[0], tuple):
-            hint = " In prediction, `feed` must return only features, without labels."
+            hint = " In prediction, the data must be only features, without labels."
     return f"\nThe batch ({mode}): {shown}.{hint}"
 
 

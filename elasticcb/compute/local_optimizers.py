@@ -10,6 +10,7 @@ import numpy as np
 
 from elasticcb.compute.backend import HeldModel, LocalComputation
 from elasticcb.compute.clipping import check_local_clipping
+from elasticcb.keras_private import set_decays
 from elasticcb.optimizers.state import OptimizerState, held_variables
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.rpc.tensors import Array
@@ -20,13 +21,11 @@ def prepared(held: HeldModel, optimizers: Sequence[keras.optimizers.Optimizer]) 
     if held.tables:
         check_local_clipping(optimizers)
     weights = held.model.weights
-    variables = held_variables(optimizers, weights, [spec.optimizer for spec in held.specs])
+    variables = held_variables(optimizers, weights, held.specs)
     for optimizer in map(unwrapped, optimizers):
         # The master has resolved `exclude_from_weight_decay`.
-        optimizer._exclude_from_weight_decay_cache = {
-            optimizer._var_key(variable): not spec.no_weight_decay
-            for variable, spec in zip(weights, held.specs, strict=True)
-        }
+        pairs = zip(weights, held.specs, strict=True)
+        set_decays(optimizer, ((variable, not spec.no_weight_decay) for variable, spec in pairs))
     return variables
 
 

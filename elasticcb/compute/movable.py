@@ -11,6 +11,7 @@ import numpy as np
 
 from elasticcb.compute.served_tables import not_servable
 from elasticcb.errors import describe
+from elasticcb.keras_private import embeddings_of
 from elasticcb.layers.table_layers import TableLayer, is_own, table_layers
 from elasticcb.rpc.tensors import dtype_of
 from elasticcb.sharding.table_spec import TableSpec
@@ -30,6 +31,7 @@ def movable(
     batch: Any,
     allowed: Allowed,
     problems_of: FindProblems,
+    validation: Callable[[], tuple[Step, Any]] | None = None,
 ) -> dict[int, TableSpec]:
     """The tables of a model: all `elasticcb.layers.Embedding`, and each `keras.layers.Embedding` that is allowed and
     gives the same results with its rows on servers.
@@ -40,6 +42,7 @@ def movable(
         batch: `(features, labels[, sample_weight])`.
         allowed: whether a keras.layers.Embedding may become a table.
         problems_of: determines how a step uses the variables of layers.
+        validation: the evaluation step, and a batch for it, in a job that also validates.
 
     Raises:
         NotServableError: an `elasticcb.layers.Embedding` is used in a way that needs all its rows, or its ids can't be
@@ -52,7 +55,7 @@ def movable(
     if not layers:
         return {}
     try:
-        problems = _problems(model, step, batch, layers, problems_of)
+        problems = _problems(step, batch, layers, problems_of, validation)
     except Exception as error:  # errors of the step itself are reported where it runs
         why = f"the step can't be traced, which is needed to determine the ids beforehand: {describe(error)}"
         problems = dict.fromkeys(layers, why)
@@ -70,12 +73,12 @@ def movable(
 
 
 def _bytes(layer: TableLayer) -> int:
-    variable = layer._embeddings
+    variable = embeddings_of(layer)
     return int(np.prod(variable.shape)) * dtype_of(variable.dtype).itemsize
 
 
 def _is_plain(layer: Any) -> bool:
-    variable = layer._embeddings
+    variable = embeddings_of(layer)
     return (
         layer.trainable
         and variable.trainable
@@ -88,14 +91,15 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _problems(
-    model: keras.Model, step: Step, batch: Any, layers: Mapping[int, TableLayer], problems_of: FindProblems
+    step: Step,
+    batch: Any,
+    layers: Mapping[int, TableLayer],
+    problems_of: FindProblems,
+    validation: Callable[[], tuple[Step, Any]] | None,
 ) -> dict[int, str]:
-    features = (batch[0],) if isinstance(batch, tuple) else (batch,)
     problems = problems_of(step, batch, layers)
-    # Evaluation may use a variable differently than training: a ranking model multiplies with the whole table.
-    for other, given in ((model.test_step, batch), (model.predict_step, features)):
-        try:
-            problems = {**problems_of(other, given, layers), **problems}
-        except Exception as error:
-            logger.debug("%s can't be traced: %s", other, describe(error))
+    if validation is not None:
+        # Evaluation may use a variable differently than training: a ranking model multiplies with the whole table.
+        other, given = validation()
+        problems = {**problems_of(other, given, layers), **problems}
     return problems

@@ -10,6 +10,8 @@ from typing import Any
 
 import keras
 
+from elasticcb.keras_private import layers_of
+
 
 class MovingAverages:
     """The moving averages of a model's BatchNormalization layers.
@@ -22,7 +24,7 @@ class MovingAverages:
         self._momentum: dict[int, float] = {}  # by index in `model.weights`
         self._calls: Counter[int] = Counter()
         self._thread: int | None = None  # the counting thread; another thread may trace the step to find its lookups
-        for layer in model._flatten_layers(include_self=True, recursive=True):
+        for layer in layers_of(model):
             if isinstance(layer, keras.layers.BatchNormalization) and layer.built:
                 for variable in (layer.moving_mean, layer.moving_variance):
                     if id(variable) in indices:

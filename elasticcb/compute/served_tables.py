@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import embeddings_of
 from elasticcb.layers.install import empty, make_native
 from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, stop_answering, table_layers
 from elasticcb.process.wording import how_many
@@ -36,7 +37,7 @@ class ServedTables(ABC):
         self._answering = threading.local()
         # The model is traced, or run, by one thread at a time.
         self.tracing = threading.RLock()
-        self._sizes = {index: tuple(layer._embeddings.shape) for index, layer in layers.items()}
+        self._sizes = {index: tuple(embeddings_of(layer).shape) for index, layer in layers.items()}
         for index, layer in layers.items():
             empty(layer)
             answer(layer, self._answer(index, layer))
@@ -76,8 +77,8 @@ class ServedTables(ABC):
             below = "" if layer.input_dim is None else f", below its input_dim={layer.input_dim}"
             raise ModelFileError(
                 f"The embedding layer {layer.name!r} was called with the id {outside[0]}. Expected ids from 0"
-                f"{below}. Check `feed`, use a larger input_dim, or put keras.layers.Hashing or IntegerLookup in front "
-                "of the layer."
+                f"{below}. Check the data, use a larger input_dim, or put keras.layers.Hashing or IntegerLookup in "
+                "front of the layer."
             )
 
     @contextlib.contextmanager
@@ -155,6 +156,6 @@ def _layers_of(model: keras.Model, tables: Iterable[int]) -> dict[int, TableLaye
     if unknown:
         raise ModelFileError(
             f"{', '.join(map(repr, unknown))} should be embedding tables, but are not variables of embedding layers in "
-            "this process's model. custom_model() must return the same model in every process."
+            "this process's model. The model must be the same in every process."
         )
     return {index: layers[index][0] for index in tables}

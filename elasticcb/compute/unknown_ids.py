@@ -28,5 +28,5 @@ def by_changed(what: str) -> str:
     """For a variable that the step itself changes, as the state of random numbers."""
     return (
         f"its ids depend on {what}, which the step changes. Compute ids only from the features; draw random ids in "
-        "`feed`."
+        "the input pipeline."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -29,6 +29,8 @@ class BatchSource(ABC):
       repeatable: whether a number means the same batch in the next run of the same program.
       num_records: number of records in a pass over the data, if known.
       given: what the user gave, if it travels with the source.
+      fixed: for each tensor of a batch, in the order of `tf.nest.flatten`, whether all batches have the same number of
+        rows, and Keras knows it before it reads them; empty: it knows none.
       keeps_order: whether the n-th batch of a range has its n-th number, that is, no number is skipped.
     """
 
@@ -38,6 +40,7 @@ class BatchSource(ABC):
     num_records: int | None = None
     keeps_order = True
     given: Any = None
+    fixed: Sequence[bool] = ()
 
     @abstractmethod
     def batches(self, epoch: int, start: int, end: int) -> Iterator[Any]:

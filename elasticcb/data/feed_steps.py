@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from elasticcb.data.stacking import flatten
 from elasticcb.errors import DataError, ModelFileError
 
 # What a `feed` must not do, by TensorFlow's name of the dataset. Each task creates a new iterator.
@@ -60,6 +61,12 @@ def keeps_order(raw: Any, fed: Any) -> bool:
     return all("FlatMap" not in kind and any(name in kind for name in _ONE_TO_ONE) for kind in kinds)
 
 
+def batched(raw: Any, fed: Any, size: int) -> Any:
+    """Batches of the examples of `fed`. If the reader has lists of varying length, so have the batches."""
+    is_ragged = any(hasattr(spec, "ragged_rank") for spec in flatten(raw.element_spec, raw.element_spec))
+    return fed.ragged_batch(size) if is_ragged else fed.batch(size)
+
+
 def batch_error(error: Any, name: str, start: int, end: int, has_header: bool = False) -> DataError:
     """The error for records [start, end) of a source that can't be converted to batches.
 
@@ -77,7 +84,7 @@ def batch_error(error: Any, name: str, start: int, end: int, has_header: bool = 
             "`dataset.ragged_batch(1).unbatch()` to get ragged batches."
         )
     if start == 0 and not has_header and "Field" in message and "is not a valid" in message:
-        message += " If the first line is a header, add --data_reader_params='header=true'."
+        message += " If the first line is a header, set the reader parameter `header`: header=true."
     return DataError(f"Records [{start}, {end}) of {name} can't be converted to batches by `feed`: {message}")
 
 

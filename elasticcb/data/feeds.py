@@ -43,8 +43,7 @@ def named_feed(names: Sequence[str], label: str) -> Feed:
         if known_label not in names or not features:
             given = f"The label should be {label!r}, but the" if label else "No label is specified, and the"
             raise DataError(
-                f"{given} data contains {', '.join(names)}. Set the reader parameter `label`, or write a `feed` in "
-                "the model file."
+                f"{given} data contains {', '.join(names)}. Set the reader parameter `label`, or write a `feed`."
             )
         return dataset.map(example_of)
 

@@ -22,7 +22,7 @@ from elasticcb.storage import durable
 logger = logging.getLogger(__name__)
 
 _PARAMETERS = "parameters.json"  # digest of the reader's parameters, and names of the files in the order of the members
-_FORMAT = 1  # version of the cache's format; indexes of other releases are not found
+_FORMAT = 2  # version of the cache's format; indexes of other releases are not found
 _NAME = re.compile(r"[0-9a-f]{64}\.zip")  # names of files in the cache
 _LEAST_BYTES = 64 << 20  # bytes of data; scanning less is as fast as reading an index
 _CACHE_BYTES = 2 << 30  # maximum size of the cache

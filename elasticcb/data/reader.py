@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     Feed = Callable[[tf.data.Dataset, str, "Metadata"], tf.data.Dataset]
 
-    Columns = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]  # by name, of one record
+    # By name, of one record. The first dimensions may be None: their length varies.
+    Columns = Mapping[str, tuple[np.dtype[Any], tuple[int | None, ...]]]
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,16 @@ class Reader(ABC):
         return None
 
 
-def specs_of_columns(columns: Columns) -> dict[str, tf.TensorSpec]:
+def specs_of_columns(columns: Columns) -> dict[str, tf.TypeSpec]:
     """The `element_spec` of records of these columns; NumPy's strings and objects are strings."""
     import tensorflow as tf
 
-    return {
-        name: tf.TensorSpec(shape, tf.string if dtype.kind in "OSU" else dtype.newbyteorder("="))
-        for name, (dtype, shape) in columns.items()
-    }
+    def spec(dtype: Any, shape: tuple[int | None, ...]) -> tf.TypeSpec:
+        kind = tf.as_dtype(tf.string if dtype.kind in "OSU" else dtype.newbyteorder("="))
+        ragged = shape.count(None)
+        return tf.RaggedTensorSpec(shape, kind, ragged - 1, tf.int64) if ragged else tf.TensorSpec(shape, kind)
+
+    return {name: spec(*column) for name, column in columns.items()}
 
 
 def checked_sources(reader: Reader) -> list[Source]:

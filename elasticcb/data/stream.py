@@ -6,11 +6,12 @@ import itertools
 import threading
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from elasticcb.data.ragged_rows import RaggedRows
 from elasticcb.data.reader import Reader
 from elasticcb.data.stacking import CHUNK_RECORDS, flatten, pack
 from elasticcb.errors import DataError, ElasticCBError
@@ -55,19 +56,21 @@ class RecordStream:
     def _dataset(self) -> tf.data.Dataset:
         import tensorflow as tf
 
-        types = [tf.int64, *(leaf.dtype for leaf in self._leaves)]
+        components = [_components(leaf) for leaf in self._leaves]
+        types = [tf.int64, *(part.dtype for parts in components for part in parts)]
 
         @not_converted
         def step(number: Any, _: Any) -> Any:
             number, *leaves = tf.numpy_function(self._next_chunk, [number], types, stateful=True)
-            leaves = [
-                tf.ensure_shape(value, _chunk_shape(leaf)) for value, leaf in zip(leaves, self._leaves, strict=True)
-            ]
-            return tf.ensure_shape(number, ()), pack(self._spec, iter(leaves))
+            given = iter(leaves)
+            found = [[tf.ensure_shape(next(given), part.shape) for part in parts] for parts in components]
+            packed = [values[0] if len(values) == 1 else _ragged(*values) for values in found]
+            return tf.ensure_shape(number, ()), pack(self._spec, iter(packed))
 
         @not_converted
         def is_not_the_end(*chunk: Any) -> Any:
-            return tf.shape(tf.nest.flatten(chunk)[0])[0] > 0
+            first = tf.nest.flatten(chunk)[0]
+            return (first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0]) > 0
 
         # The state of `scan` belongs to one iterator: the number of our generator. This does what `from_generator`
         # does, without its `flat_map`, which takes 10 ms for each new iterator. Chunks, not records, cross from Python
@@ -94,10 +97,10 @@ class RecordStream:
                     f"An iterator over records was closed because {_OPEN_ITERATORS} newer ones are open. Create a new "
                     "iterator."
                 )
-            return [number, *flatten(self._spec, next(chunks))]
+            return [number, *_flat(flatten(self._spec, next(chunks)))]
         except StopIteration:
             self._open.pop(int(number), None)
-            return [number, *(_empty(leaf) for leaf in self._leaves)]
+            return [number, *_flat(map(_empty, self._leaves))]
         except ElasticCBError as error:
             # Prefetching may read again after an error; this must neither look like the end nor hide the error.
             if not isinstance(chunks, _Failed):
@@ -157,11 +160,29 @@ def not_converted(function: Callable[..., Any]) -> Callable[..., Any]:
     return marked
 
 
-def _chunk_shape(leaf: Any) -> Any:
-    return None if leaf.shape.rank is None else [None, *leaf.shape]
+def _components(leaf: Any) -> list[Any]:
+    """The specs of the tensors that make up chunks of a leaf: one, or `RaggedRows.components`."""
+    import tensorflow as tf
+
+    if isinstance(leaf, tf.RaggedTensorSpec):
+        values = tf.TensorSpec([None, *leaf.shape[leaf.ragged_rank + 1 :]], leaf.dtype)
+        return [values, *[tf.TensorSpec([None], tf.int64)] * (leaf.ragged_rank + 1)]
+    return [tf.TensorSpec(None if leaf.shape.rank is None else [None, *leaf.shape], leaf.dtype)]
+
+
+def _ragged(values: Any, *splits: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.RaggedTensor.from_nested_row_splits(values, splits, validate=False)
+
+
+def _flat(leaves: Iterable[Any]) -> list[Any]:
+    return [part for leaf in leaves for part in (leaf.components if isinstance(leaf, RaggedRows) else [leaf])]
 
 
 def _empty(leaf: Any) -> Any:
+    if hasattr(leaf, "ragged_rank"):
+        return RaggedRows.empty(leaf)
     rest = () if leaf.shape.rank is None else tuple(size or 0 for size in leaf.shape)
     return np.empty((0, *rest), leaf.dtype.as_numpy_dtype)
 

@@ -33,7 +33,8 @@ class TextReader(FileReader):
       encoding: encoding of the files; other encodings than UTF-8 are converted to a temporary file.
       columns: names of all columns, in order; override the header's.
       skip_blank_lines: skip empty lines. Empty lines at the end of a file are always skipped.
-      quote: the character around fields that contain delimiters or line breaks; "": none.
+      quote: the character around fields that contain delimiters or line breaks; "": none. None: a double quote; then
+          fields between tabs must not contain line breaks.
       column_dtypes: NumPy dtype names by column name or number. Each record that is read is checked against them; empty
         fields are valid.
     """
@@ -47,10 +48,12 @@ class TextReader(FileReader):
         encoding: str = "utf-8",
         columns: Sequence[str] = (),
         skip_blank_lines: bool = True,
-        quote: str = '"',
+        quote: str | None = None,
         column_dtypes: Mapping[str | int, str] | None = None,
     ) -> None:
         super().__init__(files)
+        spans_lines = quote is not None or delimiter != "\t"
+        quote = '"' if quote is None else quote
         for name, value in (("delimiter", delimiter), ("quote", quote)):
             if not isinstance(value, str) or len(value.encode()) > 1 or value in ("\n", "\r"):
                 raise UsageError(
@@ -68,7 +71,7 @@ class TextReader(FileReader):
             self._encoding = codecs.lookup(encoding).name
         except LookupError:
             raise UsageError(f"The reader parameter encoding is {encoding!r}, which is unknown to Python.") from None
-        self._dialect = Dialect(delimiter.encode(), quote.encode() if delimiter else b"", skip_blank_lines)
+        self._dialect = Dialect(delimiter.encode(), quote.encode() if delimiter else b"", skip_blank_lines, spans_lines)
         self._has_header = header
         self._columns = tuple(columns)
         self._dtypes = dict(column_dtypes or {})

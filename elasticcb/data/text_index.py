@@ -25,6 +25,7 @@ class Dialect:
     delimiter: bytes
     quote: bytes
     skip_blank_lines: bool
+    spans_lines: bool = True  # whether a quoted field may contain line breaks
     line_end: bytes = b"\n"  # the last byte of a line; b"\r" in files of old Macs
 
 
@@ -114,6 +115,7 @@ class _Scan:
         self.record_start = 0
         self.open_delimiters = 0  # in the unfinished record of the last block
         self.inside_quotes = False
+        self.closes_quotes = False  # the last byte ends a quoted field, unless the next one is a quote
         self.line_end = _NEWLINE
         self.last_byte = _NEWLINE  # a file starts as if after a line break
 
@@ -145,7 +147,7 @@ class _Scan:
         if not returns.any():
             return
         newlines = data == _NEWLINE
-        if self.dialect.quote:
+        if self.dialect.quote and self.dialect.spans_lines:
             outside = ~odd_so_far(data == self.dialect.quote[0])
             returns, newlines = returns & outside, newlines & outside
         if returns[:-1].any() and not newlines.any():
@@ -167,7 +169,7 @@ class _Scan:
         newlines = data == self.line_end
         delimiters = data == self.dialect.delimiter[0] if self.dialect.delimiter else None
         line_feeds = data == _NEWLINE
-        if self.dialect.quote and (self.inside_quotes or self.dialect.quote in block):
+        if self.dialect.quote and (self.inside_quotes or self.closes_quotes or self.dialect.quote in block):
             outside = self._outside_quotes(position, data)
             newlines &= outside
             line_feeds &= outside
@@ -207,22 +209,47 @@ class _Scan:
         inside = odd_so_far(quotes)
         if self.inside_quotes:
             inside = ~inside
-        # A valid quote opens a field or is the second of a doubled one. Any other quote would make everything after it
-        # look quoted.
-        wrong = quotes & inside
-        wrong[1:] &= ~(quotes | (data == self.dialect.delimiter[0]) | (data == self.line_end))[:-1]
-        wrong[0] &= self.last_byte not in (self.dialect.quote[0], self.dialect.delimiter[0], self.line_end)
-        first = int(np.argmax(wrong))
-        if wrong[first]:
-            place = position + first
-            line = line_of(self.content, place, bytes([self.line_end]))
-            raise DataError(
-                f"{self.content.name}, line {line}, has a quote inside a field that does not start with one. Double "
-                "it and enclose the field in quotes; or, if quotes are ordinary characters in this file, set the "
-                "reader parameter `quote=''`."
+        # A valid quote opens a field, closes it, or is one of two doubled ones. Any other quote would make everything
+        # after it look quoted.
+        places = np.flatnonzero(quotes)
+        opens = inside[places]
+        around = np.zeros(256, bool)  # the bytes that may be before an opening quote
+        around[[self.dialect.quote[0], self.dialect.delimiter[0], self.line_end]] = True
+        before = data[places - 1]
+        if len(places) and places[0] == 0:
+            before[0] = self.last_byte
+        self._refuse(
+            position,
+            places[opens & ~around[before]],
+            "has a quote inside a field that does not start with one. Double it and enclose the field in quotes",
+        )
+        around[_RETURN] = True  # and after a closing one
+        after = places[~opens] + 1
+        self.closes_quotes, closed = bool(quotes[-1] and not inside[-1]), self.closes_quotes
+        after = np.concatenate([[0] if closed else [], after[: len(after) - self.closes_quotes]]).astype(np.int64)
+        self._refuse(
+            position,
+            after[~around[data[after]]],
+            "continues a field after its closing quote. Double quotes inside it, and enclose the whole field in quotes",
+        )
+        if not self.dialect.spans_lines:
+            self._refuse(
+                position,
+                np.flatnonzero(inside & (data == self.line_end)),
+                "ends inside a quoted field. If quoted fields may contain line breaks, set the reader parameter "
+                f"`quote='{self.dialect.quote.decode()}'`",
             )
         self.inside_quotes = bool(inside[-1])
         return ~inside
+
+    def _refuse(self, position: int, wrong: Any, problem: str) -> None:
+        """Raises `DataError` for the first of some places of a block that are wrong."""
+        if len(wrong):
+            line = line_of(self.content, position + int(wrong[0]), bytes([self.line_end]))
+            raise DataError(
+                f"{self.content.name}, line {line}, {problem}; or, if quotes are ordinary characters in this file, set "
+                "the reader parameter `quote=''`."
+            )
 
     def _records(self, starts: Any, blank: Any, fields: Any) -> None:
         if self.dialect.delimiter:

@@ -286,7 +286,7 @@ class Embedding(keras.layers.Layer):
             raise ModelFileError(
                 f"The embedding layer {self.name!r} holds rows of ids up to {held[-1]}, but was called with ids of "
                 f"dtype {keras.backend.standardize_dtype(ids.dtype)}, which can't represent them outside of a job. "
-                "Hash ids to a smaller range in `feed`, or use the model with KERAS_BACKEND=tensorflow."
+                "Hash ids to a smaller range in the data, or use the model with KERAS_BACKEND=tensorflow."
             )
         if not len(held):
             return keras.ops.zeros((*ids.shape, self.output_dim), dtype=self.variable_dtype)

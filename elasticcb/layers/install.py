@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import embeddings_of
 from elasticcb.layers.ids import HeldIds
 from elasticcb.layers.table_layers import TableLayer, is_own, table_layers
 from elasticcb.rpc.tensors import Array
@@ -19,7 +20,7 @@ def empty(layer: TableLayer) -> None:
     if is_own(layer):
         layer.set_rows([])
     else:
-        make_free_rows(layer._embeddings)
+        make_free_rows(embeddings_of(layer))
 
 
 def make_native(layer: TableLayer, shape: tuple[int, ...]) -> None:
@@ -31,7 +32,7 @@ def make_native(layer: TableLayer, shape: tuple[int, ...]) -> None:
     if is_own(layer):
         layer.set_rows([])
     else:
-        make_whole(layer._embeddings, untouched_zeros(shape, layer._embeddings.dtype))
+        make_whole(embeddings_of(layer), untouched_zeros(shape, embeddings_of(layer).dtype))
 
 
 def install(model: keras.Model, index: int, ids: Array, rows: Array, used: Array | None = None) -> None:
@@ -57,7 +58,7 @@ def install(model: keras.Model, index: int, ids: Array, rows: Array, used: Array
         layer.hold(ids, rows)
         layer.used = used
         return
-    variable = layer._embeddings
+    variable = embeddings_of(layer)
     shape = tuple(variable.shape)
     if len(ids) != shape[0] or not np.array_equal(ids, np.arange(len(ids))):
         whole = untouched_zeros(shape, variable.dtype)
@@ -69,7 +70,7 @@ def install(model: keras.Model, index: int, ids: Array, rows: Array, used: Array
 def rows_in(model: keras.Model) -> list[Any]:
     """The variables and arrays of a model's `elasticcb.layers.Embedding` that have one row for each id."""
     own = [layer for layers in table_layers(model).values() for layer in layers if is_own(layer)]
-    found = [each for layer in own for each in (layer._embeddings, layer._ids, layer.used)]
+    found = [each for layer in own for each in (embeddings_of(layer), layer._ids, layer.used)]
     return [each.numpy() if isinstance(each, HeldIds) else each for each in found if each is not None]
 
 

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import layers_of
 from elasticcb.layers.embedding import Embedding
 from elasticcb.tf.row_variables import OF_TENSORFLOW
 
@@ -43,7 +44,7 @@ def table_layers(model: keras.Model) -> dict[int, list[TableLayer]]:
     """
     indices = {id(variable): index for index, variable in enumerate(model.weights)}
     found: dict[int, list[TableLayer]] = {}
-    for layer in model._flatten_layers(include_self=True, recursive=True):
+    for layer in layers_of(model):
         index = indices.get(id(getattr(layer, "_embeddings", None)))
         if index is not None and (is_own(layer) or _looks_up_as_keras(layer)):
             found.setdefault(index, []).append(layer)
@@ -81,6 +82,19 @@ def answered(layers: Mapping[int, TableLayer], lookup: Callable[[int, Any], Any]
     finally:
         for layer in layers.values():
             stop_answering(layer)
+
+
+@contextlib.contextmanager
+def without_rows(model: keras.Model) -> Iterator[None]:
+    """Context in which all rows of `elasticcb.layers` are zeros: for steps of which only shapes matter. Unlike the
+    layer itself, it accepts ids that the backend's integers can't represent."""
+    layers = [layer for layer in model._flatten_layers(include_self=True, recursive=True) if is_own(layer)]
+
+    def zeros(index: int, ids: Any) -> Any:
+        return keras.ops.zeros((*ids.shape, layers[index].output_dim), dtype=layers[index].variable_dtype)
+
+    with answered(dict(enumerate(layers)), zeros):
+        yield
 
 
 def _keras_call(layer: Any, lookup: Lookup) -> Callable[[Any], Any]:

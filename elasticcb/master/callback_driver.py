@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from elasticcb.keras_private import updates_of
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.optimizers.state import OptimizerState, read_optimizers, write_optimizers
-from elasticcb.optimizers.traits import not_cached, unwrapped
+from elasticcb.optimizers.traits import model_optimizers, not_cached, unwrapped
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import Blocks
+from elasticcb.sharding.partition import VariableSpec
 
 if TYPE_CHECKING:
     from elasticcb.master.keras_host import ModelHost
@@ -174,16 +176,15 @@ class MasterHooks:
         """Makes the optimizer count the steps up to a version: what loggers call the step, and a schedule's rate."""
         if self._host.trains and self._host.optimizer is not None:
             steps = max(0, version + self._iterations_ahead)
-            unwrapped(self._host.optimizer)._iterations.assign(not_cached(steps))
+            updates_of(unwrapped(self._host.optimizer)).assign(not_cached(steps))
 
-    def _optimizers(self) -> tuple[list[Any], list[Any], list[int]]:
-        """The model's optimizers, its variables, and which optimizer updates each variable."""
-        owners = [spec.optimizer for spec in self._host.variables]
-        return self._host.optimizers, self._host.model.weights, owners
+    def _optimizers(self) -> tuple[list[Any], list[Any], list[VariableSpec]]:
+        """The model's optimizers, its variables, and their specs."""
+        return model_optimizers(self._host.model), self._host.model.weights, self._host.variables
 
     def _note_iterations(self, version: int) -> None:
         if self._host.optimizer is not None:
-            self._iterations_ahead = int(unwrapped(self._host.optimizer)._iterations.numpy()) - version
+            self._iterations_ahead = int(updates_of(unwrapped(self._host.optimizer)).numpy()) - version
 
     def _changed_weights(self) -> tuple[list[Array] | None, dict[int, Array]]:
         """The model's weights if a hook changed them, and the ids of embedding tables."""

@@ -21,6 +21,7 @@ class ServedCluster:
     split: bool
     batch_events: bool = False  # whether to report each batch
     predictions: bool = False  # whether to report predictions
+    replayed_metrics: Sequence[str] = ()  # as `ModelMetrics.replayed`
     buckets: BucketMap | None = None  # maps embedding rows to servers; None: the even map
 
     @property

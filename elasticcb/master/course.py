@@ -29,7 +29,7 @@ from elasticcb.master.order import Order, TrainedModel
 from elasticcb.master.snapshot import EpochEnd, format_metric
 from elasticcb.master.task import TaskType
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.optimizers.traits import clips_on_server, may_serve_rows, model_optimizers
+from elasticcb.optimizers.traits import clips_on_server, may_serve_rows
 from elasticcb.settings import Command, Mode
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Course:
         """Why the job can't have `servers` parameter servers; "": it can."""
         if self.queue.training_done:
             return "Training has ended, so the number of parameter servers can't change any more."
-        optimizers = model_optimizers(self._host.model)
+        optimizers = self._host.optimizers
         tables = any(spec.table for spec in self._host.variables)
         clips = any(clips_on_server(each) or (tables and not may_serve_rows(each, servers)) for each in optimizers)
         if servers > 1 and clips:

@@ -62,7 +62,10 @@ class EpochHooks:
             with self._desk.state() as state:
                 state.note(learning_rate_at_end=self._hooks.base_learning_rate)
             self._desk.sync_journal()
-        self._hooks.call("on_epoch_end", epoch, dict(logs))  # later callbacks, and `History`, see what earlier ones add
+        given = dict(logs)  # later callbacks, and `History`, see what earlier ones add
+        self._hooks.call("on_epoch_end", epoch, given)
+        validated = {name: value for name, value in given.items() if name.startswith("val_")}
+        logs = self.last_logs = dict(sorted({**logs, **validated}.items()))  # by a model's own `evaluate`
         # Before `on_epoch_begin`, which runs again when the job is resumed.
         callbacks = self._callback_states()
         self.entry = {"epoch_begun": False}

@@ -243,7 +243,7 @@ class Collection:
         if self._tasks and (known != {*states} or (paths and paths != others)):
             raise WireError(
                 f"Evaluation task {task_id} returned states of {sorted(states)} and outputs at {sorted(paths)}; the "
-                f"other tasks of its pass returned {sorted(known)} and {sorted(others)}. The model file must create "
+                f"other tasks of its pass returned {sorted(known)} and {sorted(others)}. The model must have "
                 "the same metrics in every process."
             )
         for name, arrays in states.items():

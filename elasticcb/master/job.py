@@ -160,10 +160,9 @@ class Job:
         hints = ""
         newest = "" if self._course is None else self._course.checkpoints.place
         if newest:
-            hints += (
-                f"\nThe newest checkpoint is {newest}. To start a job from it: "
-                f"--checkpoint_dir_for_init={order.settings.checkpoint.directory}"
-            )
+            hints += f"\nThe newest checkpoint is {newest}."
+            if order.make_program is None:
+                hints += f" To start a job from it: --checkpoint_dir_for_init={order.settings.checkpoint.directory}"
         if self._is_resumable:
             hints += f"\nTo resume the job: {order.how_to_go_on}"
         kind = type(error) if isinstance(error, JobFailedError) else ClusterLostError

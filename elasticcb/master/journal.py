@@ -206,7 +206,7 @@ class Journal:
         return JobFailedError(
             f"The journal {self._path} is damaged from byte {good:,} on: a checksum does not match. Nothing was "
             "changed, and the other files of the job are intact. Restore the journal from a backup and resume the "
-            "job; or start a new job in another folder from the newest checkpoint (--checkpoint_dir_for_init)."
+            "job; or start a new job in another folder from the newest checkpoint."
             f"{cut}"
         )
 

@@ -16,8 +16,10 @@ from elasticcb.callbacks.serving_signature import serving_inputs
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import find_latest
 from elasticcb.compute.registry import backend
+from elasticcb.compute.rehearsal import rehearse
 from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
 from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError
+from elasticcb.keras_private import WARNS_OF_EMPTY_EPOCHS
 from elasticcb.layers.install import held_ids, held_used, install
 from elasticcb.master.evaluation import Merged
 from elasticcb.master.prediction_output import PredictionOutput
@@ -47,6 +49,7 @@ from elasticcb.optimizers.traits import (
     steps_made,
     unwrapped,
 )
+from elasticcb.optimizers.variables import StepVariables
 from elasticcb.predictions.columns import columns_of, names_of_outputs
 from elasticcb.predictions.files import check
 from elasticcb.rpc.tensors import Array
@@ -60,13 +63,14 @@ class ModelHost:
     Args:
         settings: settings of the job.
         spec: provides model, data and callbacks instead of the model file.
+        rehearses: whether workers are to compare their results for the first batch with those here.
 
     Raises:
         ModelFileError: the model file is unusable.
         DataError: the data can't be read.
     """
 
-    def __init__(self, settings: JobSettings, spec: Any = None) -> None:
+    def __init__(self, settings: JobSettings, spec: Any = None, rehearses: bool = False) -> None:
         self.spec = ModelSpec(settings.model) if spec is None else spec
         self.trains = settings.command is Command.TRAIN
         outer = settings.training.outer_optimizer
@@ -88,13 +92,19 @@ class ModelHost:
             self._counts = SourceCounts(settings, pipelines)
             on_error.callback(self._counts.stop)  # the user may have interrupted the job
             self._is_local = settings.training.is_local
-            batch, updated = self._build(pipeline, mode)
+            batch, step = self._build(pipelines, mode)
             self.sources: dict[str, Sources] = self._counts.result()
+            # With metrics as the first batch has built them.
             self.metrics.reset()
+            data = backend().data(self.model, batch)
+            self.rehearsal = rehearse(self.model, batch, data) if rehearses else None
+            self.metrics.reset()
+            if mode is Mode.TRAINING:
+                self.metrics.replayed = self.metrics.units_to_replay(batch)
             element = pipeline.element_spec
             self._features_spec = element[0] if mode is not Mode.PREDICTION and isinstance(element, tuple) else element
-            self.tables = self._find_tables(settings, batch, mode, updated)
-            self.variables = variable_specs(self.model, updated, self.tables)
+            self.tables = self._find_tables(settings, batch, pipelines, step)
+            self.variables = variable_specs(self.model, step, self.tables)
             self.callbacks = Dispatcher(
                 job_callbacks(self.spec, settings),
                 Place.MASTER,
@@ -110,11 +120,15 @@ class ModelHost:
                 self._check_predictions(settings, pipeline)
             on_error.pop_all()
 
-    def _build(self, pipeline: Pipeline, mode: Mode) -> tuple[Any, Mapping[int, int] | None]:
-        """Builds the model with its first batch; returns the batch, and which optimizer updates which variable."""
+    def _build(self, pipelines: Mapping[str, Pipeline], mode: Mode) -> tuple[Any, StepVariables | None]:
+        """Builds the model with its first batch; returns the batch, and what its step gives to optimizers."""
         try:
-            batch = pipeline.first_batch()
-            return batch, backend().build(self.spec, self.model, batch, mode, self._is_local)
+            batch = pipelines[mode].first_batch()
+            step = backend().build(self.spec, self.model, batch, mode, self._is_local)
+            if mode is Mode.TRAINING and Mode.EVALUATION in pipelines and self.metrics.own_steps:
+                validation = pipelines[Mode.EVALUATION].first_batch()
+                backend().build(self.spec, self.model, validation, Mode.EVALUATION)
+            return batch, step
         except ElasticCBError:
             self._counts.result()  # damaged data explains the error better
             raise
@@ -151,7 +165,7 @@ class ModelHost:
         )
 
     def _find_tables(
-        self, settings: JobSettings, batch: Any, mode: Mode, updated: Mapping[int, int] | None
+        self, settings: JobSettings, batch: Any, pipelines: Mapping[str, Pipeline], step: StepVariables | None
     ) -> dict[int, TableSpec]:
         """Which variables are embedding tables, by index: as in the checkpoint that the job starts from, else by
         size."""
@@ -166,12 +180,15 @@ class ModelHost:
             is_table = size >= settings.embedding.threshold_bytes if saved is None else index in saved
             if not is_table or not self.trains:
                 return is_table
-            optimizer = optimizers[(updated or {}).get(index, 0)]
+            optimizer = optimizers[0 if step is None else step.updated.get(index, 0)]
             if self._is_local and unwrapped(optimizer).global_clipnorm:  # over all gradients, which a worker clips
                 return False
-            return may_serve_rows(optimizer, num_ps) and (updated is None or index in updated)
+            return may_serve_rows(optimizer, num_ps) and (step is None or index in step.updated)
 
-        found = backend().find_tables(self.model, batch, mode, allowed, self._is_local)
+        mode = Mode.of(settings.command)
+        validates = mode is Mode.TRAINING and Mode.EVALUATION in pipelines
+        validation = pipelines[Mode.EVALUATION].first_batch if validates else None
+        found = backend().find_tables(self.model, batch, mode, allowed, self._is_local, validation)
         paths = {index: self.model.weights[index].path.rpartition("/")[0] for index in found}
         return with_settings(found, paths, settings)
 
@@ -226,13 +243,11 @@ class ModelHost:
         """State of the optimizers at the start; None if fresh."""
         if not self._continues:
             return None
-        owners = [spec.optimizer for spec in self.variables]
-        return read_optimizers(model_optimizers(self.model), self.model.weights, owners)
+        return read_optimizers(model_optimizers(self.model), self.model.weights, self.variables)
 
     def fresh_state(self) -> tuple[ModelState, set[Key]]:
         """Weights of an untrained model, and the slots and classes of its optimizers."""
-        owners = [spec.optimizer for spec in self.variables]
-        held = held_variables(model_optimizers(self.model), self.model.weights, owners)
+        held = held_variables(model_optimizers(self.model), self.model.weights, self.variables)
         weights, ids = self.weights()
         return ModelState(0, weights, OptimizerState(optimizers=held.optimizers), ids), set(held.slots)
 
@@ -244,8 +259,7 @@ class ModelHost:
         """Sets the model and its optimizers to the servers' state."""
         self.assign(state.weights, state.ids, state.used)
         if self.trains:
-            owners = [spec.optimizer for spec in self.variables]
-            write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, owners)
+            write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, self.variables)
         if state.ids:
             self.model.train_function = None  # functions traced by Keras have slots with fewer rows
 
@@ -260,7 +274,7 @@ class ModelHost:
     @property
     def may_split(self) -> bool:
         """Whether weights may be split between servers."""
-        return self.optimizer is not None and all(map(may_split, [*model_optimizers(self.model), *self._outer]))
+        return self.optimizer is not None and all(map(may_split, [*self.optimizers, *self._outer]))
 
     @property
     def learning_rate(self) -> keras.Variable | None:
@@ -269,8 +283,9 @@ class ModelHost:
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """All optimizers of the model; `VariableSpec.optimizer` is an index into them."""
-        return model_optimizers(self.model)
+        """The optimizers that train something. A part of the model that was trained before has its own."""
+        used = {spec.optimizer for spec in self.variables if spec.trainable}
+        return [each for index, each in enumerate(model_optimizers(self.model)) if index in used]
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer | None:
@@ -288,7 +303,8 @@ class ModelHost:
 
     def warn_of_missing_data(self) -> None:
         """Warns, like Keras, that training data ended too early."""
-        warn_of_missing_data()
+        if WARNS_OF_EMPTY_EPOCHS or not self.open_ended:
+            warn_of_missing_data()
 
     def training_logs(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """Training loss and metrics from the states of an epoch's tasks; 0 if there were no batches."""
@@ -298,4 +314,4 @@ class ModelHost:
             for name, values in states.items()
         }
         self.metrics.load(states)
-        return self.metrics.results(states or self.metrics.training_units(), "train")
+        return self.metrics.results(step="train")

@@ -36,7 +36,7 @@ from elasticcb.master.order import ModelOrigin, Order, Takeover, TrainedModel
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.optimizers.traits import kinds_with_momentum, model_optimizers
+from elasticcb.optimizers.traits import kinds_with_momentum
 from elasticcb.process.wording import how_many
 from elasticcb.settings import Command, Mode, Updates
 from elasticcb.settings.arguments import as_user_writes
@@ -318,6 +318,7 @@ def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epoch
             ps.servers.split,
             batch_events=course.follows_batches,
             predictions=host.collects_predictions,
+            replayed_metrics=sorted(host.metrics.replayed),
             buckets=ps.servers.buckets,
         )
         state.note(
@@ -333,7 +334,7 @@ def _tell_risk(order: Order, host: ModelHost) -> None:
     settings = order.settings
     if settings.command is Command.TRAIN and settings.training.updates is Updates.ASYNC and order.memory is None:
         workers = settings.cluster.autoscale.most or settings.cluster.num_workers
-        found = risk(workers, kinds_with_momentum(model_optimizers(host.model)))
+        found = risk(workers, kinds_with_momentum(host.optimizers))
         if found:
             order.desk.say(as_user_writes(found, settings))
 

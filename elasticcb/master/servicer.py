@@ -103,6 +103,7 @@ class MasterServicer:
             split=cluster.split,
             batch_events=cluster.batch_events,
             predictions=cluster.predictions,
+            replayed_metrics=cluster.replayed_metrics,
             buckets=b"" if cluster.buckets is None else cluster.buckets.to_bytes(),
             map_version=cluster.map_version,
         )
@@ -114,7 +115,9 @@ class MasterServicer:
             with self._desk.state() as state:
                 # The function to call; empty when the task was revoked meanwhile, because its result is not needed.
                 payload = state.calls.get(decision.lease.task.function, b"")
+                first = min((member.id for member in state.roster.up(Role.WORKER)), default=request.worker_id)
             answer.task.CopyFrom(_to_message(decision.lease, payload))
+            answer.task.first_worker = request.worker_id <= first
         return answer
 
     def ReportProgress(self, request: Any, context: Any) -> pb.ReportProgressResponse:

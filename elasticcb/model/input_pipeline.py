@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from elasticcb.data import Reader, RecordStream, checked_sources, open_reader
 from elasticcb.data.batches import BatchSource, NextBatch
-from elasticcb.data.feed_steps import batch_error, check_feed, keeps_order, told_of
+from elasticcb.data.feed_steps import batch_error, batched, check_feed, keeps_order, told_of
 from elasticcb.data.file_reader import FileReader
 from elasticcb.errors import DataError, ModelFileError
 from elasticcb.model.spec import Spec
@@ -30,6 +30,10 @@ class Pipeline(Protocol):
     ends_by_itself: bool  # whether it may yield fewer batches than the shard has
     open_ended: bool  # whether the number of units in an epoch is unknown
     repeatable: bool  # whether a shard has the same units in the next run of the program
+
+    @property
+    def fixed(self) -> Sequence[bool]:
+        """As in `BatchSource`."""
 
     @property
     def element_spec(self) -> Any:
@@ -86,6 +90,10 @@ class BatchPipeline:
         self.ends_by_itself = source.ends_early and mode is Mode.TRAINING
         self.open_ended = source.num_batches is None
         self.repeatable = source.repeatable
+
+    @property
+    def fixed(self) -> Sequence[bool]:
+        return self._source.fixed
 
     @property
     def element_spec(self) -> Any:
@@ -145,6 +153,7 @@ class FeedPipeline:
     ends_by_itself = False
     open_ended = False
     repeatable = True
+    fixed: Sequence[bool] = ()
 
     def __init__(
         self, settings: JobSettings, spec: Spec, mode: Mode, find_index: Callable[[str], bytes] | None = None
@@ -181,7 +190,7 @@ class FeedPipeline:
         self._has_header = bool(settings.data.reader_params.get("header"))
         self._predicts = mode is Mode.PREDICTION  # then `feed` returns only features
         self._minibatch_size = settings.training.minibatch_size
-        self.dataset = fed.batch(self._minibatch_size).prefetch(2)
+        self.dataset = batched(raw, fed, self._minibatch_size).prefetch(2)
 
     @property
     def element_spec(self) -> Any:

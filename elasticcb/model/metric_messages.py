@@ -10,8 +10,9 @@ import numpy as np
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import from_message, to_message
 
-States = dict[str, list[np.ndarray]]  # values of `metric.variables`, by metric
-
+# Values of `metric.variables`, by metric. Those of `OUTPUTS` are the packed inputs of all metrics, one array per batch.
+States = dict[str, list[np.ndarray]]
+OUTPUTS = "~outputs"
 
 Outputs = dict[str, np.ndarray]  # of one batch: arrays by their paths in a structure
 
@@ -27,6 +28,20 @@ def to_metric_states(states: States) -> list[pb.MetricState]:
 def from_metric_states(messages: Sequence[pb.MetricState]) -> States:
     """The states by unit, from `to_metric_states`."""
     return {message.name: [from_message(variable) for variable in message.variables] for message in messages}
+
+
+def with_outputs(states: States, outputs: Any) -> States:
+    """The states after a training step, and its `(labels, predictions[, weight])`; these may be empty."""
+    if not outputs:
+        return states
+    (message,) = to_outputs([flatten_outputs(outputs)])
+    return {**states, OUTPUTS: [np.frombuffer(message.SerializeToString(), np.uint8)]}
+
+
+def outputs_in(states: Mapping[str, Sequence[np.ndarray]]) -> list[Any]:
+    """What `with_outputs` has added, by batch."""
+    packed = [pb.BatchOutputs.FromString(np.asarray(array).tobytes()) for array in states.get(OUTPUTS, ())]
+    return [unflatten_outputs(outputs) for outputs in from_outputs(packed)]
 
 
 def to_outputs(batches: Sequence[Outputs]) -> list[pb.BatchOutputs]:

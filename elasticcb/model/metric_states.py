@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +12,35 @@ from elasticcb.errors import ModelFileError, user_traceback
 from elasticcb.model.eval_metrics import MeanOfFunction
 
 States = Sequence[Sequence[np.ndarray]]  # of tasks, or batches
+
+
+class LastValue(keras.metrics.Metric):
+    """The value of the last batch, and where its task begins in the data."""
+
+    def __init__(self, name: str, shape: tuple[int, ...] = ()) -> None:
+        super().__init__(name=name)
+        shape = shape if None not in shape else ()
+        self.value = self.add_variable(shape, "zeros", name="value")
+        self.start = self.add_variable((), "zeros", dtype="int64", name="start")
+
+    def update_state(self, value: Any) -> None:
+        value = keras.ops.cast(value, self.value.dtype)
+        # An array whose size changes from batch to batch has no place in a variable.
+        self.value.assign(value if tuple(value.shape) == tuple(self.value.shape) else keras.ops.mean(value))
+
+    def result(self) -> Any:
+        return self.value.value
+
+
+def last_of(tasks: States) -> list[np.ndarray]:
+    """The state of the last of several tasks, or batches in order."""
+    starts = [int(state[1]) for state in tasks]
+    return list(tasks[max(range(len(tasks)), key=lambda place: (starts[place], place))])
+
+
+def placed(state: Sequence[np.ndarray], start: int) -> list[np.ndarray]:
+    """The state of a `LastValue` over a task whose records begin at `start`."""
+    return [state[0], np.asarray(start, np.int64)]
 
 
 def adds_up(metric: keras.metrics.Metric) -> bool:
@@ -28,6 +57,71 @@ def adds_up(metric: keras.metrics.Metric) -> bool:
 def summed(tasks: States) -> list[np.ndarray]:
     """The sum of states."""
     return [np.sum(values, axis=0, dtype=_wide(values[0])) for values in zip(*tasks, strict=True)]
+
+
+def trial_predictions(labels: Any, shapes: Any) -> list[Any]:
+    """Two batches of made-up predictions of these shapes and dtypes; those of the second agree with the labels, where
+    it is clear how."""
+    generator = np.random.default_rng(0)
+
+    def random(like: Any) -> Any:
+        if "float" not in like.dtype:
+            return keras.ops.convert_to_tensor(generator.integers(0, 2, like.shape), like.dtype)
+        return keras.ops.convert_to_tensor(generator.uniform(0.05, 0.95, like.shape), like.dtype)
+
+    def right(like: Any, label: Any) -> Any:
+        label, values = keras.ops.convert_to_tensor(label), random(like)
+        if tuple(label.shape) == tuple(like.shape):
+            return keras.ops.cast(label, like.dtype)
+        flat = label[..., 0] if label.shape[-1:] == (1,) else label
+        return values * 0.05 + keras.ops.one_hot(keras.ops.cast(flat, "int32"), like.shape[-1], dtype=like.dtype)
+
+    first = keras.tree.map_structure(random, shapes)
+    try:
+        return [first, keras.tree.map_structure(right, shapes, labels)]
+    except Exception:  # labels of another structure, or other than classes
+        return [first, keras.tree.map_structure(random, shapes)]
+
+
+def summable_states(
+    metrics: Mapping[str, keras.metrics.Metric],
+    reset: Callable[[], None],
+    update: Callable[[Any], None],
+    batches: Sequence[Any],
+) -> set[str]:
+    """The metrics whose whole state is in variables, and whose states of batches add up to the state of all batches.
+
+    Args:
+        reset, update: of all metrics together.
+        batches: two batches, to try it.
+    """
+
+    def after(*given: Any) -> dict[str, list[np.ndarray]]:
+        reset()
+        for batch in given:
+            update(batch)
+        return {name: [np.array(each.numpy(), "float64") for each in unit.variables] for name, unit in metrics.items()}
+
+    none, *single = after(), *map(after, batches)
+    whole = after(*batches)
+    results = {name: unit.result() for name, unit in metrics.items()}
+    reset()
+    found = set()
+    for name, metric in metrics.items():
+        total = [one + other for one, other in zip(*(states[name] for states in single), strict=True)]
+        is_tried = bool(total) and all(np.any(value) for value in total)  # zeros show nothing
+        if is_tried and not any(map(np.any, none[name])) and _are_close(total, whole[name]):
+            assign(metric, total)
+            if _are_close(*(keras.tree.flatten(each) for each in (metric.result(), results[name]))):
+                found.add(name)
+    return found
+
+
+def _are_close(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    arrays = [
+        (keras.ops.convert_to_numpy(a), keras.ops.convert_to_numpy(b)) for a, b in zip(values, others, strict=True)
+    ]
+    return all(a.shape == b.shape and np.allclose(a, b, rtol=1e-4, equal_nan=True) for a, b in arrays)
 
 
 def merged(metric: keras.metrics.Metric, tasks: States) -> list[np.ndarray]:

@@ -18,12 +18,24 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.trainers.compile_utils import CompileMetrics
 
-from elasticcb.errors import ModelFileError
+from elasticcb.errors import ModelFileError, describe
+from elasticcb.keras_private import CompileMetrics
 from elasticcb.model.eval_metrics import metrics_by_output, part_of_output
-from elasticcb.model.metric_states import adds_up, assign, merged, summed
+from elasticcb.model.metric_messages import OUTPUTS, outputs_in
+from elasticcb.model.metric_states import (
+    LastValue,
+    adds_up,
+    assign,
+    last_of,
+    merged,
+    placed,
+    summable_states,
+    summed,
+    trial_predictions,
+)
 from elasticcb.optimizers.step_logs import flat_logs, is_overridden, recorded_results
+from elasticcb.settings import Mode
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +49,7 @@ class MetricTransport(Enum):
     SUM = "sum"  # its variables are summed: all metrics of Keras
     MERGE = "merge"  # it implements `merge_state(metrics)`
     OUTPUTS = "outputs"  # labels, predictions and weights are sent, and the master updates the metric
+    LAST = "last"  # the value of the last batch in the order of the data: a plain value in the logs of a step
 
 
 @dataclass(frozen=True)
@@ -53,20 +66,23 @@ class _Unit:
     output: str | None = None
     by_model: bool = False
     compiled: bool = False  # one of `compile(metrics=...)`
-    logged_by: str = ""  # "train" or "test": the mean of a value in the logs of the model's own step
+    logged_by: str = ""  # "train" or "test": a plain value in the logs of the model's own step
 
 
 class ModelMetrics:
     """The metrics of a model: its loss, its compiled metrics, and those of `eval_metrics_fn`.
 
     Extends `model.compute_metrics` to update and return the latter as well, so that Keras's own `train_step` and
-    `test_step` update them. The return value of a model's own `train_step` or `test_step` defines its logs: results of
-    metrics, and plain values. Plain values are averaged over all batches (`fit` shows the values of an epoch's last
-    batch, but with several workers there is no last batch).
+    `test_step` update them. As in Keras, the logs of an epoch or pass are the results of all metrics if a step returns
+    their names, else what the step returned for the last batch: results of metrics, and plain values.
 
     Args:
         model: a model; its metrics must be built (`Backend.build`) before states are read.
         eval_metrics: `{name: metric or function}` or `{output: {name: metric or function}}`.
+
+    Attributes:
+        own_steps: "train" or "test", for steps whose logs the model's own methods determine.
+        replayed: the units that the master updates with the outputs of each training batch, from `units_to_replay`.
 
     Raises:
         ModelFileError: `eval_metrics` contains something else.
@@ -81,17 +97,20 @@ class ModelMetrics:
                 f"object for each of {', '.join(key for key, _, _ in self._selected)}."
             )
         self._before = {name: vars(model)[name] for name in _REPLACED if name in vars(model)}
+        own_metrics = is_overridden(model, "compute_metrics")
         self._model_compute_metrics = model.compute_metrics
         model.compute_metrics = self._compute_metrics
         self._compiled_keys: tuple[str, ...] = ()  # names of the results of `compile(metrics=...)`
         self._warned: set[str] = set()
-        # By step and key of its logs: a unit, and the key in its result if that is a dict.
-        self._logs: dict[str, dict[str, tuple[str, str | None]]] = {}
-        self._logged: dict[str, dict[str, keras.metrics.Mean]] = {"train": {}, "test": {}}
+        # By step: the keys that it returns; and by key of its logs a unit, and the key in its result if that is a dict.
+        self._logs: dict[str, tuple[frozenset[str], dict[str, tuple[str, str | None]]]] = {}
+        self._predictions: Any = None  # shapes and dtypes, in a step
+        self.replayed: frozenset[str] = frozenset()
+        self._logged: dict[str, dict[str, LastValue]] = {"train": {}, "test": {}}
         self._carried: dict[str, list[Any]] | None = None
-        for step in self._logged:
-            if is_overridden(model, f"{step}_step"):
-                setattr(model, f"{step}_step", self._observed(step, _plain_function(getattr(model, f"{step}_step"))))
+        self.own_steps = frozenset(step for step in self._logged if own_metrics or is_overridden(model, f"{step}_step"))
+        for step in self.own_steps:
+            setattr(model, f"{step}_step", self._observed(step, _plain_function(getattr(model, f"{step}_step"))))
 
     def release(self) -> None:
         """Restores the model's own methods."""
@@ -126,7 +145,7 @@ class ModelMetrics:
             state."""
             with recorded_results([*self._model.metrics, *(metric for _, metric, _ in self._selected)]) as recorded:
                 result = function(*given)
-            self._note_logs(step, flat_logs(result if len(given) == 1 else result[0]), recorded)
+            self._note_logs(step, (result if len(given) == 1 else result[0]) or {}, recorded)
             return result
 
         return run
@@ -146,7 +165,7 @@ class ModelMetrics:
             self._carried = None
 
     def carried_units(self) -> dict[str, keras.metrics.Metric]:
-        """The metrics of `eval_metrics_fn`, and the means of logs."""
+        """The metrics of `eval_metrics_fn`, and plain values of logs."""
         return {unit.name: unit.metric for unit in self._units() if not unit.by_model or unit.logged_by}
 
     def _updated(self, metric: keras.metrics.Metric, update: Callable[[], None]) -> Any:
@@ -167,21 +186,24 @@ class ModelMetrics:
         names = {id(unit.metric): unit.name for unit in self._units()}
         compiled = {unit.key: unit.name for unit in self._units() if unit.compiled}
         found: dict[str, tuple[str, str | None]] = {}
-        for key, value in logs.items():
+        for key, value in flat_logs(logs).items():
             for result, metric, part in recorded:
                 if result is value and isinstance(metric, CompileMetrics) and part in compiled:
                     found[key] = compiled[part], None
                 elif result is value and id(metric) in names:
                     found[key] = names[id(metric)], part
             if key not in found:
-                mean = self._logged[step].get(key)
-                if mean is None:
-                    mean = self._logged[step][key] = _outside_of_traces(functools.partial(keras.metrics.Mean, key))
-                self._updated(mean, functools.partial(mean.update_state, value))
+                last = self._logged[step].get(key)
+                if last is None:
+                    last = _outside_of_traces(functools.partial(LastValue, key, tuple(np.shape(value))))
+                    self._logged[step][key] = last
+                self._updated(last, functools.partial(last.update_state, value))
                 found[key] = f"{step}/{key}", None
-        self._logs[step] = found
+        self._logs[step] = frozenset(logs), found
 
     def _compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+        if self._predictions is None:
+            self._predictions = keras.tree.map_structure(_shape_of, y_pred)
         results = dict(self._model_compute_metrics(x, y, y_pred, sample_weight))
         for key, metric, output in self._selected:
             update = functools.partial(self._update, metric, output, y, y_pred, sample_weight)
@@ -211,9 +233,9 @@ class ModelMetrics:
                 add(metric, metric.name, by_model=True)
         for key, metric, output in self._selected:
             add(metric, key, output=output)
-        for step, means in self._logged.items():
-            for key, mean in sorted(means.items()):
-                found[f"{step}/{key}"] = _Unit(f"{step}/{key}", mean, key, by_model=True, logged_by=step)
+        for step, values in self._logged.items():
+            for key, last in sorted(values.items()):
+                found[f"{step}/{key}"] = _Unit(f"{step}/{key}", last, key, by_model=True, logged_by=step)
         return list(found.values())
 
     def units(self) -> dict[str, keras.metrics.Metric]:
@@ -225,12 +247,20 @@ class ModelMetrics:
         return {unit.name: self._transport(unit) for unit in self._units()}
 
     def _transport(self, unit: _Unit) -> MetricTransport:
+        if unit.logged_by:
+            return MetricTransport.LAST
         if adds_up(unit.metric):
             return MetricTransport.SUM
-        if hasattr(unit.metric, "merge_state"):
+        if hasattr(unit.metric, "merge_state") and unit.metric.variables:
             return MetricTransport.MERGE
         if unit.compiled or not unit.by_model:
             return MetricTransport.OUTPUTS
+        if not unit.metric.variables and self._is_logged(unit):
+            raise ModelFileError(
+                f"The metric {unit.metric.name!r} ({type(unit.metric).__name__}) has no variables, so its state on the "
+                "workers can't be read, and the model updates it itself. Give it to compile(metrics=[…]), or keep its "
+                "state in variables created by self.add_weight."
+            )
         if unit.name not in self._warned:
             self._warned.add(unit.name)
             logger.warning(
@@ -239,11 +269,15 @@ class ModelMetrics:
             )  # fmt: skip
         return MetricTransport.SUM
 
+    def _is_logged(self, unit: _Unit) -> bool:
+        logs = [found for _, found in self._logs.values()]
+        return not logs or any(name == unit.name for step in logs for name, _ in step.values())
+
     @contextlib.contextmanager
-    def kept_outputs(self) -> Iterator[list[Any]]:
+    def kept_outputs(self, mode: Mode) -> Iterator[list[Any]]:
         """The values of a step for metrics that are sent as outputs: labels, predictions and, if used, weights."""
         outputs: list[Any] = []
-        if MetricTransport.OUTPUTS not in self.transports().values():
+        if not (self.replayed if mode is Mode.TRAINING else MetricTransport.OUTPUTS in self.transports().values()):
             yield outputs
             return
         inner = self._model.compute_metrics
@@ -271,35 +305,53 @@ class ModelMetrics:
             if self._transport(unit) is not MetricTransport.OUTPUTS
         }
 
-    def training_units(self) -> frozenset[str]:
-        """The units in the logs of training. Outputs of training batches are not sent: the states of metrics that need
-        them are summed, if `reset_state` sets them to zero. Resets all units."""
+    def units_to_replay(self, batch: Any) -> frozenset[str]:
+        """The units whose training states can't be summed over batches, tried with a batch. Resets all units."""
+        own = {unit.name: unit for unit in self._units() if self._transport(unit) is MetricTransport.OUTPUTS}
+        summable: set[str] = set()
+        if own:
+            _, labels, weight = keras.utils.unpack_x_y_sample_weight(batch)
+            try:
+                trials = [(labels, each, weight) for each in trial_predictions(labels, self._predictions)]
+                found = summable_states(
+                    {name: unit.metric for name, unit in own.items()}, self.reset, self._replay, trials
+                )
+                summable.update(found)
+            except Exception as error:  # of a metric that does not accept these predictions
+                logger.info("Whether the states of metrics can be summed is unknown: %s", describe(error))
+        replayed = own.keys() - summable
+        if replayed:
+            logger.info("Updated here, with the outputs of all training batches: %s", ", ".join(sorted(replayed)))
         self.reset()
-        names = set()
-        for unit in self._units():
-            if self._transport(unit) is not MetricTransport.OUTPUTS:
-                names.add(unit.name)
-            elif not any(np.any(np.asarray(variable.value)) for variable in unit.metric.variables):
-                names.add(unit.name)
-                logger.info("In training, the states of the metric %r are summed over batches.", unit.name)
-            else:
-                logger.warning(
-                    "The metric %r (%s) is omitted from the training logs: its reset_state() sets nonzero values, so "
-                    "its states can't be summed over the batches of several workers.",
-                    unit.name, type(unit.metric).__name__,
-                )  # fmt: skip
-        return frozenset(names)
+        return frozenset(replayed)
+
+    def training_units(self) -> frozenset[str]:
+        """What workers report of training: the names in `States`."""
+        names = self.units().keys() - self.replayed
+        return frozenset(names | {OUTPUTS} if self.replayed else names)
 
     @property
     def merging_units(self) -> frozenset[str]:
-        """The units whose states are merged by the metric itself."""
-        return frozenset(name for name, transport in self.transports().items() if transport is MetricTransport.MERGE)
+        """The names in `States` whose values can't be summed."""
+        merging = (MetricTransport.MERGE, MetricTransport.LAST)
+        names = frozenset(name for name, transport in self.transports().items() if transport in merging)
+        return names | {OUTPUTS} if self.replayed else names
 
     def merge_states(self, name: str, tasks: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-        """The state of one unit over the records of several tasks, or batches."""
-        if self.transports()[name] is MetricTransport.MERGE:
+        """The state of one unit over the records of several tasks, or batches in order."""
+        if name == OUTPUTS:
+            return [array for task in tasks for array in task]
+        transport = self.transports()[name]
+        if transport is MetricTransport.LAST:
+            return last_of(tasks)
+        if transport is MetricTransport.MERGE:
             return merged(self.units()[name], tasks)
         return summed(tasks)
+
+    def of_task(self, states: Mapping[str, Sequence[Any]], start: int) -> dict[str, list[Any]]:
+        """The states over a task whose records begin at `start`, which decides what the last value is."""
+        last = {name for name, transport in self.transports().items() if transport is MetricTransport.LAST}
+        return {name: placed(own, start) if name in last else list(own) for name, own in states.items()}
 
     def load(self, states: Mapping[str, Sequence[np.ndarray]], batches: Iterable[Sequence[Any]] = ()) -> None:
         """Sets the metrics to statistics from workers.
@@ -309,40 +361,52 @@ class ModelMetrics:
             batches: `(labels, predictions[, sample_weight])` of each batch, for units that need them.
         """
         self.reset()
-        units = self._units()
-        travelling = [unit for unit in units if self._transport(unit) is MetricTransport.OUTPUTS]
-        for batch in batches:
-            labels, predictions, weight = (*batch, None)[:3]
-            for metric in self._model.metrics:
-                if isinstance(metric, CompileMetrics) and any(unit.compiled for unit in travelling):
-                    metric.update_state(labels, predictions, weight)
-            for unit in travelling:
-                if not unit.by_model:
-                    self._update(unit.metric, unit.output, labels, predictions, weight)
+        for batch in [*batches, *outputs_in(states)]:
+            self._replay(keras.tree.map_structure(_tensor, batch))
         # After the outputs, which `compile(metrics=...)` passes to all of its metrics.
-        for unit in units:
+        for unit in self._units():
             if unit.name in states:
                 assign(unit.metric, states[unit.name])
+
+    def _replay(self, batch: Sequence[Any]) -> None:
+        """Updates the units that are sent as outputs, and all of `compile(metrics=...)` with them."""
+        labels, predictions, weight = (*batch, None)[:3]
+        travelling = [unit for unit in self._units() if self._transport(unit) is MetricTransport.OUTPUTS]
+        for metric in self._model.metrics:
+            if isinstance(metric, CompileMetrics) and any(unit.compiled for unit in travelling):
+                metric.update_state(labels, predictions, weight)
+        for unit in travelling:
+            if not unit.by_model:
+                self._update(unit.metric, unit.output, labels, predictions, weight)
 
     def results(self, among: Collection[str] | None = None, step: str = "test") -> dict[str, float]:
         """Current results by name, of all units or of the given ones; dict results are flattened.
 
         Args:
-            step: "train" or "test"; if the model has its own step, only the results that it logs.
+            step: "train" or "test".
         """
         units = {unit.name: unit for unit in self._units() if among is None or unit.name in among}
         results: dict[str, Any] = {}
-        if step in self._logs:
-            for key, (name, part) in self._logs[step].items():
+        for unit in units.values():
+            if not unit.logged_by:
+                result = unit.metric.result()
+                results.update(result if isinstance(result, dict) else {unit.key: result})
+        keys, logs = self._logs.get(step, (None, {}))
+        if keys is not None and keys != self._metric_keys():
+            results = {}
+            for key, (name, part) in logs.items():
                 if name in units:
                     result = units[name].metric.result()
                     results[key] = result if part is None else result[part]
         else:
-            for unit in units.values():
-                result = unit.metric.result()
-                if not unit.logged_by:
-                    results.update(result if isinstance(result, dict) else {unit.key: result})
+            results = dict(sorted(results.items()))
         return {name: to_number(value) for name, value in results.items()}
+
+    def _metric_keys(self) -> set[str]:
+        try:
+            return set(self._model.get_metrics_result())
+        except ValueError:  # metrics of `compile` that no step has used
+            return set()
 
     def nested_results(self, among: Collection[str] | None = None) -> dict[str, Any]:
         """Like `results` of an evaluation, with the metrics of an output under the output's name."""
@@ -368,6 +432,14 @@ def _outside_of_traces(make: Callable[[], Any]) -> Any:
     """The result of `make`, called outside of the traced step: each thread has its own traces and scopes."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()
+
+
+def _shape_of(tensor: Any) -> Any:
+    return keras.KerasTensor(tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))
+
+
+def _tensor(leaf: Any) -> Any:
+    return keras.ops.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def to_number(value: Any) -> Any:

@@ -63,6 +63,8 @@ class ModelSpec:
         """None: the data comes from a reader."""
 
     is_built = False
+    rehearsal = None
+    is_steady = False
 
     def use_own_seeds(self, index: int) -> None:
         """Every process has built its own model, with its own seeds."""

@@ -9,7 +9,7 @@ import contextlib
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,14 @@ class Program:
 
     Attributes:
         of_servers: further objects that travel without their content, because servers hold it: rows of tables.
+        rehearsal: what workers are to compute before they train (compute/rehearsal.py); None: nothing.
     """
 
     model: keras.Model
     sources: Mapping[str, BatchSource]
     callbacks: Sequence[keras.callbacks.Callback] = ()
     of_servers: Sequence[Any] = ()
+    rehearsal: Any = None
 
     def dumps(self, folder: Path | None = None) -> bytes:
         """Serializes it for `ProgramSpec`.
@@ -52,17 +54,17 @@ class Program:
         optimizers = model_optimizers(self.model)
         content_on_servers = carry.Hollow(self.model.weights, self.of_servers, optimizers)
         unused_optimizers = carry.Hollow(optimizers=optimizers, portable=True)
-        parts = {
-            "model": self.model,
+        parts = {"model": self.model, "registered": _registered()}
+        others = {
             "data": dict(self.sources),
             "callbacks": list(self.callbacks),
-            "registered": _registered(),
+            "rehearsal": self.rehearsal,
             "state": process_state.read(),
         }
         job = _Job(
             process=os.getpid(),
             sys_path=caller_path(),
-            program=carry.dumps(parts, self._names(), hollow=content_on_servers, folder=folder),
+            program=carry.dumps_graph(parts, others, self._names(), content_on_servers, folder),
             optimizers=carry.dumps(optimizers, "model.optimizer", hollow=unused_optimizers),
             constraints=carry.dumps(_constraint_classes(self.model), "a constraint of the model"),
             switches=carry.dumps(process_state.read_switches(), "keras.config"),
@@ -93,6 +95,7 @@ class ProgramSpec:
 
     Args:
         data: result of `Program.dumps`.
+        before: that of an earlier job, whose model nobody uses any more.
     """
 
     path = _NAME
@@ -101,10 +104,11 @@ class ProgramSpec:
     custom_data_reader = None
     is_built = True
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, before: ProgramSpec | None = None) -> None:
         self._job: _Job = pickle.loads(data)
         self._is_elsewhere = self._job.process != os.getpid()
-        self._parts: dict[str, Any] | None = None
+        self._graph: carry.Graph | None = None
+        self._before = before
         with building:
             # The caller's modules are imported from the same paths as in the caller.
             adopt_path(self._job.sys_path)
@@ -115,19 +119,26 @@ class ProgramSpec:
 
     def _part(self, name: str) -> Any:
         """One object graph, of which all parts are read at once."""
-        if self._parts is None:
-            self._parts = self.call(self._read)
-        return self._parts[name]
+        if self._graph is None:
+            self._graph = self.call(self._read)
+        return {**self._graph.parts, **self._graph.others}[name]
 
-    def _read(self) -> dict[str, Any]:
-        parts: dict[str, Any] = carry.loads(self._job.program)
+    def _read(self) -> carry.Graph:
+        before, self._before = self._before, None
+        same = before is not None and replace(before._job, program=self._job.program) == self._job
+        graph = carry.Graph(self._job.program, before=before._graph if before is not None and same else None)
         if self._is_elsewhere:
-            process_state.write(parts["state"])
-            for name, item in parts["registered"].items():
+            process_state.write(graph.others["state"])
+            for name, item in graph.parts["registered"].items():
                 package, _, own_name = name.rpartition(">")
                 with contextlib.suppress(ValueError):  # a class that Keras would not register
                     keras.saving.register_keras_serializable(package, own_name)(item)
-        return parts
+        return graph
+
+    @property
+    def is_steady(self) -> bool:
+        """See `Spec.is_steady`. A hook of a callback may change anything."""
+        return self._graph is not None and self._graph.is_steady and not self._part("callbacks")
 
     def batch_source(self, mode: Mode) -> BatchSource | None:
         source: BatchSource | None = self._part("data").get(mode)
@@ -136,6 +147,10 @@ class ProgramSpec:
     def build_model(self) -> keras.Model:
         model: keras.Model = self._part("model")
         return model
+
+    @property
+    def rehearsal(self) -> Any:
+        return self._part("rehearsal")
 
     def make_optimizers(self) -> list[keras.optimizers.Optimizer]:
         """The optimizers of the caller's model, as before their first step; new instances."""
@@ -176,7 +191,8 @@ class CallerSpec:
     loss_advice = LOSS_ADVICE
     feed = None
     custom_data_reader = None
-    is_built = False
+    is_built = is_steady = False
+    rehearsal = None
 
     def __init__(self, program: Program, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         self._program = program

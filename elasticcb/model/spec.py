@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elasticcb.settings import Mode
@@ -11,6 +13,22 @@ if TYPE_CHECKING:
     import keras
 
     from elasticcb.data.batches import BatchSource
+
+
+@dataclass(frozen=True)
+class Words:
+    """How messages name the parts of a job, for the author of a model file or of a program that calls `Cluster.fit`."""
+
+    model: str
+    data: str
+    definition: str
+
+
+def words_of(spec: Spec) -> Words:
+    """The words for messages about `spec`."""
+    if isinstance(spec.path, Path):
+        return Words(f"The model of {spec.path}", f"`feed` in {spec.path}", str(spec.path))
+    return Words("The model", "The data", "The program")
 
 
 class Spec(Protocol):
@@ -27,6 +45,14 @@ class Spec(Protocol):
     @property
     def is_built(self) -> bool:
         """Whether its model needs no first batch: it is a copy of a built one."""
+
+    @property
+    def rehearsal(self) -> Any:
+        """What a worker is to compute before it trains (compute/rehearsal.py); None: nothing."""
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a later job with the same definition can use its model again, because only variables of it change."""
 
     @property
     def feed(self) -> Callable[..., Any] | None:

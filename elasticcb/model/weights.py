@@ -7,14 +7,15 @@ from collections.abc import Mapping
 
 import keras
 
-from elasticcb.optimizers.traits import decays, model_optimizers
-from elasticcb.optimizers.variables import leaves
+from elasticcb.keras_private import decays
+from elasticcb.optimizers.traits import model_optimizers
+from elasticcb.optimizers.variables import StepVariables, leaves
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
 
 
 def variable_specs(
-    model: keras.Model, updated: Mapping[int, int] | None = None, tables: Mapping[int, TableSpec] | None = None
+    model: keras.Model, step: StepVariables | None = None, tables: Mapping[int, TableSpec] | None = None
 ) -> list[VariableSpec]:
     """The weights that the servers store, in the order of `model.weights`.
 
@@ -22,38 +23,49 @@ def variable_specs(
     the state of a stateful RNN, which continues there from batch to batch as in `fit`, across tasks.
 
     Args:
-        updated: result of `Backend.build`. If given, variables that no optimizer updates count as non-trainable,
+        step: result of `Backend.build`. If given, variables that no optimizer updates count as non-trainable,
             whatever Keras calls them, so that assignments of the step to them (a target network) are not lost.
         tables: the embedding tables among them, by index.
     """
     tables = tables or {}
-    trainable = {id(variable) for variable in model.trainable_weights}
-    undecayed = _undecayed(model, updated)
+    if step is None:
+        trainable = {id(variable) for variable in model.trainable_weights}
+        own = {index: 0 for index, variable in enumerate(model.weights) if id(variable) in trainable}
+        step = StepVariables(own, own)
+    undecayed = _undecayed(model, step.updated)
     return [
         VariableSpec(
             path=variable.path,
             shape=(tables[index].input_dim or 0, *variable.shape[1:]) if index in tables else tuple(variable.shape),
             dtype=keras.backend.standardize_dtype(variable.dtype),
-            trainable=id(variable) in trainable if updated is None else index in updated,
+            trainable=index in step.updated,
             constraint=_constraint(variable),
-            optimizer=(updated or {}).get(index, 0),
+            optimizer=step.given.get(index, -1),
             no_weight_decay=index in undecayed,
+            aggregation="" if index in step.updated else _aggregation(variable),
             table=tables[index].to_json() if index in tables else "",
         )
         for index, variable in enumerate(model.weights)
     ]
 
 
-def _undecayed(model: keras.Model, updated: Mapping[int, int] | None) -> set[int]:
+def _undecayed(model: keras.Model, updated: Mapping[int, int]) -> set[int]:
     """Variables that the model's optimizers exclude from weight decay, as objects or by name."""
-    trainable = {i: variable for i, variable in enumerate(model.weights) if variable.trainable}
     return {
         index
         for place, optimizer in enumerate(model_optimizers(model))
-        for leaf in leaves(optimizer, place, {i: v for i, v in trainable.items() if (updated or {}).get(i, 0) == place})
+        for leaf in leaves(optimizer, place, {i: model.weights[i] for i, own in updated.items() if own == place})
         for index, variable in leaf.variables.items()
         if not decays(leaf.optimizer, variable)
     }
+
+
+def _aggregation(variable: keras.Variable) -> str:
+    """How changes by several workers count. Without a declaration, integers are counters."""
+    declared: str = variable.aggregation
+    if declared != "none":
+        return declared
+    return "count" if "int" in keras.backend.standardize_dtype(variable.dtype) else ""
 
 
 def _constraint(variable: keras.Variable) -> str:

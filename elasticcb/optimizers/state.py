@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from elasticcb.errors import ElasticCBError
+from elasticcb.keras_private import key_in, trained_by, updates_of
 from elasticcb.rpc.tensors import Array
 
 if TYPE_CHECKING:
     import keras
 
     from elasticcb.optimizers.variables import Leaf, OptimizerVariables
+    from elasticcb.sharding.partition import VariableSpec
 
 Key = tuple[int, str]  # index of the model's variable, name
 
@@ -63,31 +65,31 @@ class ModelState:
 def read_optimizers(
     model_optimizers: Sequence[keras.optimizers.Optimizer],
     model_variables: Sequence[keras.Variable],
-    owners: Sequence[int] | None = None,
+    specs: Sequence[VariableSpec] | None = None,
 ) -> OptimizerState:
-    """Copies the state of the optimizers, and builds those that are not built yet.
+    """Copies the state of the optimizers that train something, and builds those that are not built yet.
 
     Args:
         model_optimizers: optimizers of the model.
         model_variables: `model.weights`.
-        owners: for each of the variables, the index of its optimizer. Without it, several unbuilt optimizers are
-            skipped, because they only have initial state.
+        specs: their specs, which say which optimizer trains them. Without them, several unbuilt optimizers are skipped,
+            because they only have initial state.
 
     Raises `ElasticCBError` if a built optimizer lacks a variable that must be trained.
     """
-    held = held_variables(model_optimizers, model_variables, owners)
+    held = held_variables(model_optimizers, model_variables, specs)
     return OptimizerState(_copied(held.slots), _copied(held.extras), _copied(held.shared), held.optimizers)
 
 
 def held_variables(
     model_optimizers: Sequence[keras.optimizers.Optimizer],
     model_variables: Sequence[keras.Variable],
-    owners: Sequence[int] | None = None,
+    specs: Sequence[VariableSpec] | None = None,
 ) -> OptimizerState:
     """The same, with variables instead of arrays."""
     held = OptimizerState()
     names = []
-    for leaf, found in _built_leaves(model_optimizers, model_variables, owners):
+    for leaf, found in _built_leaves(model_optimizers, model_variables, specs):
         names.append(leaf.class_name)
         held.slots |= {(slot.variable, slot.name): slot.value for slot in found.slots}
         held.extras |= {(slot.variable, slot.name): slot.value for slot in found.extras}
@@ -100,14 +102,14 @@ def write_optimizers(
     state: OptimizerState,
     model_optimizers: Sequence[keras.optimizers.Optimizer],
     model_variables: Sequence[keras.Variable],
-    owners: Sequence[int] | None = None,
+    specs: Sequence[VariableSpec] | None = None,
 ) -> None:
-    """Sets the state of the optimizers; those that are not built yet are built first.
+    """Sets the state of the optimizers that train something; those that are not built yet are built first.
 
     Slots of variables that are not trained are not changed.
 
     Args:
-        model_optimizers, model_variables, owners: as in `read_optimizers`.
+        model_optimizers, model_variables, specs: as in `read_optimizers`.
 
     Raises `ElasticCBError`, before anything is changed, if the state belongs to another optimizer or model.
     """
@@ -117,7 +119,7 @@ def write_optimizers(
     matches = _Matches()
     unused = {*state.slots, *state.extras, *state.shared}
     names = []
-    for leaf, found in _built_leaves(model_optimizers, model_variables, owners):
+    for leaf, found in _built_leaves(model_optimizers, model_variables, specs):
         names.append(leaf.class_name)
         unused -= matches.add(state, leaf, found, model_variables)
     differences = [
@@ -137,8 +139,8 @@ def write_optimizers(
     for target, value in matches.resized:
         make_whole(target, value)
     for optimizer in map(unwrapped, model_optimizers):
-        if isinstance(optimizer, MultiOptimizer):  # it has its own counter
-            optimizer._iterations.assign(max(int(inner._iterations) for inner in optimizer.optimizers))
+        if isinstance(optimizer, MultiOptimizer) and optimizer.built:  # it has its own counter
+            updates_of(optimizer).assign(max(int(updates_of(inner)) for inner in optimizer.optimizers))
 
 
 @dataclass
@@ -167,17 +169,17 @@ class _Matches:
                 variable = variables[slot.variable]
                 rows = variable.shape[0] if has_free_rows(variable) else 0
                 key, what = (slot.variable, slot.name), f"{slot.name} of {variable.path!r}"
-                self._match(source.get(key), what, slot.value, variable.trainable, rows)
+                self._match(source.get(key), what, slot.value, rows)
                 used.add(key)
         for name, value in found.shared.items():
             own = leaf.prefix + name
-            self._match(state.shared.get(own), own, value, True, 0)
+            self._match(state.shared.get(own), own, value, 0)
             used.add(own)
         return used
 
-    def _match(self, value: Array | None, what: str, target: Any, needed: bool, rows: int) -> None:
+    def _match(self, value: Array | None, what: str, target: Any, rows: int) -> None:
         if value is None:
-            self.differences.extend([f"no {what}"] if needed else [])
+            self.differences.append(f"no {what}")
         elif rows and len(value) == rows != target.shape[0] and tuple(value.shape[1:]) == tuple(target.shape[1:]):
             self.resized.append((target, value))
         elif tuple(value.shape) != tuple(target.shape):
@@ -187,27 +189,29 @@ class _Matches:
 
 
 def _built_leaves(
-    optimizers: Sequence[Any], variables: Sequence[Any], owners: Sequence[int] | None
+    optimizers: Sequence[Any], variables: Sequence[Any], specs: Sequence[VariableSpec] | None
 ) -> Iterator[tuple[Leaf, OptimizerVariables]]:
     # Imported here, because processes without Keras use this module as well.
     from elasticcb.optimizers.traits import unwrapped
     from elasticcb.optimizers.variables import leaves, optimizer_variables
 
     for place, optimizer in enumerate(optimizers):
-        trained = {
-            index: variable
-            for index, variable in enumerate(variables)
-            if variable.trainable and (owners is None or owners[index] == place)
-        }
-        inner = unwrapped(optimizer)
-        if not optimizer.built:
-            if owners is None and len(optimizers) > 1:
+        given = {index: each for index, each in enumerate(variables) if each.trainable}
+        trained = given
+        if specs is not None:
+            given = {index: variables[index] for index, spec in enumerate(specs) if spec.optimizer == place}
+            trained = {index: variable for index, variable in given.items() if specs[index].trainable}
+            if not trained and place:  # the first one has the learning rate that callbacks set, used or not
                 continue
-            optimizer.build(list(trained.values()))
-        keys = {inner._var_key(variable) for variable in inner._trainable_variables}
-        known = {index: variable for index, variable in enumerate(variables) if inner._var_key(variable) in keys}
+        inner = unwrapped(optimizer)
+        if not optimizer.built and (trained or specs is None):
+            if specs is None and len(optimizers) > 1:
+                continue
+            optimizer.build(list(given.values()))
+        keys = {key_in(inner, variable) for variable in trained_by(inner)}
+        known = {index: variable for index, variable in trained.items() if key_in(inner, variable) in keys}
         unknown = [variable.path for index, variable in trained.items() if index not in known]
-        if unknown and (owners is not None or len(optimizers) == 1):
+        if unknown and (specs is not None or len(optimizers) == 1):
             raise ElasticCBError(
                 f"The optimizer {inner.name} was built without {unknown[0]!r}, which must be trained now. After "
                 "changing what is trainable, compile the model again with a new optimizer."

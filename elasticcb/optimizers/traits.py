@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.api_export import REGISTERED_OBJS_TO_NAMES
 
+from elasticcb.keras_private import REGISTERED_OBJS_TO_NAMES, layers_of, multiply_rate, rate_of, updates_of
 from elasticcb.optimizers.rowwise_adagrad import RowWiseAdagrad
 from elasticcb.rpc.tensors import Array
 
@@ -116,17 +116,6 @@ def may_serve_rows(optimizer: keras.optimizers.Optimizer, num_ps: int) -> bool:
     return may_update_rows(optimizer) and (num_ps == 1 or optimizer.clipnorm is None)
 
 
-def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
-    """Whether the optimizer's weight decay, if any, applies to `variable`.
-
-    Not if `exclude_from_weight_decay` excludes it, as an object or by a part of its name. On TensorFlow, this is the
-    name of the `tf.Variable`, which includes names of layers, except for classes with their own weight decay (Muon).
-    """
-    own = type(optimizer)._apply_weight_decay is not keras.optimizers.Optimizer._apply_weight_decay
-    is_variable = hasattr(variable.value, "assign")  # as of TensorFlow; other values are arrays
-    return bool(optimizer._use_weight_decay(variable.value if is_variable and not own else variable))
-
-
 def clips_on_server(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether the server clips by the global norm: with accumulation, Keras clips the accumulated gradient, which only
     the server has. Otherwise the worker clips, because it has the gradients of all variables."""
@@ -151,7 +140,7 @@ def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
             found.append(value)
 
     add(getattr(model, "optimizer", None))
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         for _, value in sorted(vars(layer).items()):
             items = (
                 value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
@@ -164,7 +153,7 @@ def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def steps_made(optimizers: Iterable[keras.optimizers.Optimizer]) -> int:
     """The number of updates: the maximum over all optimizers, because a step need not apply all of them."""
     built = [unwrapped(optimizer) for optimizer in optimizers if optimizer.built]
-    return max((int(optimizer._iterations) for optimizer in built), default=0)
+    return max((int(updates_of(optimizer)) for optimizer in built), default=0)
 
 
 def kinds_with_momentum(optimizers: Iterable[keras.optimizers.Optimizer]) -> list[str]:
@@ -179,13 +168,13 @@ def learning_rate_variable(optimizer: keras.optimizers.Optimizer | None) -> kera
     optimizer = unwrapped(optimizer)
     if optimizer is None or isinstance(optimizer, MultiOptimizer):
         return None
-    return optimizer._learning_rate if isinstance(optimizer._learning_rate, keras.Variable) else None
+    rate = rate_of(optimizer)
+    return rate if isinstance(rate, keras.Variable) else None
 
 
 def multiply_learning_rate(optimizer: keras.optimizers.Optimizer, factor: float) -> None:
     """Multiplies an optimizer's learning rate, for updates and weight decay, by `factor`."""
-    rate = optimizer._get_current_learning_rate
-    object.__setattr__(optimizer, "_get_current_learning_rate", lambda: rate() * factor)
+    multiply_rate(optimizer, factor)
 
 
 def not_cached(number: float) -> Array:

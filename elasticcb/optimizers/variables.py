@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import keras
 
 from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import inner_optimizer_of, key_in, trained_by
 from elasticcb.optimizers.traits import MultiOptimizer, reduces_rows, unwrapped
 
 
@@ -57,15 +58,23 @@ def leaves(optimizer: keras.optimizers.Optimizer, place: int, variables: Mapping
 
 def chosen_optimizer(optimizer: Any, variable: Any) -> keras.optimizers.Optimizer:
     """Which of the optimizers inside a MultiOptimizer updates `variable`."""
-    if optimizer.built:  # a function that chooses may create a new one in each call
-        return optimizer.optimizers[optimizer._var_to_optimizer_idx[optimizer._var_key(variable)]]
-    chosen = optimizer._optimizer_map(variable)
+    chosen = inner_optimizer_of(optimizer, variable)
     if not isinstance(chosen, keras.optimizers.Optimizer):
         raise ModelFileError(
             f"The MultiOptimizer {optimizer.name} returned {chosen!r} for the variable {variable.path!r}; expected a "
             "keras.optimizers.Optimizer."
         )
     return chosen
+
+
+class StepVariables(NamedTuple):
+    """What a training step gives to optimizers: by index in `model.weights`, the index in `model_optimizers(model)`.
+
+    Keras builds an optimizer on all variables that it is given, also on those without a gradient.
+    """
+
+    updated: dict[int, int]
+    given: dict[int, int]
 
 
 class Slot(NamedTuple):
@@ -109,8 +118,8 @@ def optimizer_variables(
         optimizer: not a wrapper around others.
         variables: variables of the model, by index; others are ignored.
     """
-    indices = {optimizer._var_key(variable): index for index, variable in variables.items()}
-    built_on = [indices.get(optimizer._var_key(variable)) for variable in optimizer._trainable_variables]
+    indices = {key_in(optimizer, variable): index for index, variable in variables.items()}
+    built_on = [indices.get(key_in(optimizer, variable)) for variable in trained_by(optimizer)]
     listed = dict(_listed(optimizer, built_on))
     named = dict(_named(optimizer))
     paths = {variable.path.replace("/", "_") + "_": index for index, variable in variables.items()}

@@ -38,6 +38,8 @@ from elasticcb.tf.convert import forget_kernels
 
 logger = logging.getLogger(__name__)
 
+_MODELS_WITH_KERNELS = 20  # creating the kernels of a model again takes longer than the rest of a small job's start
+
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -81,6 +83,7 @@ class Holder:
         self._options, self._replay = options, replay
         self._writer: RecoveryWriter | None = None
         self._initializing = threading.Lock()
+        self._models = 0  # that it has held
         self.lock = threading.Lock()
         self.model: ServedModel | None = None
 
@@ -199,7 +202,9 @@ class Holder:
     def _model_of(
         self, request: pb.InitializeRequest, buckets: BucketMap, parameters: Parameters, answered: Answered[PushAnswer]
     ) -> ServedModel:
-        forget_kernels()  # of models that no longer exist
+        self._models += 1
+        if self._models % _MODELS_WITH_KERNELS == 0:
+            forget_kernels()  # of models that no longer exist
         options, training = self._options, self._options.training
         use_peers = request.index == 0 and training.is_synchronous
         if use_peers and len(request.ps_addresses) != request.num_ps:

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
+from elasticcb.keras_private import rate_of, set_decays, trained_by, updates_of
 from elasticcb.optimizers.traits import clips_on_server, may_join, not_cached, sets_final_weights
 from elasticcb.optimizers.variables import Leaf, Slot, optimizer_variables
 from elasticcb.ps.joined import Piece, groups_of, join
@@ -59,9 +60,7 @@ class ServerOptimizer:
         known = {_ANCHOR: self._anchor, **held} if self._anchor is not None else held
         _build(self.optimizer, list(known.values()))
         # The master has resolved `exclude_from_weight_decay` on the original model's variables.
-        self.optimizer._exclude_from_weight_decay_cache = {
-            self.optimizer._var_key(variable): index not in undecayed for index, variable in held.items()
-        }
+        set_decays(self.optimizer, ((variable, index not in undecayed) for index, variable in held.items()))
         found = optimizer_variables(self.optimizer, known)
         self.slots = [part for slot in found.slots if slot.variable != _ANCHOR for part in self._parts(slot)]
         self.extras = [slot for slot in found.extras if slot.variable != _ANCHOR]
@@ -114,7 +113,7 @@ class ServerOptimizer:
         if self._anchor is not None:
             self.optimizer.apply([keras.ops.zeros_like(self._anchor)], [self._anchor])
         else:
-            self.optimizer._iterations.assign_add(1)
+            updates_of(self.optimizer).assign_add(1)
 
     def clone(self, index: int, variable: keras.Variable) -> ServerOptimizer:
         """A fresh optimizer with the single variable `variable`, which represents variable `index` of the model."""
@@ -128,7 +127,7 @@ class ServerOptimizer:
     @property
     def has_schedule(self) -> bool:
         """Whether a schedule or function computes the learning rate."""
-        return not isinstance(self.optimizer._learning_rate, keras.Variable)
+        return not isinstance(rate_of(self.optimizer), keras.Variable)
 
     @property
     def learning_rate(self) -> float:
@@ -137,7 +136,7 @@ class ServerOptimizer:
     def set_learning_rate(self, learning_rate: float) -> None:
         """Raises `ElasticCBError` when the optimizer has a schedule."""
         if self.has_schedule:
-            schedule = type(self.optimizer._learning_rate).__name__
+            schedule = type(rate_of(self.optimizer)).__name__
             raise ElasticCBError(
                 f"The learning rate can't be set to {learning_rate}: the optimizer {self.kind} uses a {schedule}. "
                 f"Create the optimizer with a number instead ({self.kind}(learning_rate={learning_rate:g})), or don't "
@@ -149,15 +148,15 @@ class ServerOptimizer:
         """Sets the final weights (moving averages, in Keras's classes); returns whether there was anything to set."""
         if not self.variables or not sets_final_weights(self.optimizer):
             return False
-        self.optimizer.finalize_variable_values(list(self.optimizer._trainable_variables))
+        self.optimizer.finalize_variable_values(trained_by(self.optimizer))
         return True
 
 
 def _prepare(optimizer: keras.optimizers.Optimizer) -> None:
     if optimizer.built:
         raise ModelFileError(
-            f"The model file's optimizer function returned an optimizer ({optimizer.name}) that is already in use. It "
-            "must create a new one at each call."
+            f"The function that creates the optimizer returned one ({optimizer.name}) that is already in use. It must "
+            "create a new one at each call."
         )
     if not clips_on_server(optimizer):
         optimizer.global_clipnorm = None

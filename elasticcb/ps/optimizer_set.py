@@ -215,9 +215,9 @@ class OptimizerSet:
             return
         if state.optimizers != self.names:
             raise CheckpointError(
-                f"The checkpoint was written with the optimizer {', '.join(state.optimizers)}, but the model file has "
-                f"{', '.join(self.names)}. Use the same optimizer, or start only from the weights: load them in "
-                "custom_model()."
+                f"The checkpoint was written with the optimizer {', '.join(state.optimizers)}, but the job has "
+                f"{', '.join(self.names)}. Use the same optimizer, or start only from the weights: load them into the "
+                "model."
             )
         missing = []
         given = []
@@ -291,14 +291,15 @@ def _make_leaves(make_optimizers: MakeOptimizers, specs: Sequence[VariableSpec])
     for place, optimizer in enumerate(made):
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ModelFileError(
-                f"The model file's optimizer function returned {optimizer!r}; expected a keras.optimizers.Optimizer."
+                f"The optimizer function returned {optimizer!r}; expected a keras.optimizers.Optimizer."
             )
         outlines = {
             index: _Outline(spec.path, spec.path.rpartition("/")[2], spec.shape, spec.dtype)
             for index, spec in enumerate(specs)
             if spec.trainable and spec.optimizer == place
         }
-        found += leaves(optimizer, place, outlines)
+        if outlines or not place:  # as `read_optimizers`
+            found += leaves(optimizer, place, outlines)
     if len(made) < needed:
         raise ModelFileError(
             f"The model was first built with {needed} optimizers, but on a parameter server it has {len(made)}. Every "

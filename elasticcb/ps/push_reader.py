@@ -14,7 +14,7 @@ import numpy as np
 
 from elasticcb.errors import WireError
 from elasticcb.rpc.tensors import Array, all_finite, dtype_of
-from elasticcb.sharding.flat_blocks import first_non_finite
+from elasticcb.sharding.flat_blocks import ADDED, first_non_finite
 from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, check_blocks, layout
 from elasticcb.sharding.push import Push, Rows
 
@@ -189,12 +189,12 @@ def _check_shares(dtype: str, shares: Array | None, size: int) -> None:
         shares is None
         or shares.dtype != np.float32
         or shares.shape != (size,)
-        or not ((shares >= 0) & (shares <= 1)).all()
+        or not (((shares >= 0) & (shares <= 1)) | (shares == ADDED)).all()
     ):
         given = "nothing" if shares is None else _shown(shares)
         raise WireError(
             f"The shares by which the non-trainable variables of dtype {dtype} change are {given}; expected "
-            f"float32[{size}] from 0 to 1."
+            f"float32[{size}] from 0 to 1, or {ADDED:g}."
         )
 
 
@@ -235,6 +235,12 @@ def _merge_state(given: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     values, shares = given[0]
     if len(given) == 1:
         return values, shares
+    added = np.logical_or.reduce([share == ADDED for _, share in given])
+    if added.any():
+        total = sum(np.where(share == ADDED, block, np.zeros_like(block)) for block, share in given)
+        kept = [(block, np.where(share == ADDED, np.float32(0), share)) for block, share in given]
+        values, shares = _merge_state(kept)
+        return np.where(added, total, values), np.where(added, np.float32(ADDED), shares)
     if values.dtype.kind in "fcV":
         total = np.zeros(values.shape, _wide(values.dtype))
         count = np.zeros(values.shape, np.int64)

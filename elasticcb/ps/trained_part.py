@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
+from elasticcb.keras_private import set_path_of
 from elasticcb.optimizers.traits import may_update_rows
 from elasticcb.ps.compiled_update import CompiledUpdate
 from elasticcb.ps.joined import Piece, Run, add_run, assign, concatenated, parted
@@ -20,7 +21,7 @@ from elasticcb.ps.row_update import RowUpdate
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.sharding.push import Push
-from elasticcb.tf.concrete_call import quick_call
+from elasticcb.tf.concrete_call import CompiledLater
 from elasticcb.tf.convert import array_of, tensor_of
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,8 @@ class TrainedPart:
         self._specs, self._slices = specs, slices
         self._updates: dict[Any, CompiledUpdate] = {}  # by kind of push
         self._row_updates: dict[int, RowUpdate] = {}
-        self._read: Callable[[Sequence[tf.Tensor]], Mapping[str, tf.Tensor]] | None = None
-        self._add: Callable[[Sequence[tf.Tensor]], Any] | None = None
+        self._read = CompiledLater(self._flat_weights)
+        self._add: CompiledLater | None = None
         self.optimizers: OptimizerSet | None = None
         with tf.device("/CPU:0"):
             self.variables: dict[int, keras.Variable | Piece] = {
@@ -77,13 +78,11 @@ class TrainedPart:
 
     def weights(self) -> dict[str, Array]:
         """The current weights, flat, by dtype."""
-        if self._read is None:
-            with tf.device("/CPU:0"):
-                self._read = quick_call(self._flat_weights, [])
-        return {dtype: array_of(tensor) for dtype, tensor in self._read([]).items()}
+        with tf.device("/CPU:0"):
+            return {dtype: array_of(tensor) for dtype, tensor in self._read().items()}
 
     def _flat_weights(self) -> dict[str, tf.Tensor]:
-        """For use in a graph."""
+        """The weights, by dtype; may run in a graph."""
         runs: dict[str, list[Run]] = {}
         for part, dtype, _ in layout(self._specs, self._slices, True):
             variable = self.variables[part.variable]
@@ -95,7 +94,7 @@ class TrainedPart:
         return {dtype: concatenated(found) for dtype, found in runs.items()}
 
     def _add_flat(self, *blocks: tf.Tensor) -> None:
-        """For use in a graph: adds flat blocks, by dtype, to all variables."""
+        """Adds flat blocks, by dtype, to all variables; may run in a graph."""
         given = dict(zip(block_sizes(self._specs, self._slices, True), blocks, strict=True))
         found: dict[int, tuple[keras.Variable, list[tuple[int, Run]]]] = {}
         for part, dtype, offset in layout(self._specs, self._slices, True):
@@ -165,7 +164,7 @@ class TrainedPart:
         with tf.device("/CPU:0"):
             if self._add is None:
                 given = [tf.TensorSpec(block.shape, block.dtype) for block in blocks.values()]
-                self._add = quick_call(self._add_flat, given)
+                self._add = CompiledLater(self._add_flat, given)
             self._add([tensor_of(block) for block in blocks.values()])
             for variable in self.variables.values():
                 if movements[0][1] < 1 and isinstance(variable, keras.Variable) and variable.constraint is not None:
@@ -232,5 +231,5 @@ def _variable(spec: VariableSpec, value: Array) -> keras.Variable:
     variable = keras.Variable(value, dtype=spec.dtype, trainable=True, name=name)
     variable.constraint = constraint
     # Optimizers look at names and paths (exclude_from_weight_decay, Muon), so these must be the model's.
-    variable._path = "/".join([*scopes, name])
+    set_path_of(variable, "/".join([*scopes, name]))
     return variable

@@ -63,15 +63,19 @@ def begin_job(settings: JobSettings) -> None:
     logger.info("Job %s: %s", settings.name, settings.command.value)
 
 
-def open_spec(settings: JobSettings, client: MasterClient) -> Spec | None:
-    """The model definition of a process's current job; None for functions without a model."""
+def open_spec(settings: JobSettings, client: MasterClient, before: Any = None) -> Spec | None:
+    """The model definition of a process's current job; None for functions without a model.
+
+    Args:
+        before: as for `ProgramSpec`.
+    """
     from elasticcb.model.model_file import ModelSpec
     from elasticcb.model.program import ProgramSpec
 
     if settings.model.definition:
         return ModelSpec(settings.model)
     program = client.program()
-    return ProgramSpec(program) if program else None
+    return ProgramSpec(program, before) if program else None
 
 
 class Farewell:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from typing import Any
 
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.compute.registry import backend, check_backend_of_job
@@ -22,16 +21,24 @@ def run_worker(worker: RoleProcess) -> None:
     process.begin(worker)
     from elasticcb.clients.master import MasterClient
     from elasticcb.worker.functions import FunctionWorker
+    from elasticcb.worker.kept_models import KeptModels
     from elasticcb.worker.worker import Worker
 
     backend()  # before any computation: it may have to hide the devices from TensorFlow
     logger.info("TensorFlow is imported")
     client = MasterClient(worker.master, access=worker.access)
     with process.Farewell(client, pb.WORKER, worker.index):
+        kept = KeptModels()
         for settings in client.jobs():
             process.begin_job(settings)
             check_backend_of_job(settings.keras_backend)
-            kind: Any = FunctionWorker if settings.command is Command.CALL else Worker
+            before = kept.take(settings)
+            spec = process.open_spec(settings, client, before and before.spec)
             with contextlib.suppress(JobOverError), client.joining():
-                kind(settings, client, worker.index, process.open_spec(settings, client)).run()
-            gc.collect()  # models are reference cycles, which would keep memory during later jobs
+                if settings.command is Command.CALL:
+                    FunctionWorker(settings, client, worker.index, spec).run()
+                else:
+                    assert spec is not None
+                    kept.add(Worker(settings, client, worker.index, spec, before).run())
+            if before is None:
+                gc.collect()  # models are reference cycles, which would keep memory during later jobs

@@ -17,6 +17,8 @@ import io
 import linecache
 import mmap
 import pickle
+import struct
+import sys
 import tempfile
 import threading
 import types
@@ -119,15 +121,30 @@ def dumps(
         UsageError: something in it can't be pickled; the message has its path.
     """
     roots = {names: value} if isinstance(names, str) else names
+    return _dumped(lambda: _Pickler(known, hollow or Hollow(), keeps, folder is not None), [value], roots, folder)
+
+
+def dumps_graph(parts: Any, others: Any, names: Mapping[str, Any], hollow: Hollow, folder: Path | None) -> bytes:
+    """Pickles two objects that may share objects, for `Graph`. The bytes of the first depend neither on the second nor
+    on the values of variables.
+
+    Args, raised errors: as for `dumps`.
+    """
+    return _dumped(lambda: _Pickler([], hollow, (), folder is not None, True), [parts, others], names, folder)
+
+
+def _dumped(
+    make: Callable[[], _Pickler], values: Sequence[Any], roots: Mapping[str, Any], folder: Path | None
+) -> bytes:
     imported: set[str] = set()
     with _lock:
         while True:
-            pickler = _Pickler(known, hollow or Hollow(), keeps, folder is not None)
+            pickler = make()
             try:
                 with own_modules.by_value(imported):
-                    data = pickler.whole(value)
+                    sections = pickler.sections(values)
                 blocks = None if folder is None else pickler.write_arrays(folder)
-                return pickle.dumps((pickler.sources, data, blocks))
+                return pickle.dumps((pickler.sources, sections, blocks, pickler.values, pickler.is_steady))
             except Exception as error:  # any error of a user's __reduce__
                 path, module = path_of(roots, pickler.last)
                 if module and module not in imported and own_modules.is_own(module):
@@ -158,10 +175,58 @@ class Copies:
 
 def loads(data: bytes, known: Sequence[Any] = ()) -> Any:
     """The inverse of `dumps`. Use it only for data of a process that has the job's token."""
-    sources, content, blocks = pickle.loads(data)
-    for file, lines in sources.items():  # for tracebacks, and for AutoGraph, which converts source code
-        linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
-    return _Unpickler(io.BytesIO(content), known, blocks).whole()
+    return Graph(data, known).parts
+
+
+class Graph:
+    """The objects of `dumps_graph`, where they are read.
+
+    Args:
+        data: of a process that has the job's token.
+        known: as for `dumps`.
+        before: an earlier graph, which nobody uses any more. If it can be used again and the first object is the same,
+            it is that of this graph too, and its variables get the new values.
+
+    Attributes:
+        parts, others: the objects.
+        continues: whether `parts` is that of `before`.
+        is_steady: whether `parts` can be used again: of its state, only variables change.
+    """
+
+    def __init__(self, data: bytes, known: Sequence[Any] = (), before: Graph | None = None) -> None:
+        sources, (*sections, modules), blocks, values, self.is_steady = pickle.loads(data)
+        first, *second = sections
+        self._fixed = first, modules
+        self.parts: Any = None
+        self._variables: dict[int, Any] = {}
+        self._memo: list[Any] = []
+        self.continues = before is not None and before.is_steady and before._fixed == self._fixed
+        with _finishing(values) as variables:
+            if before is not None and self.continues:
+                self.parts, self._memo, self._variables = before.parts, before._memo, before._variables
+                for place, variable in self._variables.items():
+                    variable.assign(values[place])
+                # The second object refers to objects in the first by their places in the memo.
+                content = b"".join([*map(_memoizing, range(len(self._memo))), pickle.NONE, pickle.STOP, *second])
+                unpickler = _Unpickler(io.BytesIO(content), self._memo, blocks)
+                unpickler.load()
+            else:
+                for file, lines in sources.items():  # for tracebacks, and for AutoGraph, which converts source code
+                    linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
+                unpickler = _Unpickler(io.BytesIO(b"".join([*sections, modules])), known, blocks)
+                self.parts = unpickler.load()
+                self._variables = dict(variables)
+                self._memo = [*unpickler.memo.copy().values()] if self.is_steady else []
+            self.others: Any = unpickler.load() if second else None
+            with contextlib.suppress(EOFError):
+                while True:
+                    for module, attributes in unpickler.load():
+                        own_modules.set_values(module, attributes)
+
+
+def _memoizing(place: int) -> bytes:
+    """Memoizes a known object."""
+    return pickle.BININT + struct.pack("<i", place) + pickle.BINPERSID + pickle.MEMOIZE + pickle.POP
 
 
 def _refused(path: str, item: Any, error: Exception) -> UsageError:
@@ -173,7 +238,9 @@ def _refused(path: str, item: Any, error: Exception) -> UsageError:
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, known: Any, hollow: Hollow, keeps: tuple[type, ...], separates_arrays: bool) -> None:
+    def __init__(
+        self, known: Any, hollow: Hollow, keeps: tuple[type, ...], separates_arrays: bool, lists_values: bool = False
+    ) -> None:
         self._buffer = io.BytesIO()
         super().__init__(self._buffer, protocol=5, buffer_callback=self._is_small if separates_arrays else None)
         self._objects = known
@@ -184,14 +251,23 @@ class _Pickler(cloudpickle.Pickler):
         self.sources: dict[str, list[str]] = {}
         self._used: dict[str, set[str]] = {}  # names in modules that the reader imports, and code uses
         self.last: Any = None
+        self.lists_values = lists_values  # those of variables, instead of writing them where the variables are
+        self.values: list[Any] = []
+        self.is_steady = lists_values
 
-    def whole(self, value: Any) -> bytes:
-        """A pickle of the value, followed by one of the attributes that own modules have now."""
-        self.dump(value)
+    def sections(self, values: Sequence[Any]) -> list[bytes]:
+        """A pickle of each value, and those of the attributes that own modules have now."""
+        ends = [0]
+        for value in values:
+            self.dump(value)
+            ends.append(self._buffer.tell())
+            if self._arrays and len(ends) == 2:  # their content is not part of the pickle
+                self.is_steady = False
         while self._used:  # their functions may use others
             used, self._used = self._used, {}
             self.dump([(module, own_modules.values_of(module, names)) for module, names in used.items()])
-        return self._buffer.getvalue()
+        data = self._buffer.getvalue()
+        return [data[start:end] for start, end in zip(ends, [*ends[1:], len(data)], strict=True)]
 
     def _is_small(self, buffer: pickle.PickleBuffer) -> bool:
         if buffer.raw().nbytes < _LARGE_BYTES:
@@ -223,6 +299,8 @@ class _Pickler(cloudpickle.Pickler):
         reduce = _reducer_of(cast(Hashable, type(obj)))
         if reduce is not None:
             return reduce(self, obj)
+        if type(obj) is types.FunctionType and _is_of_package(obj):
+            return _reduce_function_of_package(obj)
         if id(obj) in self.hollow.rows and isinstance(obj, np.ndarray):
             return np.zeros, ((0, *obj.shape[1:]), obj.dtype)
         reduced = super().reducer_override(obj)
@@ -243,15 +321,6 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file, buffers=None if blocks is None else _mapped(*blocks))
         self._known = known
 
-    def whole(self) -> Any:
-        with _finishing():
-            value = self.load()
-            with contextlib.suppress(EOFError):
-                while True:
-                    for module, values in self.load():
-                        own_modules.set_values(module, values)
-        return value
-
     def persistent_load(self, index: int) -> Any:
         return self._known[index]
 
@@ -268,18 +337,62 @@ _reading = threading.local()
 
 
 @contextlib.contextmanager
-def _finishing() -> Iterator[None]:
-    before, _reading.later = getattr(_reading, "later", None), []
+def _finishing(values: Sequence[Any]) -> Iterator[dict[int, Any]]:
+    """Context of reading; returns the variables that are read, by the place of their value in `values`."""
+    before = dict(vars(_reading))
+    _reading.later, _reading.values, _reading.variables = [], values, {}
     try:
-        yield
+        yield _reading.variables
         for finish in _reading.later:
             finish()
     finally:
-        _reading.later = before
+        vars(_reading).clear()
+        vars(_reading).update(before)
 
 
 def _later(finish: Callable[[], None]) -> None:
     _reading.later.append(finish)
+
+
+# ---------------------------------------------------------------- functions that functions of packages have created
+
+
+def _is_of_package(function: types.FunctionType) -> bool:
+    own = (
+        "<locals>" in function.__qualname__
+        and vars(sys.modules.get(function.__module__, types)) is function.__globals__
+    )
+    return own and own_modules.is_installed(function.__code__.co_filename)
+
+
+def _reduce_function_of_package(function: types.FunctionType) -> Any:
+    """Like cloudpickle, which would look for what each of them uses, as Keras creates some for each layer."""
+    cells = [_content(cell) for cell in function.__closure__ or ()]
+    own = {name: getattr(function, name) for name in ("__name__", "__qualname__", "__defaults__", "__kwdefaults__")}
+    created = function.__code__, function.__module__, len(cells)
+    return _make_function, created, (cells, own, vars(function)), None, None, _fill_function
+
+
+def _content(cell: Any) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # it is empty
+        return ()
+
+
+def _make_function(code: Any, module: str, cells: int) -> types.FunctionType:
+    closure = tuple(types.CellType() for _ in range(cells))
+    return types.FunctionType(code, vars(importlib.import_module(module)), closure=closure)
+
+
+def _fill_function(function: types.FunctionType, state: Any) -> None:
+    contents, own, attributes = state
+    for cell, content in zip(function.__closure__ or (), contents, strict=True):
+        if content:
+            (cell.cell_contents,) = content
+    for name, value in own.items():
+        setattr(function, name, value)
+    vars(function).update(attributes)
 
 
 # ---------------------------------------------------------------- variables
@@ -302,6 +415,9 @@ def _reduce_variable(pickler: _Pickler, variable: Any) -> Any:
         shape = tuple(variable.shape)
     elif variable._value is not None:
         value = np.asarray(variable.numpy())
+    if value is not None and pickler.lists_values:
+        pickler.values.append(value)
+        value = len(pickler.values) - 1
     kind = None if type(variable) is keras.Variable else type(variable)
     # Values first: what refers to a variable may ask for them before the others are there.
     return _make_variable, (kind, plain, shape, value), others, None, None, _update
@@ -312,6 +428,9 @@ def _make_variable(kind: Any, plain: dict[str, Any], shape: tuple[int, ...] | No
     variable: Any = kind.__new__(kind)
     vars(variable).update(plain)
     variable._value = None
+    if isinstance(value, int):
+        _reading.variables[value] = variable
+        value = _reading.values[value]
     if shape is not None:
         value = np.zeros(shape, bool) if plain["_dtype"] == "bool" else untouched_zeros(shape, plain["_dtype"])
     if value is not None:
@@ -326,6 +445,7 @@ def _reduce_tf_variable(pickler: _Pickler, variable: Any) -> Any:
     if id(variable) in pickler.hollow.rows:
         value = np.zeros((0, *value.shape[1:]), value.dtype)
     name = variable.name.partition(":")[0].rpartition("/")[2]
+    pickler.is_steady = False  # its value is part of the pickle
     return _make_tf_variable, (value, variable.dtype.name, variable.trainable, name, free, variable.aggregation)
 
 
@@ -565,6 +685,7 @@ def _reduce_table(pickler: _Pickler, table: Any) -> Any:
     default = table.default_value if hasattr(table, "default_value") else table._default_value
     default = np.asarray(default)
     mutable = isinstance(table, tf.lookup.experimental.MutableHashTable)
+    pickler.is_steady = pickler.is_steady and not mutable
     return _make_table, (mutable, keys, values, table.key_dtype.name, table.value_dtype.name, default)
 
 

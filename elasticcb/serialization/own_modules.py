@@ -43,12 +43,24 @@ def is_of_user(name: str) -> bool:
     return name == "__main__" or is_own(name)
 
 
+_known: dict[str, tuple[Any, bool]] = {}  # modules by name, and whether they are own ones: there are thousands
+
+
+def _all_own() -> Iterator[tuple[str, Any]]:
+    for name, module in list(sys.modules.items()):
+        known = _known.get(name)
+        if known is None or known[0] is not module:
+            known = _known[name] = module, is_own(name)
+        if known[1]:
+            yield name, module
+
+
 @contextlib.contextmanager
 def by_value(imported: Collection[str]) -> Iterator[None]:
     """Context in which cloudpickle takes functions and classes of own modules by value, except for those in
     `imported`."""
     before = cloudpickle.list_registry_pickle_by_value()
-    modules = [sys.modules[name] for name in list(sys.modules) if is_own(name) and name not in imported | before]
+    modules = [module for name, module in _all_own() if name not in imported and name not in before]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:

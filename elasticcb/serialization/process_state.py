@@ -68,7 +68,7 @@ def read() -> dict[str, Any]:
             "python": random.getstate(),
             "numpy": np.random.get_state(),
             "keras": global_state.get_global_attribute(_SEED_GENERATOR),  # None: not used yet
-            "tensorflow": context.global_seed(),
+            "tensorflow": _tensorflow_seed(),
         },
         "flags": _flags(),
     }
@@ -79,10 +79,41 @@ def write(state: Mapping[str, Any]) -> None:
     seeds = state["random"]
     random.setstate(seeds["python"])
     np.random.set_state(seeds["numpy"])
-    if seeds["tensorflow"] is not None:
-        tf.random.set_seed(seeds["tensorflow"])
-    global_state.set_global_attribute(_SEED_GENERATOR, seeds["keras"])
+    if seeds["tensorflow"] not in (None, _seeding.given):
+        tf.random.set_seed(seeds["tensorflow"][0])
+        _seeding.given = seeds["tensorflow"]
+    _set_generator(seeds["keras"])
     _set_flags(state["flags"])
+
+
+class _Seeding:
+    """Calls of `tf.random.set_seed`: each begins all sequences of random numbers again, and makes TensorFlow compile
+    again."""
+
+    source: Any = None  # there is a new one after each call
+    calls = 0
+    given: tuple[int, int] | None = None  # by the caller to this process
+
+
+_seeding = _Seeding()
+
+
+def _tensorflow_seed() -> tuple[int, int] | None:
+    """The seed, and the number of the call that has set it."""
+    source = getattr(context.context(), "_rng", None)
+    if source is not _seeding.source:
+        _seeding.source, _seeding.calls = source, _seeding.calls + 1
+    seed = context.global_seed()
+    return None if seed is None else (seed, _seeding.calls)
+
+
+def _set_generator(given: keras.random.SeedGenerator | None) -> None:
+    """Keeps the generator of this process, if it has one, because compiled functions use it."""
+    own = global_state.get_global_attribute(_SEED_GENERATOR)
+    if own is None:
+        global_state.set_global_attribute(_SEED_GENERATOR, given)
+    else:
+        own.state.assign((given or keras.random.SeedGenerator()).state)
 
 
 def use_own_seeds(index: int) -> None:

@@ -14,6 +14,9 @@ from elasticcb.sharding.partition import Slice, VariableSpec, layout, pack, unpa
 
 Blocks = list[dict[str, Array]]  # by server: "weights/DTYPE" and "state/DTYPE", flat
 
+ADDED = 2.0  # the share of an element of `Gradients.state` that is a difference, to be added
+_ADDED = ("sum", "count", "only_first_replica")
+
 
 class PlacedBlocks(list[dict[str, Array]]):
     """`Blocks` with their slices.
@@ -85,12 +88,18 @@ def state_moves(
     specs: Sequence[VariableSpec],
     parts: Sequence[Sequence[Slice]],
     decays: Mapping[int, float],
+    is_first: bool = True,
 ) -> tuple[list[dict[str, Array]], list[dict[str, Array]]]:
     """How a step that started with the state in `blocks` changed it: as `Gradients.state` and `Gradients.shares`.
+
+    A variable's `aggregation`, as of Keras's variables, decides how changes by several workers count: differences add
+    up ("sum"; "count": unless they are negative, as when a counter restarts), only those of the first worker count
+    ("only_first_replica"), or the values that are set are averaged.
 
     Args:
         state: by server and dtype, the non-trainable variables after the step, flat.
         decays: of moving averages, by variable: the weight of the old value in the new one.
+        is_first: whether this is the first worker.
     """
     towards, shares = [], []
     for slices, block, own in zip(parts, blocks, state, strict=True):
@@ -99,11 +108,21 @@ def state_moves(
         share = {dtype: flat for dtype, flat in share.items() if flat.any()}
         values = {dtype: own[dtype] for dtype in share}
         for part, dtype, offset in layout(specs, slices, False):
-            decay = decays.get(part.variable, 0.0)
-            if dtype in share and 0 < decay < 1 and values[dtype].dtype.kind == "f":
-                here = slice(offset, offset + part.elements)
-                if values[dtype] is own[dtype]:
-                    values[dtype] = own[dtype].copy()
+            decay, rule = decays.get(part.variable, 0.0), specs[part.variable].aggregation
+            averages = 0 < decay < 1 and own[dtype].dtype.kind == "f"
+            if dtype not in share or not (averages or rule in _ADDED):
+                continue
+            here = slice(offset, offset + part.elements)
+            if values[dtype] is own[dtype]:
+                values[dtype] = own[dtype].copy()
+            if rule == "only_first_replica" and not is_first:
+                share[dtype][here] = 0
+            elif rule in _ADDED and own[dtype].dtype.kind != "b":
+                old, new, changed = before[dtype][here], own[dtype][here], share[dtype][here] > 0
+                added = changed & (new > old) if rule == "count" else changed
+                values[dtype][here] = np.where(added, new - old, new)
+                share[dtype][here] = np.where(added, ADDED, changed)
+            elif averages:
                 old, new = (flat[here].astype(np.float64) for flat in (before[dtype], own[dtype]))
                 values[dtype][here] = np.where(share[dtype][here] > 0, (new - decay * old) / (1 - decay), new)
                 share[dtype][here] *= 1 - decay
@@ -125,13 +144,13 @@ def moved_state(block: Array, values: Array, shares: Array, lag: float) -> Array
             count as one, as their mean.
     """
     if block.dtype.kind not in "fcV":
-        return np.where(shares > 0, values, block)
+        return np.where(shares == ADDED, block + values, np.where(shares > 0, values, block))
     wide = np.promote_types(np.float32, block.dtype) if block.dtype.kind != "V" else np.dtype(np.float32)
     share = np.where(shares < 1, shares, 1.0 / (1 + lag))
     with np.errstate(invalid="ignore"):  # of infinities that stay
         mixed = (block.astype(wide) * (1 - share) + values.astype(wide) * share).astype(block.dtype)
     moved: Array = np.where((shares > 0) & (share < 1), mixed, np.where(shares > 0, values, block))
-    return moved
+    return np.where(shares == ADDED, block + values, moved) if (shares == ADDED).any() else moved
 
 
 def kept(blocks: Mapping[str, Array]) -> dict[str, Array]:

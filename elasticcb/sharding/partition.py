@@ -27,8 +27,9 @@ class VariableSpec:
     dtype: str  # NumPy name
     trainable: bool
     constraint: str = ""  # JSON of `keras.saving.serialize_keras_object`; "": none
-    optimizer: int = 0  # index of its optimizer in `model_optimizers(model)`
+    optimizer: int = 0  # index in `model_optimizers(model)` of the one that is given it; -1: none
     no_weight_decay: bool = False  # excluded from weight decay
+    aggregation: str = ""  # how changes by several workers count, if it is not trainable: `flat_blocks.state_moves`
     table: str = ""  # for an embedding table: JSON of `TableSpec`; shape[0] is then 0 if any id is allowed
 
     @property

@@ -128,7 +128,8 @@ class Gradients:
         rows: by variable index, unique row ids (int64, of the whole variable or table) and their gradients.
         state: by server and dtype, values that the step set for non-trainable variables, flat; without unchanged
             dtypes.
-        shares: likewise, how far it moved them, float32: 1 where it set them, 0 where it left them unchanged.
+        shares: likewise, how far it moved them, float32: 1 where it set them, 0 where it left them unchanged; `ADDED`
+            where `state` is the difference that it made.
         loss: loss of the batch.
         non_finite: what has NaN or infinity, as text: "the loss", "the gradient of 'dense/kernel'"; "" if nothing does.
         partition: slices of `gradients`, `state` and `shares`, by server; None: those of the client.

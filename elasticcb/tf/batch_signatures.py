@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
 
 Function = TypeVar("Function")
 Key = tuple[Any, ...]
+Fixed = Sequence[bool]
 
 
-def flat_tensors(batch: Any) -> tuple[list[Any], Key]:
+def flat_tensors(batch: Any, fixed: Fixed = ()) -> tuple[list[Any], Key]:
     """The tensors of a batch, with composite ones expanded, and a key for batches that need the same function.
 
     None values in a batch are skipped.
+
+    Args:
+        fixed: as in `specs_of`.
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
     if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
@@ -22,7 +27,8 @@ def flat_tensors(batch: Any) -> tuple[list[Any], Key]:
     # `shape` would create an object per dimension.
     shapes = [leaf._shape_tuple() for leaf in leaves]
     sizes = [(leaf.dtype, len(shape), shape[1:]) for leaf, shape in zip(leaves, shapes, strict=True)]
-    return leaves, (_structure(batch), *sizes)
+    rows = [each.shape[0] for each, own in zip(tf.nest.flatten(batch), fixed, strict=False) if own and len(each.shape)]
+    return leaves, ((_structure(batch), *rows), *sizes)
 
 
 def _structure(value: Any) -> Any:
@@ -38,8 +44,8 @@ def _structure(value: Any) -> Any:
 class Signatures(Generic[Function]):
     """Functions by kind of batch.
 
-    The first function for a structure is traced for the shapes of its batch, with a free batch dimension. For other
-    shapes, a function is traced in which all dimensions that have changed are free.
+    The first function for a structure is traced for the shapes of its batch, with a free batch dimension where it is
+    not fixed. For other shapes, a function is traced in which all dimensions that have changed are free.
 
     Args:
         make: creates a function for the specs of a batch.
@@ -50,14 +56,14 @@ class Signatures(Generic[Function]):
         self._functions: dict[Key, Function] = {}
         self._specs: dict[Key, Any] = {}
 
-    def function(self, batch: Any, key: Key) -> Function:
+    def function(self, batch: Any, key: Key, fixed: Fixed = ()) -> Function:
         """The function for `batch`, whose `flat_tensors` gave `key`."""
         function = self._functions.get(key)
-        return self._made(batch, key) if function is None else function
+        return self._made(batch, key, fixed) if function is None else function
 
-    def _made(self, batch: Any, key: Key) -> Function:
-        kind = (key[0], *((dtype, rank) for dtype, rank, _ in key[1:]))
-        exact = specs_of(batch)
+    def _made(self, batch: Any, key: Key, fixed: Fixed) -> Function:
+        kind = (key[0][0], *((dtype, rank) for dtype, rank, _ in key[1:]))
+        exact = specs_of(batch, fixed)
         known = self._specs.get(kind)
         merged = exact if known is None else tf.nest.map_structure(_merged, known[0], exact)
         if known is not None and merged == known[0]:
@@ -69,17 +75,22 @@ class Signatures(Generic[Function]):
         return function
 
 
-def specs_of(batch: Any) -> Any:
-    """The specs of a batch, with a free batch dimension."""
-    return tf.nest.map_structure(_spec, batch)
+def specs_of(batch: Any, fixed: Fixed = ()) -> Any:
+    """The specs of a batch, with a free batch dimension.
+
+    Args:
+        fixed: for the first tensors of the batch, in the order of `tf.nest.flatten`, whether that dimension is fixed.
+    """
+    flags = itertools.chain(fixed, itertools.repeat(False))
+    return tf.nest.map_structure(lambda leaf: _spec(leaf, next(flags)), batch)
 
 
-def _spec(leaf: Any) -> Any:
+def _spec(leaf: Any, is_fixed: bool) -> Any:
     if leaf is None:
         return None
     composite = isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor))
     spec = tf.type_spec_from_value(leaf if composite else tf.convert_to_tensor(leaf))
-    return _with_shape(spec, [None, *spec.shape[1:]] if spec.shape.rank else spec.shape)
+    return spec if is_fixed or not spec.shape.rank else _with_shape(spec, [None, *spec.shape[1:]])
 
 
 def _merged(one: Any, other: Any) -> Any:

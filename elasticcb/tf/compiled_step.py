@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from elasticcb.tf.batch_signatures import Signatures, flat_tensors
+from elasticcb.tf.batch_signatures import Fixed, Signatures, flat_tensors
 from elasticcb.tf.concrete_call import quick_call
 
 _Call = Callable[[Sequence[Any]], Any]
@@ -21,18 +21,22 @@ class CompiledStep:
 
     Args:
         step: a function of the batch and the other arguments of a call.
+        fixed: which tensors of the batch have a fixed number of rows, as in `specs_of`; called for each batch.
         jit_compile: as in `tf.function`.
     """
 
-    def __init__(self, step: Callable[..., Any], jit_compile: bool | None = None) -> None:
-        self._step = step
+    def __init__(
+        self, step: Callable[..., Any], jit_compile: bool | None = None, fixed: Callable[[], Fixed] = tuple
+    ) -> None:
+        self._step, self._fixed = step, fixed
         self._jit_compile = jit_compile
         self._signatures: Signatures[_Call] = Signatures(self._trace)
 
     def __call__(self, *args: Any) -> Any:
         """The step of `args`: the batch, and structures of tensors."""
-        leaves, key = flat_tensors(args)
-        return self._signatures.function(args, key)(leaves)
+        fixed = self._fixed()
+        leaves, key = flat_tensors(args, fixed)
+        return self._signatures.function(args, key, fixed)(leaves)
 
     def _trace(self, specs: Any) -> _Call:
         flat_specs = tf.nest.flatten(specs, expand_composites=True)

@@ -14,6 +14,8 @@ except ImportError:  # not a public name
 
 _Call = Callable[[Sequence[tf.Tensor]], Any]
 
+_CALLS_BEFORE_COMPILING = 10
+
 
 def quick_call(
     function: Callable[..., Any], signature: Sequence[tf.TensorSpec], jit_compile: bool | None = None
@@ -33,6 +35,30 @@ def quick_call(
     return _OneAfterAnother(
         lambda tensors: pack(iter(compiled._inference_function.call_flat(*tensors, *captured) or ()))
     )
+
+
+class CompiledLater:
+    """A function that is compiled once it has been called some times.
+
+    Compiling takes as long as hundreds of calls of a small function, and a short job makes a few.
+
+    Args:
+        function: as for `quick_call`; gives the same result when it is not compiled.
+        signature: as for `quick_call`.
+    """
+
+    def __init__(self, function: Callable[..., Any], signature: Sequence[tf.TensorSpec] = ()) -> None:
+        self._function, self._signature = function, signature
+        self._calls = 0
+        self._compiled: _Call | None = None
+
+    def __call__(self, tensors: Sequence[tf.Tensor] = ()) -> Any:
+        self._calls += 1
+        if self._calls <= _CALLS_BEFORE_COMPILING:
+            return self._function(*tensors)
+        if self._compiled is None:
+            self._compiled = quick_call(self._function, self._signature)
+        return self._compiled(tensors)
 
 
 def _packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from elasticcb.keras_private import initialize, set_shape_of, set_value_of, value_of
 from elasticcb.rpc.tensors import Array, aligned, dtype_of
 from elasticcb.tf.convert import tensor_of
 
@@ -40,8 +41,8 @@ def make_free_rows(variable: keras.Variable) -> None:
 
 
 def _replace(variable: keras.Variable, value: tf.Variable) -> None:
-    value._unique_id = variable._value._unique_id  # by which an already built optimizer identifies it
-    variable._value = value
+    value._unique_id = value_of(variable)._unique_id  # by which an already built optimizer identifies it
+    set_value_of(variable, value)
 
 
 def _free(value: Any, variable: keras.Variable) -> tf.Variable:
@@ -55,12 +56,12 @@ def _free(value: Any, variable: keras.Variable) -> tf.Variable:
 
 
 def _exchange(variable: keras.Variable, rows: Array) -> None:
-    variable._shape = tuple(rows.shape)
+    set_shape_of(variable, rows.shape)
     tensor = keras.ops.convert_to_tensor(rows, dtype=variable.dtype)
-    if hasattr(variable._value, "requires_grad"):  # PyTorch's, which layers list: it stays in place
-        variable._value.data, variable._value.grad = tensor, None
+    if hasattr(value_of(variable), "requires_grad"):  # PyTorch's, which layers list: it stays in place
+        value_of(variable).data, value_of(variable).grad = tensor, None
     else:
-        variable._initialize(tensor)
+        initialize(variable, tensor)
 
 
 def fill(variable: keras.Variable, rows: Array) -> None:
@@ -68,8 +69,8 @@ def fill(variable: keras.Variable, rows: Array) -> None:
     if not OF_TENSORFLOW:
         _exchange(variable, rows)
         return
-    variable._value.assign(tensor_of(rows))
-    variable._shape = tuple(rows.shape)
+    value_of(variable).assign(tensor_of(rows))
+    set_shape_of(variable, rows.shape)
 
 
 def make_whole(variable: keras.Variable, rows: Array) -> None:
@@ -82,7 +83,7 @@ def make_whole(variable: keras.Variable, rows: Array) -> None:
             variable,
             tf.Variable(tensor_of(rows), dtype=variable.dtype, trainable=variable.trainable, name=variable.name),
         )
-    variable._shape = tuple(rows.shape)
+    set_shape_of(variable, rows.shape)
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: Any) -> Array:

@@ -46,7 +46,8 @@ class GradientTraining(Training):
             version = session.ps.weights_version
             with session.progress.computing(self._progress.task.lease):
                 weights, specs = session.ps.blocks, session.ps.servers.specs
-                result = train(session.gradient_computation, specs, batch.inputs, weights, session.ps.version, rows)
+                computation, moves = session.gradient_computation, session.state.moves
+                result = train(computation, specs, batch.inputs, weights, session.ps.version, rows, moves)
             session.forget_shown()
             if result.overflow:
                 logger.info("Batch skipped: %s", result.overflow)

@@ -15,6 +15,7 @@ from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
 from elasticcb.sharding.flat_blocks import PlacedBlocks, first_non_finite, state_moves
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Gradients
+from elasticcb.worker.trainer import Moves
 from elasticcb.worker.window_length import WindowLength
 
 
@@ -29,13 +30,16 @@ class LocalUpdates:
         computation: computation of the model.
         ps: the servers.
         length: length of the windows of batches that are merged.
+        moves: determines how changes of non-trainable variables count.
 
     Attributes:
         may_go_back: whether `go_back` may be called.
     """
 
-    def __init__(self, computation: LocalComputation, ps: PSClient, length: WindowLength) -> None:
-        self._computation, self._ps, self.length = computation, ps, length
+    def __init__(
+        self, computation: LocalComputation, ps: PSClient, length: WindowLength, moves: Moves = state_moves
+    ) -> None:
+        self._computation, self._ps, self.length, self._moves = computation, ps, length, moves
         self._base = PlacedBlocks((), ())  # the servers' weights after the last merge
         self._versions: Sequence[int] = ()  # version of these, by server
         self._batches = 0  # batches trained since
@@ -147,7 +151,7 @@ class LocalUpdates:
             old = of_kind(WEIGHTS, before)
             moved.append({dtype: block - old[dtype] for dtype, block in of_kind(WEIGHTS, now).items()})
         decays = {index: decay**self._batches for index, decay in self._computation.decays.items()}
-        state, shares = state_moves(base, [of_kind(STATE, now) for now in present], specs, base.partition, decays)
+        state, shares = self._moves(base, [of_kind(STATE, now) for now in present], specs, base.partition, decays)
         shared = OptimizerState(shared=dict(self._computation.shared_optimizer_state()))
         held = self._computation.optimizer_state() if with_slots else shared
         return Gradients(

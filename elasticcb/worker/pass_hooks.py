@@ -73,7 +73,7 @@ class PassHooks:
             epoch, states = self._epoch, self._epoch_states
             self._epoch, self._epoch_states = None, {}
             self._metrics.load(states)
-            self._call("on_epoch_end", epoch, self._metrics.results(states, "train"))
+            self._call("on_epoch_end", epoch, self._metrics.results(step="train"))
 
     def _end_round(self) -> None:
         if self._round is not None:

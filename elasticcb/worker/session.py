@@ -13,22 +13,25 @@ from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.clients.ps_servers import ServerGroup
-from elasticcb.compute.backend import Computation, GradientComputation, HeldModel
+from elasticcb.compute.backend import Computation, GradientComputation, HeldModel, LocalComputation
 from elasticcb.compute.registry import backend
+from elasticcb.compute.rehearsal import Rehearsal, digest_of, rehearsed
 from elasticcb.errors import ModelFileError
 from elasticcb.model.input_pipeline import Pipeline, open_pipeline
 from elasticcb.model.job_callbacks import callback_params, job_callbacks
 from elasticcb.model.metrics import ModelMetrics
-from elasticcb.model.spec import Spec
+from elasticcb.model.spec import Spec, words_of
 from elasticcb.model.weights import variable_specs
 from elasticcb.process.generated_files import remove_generated_files
 from elasticcb.settings import Command, JobSettings, Mode, NonFinite
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.worker.exchanges import Exchanges
+from elasticcb.worker.kept_models import KeptModel
 from elasticcb.worker.learning_rate import WorkerRate
 from elasticcb.worker.local_updates import LocalUpdates
 from elasticcb.worker.pass_hooks import PassHooks
+from elasticcb.worker.state_changes import StateChanges
 from elasticcb.worker.table_files import whole_tables
 from elasticcb.worker.task_input import TaskInput
 from elasticcb.worker.window_length import WindowLength
@@ -43,19 +46,28 @@ class BuiltModel:
         settings: settings of the job.
         client: client of the master.
         spec: provides model, callbacks and, for a serialized job, the data.
+        before: the model of an earlier job, to which `spec` refers.
 
     Raises `ElasticCBError` when the model file or the data is unusable.
     """
 
-    def __init__(self, settings: JobSettings, client: MasterClient, spec: Spec) -> None:
+    def __init__(
+        self, settings: JobSettings, client: MasterClient, spec: Spec, before: KeptModel | None = None
+    ) -> None:
         self.settings, self.client, self.spec = settings, client, spec
         self._pipelines: dict[str, Pipeline] = {}
+        if before is not None:
+            before.restore()
         self.model = spec.build_model()
-        self.metrics = ModelMetrics(self.model, spec.make_eval_metrics())
+        self.before = before if before is not None and before.model is self.model else None
+        self.metrics = self.before.metrics if self.before else ModelMetrics(self.model, spec.make_eval_metrics())
         self.first_mode = Mode.of(settings.command)
-        if not spec.is_built:
+        if not spec.is_built or self.metrics.own_steps:
             batch = self.pipeline(self.first_mode).first_batch()
             backend().build(spec, self.model, batch, self.first_mode, settings.training.is_local)
+            validates = settings.data.validation or spec.batch_source(Mode.EVALUATION) is not None
+            if self.first_mode is Mode.TRAINING and validates and self.metrics.own_steps:
+                backend().build(spec, self.model, self.pipeline(Mode.EVALUATION).first_batch(), Mode.EVALUATION)
         self.metrics.reset()
         remove_generated_files()  # a job may end before this worker gets a task
         logger.info("The model is built")
@@ -95,6 +107,7 @@ class Session:
         holds_predictions: whether callbacks here keep predictions in memory until the end.
         stop_told: whether the master knows that a callback requested the end of training.
         local: local training; None if servers apply gradients.
+        state: how changes of non-trainable variables count.
     """
 
     def __init__(self, built: BuiltModel, cluster: Any) -> None:
@@ -103,24 +116,32 @@ class Session:
         self.settings, self.client, self.pipeline = settings, client, built.pipeline
         self.model, self.metrics = built.model, built.metrics
         self.transports = self.metrics.transports()
+        self.metrics.replayed = frozenset(cluster.replayed_metrics)
         self.training_units = self.metrics.training_units()
         self.reports_batches, self.reports_predictions = cluster.batch_events, cluster.predictions
         self.progress = ProgressReporter(client)
         self._assigned: PlacedBlocks | None = None  # the current values of the model's variables
+        self.state = StateChanges(settings, self.progress.warn)
         self.ps = _client_of(built, cluster)
         servers = self.ps.servers
         self.local: LocalUpdates | None = None
-        held = HeldModel(self.model, self.metrics, servers.specs, servers.partition)
-        if settings.command is Command.TRAIN and training.is_local:
-            own = backend().local_computation(held)
-            self.computation: Computation = own
-            self.local = LocalUpdates(own, self.ps, WindowLength(training.local_steps))
-        else:
-            self.computation = backend().computation(held)
+        is_local = settings.command is Command.TRAIN and training.is_local
+        self._kept = built.before
+        if self._kept is None or self._kept.specs != servers.specs:
+            held = HeldModel(self.model, self.metrics, servers.specs, servers.partition)
+            computation = backend().local_computation(held) if is_local else backend().computation(held)
+            self._kept = KeptModel(built.spec, settings, self.model, self.metrics, computation, servers.specs)
+        self.computation: Computation = self._kept.computation
+        if is_local:
+            assert isinstance(self.computation, LocalComputation)
+            window = WindowLength(training.local_steps)
+            self.local = LocalUpdates(self.computation, self.ps, window, self.state.moves)
         pulls_with_rows = self.local is None and training.get_model_steps == 1
         self.exchanges = Exchanges(self.ps, training.max_staleness, pulls_with_rows)
         self.ps.pull()
         self.show(self.ps.blocks)  # data may read the model
+        if not held.tables:
+            self._rehearse(built)
         self.rate = WorkerRate(self.model, self.ps)
         self.rate.adopt_base()
         self.callbacks = Dispatcher(
@@ -144,12 +165,26 @@ class Session:
         self.stop_told = False
         self._snapshot: tuple[int, PlacedBlocks] | None = None  # an evaluation pass and its weights
 
+    def _rehearse(self, built: BuiltModel) -> None:
+        """Raises `ModelFileError` when the model computes something else here than in the caller's process."""
+        rehearsal: Rehearsal | None = built.spec.rehearsal
+        if rehearsal is None:
+            return
+        batch = self.pipeline(built.first_mode).first_batch()
+        if digest_of(batch) == rehearsal.digest:
+            rehearsal.check(rehearsed(self.model, backend().data(self.model, batch)))
+            self.metrics.reset()
+
     def close(self) -> None:
         """Ends threads and connections."""
         self.input.stop()
         self.progress.stop()
         self.exchanges.close()
         self.ps.servers.close()
+
+    def kept(self) -> KeptModel | None:
+        """What a later job with the same program can use again; None: nothing."""
+        return self._kept if self._kept is not None and self._kept.is_usable else None
 
     @property
     def gradient_computation(self) -> GradientComputation:
@@ -242,7 +277,7 @@ def _checked_variables(built: BuiltModel, cluster: Any) -> list[VariableSpec]:
         if [_agreed(spec, table) for spec in expected] != [_agreed(spec, table) for spec in found]:
             raise ModelFileError(
                 f"Weight {index} of the model is {found or 'missing'} on this worker, but {expected or 'missing'} on "
-                f"the master. {built.spec.path} must build the same model in every process."
+                f"the master. {words_of(built.spec).definition} must build the same model in every process."
             )
     return specs
 

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,7 @@ class TaskInput:
         self,
         client: MasterClient,
         pipeline_of: Callable[[Mode], Pipeline],
-        prepare: Callable[[Any, Mode], Prepared],
+        prepare: Callable[[Any, Mode, Sequence[bool]], Prepared],
         buffer_batches: int = 4,
     ) -> None:
         self._client = client
@@ -185,7 +185,7 @@ class TaskInput:
             started = True
             units = 0
             for data in pipeline.batches(task.shard.name, task.shard.start, task.shard.end, _pass_of(task)):
-                batch = Batch(self._prepare(data, mode), pipeline.units_in(data))
+                batch = Batch(self._prepare(data, mode, pipeline.fixed), pipeline.units_in(data))
                 units += batch.units
                 self._put(batch)
                 if self._stopped.is_set() or task.lease not in self._leases:

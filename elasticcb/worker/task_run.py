@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from elasticcb.errors import (
@@ -16,9 +17,10 @@ from elasticcb.errors import (
     describe,
     user_traceback,
 )
-from elasticcb.model.metric_messages import Outputs, States, flatten_outputs, to_metric_states, to_outputs
+from elasticcb.model.metric_messages import OUTPUTS, Outputs, States, flatten_outputs, to_metric_states, to_outputs
 from elasticcb.model.metrics import MetricTransport
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Command
 from elasticcb.worker.gradient_training import GradientTraining
 from elasticcb.worker.local_training import LocalTraining
@@ -59,6 +61,7 @@ class TaskRun:
     def begin(self) -> None:
         """Calls the hooks before the first batch."""
         session, task = self._session, self.task
+        session.state.is_first = task.first_worker
         if session.settings.command is Command.TRAIN:
             session.call("on_train_begin", {})
         present = (task.type, task.epoch, task.evaluation_round)
@@ -165,12 +168,12 @@ class TaskRun:
         report.exhausted, report.records_done = exhausted, self._progress.units_done
         states: States = {}
         if self.task.type == pb.EVALUATION:
-            states = session.metrics.states()
+            states = session.metrics.of_task(session.metrics.states(), self.task.shard.start)
         elif self.task.type == pb.TRAINING:
-            states = self._progress.training_states
+            states = session.metrics.of_task(self._progress.training_states, self.task.shard.start)
         report.version = session.ps.version
         report.metrics.extend(to_metric_states(states))
-        _check_size(self.task, self._outputs)
+        _check_size(self.task, self._outputs, states.get(OUTPUTS, ()))
         report.outputs.extend(to_outputs(self._outputs))
         session.progress.flush()  # the end of an epoch must come after its batches
         answer = session.client.report_done(report)
@@ -215,11 +218,11 @@ def _training_of(session: Session, tally: Tally, progress: TaskProgress) -> Trai
     return LocalTraining(session, tally, progress, session.local)
 
 
-def _check_size(task: Any, outputs: list[Outputs]) -> None:
-    size = sum(array.nbytes for batch in outputs for array in batch.values())
+def _check_size(task: Any, outputs: Sequence[Outputs], packed: Sequence[Array]) -> None:
+    size = sum(array.nbytes for batch in outputs for array in batch.values()) + sum(array.nbytes for array in packed)
     if size > _MOST_OUTPUTS:
         raise ModelFileError(
             f"The outputs of one task ({task.shard.end - task.shard.start} records or batches) take {size / 2**30:.1f} "
-            f"GiB, but a message can hold at most {_MOST_OUTPUTS / 2**30:.1f} GiB. Use smaller tasks "
-            "(--num_minibatches_per_task) or a smaller batch."
+            f"GiB, but a message can hold at most {_MOST_OUTPUTS / 2**30:.1f} GiB. Use a smaller batch, or "
+            "smaller tasks (`elasticcb train --num_minibatches_per_task`)."
         )

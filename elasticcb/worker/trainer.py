@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,12 @@ import numpy as np
 
 from elasticcb.compute.backend import GradientComputation, Prepared, TableRows
 from elasticcb.model.metric_messages import States
-from elasticcb.rpc.tensors import all_finite
+from elasticcb.rpc.tensors import Array, all_finite
 from elasticcb.sharding.flat_blocks import PlacedBlocks, first_non_finite, state_moves
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Gradients
+
+Moves = Callable[..., tuple[list[dict[str, Array]], list[dict[str, Array]]]]  # as `state_moves`
 
 
 @dataclass
@@ -35,6 +37,7 @@ def train(
     weights: PlacedBlocks,
     version: int,
     rows: TableRows,
+    moves: Moves = state_moves,
 ) -> TrainResult:
     """Gradients of a batch, for the servers that hold `weights`.
 
@@ -42,9 +45,10 @@ def train(
         computation: computation of the model.
         specs: specs of `model.weights`.
         batch, weights, version, rows: as in `Computation.train`.
+        moves: determines how changes of non-trainable variables count.
     """
     step = computation.train(batch, weights, version, rows)
-    state, shares = state_moves(weights, step.state, specs, weights.partition, step.decays)
+    state, shares = moves(weights, step.state, specs, weights.partition, step.decays)
     push = Gradients(
         gradients=step.gradients,
         dense_variables=step.dense_variables,

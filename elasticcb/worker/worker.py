@@ -11,6 +11,7 @@ from elasticcb.process.generated_files import remove_generated_files
 from elasticcb.process.signals import on_sigterm
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import JobSettings, Mode
+from elasticcb.worker.kept_models import KeptModel
 from elasticcb.worker.session import BuiltModel, Session
 from elasticcb.worker.task_input import Batch, Event, Finished, TaskRead, TaskStarted
 from elasticcb.worker.task_progress import Tally
@@ -27,20 +28,24 @@ class Worker:
         client: client of the master; the worker registers once its model is built.
         index: index to take; -1: the master chooses.
         spec: provides model, callbacks and, for a serialized job, the data.
+        before: the model of an earlier job, to which `spec` refers.
     """
 
-    def __init__(self, settings: JobSettings, client: MasterClient, index: int, spec: Spec) -> None:
+    def __init__(
+        self, settings: JobSettings, client: MasterClient, index: int, spec: Spec, before: KeptModel | None = None
+    ) -> None:
         self._settings, self._client, self._index, self._spec = settings, client, index, spec
+        self._before = before
 
-    def run(self) -> None:
-        """Works until the master reports that no more work will come.
+    def run(self) -> KeptModel | None:
+        """Works until the master reports that no more work will come; returns what a later job can use again.
 
         Raises:
             ConnectionLostError: the master or a server is unreachable.
             LeaveRequestedError: SIGTERM was received, or the master needs fewer workers.
             ElasticCBError: the model file, or the cluster, is unusable.
         """
-        built = BuiltModel(self._settings, self._client, self._spec)
+        built = BuiltModel(self._settings, self._client, self._spec, self._before)
         self._spec.use_own_seeds(self._client.register(pb.WORKER, self._index))
         session = Session(built, self._client.wait_for_cluster())
         try:
@@ -48,6 +53,7 @@ class Worker:
                 TaskLoop(session).run()
         finally:
             session.close()
+        return session.kept()
 
 
 class TaskLoop:

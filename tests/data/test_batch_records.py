@@ -148,3 +148,18 @@ def test_a_first_line_that_names_columns_is_told_of(tmp_path: Path) -> None:
 def test_labels_beside_a_reader_are_refused_in_the_words_of_keras(reader: Reader, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`y` should not be passed. Instead, the targets should be included"):
         adapt(reader, np.zeros(15), purpose="fit", folder=tmp_path, seed=1)
+
+
+def test_lists_of_varying_length_are_ragged_in_each_batch(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    table = arrow.table({"seen": [[i] * (i % 3) for i in range(10)], "y": np.arange(10)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    reader = open_reader(str(tmp_path / "a.parquet"), {"label": "y"})
+    source = adapted(reader, tmp_path)
+    x, y = next(iter(copy_of(source).batches(0, 1, 2)))
+    assert (x["seen"].to_list(), y.numpy().tolist()) == ([[4], [5, 5], [], [7]], [4, 5, 6, 7])
+    dropping = Records(reader, lambda dataset, *_: dataset.filter(lambda row: row["y"] != 5))
+    (rows,) = adapted(dropping, tmp_path).batches(0, 1, 2)
+    assert rows["seen"].to_list() == [[4], [], [7]]

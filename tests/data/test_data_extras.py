@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ import pytest
 
 from elasticcb import Mode
 from elasticcb.data import RecordStream, open_reader
-from elasticcb.errors import DataError
+from elasticcb.data.feed_steps import batched
+from elasticcb.errors import DataError, UsageError
 
 
 def write_array_records(path: Path, records: list[bytes]) -> Path:
@@ -84,19 +87,85 @@ def test_parquet_default_feed_takes_the_named_label(tmp_path: Path) -> None:
     assert list(dataset.as_numpy_iterator()) == [({"a": 2.0}, 1)]
 
 
+def test_parquet_lists_of_varying_length_become_ragged_batches(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    lists: dict[str, list[Any]] = {
+        "seen": [[7] * (i % 4) if i != 5 else None for i in range(30)],
+        "words": [[f"w{j}" for j in range(i % 3)] for i in range(30)],
+        "nested": [[[j] * j for j in range(i % 4)] for i in range(30)],
+        "vectors": [[[i, j] for j in range(i % 3)] for i in range(30)],
+    }
+    vectors = arrow.array(lists["vectors"], arrow.list_(arrow.list_(arrow.float32(), 2)))
+    path = write_parquet(tmp_path / "a.parquet", {**lists, "vectors": vectors, "y": np.arange(30)})
+    reader = open_reader(str(path), {"label": "y"})
+    raw = RecordStream(reader, lambda: (str(path), 3, 29)).dataset
+    feed = reader.default_feed()
+    assert feed is not None
+    x, y = next(iter(batched(raw, feed(raw, Mode.TRAINING, reader.metadata), 20)))
+    assert y.numpy().tolist() == list(range(3, 23))
+    assert {name: value.shape.as_list() for name, value in x.items()} == {
+        "seen": [20, None],
+        "words": [20, None],
+        "nested": [20, None, None],
+        "vectors": [20, None, 2],
+    }
+    for name, expected in lists.items():
+        found = [[word.decode() for word in row] for row in x[name].to_list()] if name == "words" else x[name].to_list()
+        assert found == [row or [] for row in expected[3:23]]
+    rows = list(reader.read(str(path), 4, 8))
+    assert [row["seen"].tolist() for row in rows] == [[], [], [7, 7], [7, 7, 7]]
+
+
+def test_each_parquet_type_becomes_the_tensor_of_the_documented_table(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    moment, day = datetime.datetime(2024, 1, 2, 3, 4, 5, 678901), 19724
+    microseconds = ((day * 24 + 3) * 3600 + 4 * 60 + 5) * 1_000_000 + 678901
+    given = {
+        "small": (arrow.int8(), 3, np.int8(3)),
+        "flag": (arrow.bool_(), True, np.True_),
+        "half": (arrow.float16(), np.float16(1.5), np.float16(1.5)),
+        "price": (arrow.decimal128(9, 2), decimal.Decimal("1.25"), np.float64(1.25)),
+        "key": (arrow.decimal128(38, 0), decimal.Decimal(2**60 + 1), np.int64(2**60 + 1)),
+        "at": (arrow.timestamp("ns"), moment, np.int64(microseconds)),
+        "at_zone": (arrow.timestamp("us", "Europe/Berlin"), moment, np.int64(microseconds)),
+        "day": (arrow.date32(), moment.date(), np.int64(day)),
+        "day64": (arrow.date64(), moment.date(), np.int64(day)),
+        "clock": (arrow.time32("s"), datetime.time(0, 1, 2), np.int64(62_000_000)),
+        "lasts": (arrow.duration("ms"), datetime.timedelta(seconds=3), np.int64(3_000_000)),
+        "text": (arrow.string(), "ä", "ä".encode()),
+        "code": (arrow.binary(2), b"a\0", b"a\0"),
+    }
+    columns = {name: arrow.array([value], kind) for name, (kind, value, _) in given.items()}
+    path = write_parquet(tmp_path / "a.parquet", columns)
+    (record,) = open_reader(str(path)).read(str(path), 0, 1)
+    for name, (_, _, expected) in given.items():
+        assert (record[name], type(record[name])) == (expected, type(expected)), name
+    path = write_parquet(tmp_path / "b.parquet", {"key": arrow.array([decimal.Decimal(2**70)])})
+    with pytest.raises(DataError, match=r"column 'key' of .*b\.parquet has values that do not fit into int64"):
+        list(open_reader(str(path)).read(str(path), 0, 1))
+
+
 def test_parquet_nulls_are_named_where_no_value_stands_for_them(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", {"f": [1.0, None], "s": ["x", None]})
     records = list(open_reader(str(path)).read(str(path), 0, 2))
     assert np.isnan(records[1]["f"])
     assert records[1]["s"] == b""
-    path = write_parquet(tmp_path / "b.parquet", {"i": [*range(10), None]})
-    with pytest.raises(DataError, match=r"Record 10 of .*b\.parquet is null in column 'i'"):
-        list(open_reader(str(path)).read(str(path), 8, 11))
+    columns = {"i": [*range(10), None], "at": [datetime.datetime(2024, 1, 1)] * 10 + [None], "l": [[1]] * 10 + [[None]]}
+    path = write_parquet(tmp_path / "b.parquet", columns)
+    for name in columns:
+        reader = open_reader(str(path), {"columns": name})
+        with pytest.raises(DataError, match=rf"Record 10 of .*b\.parquet is null in column '{name}'.*fill_null="):
+            list(reader.read(str(path), 8, 11))
+    filled = open_reader(str(path), {"fill_null": {"i": -1, "at": 0, "l": 9}})
+    assert [row | {"l": row["l"].tolist()} for row in filled.read(str(path), 10, 11)] == [{"i": -1, "at": 0, "l": [9]}]
+    for wrong, message in (({"j": 0}, "unknown column 'j'"), ({"i": "x"}, "'x' for the column 'i'. Expected int64")):
+        with pytest.raises(UsageError, match=message):
+            open_reader(str(path), {"fill_null": wrong}).sources()
 
 
 def test_parquet_columns_that_can_not_be_read_are_named(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", {"id": [1, 2], "many": [[1], [1, 2]]})
-    with pytest.raises(DataError, match=r"Column 'many' of .*a\.parquet has the type list.*`columns`"):
+    path = write_parquet(tmp_path / "a.parquet", {"id": [1, 2], "pair": [{"a": 1}, {"a": 2}]})
+    with pytest.raises(DataError, match=r"Column 'pair' of .*a\.parquet has the type struct.*`columns`"):
         open_reader(str(path)).sources()
     assert list(open_reader(str(path), {"columns": ["id"]}).read(str(path), 0, 2)) == [{"id": 1}, {"id": 2}]
     with pytest.raises(DataError, match=r"has no column idd"):

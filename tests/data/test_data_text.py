@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticcb.data import decompression, file_reader, open_reader
-from elasticcb.data.content import MemoryContent
+from elasticcb.data.content import LocalFile, MemoryContent
 from elasticcb.data.text_index import Dialect, index_records, split_records
 from elasticcb.errors import DataError, UsageError
 
@@ -258,6 +258,35 @@ def test_a_quote_in_the_middle_of_a_field_is_refused_or_ordinary(tmp_path: Path)
     with pytest.raises(DataError, match=r"a\.csv, line 2, has a quote inside a field"):
         records_of(path)
     assert records_of(path, quote="") == [b"1,2", b'3,5" pipe', b'4,6" pipe']
+
+
+@pytest.mark.parametrize("block_bytes", [1, 3, 1 << 20])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", '1,a\n2,"great" film\n3,b\n', "line 2, continues a field after its closing quote"),
+        ("a.csv", '1,a\n2,"great\n3,"bad\n', "line 3, continues a field after its closing quote"),
+        ("a.tsv", '1\ta\n2\t"great\n3\tbad"\n', "line 2, ends inside a quoted field"),
+        ("a.tsv", '1\t"great\n2\tbad\n', "line 1, ends inside a quoted field"),
+        ("a.txt", '1\t"great\r2\tbad"\r', "line 1, ends inside a quoted field"),
+    ],
+)
+def test_a_field_that_begins_with_a_quote_never_merges_lines_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, message: str, block_bytes: int
+) -> None:
+    path = written(tmp_path / name, content)
+    monkeypatch.setattr(LocalFile, "block_bytes", block_bytes)
+    given = {"delimiter": "\t"} if name.endswith(".txt") else {}
+    with pytest.raises(DataError, match=rf"{name}, {message}.*`quote=''`"):
+        records_of(path, **given)
+    assert records_of(path, quote="", **given) == [line.encode() for line in content.splitlines()]
+
+
+def test_line_breaks_in_quotes_between_tabs_are_read_on_request(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.tsv", '1\t"a\tb"\n2\t"c"\n')
+    assert records_of(path) == [b'1\t"a\tb"', b'2\t"c"']
+    path = written(tmp_path / "b.tsv", '1\t"a\nb"\n2\t"c"\n')
+    assert records_of(path, quote='"') == [b'1\t"a\nb"', b'2\t"c"']
 
 
 def test_a_quoted_field_right_after_the_byte_order_mark_is_read(tmp_path: Path) -> None:

@@ -74,6 +74,38 @@ def statistics() -> Given:
     )
 
 
+@case("Losses and metrics", "metrics whose state is a list, a dict, an array, a maximum, or another metric")
+def states_of_python() -> Given:
+    class Median(keras.metrics.Metric):
+        def reset_state(self):
+            self.predicted = {}
+
+        def update_state(self, y, y_pred, sample_weight=None):
+            self.predicted = {"all": np.append(self.predicted.get("all", ()), np.asarray(y_pred))}
+
+        def result(self):
+            values = self.predicted.get("all", [0.0])
+            return {"median": float(np.median(values)), "last": float(values[-1])}
+
+    class Of(keras.metrics.Metric):
+        def __init__(self, name, function):
+            super().__init__(name=name)
+            self.inner, self.function = keras.metrics.MeanAbsoluteError(), function
+            self.peak = self.add_weight(shape=(), initializer="zeros", name="peak")
+
+        def update_state(self, y, y_pred, sample_weight=None):
+            self.inner.update_state(y, y_pred)
+            self.peak.assign(self.function(self.peak, ops.max(y_pred)))
+
+        def result(self):
+            return self.peak + self.inner.result()
+
+    median = Median(name="median")
+    median.reset_state()
+    metrics = [median, Of("peak", ops.maximum), Of("total", ops.add)]
+    return Given(dense(run_eagerly=True, metrics=metrics), normal(6), normal(1))
+
+
 @case("Losses and metrics", "`sample_weight`")
 def sample_weight() -> Given:
     weights = np.random.default_rng(1).uniform(0, 2, RECORDS).astype("float32")
@@ -207,6 +239,81 @@ def gan() -> Given:
         keras.losses.BinaryCrossentropy(from_logits=True),
     )
     return Given(model, normal(6))
+
+
+class Average(Plain):
+    """Trains one part; another is its moving average, as in mean teacher, BYOL and diffusion models."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = layers.Dense(8)
+        self.unused = self.add_weight(shape=(2,), name="unused")
+
+    def build(self, shape):
+        super().build(shape)
+        self.average.build((None, 6))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean((y - self(x, training=True)) ** 2)
+        variables = [*self.hidden.trainable_weights, *self.out.trainable_weights, self.unused]
+        for weight, average in zip(self.hidden.weights, self.average.weights, strict=True):
+            average.assign(0.9 * average + 0.1 * weight)
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss, "parts": {"z": ops.max(self.average.kernel), "a": loss}}
+
+
+@case("Steps", "a part that the step averages (EMA), and a weight without a gradient")
+def average() -> Given:
+    model = Average()
+    model.build((None, 6))
+    model.compile(keras.optimizers.AdamW(0.01), "mse")
+    return Given(model, normal(6), normal(1))
+
+
+@case("Steps", "a part that was compiled and trained before (a teacher), with its own optimizer")
+def teacher() -> Given:
+    class Distiller(Plain):
+        def __init__(self, teacher):
+            super().__init__()
+            self.teacher = teacher
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return ops.mean((y - y_pred) ** 2) + ops.mean((self.teacher(x, training=False) - y_pred) ** 2)
+
+    first = dense(metrics=["mae"])
+    first.fit(normal(6), normal(1), verbose=0, shuffle=False)
+    return Given(compiled(Distiller(first)), normal(6), normal(1))
+
+
+@case("Steps", "custom `fit`, `evaluate` and `predict` that call `super()`")
+def own_methods() -> Given:
+    class Methods(Plain):
+        def fit(self, x, y, **kwargs):
+            return super().fit(x, 2 * y, **kwargs)
+
+        def evaluate(self, *args, **kwargs):
+            weights = self.get_weights()
+            self.set_weights([weight / 2 for weight in weights])
+            logs = super().evaluate(*args, **kwargs)
+            self.set_weights(weights)
+            return {**logs, "sum": sum(logs.values())}
+
+        def predict(self, x, **kwargs):
+            return -super().predict(x, **kwargs)
+
+    return Given(compiled(Methods()), normal(6), normal(1))
+
+
+@case("Steps", "a batch size that the data fixes, used as a number")
+def fixed_batch_size() -> Given:
+    class Contrast(keras.losses.Loss):
+        def call(self, y, y_pred):
+            scores = ops.matmul(y_pred, ops.transpose(y_pred)) * (1.0 - ops.eye(y_pred.shape[0]))
+            return ops.mean((y - y_pred) ** 2) + 0.01 * ops.mean(scores)
+
+    return Given(dense(loss=Contrast()), normal(6), normal(1))
 
 
 @case("Steps", "`jit_compile=True`")

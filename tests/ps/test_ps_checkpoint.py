@@ -136,7 +136,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path)
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
     folder = save(tmp_path, trained(1))
-    with pytest.raises(CheckpointError, match="optimizer Adam, but the model file has SGD"):
+    with pytest.raises(CheckpointError, match="optimizer Adam, but the job has SGD"):
         restored(folder, 1, lambda: keras.optimizers.SGD(0.1))
 
 

@@ -160,7 +160,7 @@ def test_a_job_with_another_outer_optimizer_takes_what_a_checkpoint_holds_of_the
     assert after.parameters.optimizer_state(True).shared["iterations"] == 0
     assert ("starts fresh" in caplog.text) == bool(second)
     rounds(after, 1)
-    with pytest.raises(CheckpointError, match="with the optimizer SGD, but the model file has Adam"):
+    with pytest.raises(CheckpointError, match="with the optimizer SGD, but the job has Adam"):
         Server(second, part=before.parameters.dense(), make=keras.optimizers.Adam)
 
 

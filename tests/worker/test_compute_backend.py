@@ -38,7 +38,7 @@ class LinearRegression(GradientComputation):
         self._specs = specs
         self._kernel, self._bias = np.zeros(0), np.zeros(0)
 
-    def prepare(self, data: Any, mode: Mode) -> Prepared:
+    def prepare(self, data: Any, mode: Mode, fixed: Any = ()) -> Prepared:
         parts = keras.utils.unpack_x_y_sample_weight(data)
         arrays = tuple(np.asarray(part) for part in parts if part is not None)
         return Prepared(arrays, len(arrays[0]))

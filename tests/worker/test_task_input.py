@@ -18,7 +18,7 @@ from elasticcb.settings import Mode
 from elasticcb.worker.task_input import Batch, Finished, TaskInput, TaskRead, TaskStarted
 
 
-def prepared(data: Any, mode: Mode) -> Prepared:
+def prepared(data: Any, mode: Mode, fixed: Any) -> Prepared:
     return Prepared(data, len(data))
 
 
@@ -44,7 +44,11 @@ class Master:
 
 def pipeline(batches: Callable[[], Iterator[Any]]) -> Any:
     return SimpleNamespace(
-        keeps_order=True, ends_by_itself=False, units_in=len, batches=lambda name, start, end, epoch: batches()
+        keeps_order=True,
+        ends_by_itself=False,
+        fixed=(),
+        units_in=len,
+        batches=lambda name, start, end, epoch: batches(),
     )
 
 

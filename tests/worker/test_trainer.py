@@ -12,6 +12,7 @@ from elasticcb.compute.registry import backend
 from elasticcb.errors import ModelFileError
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.weights import variable_specs
+from elasticcb.optimizers.variables import StepVariables
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
 from elasticcb.sharding.partition import partition
@@ -34,11 +35,11 @@ class Trainer:
         return self.computation.predict(self.computation.prepare(batch, Mode.PREDICTION), {})
 
 
-def make_trainer(model, num_ps=1, updated=None):
+def make_trainer(model, num_ps=1, step=None):
     """A trainer, and the weights as servers send them."""
     metrics = ModelMetrics(model, {})
     model.test_step((X, Y))
-    specs = variable_specs(model, updated)
+    specs = variable_specs(model, step)
     parts = partition(specs, num_ps, split=False)
     weights = [variable.numpy() for variable in model.weights]
     blocks = PlacedBlocks([pack_weights(weights, specs, slices) for slices in parts], parts)
@@ -96,7 +97,7 @@ def test_variables_of_a_push_are_those_of_its_own_batch():
 
 
 def test_step_that_updates_what_it_did_not_when_the_job_started_is_refused():
-    trainer, blocks = make_trainer(dense_model(model=Picky), updated={0: 0})
+    trainer, blocks = make_trainer(dense_model(model=Picky), step=StepVariables({0: 0}, {0: 0}))
     trainer.train((X, Y), blocks)
     with pytest.raises(ModelFileError, match=r"gradients of '.*bias' now"):
         trainer.train((X, Y, np.ones(4, "float32")), blocks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +16,10 @@ from elasticcb.compute.jax.build import build, sized
 from elasticcb.compute.jax.capture import StatelessCapture
 from elasticcb.compute.jax.gradient_computation import JAXGradients
 from elasticcb.compute.jax.local_computation import JAXLocal
-from elasticcb.compute.jax.steps import predict_step, test_step, train_step, values
+from elasticcb.compute.jax.steps import step_of, test_step, values
 from elasticcb.compute.jax.tables import problems_of
 from elasticcb.compute.movable import Allowed, movable
-from elasticcb.layers.table_layers import TableLayer
+from elasticcb.layers.table_layers import without_rows
 from elasticcb.settings import Mode
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.tf.devices import leave_gpus
@@ -41,23 +42,30 @@ class JAXBackend(Backend):
 
     def outputs(self, model: keras.Model, batch: Any) -> Any:
         state = values(model.trainable_variables, model.non_trainable_variables)
-        outputs, _ = model.predict_step(state, sized(model, arrays_of(batch)))
+        with without_rows(model):
+            outputs, _ = model.predict_step(state, self.data(model, batch))
         return jax.tree.map(np.asarray, outputs)
 
+    def data(self, model: keras.Model, batch: Any) -> Any:
+        return sized(model, arrays_of(batch))
+
     def find_tables(
-        self, model: keras.Model, batch: Any, mode: Mode, allowed: Allowed, local: bool = False
+        self,
+        model: keras.Model,
+        batch: Any,
+        mode: Mode,
+        allowed: Allowed,
+        local: bool = False,
+        validation: Callable[[], Any] | None = None,
     ) -> dict[int, TableSpec]:
         capture = StatelessCapture(model) if mode is Mode.TRAINING else None
-        steps = {model.test_step: test_step(model), model.predict_step: predict_step(model)}
-
-        def found(step: Any, data: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
-            return problems_of(model, steps.get(step, step), data, layers)
-
-        step: Any = model.test_step if mode is Mode.EVALUATION else model.predict_step
+        step: Any = step_of(model, mode, capture)
+        found: Any = functools.partial(problems_of, model)
+        passes: Any = None
+        if validation is not None:
+            passes = lambda: (test_step(model), sized(model, arrays_of(validation())))  # noqa: E731
         try:
-            if capture is not None:
-                step = train_step(model, capture)
-            return movable(model, step, sized(model, arrays_of(batch)), allowed, found)
+            return movable(model, step, sized(model, arrays_of(batch)), allowed, found, passes)
         finally:
             if capture is not None:
                 capture.release()

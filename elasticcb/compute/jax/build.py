@@ -14,16 +14,19 @@ from elasticcb.compute.jax.capture import StatelessCapture, one_optimizer
 from elasticcb.compute.jax.explain import explain
 from elasticcb.compute.jax.steps import predict_step, test_step, train_step
 from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import build_symbolically, layers_of
+from elasticcb.layers.table_layers import without_rows
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
 from elasticcb.optimizers.step_logs import is_overridden
+from elasticcb.optimizers.variables import StepVariables
 from elasticcb.settings import Mode
 
 
-def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False) -> dict[int, int] | None:
+def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False) -> StepVariables | None:
     """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
-    with told_with_batch(spec, batch, mode, explain), building:
+    with told_with_batch(spec, batch, mode, explain), building, without_rows(model):
         data = sized(model, arrays_of(batch))
         if mode is Mode.PREDICTION:
             _build_layers(model, data)
@@ -36,11 +39,10 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = 
             test_step(model).trace(data)
             return None
         _trace_training(model, data)
-        with contextlib.suppress(Exception):  # a model that can't be evaluated may still be trained
-            test_step(model).trace(data)
         if not is_overridden(model, "train_step"):
             return None
-        return {index: 0 for index, variable in enumerate(model.weights) if variable.trainable}
+        own = {index: 0 for index, variable in enumerate(model.weights) if variable.trainable}
+        return StepVariables(own, own)
 
 
 def sized(model: keras.Model, data: Any) -> Any:
@@ -71,7 +73,7 @@ def _trace_training(model: keras.Model, data: Any) -> None:
 
 
 def _build_layers(model: keras.Model, data: Any) -> None:
-    if not all(layer.built for layer in model._flatten_layers()):
+    if not all(layer.built for layer in layers_of(model)):
         features = keras.utils.unpack_x_y_sample_weight(data)[0]
         with keras.StatelessScope():
             model(features)
@@ -80,7 +82,7 @@ def _build_layers(model: keras.Model, data: Any) -> None:
 def _build_all(model: keras.Model, data: Any) -> None:
     """Builds layers, loss and metrics, like `fit`, but not the optimizer, whose slots are as large as the model."""
     with _left_out(getattr(model, "optimizer", None)):
-        model._symbolic_build(data_batch=data)
+        build_symbolically(model, data)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from elasticcb.compute.jax.capture import StatelessCapture
 from elasticcb.compute.jax.explain import explained
 from elasticcb.compute.jax.steps import step_of
 from elasticcb.compute.jax.tables import JAXTables
-from elasticcb.model.metric_messages import States
+from elasticcb.keras_private import set_value_of
+from elasticcb.model.metric_messages import States, with_outputs
 from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.rpc.tensors import Array
@@ -75,7 +76,7 @@ class JAXComputation(Computation):
 
         return run
 
-    def prepare(self, data: Any, mode: Mode) -> Prepared:
+    def prepare(self, data: Any, mode: Mode, fixed: Sequence[bool] = ()) -> Prepared:
         arrays = arrays_of(data)
         wanted = self._lookups[mode](arrays)
         ids = {table: found for table, (found, _) in wanted.items()}
@@ -130,7 +131,7 @@ class JAXComputation(Computation):
     def _test_step(self, trained: Any, others: Any, metrics: Metrics, places: Any, data: Any) -> Any:
         with (
             self._served.serving(self._rows_in(trained), places),
-            self._metrics.kept_outputs() as outputs,
+            self._metrics.kept_outputs(Mode.EVALUATION) as outputs,
             self._metrics.carried(metrics.carried) as carried,
         ):
             logs, (_, others, of_model) = self._model.test_step((trained, others, metrics.of_model), data)
@@ -145,14 +146,20 @@ class JAXComputation(Computation):
             state: values of trained variables, of other variables, and of optimizer variables.
 
         Returns:
-            Its logs, the state after it, metric states by unit, and the stored gradients.
+            Its logs, the state after it, metric states by unit with `(labels, predictions[, weight])` if metrics need
+            these, and the stored gradients.
         """
         assert self._capture is not None
-        with self._served.serving(self._rows_in(state[0]), places), self._metrics.carried(metrics.carried) as carried:
+        with (
+            self._served.serving(self._rows_in(state[0]), places),
+            self._metrics.kept_outputs(Mode.TRAINING) as outputs,
+            self._metrics.carried(metrics.carried) as carried,
+        ):
             self._has_traced = True
             self._capture.begin()
             logs, (*state, of_model) = self._model.train_step((*state, metrics.of_model), data)
-            return flat_logs(logs), state, self._by_unit(of_model, carried), self._capture.gradients()
+            states = self._by_unit(of_model, carried), tuple(outputs)
+            return flat_logs(logs), state, states, self._capture.gradients()
 
     def _by_unit(self, of_model: Sequence[Any], carried: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         found = {id(variable): value for variable, value in zip(self._model.metrics_variables, of_model, strict=True)}
@@ -193,7 +200,7 @@ def put(variables: Iterable[keras.Variable], found: Iterable[Any]) -> None:
     Bypasses `assign`, which for all variables of a model takes longer than a small step.
     """
     for variable, value in zip(variables, found, strict=False):
-        variable._value = value
+        set_value_of(variable, value)
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,8 +208,9 @@ def numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: to_number(value) for name, value in logs.items()}
 
 
-def states_of(fetched: Mapping[str, Sequence[Any]]) -> States:
-    return {name: [np.asarray(value) for value in found] for name, found in fetched.items()}
+def states_of(fetched: tuple[Mapping[str, Sequence[Any]], Any]) -> States:
+    by_unit, outputs = fetched
+    return with_outputs({name: [np.asarray(value) for value in found] for name, found in by_unit.items()}, outputs)
 
 
 def rows_of(gradients: Mapping[int, Array], ids: Mapping[int, Array]) -> RowGradients:

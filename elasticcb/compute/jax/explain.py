@@ -1,4 +1,4 @@
-"""Explains errors of JAX in terms of the model file."""
+"""Explains errors of JAX in terms of the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def explain(error: Exception) -> str:
         return (
             f"it calls TensorFlow with a JAX array ({_first_line(error)}). With KERAS_BACKEND=jax the model, its "
             "loss and its metrics are traced by JAX: use keras.ops or jax.numpy in them instead of tf. "
-            "`feed` can keep using TensorFlow: tf.data works with every backend."
+            "The input pipeline can keep using TensorFlow: tf.data works with every backend."
         )
     if isinstance(error, _NOT_TRACEABLE):
         return (

@@ -19,6 +19,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from elasticcb.compute import unknown_ids
 from elasticcb.compute.jax.steps import StatelessStep
+from elasticcb.keras_private import embeddings_of
 from elasticcb.layers.table_layers import TableLayer
 from elasticcb.rpc.tensors import Array
 
@@ -102,7 +103,7 @@ class TracedIds:
 
     def _problem_of(self, index: int, layer: TableLayer) -> str:
         _, by_rest = self._part(range(len(self.tables), len(self._whole.jaxpr.outvars)))
-        place = next(place for place, variable in enumerate(self._variables) if variable is layer._embeddings)
+        place = next(place for place, variable in enumerate(self._variables) if variable is embeddings_of(layer))
         if by_rest[place]:
             return unknown_ids.OTHER_USES
         _, used = self._part([place for place, table in enumerate(self.tables) if table == index])

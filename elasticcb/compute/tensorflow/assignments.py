@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from elasticcb.compute.refusals import assignment
+from elasticcb.keras_private import value_of
 
 ASSIGN = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign")  # prefixes of the ops' names
 
@@ -30,7 +31,7 @@ def refused_assignments(trainable: Iterable[Any]) -> Iterator[None]:
     yield
     if tf.executing_eagerly():
         return
-    paths = {id(variable._value.handle): variable.path for variable in trainable}
+    paths = {id(value_of(variable).handle): variable.path for variable in trainable}
     inside = {id(own): paths[id(outer)] for outer, own in graph.captures if id(outer) in paths}
     for operation in graph.get_operations()[before:]:
         path = inside.get(id(operation.inputs[0])) if operation.type.startswith(ASSIGN) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -31,7 +32,13 @@ class TensorFlowBackend(Backend):
         return model.predict_step(batch)
 
     def find_tables(
-        self, model: keras.Model, batch: Any, mode: Mode, allowed: Allowed, local: bool = False
+        self,
+        model: keras.Model,
+        batch: Any,
+        mode: Mode,
+        allowed: Allowed,
+        local: bool = False,
+        validation: Callable[[], Any] | None = None,
     ) -> dict[int, TableSpec]:
         problems = functools.partial(problems_of, model)
         if mode is not Mode.TRAINING:
@@ -39,6 +46,7 @@ class TensorFlowBackend(Backend):
             return movable(model, step, batch, allowed, problems)
         capture = TensorFlowCapture(model, refuses=not local)
         try:
-            return movable(model, capture.train_step, batch, allowed, problems)
+            passes = None if validation is None else (lambda: (model.test_step, validation()))
+            return movable(model, capture.train_step, batch, allowed, problems, passes)
         finally:
             capture.release()

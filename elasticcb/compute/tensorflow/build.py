@@ -10,19 +10,21 @@ import tensorflow as tf
 
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
 from elasticcb.compute.priming import kept, prime_training
-from elasticcb.compute.tensorflow.capture import updated_variables
+from elasticcb.compute.tensorflow.capture import step_variables
+from elasticcb.keras_private import layers_of
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
+from elasticcb.optimizers.variables import StepVariables
 from elasticcb.settings import Mode
 
 
-def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False) -> dict[int, int] | None:
+def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False) -> StepVariables | None:
     """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
     batch = _of_fixed_size(model, batch)
     with told_with_batch(spec, batch, mode), building:
         if mode is Mode.TRAINING:
-            return prime_training(model, batch, local, _run_unchanged, updated_variables)
+            return prime_training(model, batch, local, _run_unchanged, step_variables)
         _run_unchanged(model, model.test_step if mode is Mode.EVALUATION else model.predict_step, batch)
     return None
 
@@ -30,7 +32,7 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = 
 def _run_unchanged(model: keras.Model, step: Callable[[Any], Any], batch: Any) -> None:
     """Runs a step and restores the model, including changes by layers in `call` and the seeds that they use."""
     failed: Exception | None = None
-    if not model.run_eagerly and not all(layer.built for layer in model._flatten_layers()):
+    if not model.run_eagerly and not all(layer.built for layer in layers_of(model)):
         try:  # builds lazily created variables without running it
             tf.function(step, autograph=False).get_concrete_function(batch)
         except Exception as error:

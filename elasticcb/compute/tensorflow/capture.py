@@ -14,6 +14,7 @@ from elasticcb.compute.tensorflow.late_reads import LateReads
 from elasticcb.compute.tensorflow.loss_scale import plain_gradient
 from elasticcb.errors import ModelFileError
 from elasticcb.optimizers.traits import is_own_class
+from elasticcb.optimizers.variables import StepVariables
 
 
 class TensorFlowCapture(OptimizerCapture):
@@ -43,8 +44,8 @@ class TensorFlowCapture(OptimizerCapture):
             )
 
 
-def updated_variables(model: keras.Model, batch: Any, refuses: bool = True) -> dict[int, int]:
-    """Which variables `train_step` updates: by index in `model.weights`, the index of the optimizer.
+def step_variables(model: keras.Model, batch: Any, refuses: bool = True) -> StepVariables:
+    """Which variables `train_step` gives to optimizers.
 
     The step is traced, not run; code run by `run_eagerly` leaves the model unchanged.
 
@@ -66,7 +67,7 @@ def updated_variables(model: keras.Model, batch: Any, refuses: bool = True) -> d
             tf.function(step, autograph=False).get_concrete_function(batch)
     finally:
         capture.release()
-    return {index: update.optimizer for index, update in found.items()}
+    return StepVariables({index: update.optimizer for index, update in found.items()}, capture.given)
 
 
 def _graph() -> Any:

@@ -15,12 +15,14 @@ from elasticcb.compute.backend import Computation, HeldModel, Prepared, TableRow
 from elasticcb.compute.capture import OptimizerCapture
 from elasticcb.compute.tensorflow.lookups import TensorFlowTables
 from elasticcb.model.input_pipeline import records_in
+from elasticcb.model.metric_messages import States, with_outputs
 from elasticcb.model.metrics import to_number
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, cut_by_dtype, pieces_of
 from elasticcb.sharding.partition import Slice
+from elasticcb.tf.batch_signatures import Fixed
 from elasticcb.tf.compiled_step import CompiledStep
-from elasticcb.tf.concrete_call import quick_call
+from elasticcb.tf.concrete_call import CompiledLater
 from elasticcb.tf.convert import array_of, tensor_of
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,8 @@ class TensorFlowComputation(Computation):
             Mode.EVALUATION: held.model.test_step,
             Mode.PREDICTION: held.model.predict_step,
         }
-        self._lookups = {mode: self._served.lookups(step) for mode, step in steps.items()}
+        self._fixed: dict[str, Fixed] = {}  # by mode, as in `CompiledStep`
+        self._lookups = {mode: self._served.lookups(step, self._fixed_in(mode)) for mode, step in steps.items()}
         # The number of rows differs for each batch, and XLA would compile the step again.
         self._steps = self._compiled(jit=bool(getattr(held.model, "jit_compile", False)) and not held.tables)
 
@@ -76,8 +79,16 @@ class TensorFlowComputation(Computation):
             if jit
             else self._model_step
         )
-        test, predict = (CompiledStep(step, jit_compile=jit or None) for step in (test, predict))
-        return _Steps(jit, model_step, CompiledStep(self._train_step), test, predict)
+        return _Steps(
+            jit,
+            model_step,
+            CompiledStep(self._train_step, fixed=self._fixed_in(Mode.TRAINING)),
+            CompiledStep(test, jit or None, self._fixed_in(Mode.EVALUATION)),
+            CompiledStep(predict, jit or None, self._fixed_in(Mode.PREDICTION)),
+        )
+
+    def _fixed_in(self, mode: str) -> Callable[[], Fixed]:
+        return lambda: self._fixed.get(mode, ())
 
     def _run(self, name: str, *args: Any) -> Any:
         """Runs a compiled step; stops using XLA the first time that it can't compile a step."""
@@ -101,7 +112,9 @@ class TensorFlowComputation(Computation):
 
         return served
 
-    def prepare(self, data: Any, mode: Mode) -> Prepared:
+    def prepare(self, data: Any, mode: Mode, fixed: Fixed = ()) -> Prepared:
+        # Keras traces `predict_step` for the first batch, and with a free size only when a batch of another size comes.
+        self._fixed[mode] = [True] * len(tf.nest.flatten(data)) if mode is Mode.PREDICTION else fixed
         wanted = self._lookups[mode](data)
         ids = {table: array_of(found) for table, (found, _) in wanted.items()}
         return Prepared(data, records_in(data), ids, {table: places for table, (_, places) in wanted.items()})
@@ -109,6 +122,12 @@ class TensorFlowComputation(Computation):
     def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
         logs, outputs = self._run("test", batch.data, table_tensors(rows), batch.places)
         return {name: to_number(value) for name, value in logs.items()}, tf.nest.map_structure(_as_array, outputs)
+
+    @staticmethod
+    def _states(tensors: Mapping[str, Sequence[Any]], outputs: Any) -> States:
+        """The states after a training step."""
+        states = {name: [tensor.numpy() for tensor in own] for name, own in tensors.items()}
+        return with_outputs(states, tf.nest.map_structure(_as_array, outputs))
 
     def predict(self, batch: Prepared, rows: TableRows) -> Any:
         return tf.nest.map_structure(_as_array, self._run("predict", batch.data, table_tensors(rows), batch.places))
@@ -123,7 +142,7 @@ class TensorFlowComputation(Computation):
                 given = iter(flat)
                 self._assign_blocks([{name: next(given) for name in own} for own in names])
 
-            self._assign = quick_call(assign, [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
+            self._assign = CompiledLater(assign, [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
         self._assign(tensors)
 
     @abstractmethod
@@ -143,7 +162,7 @@ class TensorFlowComputation(Computation):
         return True
 
     def _test_step(self, batch: Any) -> Any:
-        with self._metrics.kept_outputs() as outputs:
+        with self._metrics.kept_outputs(Mode.EVALUATION) as outputs:
             return self._model.test_step(batch), tuple(outputs)
 
     def _metric_states(self) -> dict[str, list[Any]]:

@@ -21,9 +21,11 @@ from elasticcb.compute.tensorflow.capture import TensorFlowCapture
 from elasticcb.compute.tensorflow.computation import TensorFlowComputation, table_tensors, to_arrays, to_tensors
 from elasticcb.compute.tensorflow.gradients import sort_gradients
 from elasticcb.compute.tensorflow.loss_scale import TensorFlowScale
+from elasticcb.keras_private import updates_of
 from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.rpc.tensors import aligned
+from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.tf.convert import array_of, tensor_of
 
@@ -44,7 +46,7 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
         if self._follow(weights.partition):
             self._clipped = self._clippings()
             self._steps = self._compiled(self._steps.jit)
-        logs, states, dense, gradients, pairs, state, usable, served = self._run(
+        logs, states, outputs, dense, gradients, pairs, state, usable, served = self._run(
             "train",
             batch.data,
             to_tensors(weights),
@@ -54,7 +56,7 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
         )
         return GradientResult(
             logs={name: to_number(value) for name, value in logs.items()},
-            states={name: [tensor.numpy() for tensor in tensors] for name, tensors in states.items()},
+            states=self._states(states, outputs),
             gradients=to_arrays(gradients),
             dense_variables=tuple(dense),
             rows={index: (array_of(ids), array_of(values)) for index, (ids, values) in pairs.items()}
@@ -64,32 +66,33 @@ class TensorFlowGradients(TensorFlowComputation, GradientComputation):
             overflow=explain_overflow(zip(self._scales, usable.numpy(), strict=True)),
         )
 
-    def _model_step(self, batch: Any, rows: Any, positions: Any) -> tuple[Any, dict[int, Any], Any]:
-        """The model's own step: its logs, gradients of the plain loss by variable, and by optimizer whether they are
-        usable."""
+    def _model_step(self, batch: Any, rows: Any, positions: Any) -> tuple[Any, Any, dict[int, Any], Any]:
+        """The model's own step: its logs, labels and predictions if metrics need them, gradients of the plain loss by
+        variable, and by optimizer whether they are usable."""
         pairs = zip(self._model.weights, self._specs, strict=True)
         with (
             self._served.serving(rows, positions),
             self._averages.counted(),
             refused_assignments([variable for variable, spec in pairs if spec.trainable]),
+            self._metrics.kept_outputs(Mode.TRAINING) as outputs,
         ):
             logs, updates = self._capture.train_step(batch)
         gradients, usable = unscaled(self._scales, updates)
-        return logs, gradients, tf.stack(usable)
+        return logs, tuple(outputs), gradients, tf.stack(usable)
 
     def _train_step(self, batch: Any, blocks: Any, version: Any, rows: Any, positions: Any) -> Any:
         self._assign_blocks(blocks)
         for optimizer in self._capture.optimizers:
-            unwrapped(optimizer)._iterations.assign(version)
+            updates_of(unwrapped(optimizer)).assign(version)
         self._metrics.reset()
-        logs, found, usable = self._steps.model_step(batch, rows, positions)
+        logs, outputs, found, usable = self._steps.model_step(batch, rows, positions)
         states = self._metric_states()
         check_updated(found, self._specs)
         dense, pairs, served = sort_gradients(found, self._specs, self._clipped, rows)
         gradients = self._pack(dense, True)
         state = self._pack(self._values(False), False)
         # Keys, because a function for another kind of batch may have other variables.
-        return logs, states, dict.fromkeys(dense, ()), gradients, pairs, state, usable, served
+        return logs, states, outputs, dict.fromkeys(dense, ()), gradients, pairs, state, usable, served
 
 
 def _tensor_of(number: int) -> tf.Tensor:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from elasticcb.compute import unknown_ids
 from elasticcb.compute.tensorflow.assignments import ASSIGN
+from elasticcb.keras_private import embeddings_of, value_of
 from elasticcb.layers.table_layers import TableLayer
 from elasticcb.optimizers.traits import model_optimizers
 
@@ -38,7 +39,7 @@ class Recording:
         if graph is not self._graph:
             self._problems.setdefault(index, unknown_ids.IN_A_LOOP)
         before = len(graph.get_operations())
-        rows = tf.gather(layer._embeddings._value, tf.zeros_like(ids))
+        rows = tf.gather(value_of(embeddings_of(layer)), tf.zeros_like(ids))
         self._answers.update(graph.get_operations()[before:])
         self._asked.setdefault(index, []).append(tf.cast(ids, tf.int64))
         return rows
@@ -54,7 +55,7 @@ class Recording:
     def find_problems(self, model: keras.Model) -> None:
         """Finds ids that depend on the step's computation, and other uses of the variables."""
         inner = {id(own): outer for outer, own in self._graph.captures}
-        weights = {id(variable._value.handle): variable for variable in model.weights}
+        weights = {id(value_of(variable).handle): variable for variable in model.weights}
         for index, layer in self._layers.items():
             if index not in self._problems and self._has_other_uses(layer):
                 self._problems[index] = unknown_ids.OTHER_USES
@@ -65,7 +66,7 @@ class Recording:
                     self._problems[index] = problem
 
     def _has_other_uses(self, layer: TableLayer) -> bool:
-        handle = id(layer._embeddings._value.handle)
+        handle = id(value_of(embeddings_of(layer)).handle)
         return any(
             consumer not in self._answers and consumer.type != "VariableShape"
             for outer, own in self._graph.captures
@@ -89,7 +90,7 @@ class Recording:
                 return (
                     f"its ids depend on the operation {operation.type}, which may give other values when the step "
                     "runs. Compute ids only from the features, without randomness and Python functions "
-                    "(tf.numpy_function has stateful=False); or compute them in `feed`."
+                    "(tf.numpy_function has stateful=False); or compute them in the input pipeline."
                 )
         return ""
 

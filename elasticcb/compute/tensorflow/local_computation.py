@@ -17,10 +17,11 @@ from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array
+from elasticcb.settings import Mode
 from elasticcb.sharding.array_names import STATE, WEIGHTS, named
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import Slice
-from elasticcb.tf.concrete_call import quick_call
+from elasticcb.tf.concrete_call import CompiledLater
 from elasticcb.tf.convert import array_of, tensor_of
 
 
@@ -37,13 +38,13 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         self._shared: Mapping[str, Any] = variables.shared if held.tables else {}
         self._read_shared, self._read_all = _reader(variables.shared), _reader(self._optimizer_variables)
         self._set: dict[tuple[Any, ...], Callable[[Any], Any]] = {}  # by the variables that it sets
-        self._pack_all = quick_call(self._packed, [])
+        self._pack_all = CompiledLater(self._packed)
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
-        shared, logs, states, served = self._run("train", batch.data, table_tensors(rows), batch.places)
+        shared, logs, states, outputs, served = self._run("train", batch.data, table_tensors(rows), batch.places)
         return StepResult(
             logs={name: to_number(value) for name, value in logs.items()},
-            states={name: [tensor.numpy() for tensor in tensors] for name, tensors in states.items()},
+            states=self._states(states, outputs),
             rows={index: (batch.ids[index], array_of(values)) for index, values in served.items()},
             shared={name: array_of(value) for name, value in shared.items()},
         )
@@ -52,25 +53,29 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
         # Identities, because a read may share the variable's memory, which the step changes.
         shared = {name: tf.identity(variable.value) for name, variable in self._shared.items()}
         self._metrics.reset()
-        logs, found = self._steps.model_step(batch, rows, places)
+        logs, outputs, found = self._steps.model_step(batch, rows, places)
         _, _, served = sort_gradients(found, self._specs, (), rows)
-        return shared, logs, self._metric_states(), served
+        return shared, logs, self._metric_states(), outputs, served
 
-    def _model_step(self, batch: Any, rows: Any, places: Any) -> tuple[Any, dict[int, Any]]:
-        with self._served.serving(rows, places), self._averages.counted():
+    def _model_step(self, batch: Any, rows: Any, places: Any) -> tuple[Any, Any, dict[int, Any]]:
+        with (
+            self._served.serving(rows, places),
+            self._averages.counted(),
+            self._metrics.kept_outputs(Mode.TRAINING) as outputs,
+        ):
             logs, updates = self._capture.train_step(batch)
-        return logs, {index: update.gradient for index, update in updates.items()}
+        return logs, tuple(outputs), {index: update.gradient for index, update in updates.items()}
 
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
         self._follow(partition)
-        weights, state = map(to_arrays, self._pack_all([]))
+        weights, state = map(to_arrays, self._pack_all())
         blocks = (named(WEIGHTS, own) | named(STATE, others) for own, others in zip(weights, state, strict=True))
         return PlacedBlocks(blocks, partition)
 
     def _follow(self, partition: Sequence[Sequence[Slice]]) -> bool:
         is_another = super()._follow(partition)
         if is_another:
-            self._pack_all = quick_call(self._packed, [])
+            self._pack_all = CompiledLater(self._packed)
         return is_another
 
     def _packed(self) -> Any:
@@ -101,7 +106,7 @@ class TensorFlowLocal(TensorFlowComputation, LocalComputation):
 
         if tuple(given) not in self._set:
             signature = [tf.TensorSpec(value.shape, value.dtype) for value in given.values()]
-            self._set[tuple(given)] = quick_call(assign, signature)
+            self._set[tuple(given)] = CompiledLater(assign, signature)
         # TensorFlow variables take over the memory of assigned values, and training writes to it.
         self._set[tuple(given)]([tensor_of(aligned_copy(value)) for value in given.values()])
 
@@ -113,5 +118,5 @@ def _by_kind(state: OptimizerState) -> dict[tuple[str, Any], Any]:
 
 def _reader(variables: Mapping[Any, Any]) -> Callable[[], dict[Any, Array]]:
     """Reads all variables at once, as arrays that do not change later."""
-    read = quick_call(lambda: [tf.convert_to_tensor(variable.value) for variable in variables.values()], [])
-    return lambda: dict(zip(variables, map(array_of, read([])), strict=True))
+    read = CompiledLater(lambda: [tf.convert_to_tensor(variable.value) for variable in variables.values()])
+    return lambda: dict(zip(variables, map(array_of, read()), strict=True))

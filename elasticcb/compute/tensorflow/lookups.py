@@ -13,8 +13,9 @@ import tensorflow as tf
 
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.compute.tensorflow.id_graph import Recording, id_function
+from elasticcb.keras_private import embeddings_of, value_of
 from elasticcb.layers.table_layers import TableLayer
-from elasticcb.tf.batch_signatures import Signatures, flat_tensors
+from elasticcb.tf.batch_signatures import Fixed, Signatures, flat_tensors
 
 Step = Callable[[Any], Any]
 # By table: the unique ids, int64 [n]; for each call of the layer, the positions of its ids among them, int32 of their
@@ -25,13 +26,14 @@ Wanted = dict[int, tuple[tf.Tensor, list[tf.Tensor]]]
 class TensorFlowTables(ServedTables):
     """For the arguments, see `ServedTables`."""
 
-    def lookups(self, step: Step) -> Callable[[Any], Wanted]:
+    def lookups(self, step: Step, fixed: Callable[[], Fixed] = tuple) -> Callable[[Any], Wanted]:
         """A function that returns the lookups of `step` for a batch.
 
         It may be called in another thread than the step.
 
         Args:
             step: a function of a batch, of any structure; traced once for each structure and kind of batch, never run.
+            fixed: as in `CompiledStep`.
 
         The function raises:
             NotServableError: ids depend on rows, weights or randomness, or are looked up inside a loop or function.
@@ -71,17 +73,17 @@ class TensorFlowTables(ServedTables):
         signatures = Signatures(trace)
 
         def look_up(batch: Any) -> Wanted:
-            leaves, key = flat_tensors(batch)
-            wanted: Wanted = signatures.function(batch, key)(leaves)
+            leaves, key = flat_tensors(batch, fixed())
+            wanted: Wanted = signatures.function(batch, key, fixed())(leaves)
             return wanted
 
         return look_up
 
     def _hold(self, layer: TableLayer, rows: Any) -> None:
-        layer._embeddings._value.assign(rows)
+        value_of(embeddings_of(layer)).assign(rows)
 
     def _gather(self, layer: TableLayer, places: Any, ids: Any) -> Any:
-        rows = tf.gather(layer._embeddings._value, places)
+        rows = tf.gather(value_of(embeddings_of(layer)), places)
         if not tf.executing_eagerly() and ids.shape.rank is not None:
             rows.set_shape([*ids.shape, layer.output_dim])
         return rows

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from elasticcb.compute.movable import Step
 from elasticcb.compute.tensorflow.id_graph import Recording, id_function
@@ -24,5 +25,5 @@ def problems_of(model: keras.Model, step: Step, batch: Any, layers: Mapping[int,
         return recording
 
     with answered(layers, lambda index, ids: recording.lookup(index, ids)):
-        id_function(model, recorded, specs_of(batch))
+        id_function(model, recorded, specs_of(batch, [True] * len(tf.nest.flatten(batch))))
     return recording.problems()

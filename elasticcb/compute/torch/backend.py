@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -46,9 +47,19 @@ class TorchBackend(Backend):
         with torch.no_grad():
             return keras.tree.map_structure(as_array, model.predict_step(tensors_of(batch)))
 
+    def data(self, model: keras.Model, batch: Any) -> Any:
+        return tensors_of(batch)
+
     def find_tables(
-        self, model: keras.Model, batch: Any, mode: Mode, allowed: Allowed, local: bool = False
+        self,
+        model: keras.Model,
+        batch: Any,
+        mode: Mode,
+        allowed: Allowed,
+        local: bool = False,
+        validation: Callable[[], Any] | None = None,
     ) -> dict[int, TableSpec]:
         step = {Mode.TRAINING: model.train_step, Mode.EVALUATION: model.test_step}.get(mode, model.predict_step)
         problems = functools.partial(problems_of, model)
-        return movable(model, step, tensors_of(batch), allowed, problems)
+        passes = None if validation is None else (lambda: (model.test_step, tensors_of(validation())))
+        return movable(model, step, tensors_of(batch), allowed, problems, passes)

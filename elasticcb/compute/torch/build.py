@@ -8,20 +8,21 @@ from typing import Any
 
 import keras
 import torch
-from keras.src.backend import compute_output_spec
 
 from elasticcb.compute.dense_batches import arrays_of, repeated
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
 from elasticcb.compute.priming import kept, prime_training
 from elasticcb.compute.torch.arrays import tensors_of
-from elasticcb.compute.torch.capture import updated_variables
+from elasticcb.compute.torch.capture import step_variables
+from elasticcb.keras_private import compute_output_spec, layers_of
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
 from elasticcb.optimizers.traits import model_optimizers, name_publicly
+from elasticcb.optimizers.variables import StepVariables
 from elasticcb.settings import Mode
 
 
-def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False) -> dict[int, int] | None:
+def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False) -> StepVariables | None:
     """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
     name_publicly(model_optimizers(model))
@@ -30,14 +31,14 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = 
         size = fixed_batch_size(model)
         tensors = tensors_of(batch if size is None else repeated(arrays_of(batch), size))
         if mode is Mode.TRAINING:
-            return prime_training(model, tensors, local, _run_unchanged, updated_variables)
+            return prime_training(model, tensors, local, _run_unchanged, step_variables)
         _run_unchanged(model, model.test_step if mode is Mode.EVALUATION else model.predict_step, tensors)
     return None
 
 
 def _make_variables(model: keras.Model, batch: Any) -> None:
     """Builds lazily created variables without running the step. Errors are ignored: they recur when it runs."""
-    if not all(layer.built for layer in model._flatten_layers()):
+    if not all(layer.built for layer in layers_of(model)):
         with contextlib.suppress(Exception):
             compute_output_spec(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
 

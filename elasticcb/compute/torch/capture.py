@@ -13,6 +13,7 @@ from elasticcb.compute.capture import OptimizerCapture, path_of, unchanged
 from elasticcb.compute.refusals import assignment, late_read
 from elasticcb.compute.torch.loss_scale import plain_gradient
 from elasticcb.compute.torch.operations import Operations, is_view, memory_of, tells_nothing
+from elasticcb.optimizers.variables import StepVariables
 
 
 class TorchCapture(OptimizerCapture):
@@ -74,8 +75,8 @@ def refused_assignments(trainable: Sequence[keras.Variable]) -> Iterator[None]:
             raise assignment(variable.path)
 
 
-def updated_variables(model: keras.Model, batch: Any, refuses: bool = True) -> dict[int, int]:
-    """Which variables `train_step` updates: by index in `model.weights`, the index of the optimizer.
+def step_variables(model: keras.Model, batch: Any, refuses: bool = True) -> StepVariables:
+    """Which variables `train_step` gives to optimizers.
 
     The step is run, and the model is restored.
 
@@ -88,4 +89,4 @@ def updated_variables(model: keras.Model, batch: Any, refuses: bool = True) -> d
             _, updates = capture.train_step(batch)
     finally:
         capture.release()
-    return {index: update.optimizer for index, update in updates.items()}
+    return StepVariables({index: update.optimizer for index, update in updates.items()}, capture.given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -15,7 +15,7 @@ from elasticcb.compute.capture import OptimizerCapture
 from elasticcb.compute.dense_batches import records_in
 from elasticcb.compute.torch.arrays import as_array, assign_weights, tensors_of
 from elasticcb.compute.torch.lookups import TorchTables
-from elasticcb.model.metric_messages import States
+from elasticcb.model.metric_messages import States, with_outputs
 from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.settings import Mode
@@ -45,14 +45,15 @@ class TorchComputation(Computation):
         }
         self._lookups = {mode: self._served.lookups(step) for mode, step in steps.items()}
 
-    def prepare(self, data: Any, mode: Mode) -> Prepared:
+    def prepare(self, data: Any, mode: Mode, fixed: Sequence[bool] = ()) -> Prepared:
         tensors = tensors_of(data)
         wanted = self._lookups[mode](tensors)
         ids = {table: found for table, (found, _) in wanted.items()}
         return Prepared(tensors, records_in(tensors), ids, {table: places for table, (_, places) in wanted.items()})
 
     def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
-        with self._step_of(batch, rows, training=False), torch.no_grad(), self._metrics.kept_outputs() as outputs:
+        keeps = self._metrics.kept_outputs(Mode.EVALUATION)
+        with self._step_of(batch, rows, training=False), torch.no_grad(), keeps as outputs:
             logs = self._model.test_step(batch.data)
         return numbers(flat_logs(logs)), keras.tree.map_structure(as_array, tuple(outputs))
 
@@ -71,9 +72,10 @@ class TorchComputation(Computation):
                 self._model.train(training)
             yield
 
-    def _states(self) -> States:
+    def _states(self, outputs: Any) -> States:
         units = self._metrics.units().items()
-        return {name: [as_array(variable.value) for variable in metric.variables] for name, metric in units}
+        states = {name: [as_array(variable.value) for variable in metric.variables] for name, metric in units}
+        return with_outputs(states, keras.tree.map_structure(as_array, tuple(outputs)))
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, Any]:

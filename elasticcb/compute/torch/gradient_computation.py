@@ -14,7 +14,9 @@ from elasticcb.compute.torch.capture import TorchCapture, refused_assignments
 from elasticcb.compute.torch.computation import TorchComputation, numbers
 from elasticcb.compute.torch.gradients import sort_gradients
 from elasticcb.compute.torch.loss_scale import TorchScale
+from elasticcb.keras_private import updates_of
 from elasticcb.optimizers.traits import unwrapped
+from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import pack
 
@@ -41,9 +43,14 @@ class TorchGradients(TorchComputation, GradientComputation):
             self._clip_for(len(weights.partition))
         self.set_weights(weights)
         for optimizer in self._capture.optimizers:
-            unwrapped(optimizer)._iterations.assign(version)
+            updates_of(unwrapped(optimizer)).assign(version)
         self._metrics.reset()
-        with self._step_of(batch, rows, training=True), self._averages.counted(), refused_assignments(self._trainable):
+        with (
+            self._step_of(batch, rows, training=True),
+            self._averages.counted(),
+            refused_assignments(self._trainable),
+            self._metrics.kept_outputs(Mode.TRAINING) as outputs,
+        ):
             logs, updates = self._capture.train_step(batch.data)
         check_updated(updates, self._specs)
         found, usable = unscaled(self._scales, updates)
@@ -52,7 +59,7 @@ class TorchGradients(TorchComputation, GradientComputation):
         state = {index: array_of(each.value) for index, (each, spec) in weights_and_specs if not spec.trainable}
         return GradientResult(
             logs=numbers(logs),
-            states=self._states(),
+            states=self._states(outputs),
             gradients=[pack(dense, self._specs, slices, True, dense) for slices in weights.partition],
             dense_variables=tuple(dense),
             rows=pairs,

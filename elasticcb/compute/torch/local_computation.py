@@ -12,6 +12,7 @@ from elasticcb.compute.torch.arrays import array_of
 from elasticcb.compute.torch.capture import TorchCapture
 from elasticcb.compute.torch.computation import TorchComputation, numbers
 from elasticcb.compute.torch.gradients import sort_gradients
+from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
 from elasticcb.sharding.partition import Slice
 
@@ -30,11 +31,12 @@ class TorchLocal(TorchComputation, HoldsOptimizers):
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
         shared = copied(self._shared)
         self._metrics.reset()
-        with self._step_of(batch, rows, training=True), self._averages.counted():
+        keeps = self._metrics.kept_outputs(Mode.TRAINING)
+        with self._step_of(batch, rows, training=True), self._averages.counted(), keeps as outputs:
             logs, updates = self._capture.train_step(batch.data)
         found = {index: update.gradient for index, update in updates.items() if index in batch.ids}
         _, pairs = sort_gradients(found, self._specs, (), batch.ids)
-        return StepResult(logs=numbers(logs), states=self._states(), rows=pairs, shared=shared)
+        return StepResult(logs=numbers(logs), states=self._states(outputs), rows=pairs, shared=shared)
 
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
         arrays = [array_of(variable.value) for variable in self._model.weights]

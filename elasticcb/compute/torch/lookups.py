@@ -12,6 +12,7 @@ from elasticcb.compute.movable import Step
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.compute.torch.arrays import array_of, tensor_of
 from elasticcb.compute.torch.recording import IdRecording, Uses
+from elasticcb.keras_private import embeddings_of, set_value_of, value_of
 from elasticcb.layers.table_layers import NotServableError, TableLayer, answered
 from elasticcb.rpc.tensors import Array
 
@@ -26,11 +27,11 @@ class TorchTables(ServedTables):
     def __init__(self, model: keras.Model, tables: Iterable[int]) -> None:
         super().__init__(model, tables)
         # PyTorch lists these as the model's parameters; the tensors of a step are not among them.
-        self._listed = {index: layer._embeddings._value for index, layer in self._layers.items()}
+        self._listed = {index: value_of(embeddings_of(layer)) for index, layer in self._layers.items()}
 
     def release(self) -> None:
         for index, layer in self._layers.items():
-            layer._embeddings._value = self._listed[index]
+            set_value_of(embeddings_of(layer), self._listed[index])
         super().release()
 
     def lookups(self, step: Step) -> Callable[[Any], Wanted]:
@@ -81,11 +82,11 @@ class TorchTables(ServedTables):
         return {index: len(asked) for index, asked in uses.asked.items()}
 
     def _hold(self, layer: TableLayer, rows: Array) -> None:
-        variable: Any = layer._embeddings
-        variable._value = torch.nn.Parameter(tensor_of(rows), requires_grad=variable.trainable)
+        variable: Any = embeddings_of(layer)
+        set_value_of(variable, torch.nn.Parameter(tensor_of(rows), requires_grad=variable.trainable))
 
     def _gather(self, layer: TableLayer, places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.embedding(places, layer._embeddings._value)
+        return torch.nn.functional.embedding(places, value_of(embeddings_of(layer)))
 
 
 def problems_of(model: keras.Model, step: Step, batch: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from elasticcb.compute import unknown_ids
 from elasticcb.compute.torch.operations import Operations, is_random, is_view, memory_of, tells_nothing
+from elasticcb.keras_private import embeddings_of, set_value_of, value_of
 from elasticcb.layers.table_layers import TableLayer
 from elasticcb.optimizers.traits import model_optimizers
 
@@ -45,7 +46,7 @@ class IdRecording:
         return self._stand_in(self._layers[index], ids)
 
     def _stand_in(self, layer: TableLayer, ids: torch.Tensor) -> torch.Tensor:
-        return layer._embeddings.value.new_zeros(()).expand(*ids.shape, layer.output_dim)
+        return embeddings_of(layer).value.new_zeros(()).expand(*ids.shape, layer.output_dim)
 
     def run(self, model: keras.Model, step: Step, batch: Any) -> None:
         with unaffected(model), contextlib.suppress(_Done), torch.no_grad():
@@ -72,7 +73,7 @@ class Uses(IdRecording):
     def _stand_in(self, layer: TableLayer, ids: torch.Tensor) -> torch.Tensor:
         self._answers = True
         # through which gradients reach the layer's variable
-        rows = (layer._embeddings.value.sum() * 0).expand(*ids.shape, layer.output_dim)
+        rows = (embeddings_of(layer).value.sum() * 0).expand(*ids.shape, layer.output_dim)
         self._answers = False
         self._depends[rows] = frozenset({_ROWS})
         return rows
@@ -82,7 +83,7 @@ class Uses(IdRecording):
             for layer in self._layers.values():
                 stack.enter_context(_one_row(layer))
             scope = stack.enter_context(unaffected(model))
-            tables = {id(layer._embeddings): index for index, layer in self._layers.items()}
+            tables = {id(embeddings_of(layer)): index for index, layer in self._layers.items()}
             self._sources = {}
             for variable in model.variables:
                 self._sources[memory_of(variable.value)] = tables.get(id(variable), variable.path)
@@ -120,7 +121,7 @@ class Uses(IdRecording):
             elif _RANDOM in depends:
                 found[index] = (
                     "its ids depend on random numbers, which may be others when the step runs. Compute ids "
-                    "only from the features; draw random ids in `feed`."
+                    "only from the features; draw random ids in the input pipeline."
                 )
             elif depends & trainable:
                 found[index] = unknown_ids.by_weights(min(depends & trainable))
@@ -150,10 +151,12 @@ def unaffected(model: keras.Model) -> Iterator[keras.StatelessScope]:
 @contextlib.contextmanager
 def _one_row(layer: TableLayer) -> Iterator[None]:
     """The layer's variable has a single row, so its gradient needs little memory."""
-    variable: Any = layer._embeddings
-    before = variable._value
-    variable._value = torch.nn.Parameter(before.new_zeros((1, layer.output_dim)), requires_grad=variable.trainable)
+    variable: Any = embeddings_of(layer)
+    before = value_of(variable)
+    set_value_of(
+        variable, torch.nn.Parameter(before.new_zeros((1, layer.output_dim)), requires_grad=variable.trainable)
+    )
     try:
         yield
     finally:
-        variable._value = before
+        set_value_of(variable, before)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batch_sources.blocks import BlockReader, BlockWriter
@@ -48,6 +49,11 @@ class ArraySource(PassSource):
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
+        # As for Keras's dataset: ragged batches have no fixed size, nor do others if the last one is shorter.
+        self.fixed = [
+            num_rows % batch_size == 0 and array is not None and not isinstance(array, tf.RaggedTensor)
+            for array in tf.nest.flatten(arrays)
+        ]
         self._reader = BlockReader()
         self._order: tuple[int, Any] = (-1, None)  # order of the pass that was read last
         stored: dict[int, Column] = {}  # the same array may be features and labels

@@ -83,6 +83,7 @@ class DatasetFnSource(BatchSource):
         if self._dataset is None:
             # The number of workers may change at any time, so each worker sees the whole data.
             self._dataset = keras_data.weighted(self.given(tf.distribute.InputContext()), self._class_weight)
+            self.fixed = keras_data.fixed_rows(self._dataset)
         batch = next(self._iterator, None)
         if batch is None:
             self._iterator = iter(self._dataset)

@@ -1,4 +1,4 @@
-"""All uses of Keras's data handling; `keras.src` is imported only here."""
+"""All uses of Keras's data handling."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import tree
-from keras.src.trainers import data_adapters
-from keras.src.trainers.data_adapters import (
+
+from elasticcb.keras_private import (
     array_data_adapter,
     array_slicing,
+    arrays_of_adapter,
     data_adapter_utils,
+    data_adapters,
     generator_data_adapter,
     py_dataset_adapter,
+    standardized_batch,
     tf_dataset_adapter,
 )
 
@@ -32,17 +34,17 @@ train_validation_split = array_slicing.train_validation_split
 
 def arrays_of(adapter: Any) -> Any:
     """The arrays of an adapter, packed as `x`, `(x, y)` or `(x, y, sample_weight)`."""
-    return tree.lists_to_tuples(adapter._inputs)
+    return keras.tree.lists_to_tuples(arrays_of_adapter(adapter))
 
 
 def num_rows(arrays: Any) -> int:
     """Number of rows of each array of a checked structure."""
-    return next(int(array.shape[0]) for array in tree.flatten(arrays) if array is not None)
+    return next(int(array.shape[0]) for array in keras.tree.flatten(arrays) if array is not None)
 
 
 def standardized(adapter: Any, batch: Any) -> Any:
     """A batch of a `PyDataset`, as a tuple or dict, with sample weights from `class_weight`."""
-    return adapter._standardize_batch(batch)
+    return standardized_batch(adapter, batch)
 
 
 def to_tensorflow(array: Any) -> Any:
@@ -69,7 +71,7 @@ def float_cast(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
 def map_arrays(function: Callable[[Any], Any], structure: Any) -> Any:
     """Applies `function` to each leaf of a nested structure; None stays None."""
     # Newer Keras also calls the function on None.
-    return tree.map_structure(lambda leaf: None if leaf is None else function(leaf), structure)
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else function(leaf), structure)
 
 
 def to_batch(batch: Any) -> Any:
@@ -84,7 +86,15 @@ def to_batch(batch: Any) -> Any:
                 return tf.convert_to_tensor(leaf, tf.string)
         return leaf
 
-    return map_arrays(convert, tree.lists_to_tuples(batch))
+    return map_arrays(convert, keras.tree.lists_to_tuples(batch))
+
+
+def fixed_rows(batches: Any) -> list[bool]:
+    """`BatchSource.fixed` of a `tf.data.Dataset`; empty for other iterables."""
+    if not isinstance(batches, tf.data.Dataset):
+        return []
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(batches.element_spec)]
+    return [bool(shape is not None and shape.rank and shape[0] is not None) for shape in shapes]
 
 
 def weighted(dataset: tf.data.Dataset, class_weight: Mapping[int, float] | None) -> tf.data.Dataset:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batches import PassSource, source_seed
-from elasticcb.data.feed_steps import batch_error, check_feed, keeps_order, told_of
+from elasticcb.data.feed_steps import batch_error, batched, check_feed, keeps_order, told_of
 from elasticcb.data.reader import Reader, checked_sources
 from elasticcb.data.stream import RecordStream
 from elasticcb.errors import ElasticCBError, ModelFileError, user_traceback
@@ -158,13 +158,13 @@ class _Pipeline:
             raise ModelFileError(f"The feed of {records} returned {type(fed).__name__}; expected a tf.data.Dataset.")
         check_feed(raw, fed, f"The feed of {records}")
         self.keeps_order = keeps_order(raw, fed)
-        batched = fed.batch(batch_size if self.keeps_order else _ALL)
+        dataset = batched(raw, fed, batch_size if self.keeps_order else _ALL)
         if not self.keeps_order:
             # A preceding `map` would be fused with the batch, which would then allocate memory for _ALL examples.
             options = tf.data.Options()
             options.experimental_optimization.map_and_batch_fusion = False
-            batched = batched.with_options(options)
-        self._dataset = keras_data.weighted(batched, class_weight).prefetch(2)
+            dataset = dataset.with_options(options)
+        self._dataset = keras_data.weighted(dataset, class_weight).prefetch(2)
 
     def batches(self, name: str, start: int, end: int) -> Iterator[Any]:
         self._range = (name, start, end)

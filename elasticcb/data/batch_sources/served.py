@@ -7,11 +7,15 @@ import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import tensorflow as tf
+
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batch_sources.encoding import Layout
 from elasticcb.data.batch_sources.service import DataService, unpacked
 from elasticcb.data.batches import BatchSource, NextBatch
 from elasticcb.proto import elasticcb_pb2 as pb
+
+_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}  # operations
 
 
 class ServedSource(BatchSource):
@@ -29,6 +33,9 @@ class ServedSource(BatchSource):
       steps: number of batches in an epoch; each epoch then continues where the previous one ended. None: an epoch is a
         pass.
 
+    Attributes:
+      runs_python: whether Python code of the user's makes the batches, which may read the model.
+
     Raises `ValueError` if there is no batch.
     """
 
@@ -44,6 +51,8 @@ class ServedSource(BatchSource):
         service: DataService,
     ) -> None:
         self.num_batches = steps or size
+        self.runs_python = _runs_python(batches)
+        self.fixed = keras_data.fixed_rows(batches)
         first_pass = iter(batches)
         first = next(first_pass, None)
         if first is None:
@@ -88,3 +97,20 @@ class ServedSource(BatchSource):
     def close(self) -> None:
         if self._service is not None:
             self._service.release(self._number)
+
+
+def _runs_python(batches: Any) -> bool:
+    if not isinstance(batches, tf.data.Dataset):
+        return True
+    pending, seen = [batches], set()
+    while pending:
+        dataset = pending.pop()
+        if id(dataset) not in seen:
+            seen.add(id(dataset))
+            pending += dataset._inputs()
+            for wrapped in dataset._functions():
+                graph = wrapped.function.graph.as_graph_def()
+                nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+                if any(node.op in _PYTHON for node in nodes):
+                    return True
+    return False

@@ -36,6 +36,7 @@ class StoredSource(PassSource):
 
     def __init__(self, batches: Iterable[Any], *, limit: int | None, folder: Path) -> None:
         offsets = [0]
+        self.fixed = keras_data.fixed_rows(batches)
         with tempfile.NamedTemporaryFile(prefix="batches-", suffix=".bin", dir=folder, delete=False) as file:
             self._path = file.name
             for batch in map(keras_data.to_batch, itertools.islice(batches, limit)):

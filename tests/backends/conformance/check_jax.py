@@ -1,16 +1,20 @@
 """What differs on JAX: what only it refuses, in words, and variables of 64 bits, which it holds in 32."""
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import elasticcb
 from check_steps import assert_same, hold
+from check_tables import IDS, hold_tables, with_own_table
 from compiled_models import BATCH, X, Y, batches, dense, fit
 from deep_cases import deep_but
 from elasticcb.api.placed import PlacedWeights
 from elasticcb.callbacks import runs_on
+from elasticcb.compute.registry import backend
 from elasticcb.errors import ModelFileError, UsageError
+from elasticcb.settings import Mode
 
 
 def losing(loss, **compiled):
@@ -35,8 +39,18 @@ def test_a_loss_that_looks_at_values_is_told_to_be_untraceable():
 def test_a_model_with_two_optimizers_is_refused():
     model = dense()
     model.second = keras.optimizers.SGD()
+    hold(model, next(batches()))  # as in Keras, its own step does not use the second one
+    model.train_step = lambda state, data: keras.Model.train_step(model, state, data)
     with pytest.raises(ModelFileError, match=r"has 2 optimizers .* KERAS_BACKEND=tensorflow"):
         hold(model, next(batches()))
+
+
+def test_an_id_that_looks_like_padding_in_32_bits_is_refused():
+    model = with_own_table(mask_zero=True)
+    held, _ = hold_tables(model, (IDS[:BATCH], Y[:BATCH]))
+    computation = backend().computation(held)
+    with pytest.raises(ModelFileError, match=r"'table' has mask_zero=True .* 1099511627776, a multiple of 2\*\*32"):
+        computation.prepare((np.array([[0, 1, 2**40]]), Y[:1]), Mode.EVALUATION)
 
 
 def test_place_is_refused():

@@ -1,5 +1,7 @@
 """Whole jobs of `Cluster`, whose workers compute on the backend of this process and whose servers on TensorFlow."""
 
+import keras
+import numpy as np
 import pytest
 
 import elasticcb
@@ -27,6 +29,17 @@ def test_one_worker_trains_as_fit(tmp_path):
     assert_trains_as_fit("local", tmp_path, servers=1)  # each server imports TensorFlow for itself
 
 
+WIDE_IDS = np.array([3, 2**31 + 3, 2**32 + 3, 2**53, 2**53 + 1, 2**63 - 2])  # some are equal in 32 bits
+
+
+def of_hashed_ids():
+    ids = keras.Input((1,), dtype="int64", name="id")
+    x = keras.layers.Flatten()(elasticcb.layers.Embedding(4, name="rows")(ids))
+    model = keras.Model({"id": ids}, keras.layers.Dense(1)(x))
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    return model
+
+
 def test_two_workers_evaluate_and_predict_as_keras(tmp_path):
     model = dense()
     fit(model)
@@ -34,6 +47,14 @@ def test_two_workers_evaluate_and_predict_as_keras(tmp_path):
         found = cluster.evaluate(model, X, Y, batch_size=BATCH, verbose=0, return_dict=True)
         assert_same(found, model.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True))
         assert_same(cluster.predict(model, X, batch_size=BATCH, verbose=0), model.predict(X, verbose=0))
+
+        model, ids = of_hashed_ids(), np.tile(WIDE_IDS, 16)[:, None]
+        x, y = {"id": ids}, np.searchsorted(WIDE_IDS, ids).astype("float32")
+        for _ in range(2):
+            cluster.fit(model, x, y, validation_data=(x, y), epochs=15, batch_size=BATCH, verbose=0)
+        assert sorted(model.get_layer("rows").rows()[0].tolist()) == WIDE_IDS.tolist()
+        assert cluster.evaluate(model, x, y, verbose=0) < 0.5
+        assert len(np.unique(cluster.predict(model, {"id": WIDE_IDS[:, None]}, verbose=0))) == len(WIDE_IDS)
 
 
 @pytest.mark.deep

@@ -1,0 +1,98 @@
+"""The rehearsal: before training, each worker computes the first batch in inference mode, as the caller did.
+
+A difference shows that something of the program did not reach the worker as it was, before any work is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from elasticcb.compute.priming import kept
+from elasticcb.errors import ModelFileError
+
+# Relative differences between processes on other machines, by the least exact dtype of the model.
+_TOLERANCES = {"float16": 3e-2, "bfloat16": 3e-2, "float32": 1e-3, "float64": 1e-6}
+_MOST_BYTES = 1 << 16  # of each array, for the digest
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the caller computed: results of the batch with this digest, by name."""
+
+    digest: bytes
+    results: Mapping[str, float]
+    tolerance: float
+
+    def check(self, results: Mapping[str, float]) -> None:
+        """Raises `ModelFileError` when a worker's results differ."""
+        for name, expected in self.results.items():
+            found = results.get(name)
+            if found is None or not np.isclose(
+                found, expected, rtol=self.tolerance, atol=self.tolerance * 1e-2, equal_nan=True
+            ):
+                shown = "nothing" if found is None else f"{found:.6g}"
+                raise ModelFileError(
+                    f"The model computes something else on this worker than in your process: for the first batch, in "
+                    f"inference mode, {name} is {shown} here and {expected:.6g} there. So training was not started. "
+                    "Something that the model depends on did not reach the worker: look for environment variables, "
+                    "files, attributes that __getstate__ leaves out, and state of installed packages. If the "
+                    "difference is intended, pass rehearsal=False to Cluster."
+                )
+
+
+def digest_of(batch: Any) -> bytes:
+    """Recognizes a batch of the input pipeline."""
+    digest = hashlib.sha256()
+    for leaf in keras.tree.flatten(batch):
+        array = np.asarray(leaf) if not hasattr(leaf, "flat_values") else np.asarray(leaf.flat_values)
+        digest.update(f"{array.shape} {array.dtype}".encode())
+        content = array.astype(str) if array.dtype == object else array
+        digest.update(np.ascontiguousarray(content.reshape(-1)[: _MOST_BYTES // max(1, content.itemsize)]).tobytes())
+    return digest.digest()
+
+
+def rehearsed(model: keras.Model, data: Any) -> dict[str, float]:
+    """Loss, metrics and mean absolute outputs for a batch in inference mode, with the current weights; those that the
+    model can compute outside of its own steps. Metrics then include the batch: reset them.
+
+    Args:
+        data: the batch in the backend's form, as a step gets it.
+    """
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    results: dict[str, float] = {}
+    with kept(model), contextlib.suppress(Exception):
+        outputs = model(x, training=False) if model._call_has_training_arg else model(x)
+        for index, leaf in enumerate(keras.tree.flatten(outputs)):
+            array = np.asarray(keras.ops.convert_to_numpy(leaf))
+            if array.dtype.kind in "fiub" and array.size:
+                results[f"the mean of the absolute output {index}"] = float(np.mean(np.abs(array.astype(np.float64))))
+        if y is not None:
+            loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=False)
+            results["the loss"] = float(keras.ops.convert_to_numpy(loss))
+            for name, value in model.compute_metrics(x, y, outputs, sample_weight=sample_weight).items():
+                if name != "loss":  # whose tracker only steps update
+                    results[f"the metric {name!r}"] = float(keras.ops.convert_to_numpy(value))
+    return results
+
+
+def rehearse(model: keras.Model, batch: Any, data: Any) -> Rehearsal | None:
+    """What workers are to compute for a batch; None where it is random even in inference mode.
+
+    Args:
+        batch: the batch of the input pipeline.
+        data: the same, in the backend's form.
+    """
+    first, second = rehearsed(model, data), rehearsed(model, data)
+    same = first.keys() == second.keys() and all(np.isclose(first[name], second[name]) for name in first)
+    if not first or not same:
+        return None
+    dtypes = {keras.backend.standardize_dtype(layer.compute_dtype) for layer in model._flatten_layers()}
+    tolerance = max((_TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+    return Rehearsal(digest_of(batch), first, max(tolerance, _TOLERANCES["float64"]))
