@@ -394,7 +394,7 @@ def install() -> None:
             if hasattr(kit.datasets, name):
                 getattr(kit.datasets, name).load_data = load
         kit.utils.get_file = get_file
-    urllib.request.urlretrieve = lambda address, filename, *_: (download(address, filename), None)  # type: ignore[assignment]
+    urllib.request.urlretrieve = lambda address, filename, *_: (download(address, filename), None)  # type: ignore[assignment,func-returns-value]
     pd.read_csv, np.loadtxt = of_address(pd.read_csv), of_address(np.loadtxt)
     for make in (reviews, movielens_million, credit_cards):
         make(Path())

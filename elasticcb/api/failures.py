@@ -7,7 +7,7 @@ import types
 
 import keras
 
-from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError, is_users_own
+from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError, UsageError, is_users_own
 from elasticcb.settings.arguments import in_a_program
 
 
@@ -24,7 +24,8 @@ def as_the_user_expects(error: BaseException, hint: str) -> BaseException:
         return cause if cause is error else cause.with_traceback(_users_part(cause.__traceback__))
     if not isinstance(error, ElasticCBError):
         return error
-    parts = [in_a_program(str(error)), error.user_traceback.rstrip(), hint]
+    shown = "" if isinstance(error, UsageError) else hint  # its message is all there is
+    parts = [in_a_program(str(error)), error.user_traceback.rstrip(), shown]
     return type(error)("\n\n".join(filter(None, parts)), error.user_traceback)
 
 

@@ -22,9 +22,9 @@ from elasticcb.master.members import Role
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.model.references import references
 from elasticcb.process.import_path import caller_path
 from elasticcb.serialization import carry
+from elasticcb.serialization.references import references
 from elasticcb.settings import JobSettings
 from elasticcb.worker.functions import FunctionCall, Result
 

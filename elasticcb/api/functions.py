@@ -16,8 +16,8 @@ from elasticcb.api.placed import PlacedWeights
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
 from elasticcb.errors import UsageError
 from elasticcb.master.master import Master
-from elasticcb.model.references import references
 from elasticcb.serialization import carry
+from elasticcb.serialization.references import references
 from elasticcb.settings import JobSettings
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from elasticcb.errors import UsageError
-from elasticcb.model.references import references
 from elasticcb.serialization import carry
+from elasticcb.serialization.references import references
 from elasticcb.worker.functions import dataset_here, iterator_here, value_here
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from elasticcb.callbacks.attribute_use import uses_model
 from elasticcb.callbacks.batch_limit import batches_between
+from elasticcb.callbacks.hook_output import HookOutput
 from elasticcb.callbacks.hook_times import HookTimes
 from elasticcb.callbacks.placement import (
     TABLE,
@@ -27,7 +30,6 @@ from elasticcb.settings import CallbackErrors
 logger = logging.getLogger(__name__)
 
 _ONCE = frozenset({"on_train_begin", "on_predict_begin"})
-_ADDED = ("batch", "size", "version")  # to the metrics, in the logs of a batch
 # Attributes of a Keras model with which a callback ends an evaluation or a prediction, and what to use instead.
 _REFUSED = {
     "stop_evaluating": "To evaluate fewer batches, use `steps`, or `validation_steps` of `fit`, or less data",
@@ -48,6 +50,8 @@ class Dispatcher:
         on_error: what to do about an error in a hook.
         warn: receives `CallbackWarning`s: errors with `OnError.WARN`, and slow batch hooks.
         in_program: see `hooks_at`.
+        one_worker: see `hooks_at`.
+        print_text: receives what hooks print, as `HookOutput` sends it; None: it is only printed.
 
     Raises:
         ModelFileError: an item of `callbacks` is not a callback, or `place` is not a process.
@@ -63,6 +67,8 @@ class Dispatcher:
         on_error: CallbackErrors = CallbackErrors.STOP,
         warn: Callable[[CallbackWarning], None] = lambda warning: None,
         in_program: bool = False,
+        one_worker: bool = False,
+        print_text: Callable[[str, bool], None] | None = None,
     ) -> None:
         if place not in (Place.MASTER, Place.WORKER):
             raise ModelFileError(f"A dispatcher needs the place MASTER or WORKER. Received: {place!r}.")
@@ -74,7 +80,9 @@ class Dispatcher:
         self._process = _process_name(place, self.params)
         self.warn = warn
         self._on_error = on_error
+        self._in_program = in_program
         self._times = HookTimes()
+        self._output = contextlib.nullcontext if print_text is None else HookOutput(print_text).read
         self._failures: set[str] = set()
         self._called_once: set[tuple[str, int]] = set()
         self._batches: Counter[tuple[str, int]] = Counter()  # that a callback limited by `every` has seen
@@ -92,7 +100,7 @@ class Dispatcher:
             self._guarded(callback, "set_model", callback.set_model, (model,))
             self._guarded(callback, "set_params", callback.set_params, (self.params,))
             methods = overridden_hooks(callback)
-            for name in hooks_at(callback, place, methods.keys(), in_program):
+            for name in hooks_at(callback, place, methods.keys(), in_program, one_worker):
                 self._methods[name].append((callback, methods[name]))
 
     @property
@@ -136,8 +144,7 @@ class Dispatcher:
         callbacks with `after_export` run last.
 
         Args:
-            keras_logs: `logs` for Keras's own callbacks, instead of the last of `args`; None: the same logs without
-                keys that Keras does not pass.
+            keras_logs: `logs` for Keras's own callbacks, instead of the last of `args`; None: the same.
             after_export: call only callbacks that have (not) set `after_export`; None: all.
 
         Raises:
@@ -147,7 +154,7 @@ class Dispatcher:
         methods = self._methods[hook]
         if hook == "on_train_end":
             methods = sorted(methods, key=lambda entry: _after_export(entry[0]))
-        of_keras = _as_keras_gives(hook, args, keras_logs)
+        of_keras = args if keras_logs is None else (*args[:-1], dict(keras_logs))
         for callback, method in methods:
             if after_export is not None and _after_export(callback) is not after_export:
                 continue
@@ -160,6 +167,15 @@ class Dispatcher:
                 self._called_once.add((hook, id(callback)))
             if not self.stop_reason and self.model is not None and self.model.stop_training:
                 self.stop_reason = f"{type(callback).__name__}.{hook} set model.stop_training{_location(hook, args)}"
+
+    def skip(self, hook: str) -> None:
+        """Counts a batch whose hook is not due."""
+        for callback, _ in self._methods[hook]:
+            self._count(callback, hook)
+
+    def call_on(self, callback: Any, hook: str, *args: Any) -> None:
+        """Calls a hook of one callback, also if it does not run in this process."""
+        self._guarded(callback, hook, overridden_hooks(callback)[hook], args)
 
     def _is_due(self, callback: Any, hook: str, batches: int) -> bool:
         every = batches_between(callback)
@@ -174,7 +190,8 @@ class Dispatcher:
     def _guarded(self, callback: Any, hook: str, method: Callable[..., Any], args: tuple[Any, ...]) -> None:
         started = time.perf_counter()
         try:
-            method(*args)
+            with self._output():
+                method(*args)
             self._refuse_to_stop()
         except CallbackError as error:  # messages of built-in callbacks need no traceback
             message = f"{self._story(callback, hook, args)} {error}"
@@ -189,7 +206,12 @@ class Dispatcher:
             self._failed(callback, hook, CallbackError(message, user_traceback(error)), error)
         if self._place is Place.WORKER and hook in _TIMED:
             name = f"{type(callback).__name__}.{hook}"
-            slow = self._times.note_hook(name, time.perf_counter() - started, batches_between(callback))
+            slow = self._times.note_hook(
+                name,
+                time.perf_counter() - started,
+                batches_between(callback),
+                lambda: self._in_program and not uses_model(callback, hook),
+            )
             if slow:
                 logger.warning(slow)
                 self.warn(CallbackWarning(f"{name} is slow", slow))
@@ -215,19 +237,6 @@ class Dispatcher:
 
     def _story(self, callback: Any, hook: str, args: tuple[Any, ...]) -> str:
         return f"Callback {type(callback).__name__} failed in {hook} on {self._process}{_location(hook, args)}:"
-
-
-def _as_keras_gives(hook: str, args: tuple[Any, ...], logs: Any) -> tuple[Any, ...]:
-    """Keras's own callbacks record everything in `logs`, so they get only the metrics, by name.
-
-    They share one dict: ReduceLROnPlateau adds the learning rate to it for later callbacks.
-    """
-    if logs is not None:
-        return (*args[:-1], dict(logs))
-    added = ("metrics", "version") if hook == "on_test_end" else _ADDED if TABLE[hook].of_batch else ()
-    if not added or not args or not isinstance(args[-1], Mapping):
-        return args
-    return (*args[:-1], {name: value for name, value in sorted(args[-1].items()) if name not in added})
 
 
 def _after_export(callback: Any) -> bool:

@@ -72,16 +72,16 @@ _ROWS = (
         "on_train_batch_begin",
         _BATCH,
         "before the forward pass",
-        f"{_VERSION} pulled",
-        "`batch`: index in this worker, `size`: records",
+        f"{_VERSION} pulled; in `fit`, index in the epoch",
+        "`{}`",
         alias="on_batch_begin",
     ),
     Hook(
         "on_train_batch_end",
         _BATCH,
         "after the push is accepted",
-        f"{_VERSION} after the push",
-        "`loss` and metrics of the batch",
+        f"{_VERSION} after the push; in `fit`, index in the epoch",
+        "`loss` and metrics of the batch; in `fit`, over the epoch so far",
         alias="on_batch_end",
     ),
     Hook("on_test_begin", (Place.MASTER,), "an evaluation pass starts", "", "`{}`"),
@@ -90,11 +90,16 @@ _ROWS = (
         (Place.MASTER,),
         "all tasks of the pass are done",
         "",
-        "`metrics`: all metrics of the pass, nested by output if the model has several; each metric under its own "
-        "name; `version`: model version of the pass",
+        "all metrics of the pass",
     ),
-    Hook("on_test_batch_begin", _BATCH, "before the batch", _INDEX, "`size`: records"),
-    Hook("on_test_batch_end", _BATCH, "after the batch", _INDEX, "`size`; metrics over the task so far"),
+    Hook("on_test_batch_begin", _BATCH, "before the batch", _INDEX, "`{}`"),
+    Hook(
+        "on_test_batch_end",
+        _BATCH,
+        "after the batch",
+        _INDEX,
+        "metrics over the task so far; in `fit` and `evaluate`, over this worker's part of the pass so far",
+    ),
     Hook(
         "on_predict_begin",
         (Place.MASTER, Place.WORKER),
@@ -109,9 +114,11 @@ _ROWS = (
         "",
         "`{}`",
     ),
-    Hook("on_predict_batch_begin", _BATCH, "before the batch", _INDEX, "`size`: records"),
-    Hook("on_predict_batch_end", _BATCH, "after the batch", _INDEX, "`outputs`, `predictions`: outputs of the batch"),
+    Hook("on_predict_batch_begin", _BATCH, "before the batch", _INDEX, "`{}`"),
+    Hook("on_predict_batch_end", _BATCH, "after the batch", _INDEX, "`outputs`: outputs of the batch"),
 )
+
+_OF_CALLS = frozenset({"on_train_begin", "on_train_end", "on_predict_begin", "on_predict_end"})
 
 TABLE: dict[str, Hook] = {row.name: row for row in _ROWS}
 BATCH_HOOKS = tuple(row.name for row in _ROWS if row.of_batch)
@@ -274,14 +281,28 @@ def overridden_hooks(callback: Any) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def hooks_at(callback: Any, process: Place, overridden: Collection[str], in_program: bool = False) -> frozenset[str]:
+def hooks_at(
+    callback: Any, process: Place, overridden: Collection[str], in_program: bool = False, one_worker: bool = False
+) -> frozenset[str]:
     """Which of the `overridden` hooks of `callback` run in a process of this kind, MASTER or WORKER.
 
     Args:
         in_program: the master is the process that called `Cluster.fit`, which expects `on_train_begin` and
             `on_train_end` to be called on the object that it passed.
+        one_worker: the job has one worker, and its callbacks have the state of the caller's (shared_state.py): what
+            begins and ends a call runs only on these.
     """
-    return frozenset(name for name in overridden if process in _processes(callback, name, overridden, in_program))
+    one_worker = one_worker and place_of(callback) is None and len(overridden) > 1
+    return frozenset(
+        name
+        for name in overridden
+        if process
+        in (
+            {Place.MASTER}
+            if one_worker and name in _OF_CALLS and _is_of_user(callback, name)
+            else _processes(callback, name, overridden, in_program)
+        )
+    )
 
 
 def takes_predictions(callbacks: Iterable[Any]) -> bool:

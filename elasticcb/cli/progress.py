@@ -106,7 +106,7 @@ class PlainDisplay:
 
     def message(self, text: str) -> None:
         with self._lock:
-            self._write(f"[{self._name}] {text}")
+            self._write("\n".join(f"[{self._name}] {line}" for line in text.split("\n")))
 
     def evaluated(self, text: str, of_epoch: bool) -> None:
         self.message(text)

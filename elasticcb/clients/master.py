@@ -170,6 +170,12 @@ class MasterClient:
         request = pb.ReportTaskRequest(worker_id=self.id, lease=lease, error=error, traceback=traceback, fatal=fatal)
         return self._call("ReportTask", request)
 
+    def share_callbacks(self, known: int, state: bytes = b"", learning_rate: float | None = None) -> Any:
+        """Fetches the state of callbacks; or gives `state` back (worker/shared_callbacks.py), and the learning rate
+        that they have set."""
+        request = pb.ShareCallbacksRequest(worker_id=self.id, known=known, state=state, learning_rate=learning_rate)
+        return self._call("ShareCallbacks", request)
+
     def stop_training(self, reason: str) -> None:
         self._call("StopTraining", pb.StopTrainingRequest(worker_id=self.id, reason=reason))
 

@@ -1,4 +1,4 @@
-"""What a worker reports to the master while it works: progress, batches for callbacks, warnings."""
+"""What a worker reports to the master while it works: progress, batches for callbacks, what they print, warnings."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from elasticcb.clients.master import MasterClient
+from elasticcb.clients.printed_text import PrintedText
 from elasticcb.errors import ElasticCBError
 from elasticcb.proto import elasticcb_pb2 as pb
 
@@ -42,6 +43,8 @@ class ProgressReporter:
         self._progress = pb.ReportProgressRequest()
         self._events: list[pb.BatchEvent] = []  # not sent yet
         self._warnings: dict[str, pb.CallbackWarning] = {}  # not sent yet, by subject
+        self._printed = PrintedText()  # not sent yet
+        self._ends_lines = False  # whether the next report ends lines that have begun
         self._wake = threading.Event()
         self._stopped = False
         self.on_leave: Callable[[], None] = lambda: None
@@ -112,10 +115,17 @@ class ProgressReporter:
             warning = self._warnings.setdefault(subject, pb.CallbackWarning(subject=subject, text=text))
             warning.errors += errors
 
+    def print(self, text: str, is_error: bool) -> None:
+        """Records text that a hook printed."""
+        with self._lock:
+            self._printed.add(text, is_error)
+
     def flush(self) -> None:
-        """Sends all recorded batch events and warnings."""
-        while self._events or self._warnings:
+        """Sends all recorded batch events, warnings and printed text."""
+        self._ends_lines = True
+        while self._events or self._warnings or self._printed:
             self.send()
+        self._ends_lines = False
         with self._sending:  # waits for a report being sent by the other thread
             pass
 
@@ -135,6 +145,7 @@ class ProgressReporter:
                     progress.version = progress.batch_events[-1].version
                 progress.warnings.extend(self._warnings.values())
                 self._warnings.clear()
+                progress.printed.extend(self._printed.take(all_text=self._ends_lines))
             answer = self._client.report_progress(progress)
             if progress.lease and (answer.over or not answer.accepted):
                 self.lost_leases.add(progress.lease)
@@ -160,10 +171,10 @@ class ProgressReporter:
                 return
 
     def stop(self) -> None:
-        """Stops reporting; warnings of the last hooks are still sent."""
+        """Stops reporting; warnings and printed text of the last hooks are still sent."""
         self._stopped = True
         self._wake.set()
         self._thread.join()
-        if self._warnings and self._error is None:
+        if self._error is None:
             with contextlib.suppress(ElasticCBError):
-                self.send()
+                self.flush()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.keras_private import updates_of
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.master.ps_admin import PSControl
@@ -135,11 +136,11 @@ class MasterHooks:
             event = batch.event
             if event.kind is Mode.TRAINING and self._state is None:
                 self._show_steps(event.version)
-            given = {"size": event.size, "version": event.version}
-            self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_begin", batch.index, given, keras_logs={})
-            self._callbacks.call(
-                f"on_{_HOOKS[event.kind]}_batch_end", batch.index, {**event.logs, **given}, keras_logs=batch.means
-            )
+            metrics = batch.means if self._host.in_program else event.logs
+            more: dict[str, Any] = {"size": event.size, "version": event.version}
+            begin, end = HookLogs((), **more), HookLogs(sorted(metrics.items()), **more)
+            self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_begin", batch.index, begin)
+            self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_end", batch.index, end, keras_logs=batch.means)
         self._carry_out()
         if reads:
             self._send_changes()

@@ -226,6 +226,11 @@ class Calls:
             check_under_way(state)
             if state.settings is not None and state.settings.command is Command.CALL:
                 raise UsageError("The workers of Cluster.schedule can't be scaled.")
+            if workers > 1 and state.shared_callbacks is not None and state.shared_callbacks.names:
+                raise UsageError(
+                    f"The job can't have {workers} workers: hooks of {state.shared_callbacks.names} on its one worker "
+                    "share their state with hooks in the program. Run it again with more workers."
+                )
             if workers != before:
                 self._desk.resize(Role.WORKER, workers)
                 state.say(f"The job now has {how_many(workers, 'worker')} (was {before}).")

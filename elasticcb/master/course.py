@@ -34,7 +34,9 @@ from elasticcb.settings import Command, Mode
 
 logger = logging.getLogger(__name__)
 
+_ENDS = (MilestoneKind.EPOCH_DONE, MilestoneKind.ROUND_DONE, MilestoneKind.PREDICTION_DONE)  # of hooks on workers
 _BATCHES_PER_TURN = 100  # per turn of the loop, so that processes are still looked after
+_PATIENCE_SECONDS = 10.0  # for the state of callbacks on a worker that has no task
 _LARGE_BACKLOG = 20_000  # batches not yet seen by callbacks
 
 
@@ -177,6 +179,8 @@ class Course:
         self._desk.reached_version(self.served.ps.finish_training(finalize=finalize))
 
     def _act_on(self, milestone: Milestone) -> None:
+        if milestone.kind in _ENDS:
+            self._take_back_callbacks()
         if milestone.kind is MilestoneKind.EPOCH_DONE:
             self._epoch_done(milestone.number)
         elif milestone.kind is MilestoneKind.TRAINING_DONE:
@@ -188,6 +192,23 @@ class Course:
         elif milestone.kind is MilestoneKind.TRAIN_END_DONE:
             self._hooks.call("on_train_end", self._epochs.last_logs, after_export=True)
             self.finish()
+
+    def _take_back_callbacks(self) -> None:
+        """Before hooks here: callbacks continue from what hooks on the only worker left."""
+        shared, give_up = self._host.shared_callbacks, time.monotonic() + _PATIENCE_SECONDS
+        holder = shared.holder
+        with self._desk.state() as state:
+            while holder and not shared.is_returned and state.has(holder):
+                self._desk.tend()
+                busy = any(lease.worker == holder for lease in self.queue.leases())
+                if not busy and time.monotonic() > give_up:
+                    break
+                self._desk.wait_a_tick()
+        if holder and not shared.is_returned:
+            self._desk.warn(_lost_state(shared.names))
+        rate = shared.take_back()
+        if rate is not None:
+            self._hooks.restore_learning_rate(rate)
 
     def _prediction_done(self) -> None:
         self._end_batches(Mode.PREDICTION, 0)
@@ -260,6 +281,7 @@ class Course:
     def _end_training(self) -> None:
         if self._order.evaluates_as_keras:
             self._desk.reached_version(self.served.ps.finish_training())
+        self._take_back_callbacks()
         # Before the checkpoint and the export, so that these have weights restored by a callback.
         self._hooks.call("on_train_end", self._epochs.last_logs, after_export=False)
         if self.checkpoints.wanted:
@@ -299,7 +321,7 @@ class Course:
             finished, collection = state.rounds.running, state.rounds.collection
         assert finished is not None
         logs = self._host.round_logs(collection.merged(), finished.version)
-        metrics = {name: value for name, value in logs.items() if name not in ("metrics", "version")}
+        metrics = dict(logs)
         self._desk.tell(metrics=metrics)
         shown = ", ".join(f"{name} {format_metric(value)}" for name, value in metrics.items())
         text = f"Evaluation at version {finished.version}: {shown}"
@@ -354,6 +376,14 @@ class Course:
                 lease.task.type is TaskType.TRAINING for lease in self.queue.leases()
             ):
                 self._desk.wait_a_tick()
+
+
+def _lost_state(names: str) -> CallbackWarning:
+    text = (
+        f"The worker was lost, and with it what hooks of batches kept in {names} since the last epoch or evaluation "
+        "pass. Training continues with the state before."
+    )
+    return CallbackWarning(f"state of {names} is lost", text)
 
 
 def _backlog_warning(waiting: int, names: list[str]) -> CallbackWarning:

@@ -48,6 +48,7 @@ class Outcome:
     reason: str
     task: Task | None = None
     duplicate: bool = False
+    ends_pass: bool = False  # a milestone was reached
 
     @property
     def counts(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ from elasticcb.master.past import Past
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Roster
 from elasticcb.master.task_queue import TaskQueue
+from elasticcb.process.logs import may_reach_nobody
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 from elasticcb.sharding.bucket_map import BucketMap
@@ -56,6 +58,7 @@ class Desk:
         self.ready = False  # as `JobState.ready`; readable without the lock
         self.end_calls: Callable[[int], None] = lambda index: None  # called with the index of each lost server
         self._show = show
+        self.show_printed: Callable[[str, bool], None] = _print  # shows text of a worker, to standard error or output
         self._journal: Journal | None = None  # of a job that can be resumed
         roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts, cluster.max_ps_restarts)
         say_of_process = functools.partial(self.say, kind="loss")
@@ -118,6 +121,16 @@ class Desk:
     def _say(self, text: str) -> None:
         self._show(text)
         self.backend.note(text)
+
+    def printed(self, worker: int, texts: Sequence[tuple[str, bool]]) -> None:
+        """Shows what callbacks printed on a worker: whole lines, and whether they went to standard error. Don't call
+        it while holding the state, like `say`."""
+        with self.state() as state:
+            member = state.roster.member(worker)
+        if member is not None:
+            for text, is_error in texts:
+                lines = (f"{line}  [worker {member.index}]" for line in text.removesuffix("\n").split("\n"))
+                self.show_printed("\n".join(lines), is_error)
 
     def happened(self, kind: str, text: str) -> None:
         """See `Past.happened`."""
@@ -307,3 +320,9 @@ def _recovers_ps(settings: JobSettings) -> bool:
         return True
     consistent = not settings.training.is_synchronous or settings.cluster.num_ps == 1
     return consistent and settings.checkpoint.interval_seconds > 0
+
+
+def _print(text: str, is_error: bool) -> None:
+    stream = sys.stderr if is_error else sys.stdout
+    with may_reach_nobody(stream):
+        print(text, file=stream, flush=True)

@@ -76,6 +76,7 @@ class EpochHooks:
             self.begin(epoch + 1)
         with self._desk.state() as state:
             assert state.queue is not None
+            state.epoch_version = state.version
             state.queue.release_epoch(epoch)
             state.epoch_states.forget(epoch)  # only now: the journal keeps them until the epoch has ended
             state.note(

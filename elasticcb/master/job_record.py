@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from elasticcb.callbacks.warning import CallbackWarning
     from elasticcb.master.journal import Memory
     from elasticcb.master.prediction_output import PredictionOutput
+    from elasticcb.master.shared_callbacks import SharedCallbacks
     from elasticcb.model.metric_messages import Outputs
     from elasticcb.process.stats import Stats
 
@@ -119,6 +120,8 @@ class JobRecord:
         self.evaluated_before = 0
         self.start_version = 0
         self.queue: TaskQueue | None = None
+        self.epoch_version = 0  # of the model when the current epoch began
+        self.shared_callbacks: SharedCallbacks | None = None
         self.cluster: ServedCluster | None = None
         self.rounds = EvaluationRounds()
         self.batch_log = BatchLog()

@@ -289,6 +289,7 @@ class JobState(JobRecord):
             return Outcome(False, LATE)
         self.reached_version(result.version)
         outcome = self.queue.report_done(worker, lease, result.ended_after)
+        outcome = replace(outcome, ends_pass=self.queue.has_milestones)
         task = outcome.task
         if outcome.counts and task is not None:
             self.past.ended(lease, "done", task)

@@ -11,6 +11,8 @@ import keras
 
 from elasticcb.callbacks import SavedModelExporter
 from elasticcb.callbacks.dispatch import Dispatcher
+from elasticcb.callbacks.hook_conflicts import check_hooks, shares_state
+from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.callbacks.placement import Place, holds_predictions, takes_predictions
 from elasticcb.callbacks.serving_signature import serving_inputs
 from elasticcb.checkpoint.manifest import read_manifest
@@ -23,6 +25,7 @@ from elasticcb.keras_private import WARNS_OF_EMPTY_EPOCHS
 from elasticcb.layers.install import held_ids, held_used, install
 from elasticcb.master.evaluation import Merged
 from elasticcb.master.prediction_output import PredictionOutput
+from elasticcb.master.shared_callbacks import SharedCallbacks
 from elasticcb.master.snapshot import SavedModelInput
 from elasticcb.master.source_counts import SourceCounts
 from elasticcb.master.table_settings import with_settings
@@ -72,7 +75,7 @@ class ModelHost:
 
     def __init__(self, settings: JobSettings, spec: Any = None, rehearses: bool = False) -> None:
         self.spec = ModelSpec(settings.model) if spec is None else spec
-        self.trains = settings.command is Command.TRAIN
+        self.trains, self.in_program = settings.command is Command.TRAIN, not settings.model.definition
         outer = settings.training.outer_optimizer
         self._outer = [outer_optimizer(outer)] if outer and self.trains else []
         predicts = settings.command is Command.PREDICT
@@ -111,8 +114,11 @@ class ModelHost:
                 callback_params(settings, steps=self._batches(settings)),
                 self.model,
                 on_error=settings.training.callback_errors,
-                in_program=not settings.model.definition,
+                in_program=self.in_program,
+                one_worker=shares_state(settings),
             )
+            check_hooks(self.callbacks.callbacks, settings)
+            self.shared_callbacks = SharedCallbacks(self.callbacks.callbacks, settings, self.model)
             self.metrics.give_directions(self.callbacks.callbacks)
             # Callbacks on workers may hold results until their hooks have ended.
             self.holds_predictions = predicts and holds_predictions(self.callbacks.callbacks)
@@ -296,10 +302,11 @@ class ModelHost:
         """Whether some metric's states can't be summed."""
         return bool(self.metrics.merging_units)
 
-    def round_logs(self, merged: Merged, version: int) -> dict[str, Any]:
+    def round_logs(self, merged: Merged, version: int) -> HookLogs:
         """`logs` of `on_test_end`, from the states of all tasks of a round."""
         self.metrics.load(merged.states, map(unflatten_outputs, merged.batches))
-        return {**self.metrics.results(), "metrics": self.metrics.nested_results(), "version": version}
+        results, nested = self.metrics.results(), self.metrics.nested_results()
+        return HookLogs(sorted(results.items()), metrics=nested, version=version)
 
     def warn_of_missing_data(self) -> None:
         """Warns, like Keras, that training data ended too early."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from elasticcb.callbacks.hook_conflicts import left_on_workers
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.checkpoint.versions import newest_of_run
 from elasticcb.clients.ps_places import ServerPlace
@@ -60,6 +61,7 @@ def open_job(order: Order) -> Course:
         course.finish()
     else:
         course.begin(initial_epoch)
+        served.host.shared_callbacks.prepare()
     _let_workers_begin(order, served, course, epochs)
     if order.takeover is not None:
         seconds = time.monotonic() - order.takeover.since
@@ -178,6 +180,8 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
         hooks.restore_learning_rate(memory.undone_learning_rate)
     servers.learning_rate = lambda: hooks.base_learning_rate
     host.callbacks.warn = desk.warn
+    for warning in left_on_workers(host.callbacks.callbacks, order.settings):
+        desk.warn(warning)
     return TrainedModel(host, origin, servers, hooks)
 
 
@@ -271,7 +275,7 @@ def _lay_out(order: Order, served: TrainedModel, queue: TaskQueue, initial_epoch
             merge=host.metrics.merge_states if host.merges_by_itself else None,
             first_id=1 if memory is None else memory.evaluation_round + 1,
         )
-        state.queue = queue
+        state.queue, state.shared_callbacks = queue, host.shared_callbacks
         if order.settings.command is Command.PREDICT and order.settings.output:
             state.prediction_output = host.prediction_output(order.settings)
         if memory is not None and order.takeover is None:
@@ -312,6 +316,7 @@ def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epoch
     host, ps = served.host, served.ps
     _tell_risk(order, host)
     with order.desk.state() as state:
+        state.epoch_version = state.version
         state.cluster = ServedCluster(
             served.servers.places,
             host.variables,

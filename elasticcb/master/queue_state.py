@@ -120,6 +120,11 @@ class QueueState:
 
     # ------------------------------------------------------------ queries
 
+    @property
+    def has_milestones(self) -> bool:
+        """Whether `take_milestones` would return any."""
+        return bool(self._milestones)
+
     def take_milestones(self) -> list[Milestone]:
         """Milestones reached since the last call, in order. Call it after every other call."""
         milestones, self._milestones = self._milestones, []

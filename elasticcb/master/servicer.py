@@ -114,10 +114,11 @@ class MasterServicer:
         if decision.lease is not None:
             with self._desk.state() as state:
                 # The function to call; empty when the task was revoked meanwhile, because its result is not needed.
-                payload = state.calls.get(decision.lease.task.function, b"")
+                payload, epoch_version = state.calls.get(decision.lease.task.function, b""), state.epoch_version
                 first = min((member.id for member in state.roster.up(Role.WORKER)), default=request.worker_id)
             answer.task.CopyFrom(_to_message(decision.lease, payload))
             answer.task.first_worker = request.worker_id <= first
+            answer.task.epoch_version = epoch_version
         return answer
 
     def ReportProgress(self, request: Any, context: Any) -> pb.ReportProgressResponse:
@@ -132,6 +133,8 @@ class MasterServicer:
             [CallbackWarning(warning.subject, warning.text, warning.errors) for warning in request.warnings],
             request.computing_seconds,
         )
+        if request.printed:
+            self._desk.printed(request.worker_id, [(text.text, text.is_error) for text in request.printed])
         with self._desk.state() as state:
             state.note_pace(request.worker_id, request.timed_batches, request.batch_seconds, time.monotonic())
             if request.HasField("stats"):
@@ -172,7 +175,23 @@ class MasterServicer:
                     request.traceback,
                     request.fatal,
                 )
-        return pb.ReportTaskResponse(accepted=outcome.accepted, reason=outcome.reason)
+        return pb.ReportTaskResponse(
+            accepted=outcome.accepted, reason=outcome.reason, ends_pass=outcome.ends_pass or outcome.duplicate
+        )
+
+    def ShareCallbacks(self, request: Any, context: Any) -> pb.ShareCallbacksResponse:
+        with self._desk.state() as state:
+            shared = state.shared_callbacks if state.has(request.worker_id) else None
+        if shared is None:
+            return pb.ShareCallbacksResponse()
+        if request.state:
+            rate = request.learning_rate if request.HasField("learning_rate") else None
+            shared.give_back(request.worker_id, request.state, rate)
+            with self._desk.state() as state:
+                state.wake_driver()
+            return pb.ShareCallbacksResponse()
+        number, data = shared.fetch(request.worker_id, request.known)
+        return pb.ShareCallbacksResponse(number=number, state=data)
 
     def StopTraining(self, request: Any, context: Any) -> pb.StopTrainingResponse:
         with self._desk.state() as state:

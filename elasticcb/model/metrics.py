@@ -30,6 +30,7 @@ from elasticcb.model.metric_states import (
     last_of,
     merged,
     placed,
+    result_of,
     summable_states,
     summed,
     trial_predictions,
@@ -385,18 +386,26 @@ class ModelMetrics:
         Args:
             step: "train" or "test".
         """
-        units = {unit.name: unit for unit in self._units() if among is None or unit.name in among}
+        units = [unit for unit in self._units() if among is None or unit.name in among]
+        return self._named({unit.name: (unit, unit.metric.result()) for unit in units}, step)
+
+    def results_of(self, states: Mapping[str, Sequence[np.ndarray]], step: str) -> dict[str, float]:
+        """Results by name of metrics with these states, by unit; without plain values of the model's own step. The
+        metrics themselves keep their states."""
+        units = [unit for unit in self._units() if unit.name in states and not unit.logged_by]
+        return self._named({unit.name: (unit, result_of(unit.metric, states[unit.name])) for unit in units}, step)
+
+    def _named(self, found: Mapping[str, tuple[_Unit, Any]], step: str) -> dict[str, float]:
         results: dict[str, Any] = {}
-        for unit in units.values():
+        for unit, result in found.values():
             if not unit.logged_by:
-                result = unit.metric.result()
                 results.update(result if isinstance(result, dict) else {unit.key: result})
         keys, logs = self._logs.get(step, (None, {}))
         if keys is not None and keys != self._metric_keys():
             results = {}
             for key, (name, part) in logs.items():
-                if name in units:
-                    result = units[name].metric.result()
+                if name in found:
+                    result = found[name][1]
                     results[key] = result if part is None else result[part]
         else:
             results = dict(sorted(results.items()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import keras
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import ElasticCBError, ModelFileError, UsageError, describe, user_traceback
 from elasticcb.model.model_file import building
+from elasticcb.model.weights import constraint_name
 from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.process.import_path import adopt_path, caller_path
 from elasticcb.serialization import carry, own_modules, process_state
@@ -66,7 +68,7 @@ class Program:
             sys_path=caller_path(),
             program=carry.dumps_graph(parts, others, self._names(), content_on_servers, folder),
             optimizers=carry.dumps(optimizers, "model.optimizer", hollow=unused_optimizers),
-            constraints=carry.dumps(_constraint_classes(self.model), "a constraint of the model"),
+            constraints=carry.dumps(_constraints(self.model), "a constraint of the model"),
             switches=carry.dumps(process_state.read_switches(), "keras.config"),
         )
         return pickle.dumps(job)
@@ -245,19 +247,43 @@ def _registered() -> dict[str, Any]:
     return {name: item for name, item in objects.items() if own_modules.is_of_user(item.__module__)}
 
 
-def _constraint_classes(model: keras.Model) -> dict[str, Any]:
-    used = {id(each): each for variable in model.weights if (each := variable.constraint) is not None}.values()
-    for constraint in used:
-        try:
-            copy: Any = type(constraint).from_config(constraint.get_config())
-            same = vars(copy).keys() == vars(constraint).keys() and repr(vars(copy)) == repr(vars(constraint))
-        except Exception:
-            same = False
-        if not same and type(constraint).__module__.partition(".")[0] != "keras":
-            raise UsageError(
-                f"The constraint {type(constraint).__name__} can't be created on servers from its get_config(): "
-                f"its attributes ({', '.join(vars(constraint))}) differ. Return all arguments of its constructor in "
-                "get_config()."
-            )
-    own = {type(item).__name__: type(item) for item in used if not type(item).__module__.startswith("keras.")}
-    return {**own, **{keras.saving.get_registered_name(kind): kind for kind in own.values()}}
+def _constraints(model: keras.Model) -> dict[str, Any]:
+    """What servers need to create the user's own constraints, by the name in `VariableSpec.constraint`."""
+    found: dict[str, list[Any]] = {}
+    for variable in model.weights:
+        constraint = variable.constraint
+        if constraint is not None and type(constraint).__module__.partition(".")[0] != "keras":
+            found.setdefault(constraint_name(constraint), []).append(constraint)
+    return {name: _constraint_source(each) for name, each in found.items()}
+
+
+def _constraint_source(used: Sequence[Any]) -> Any:
+    """A function; or the class, whose config must give the same attributes; or what stands for it and has its only
+    object."""
+    first = used[0]
+    if isinstance(first, types.FunctionType):
+        return first
+    with contextlib.suppress(Exception):
+        copies = [type(each).from_config(each.get_config()) for each in used]
+        if all(_shown(copy) == _shown(each) for copy, each in zip(copies, used, strict=True)):
+            return type(first)
+    if any(_shown(each) != _shown(first) for each in used):
+        raise UsageError(
+            f"The model has different constraints of the class {type(first).__name__}, which servers can't tell apart: "
+            "its get_config() must return all arguments of its constructor."
+        )
+    return _Given(first)
+
+
+def _shown(thing: Any) -> str:
+    return repr(sorted(vars(thing).items()))
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Stands for a class where Keras creates an object from a config."""
+
+    constraint: Any
+
+    def from_config(self, config: Mapping[str, Any]) -> Any:
+        return self.constraint

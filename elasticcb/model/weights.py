@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Mapping
+from typing import Any
 
 import keras
 
@@ -71,4 +73,15 @@ def _aggregation(variable: keras.Variable) -> str:
 def _constraint(variable: keras.Variable) -> str:
     if variable.constraint is None:
         return ""
-    return json.dumps(keras.saving.serialize_keras_object(variable.constraint))
+    try:
+        return json.dumps(keras.saving.serialize_keras_object(variable.constraint))
+    except Exception:  # it has no config: in a program, servers have the object
+        name = constraint_name(variable.constraint)
+        return json.dumps({"module": None, "class_name": name, "config": {}, "registered_name": name})
+
+
+def constraint_name(constraint: Any) -> str:
+    """The name by which Keras looks for a constraint that is not its own."""
+    if isinstance(constraint, types.FunctionType):
+        return str(constraint.__name__)
+    return str(keras.saving.get_registered_name(type(constraint)))

@@ -154,6 +154,7 @@ def running_cluster(
 
         def run(settings: JobSettings) -> JobSnapshot:
             goes_on_by = backend.resume_command(settings.name)
+            master.desk.show_printed = lambda text, is_error: display.message(text)
             job = Job(settings, master, display, journal=opened, takeover=takeover, goes_on_by=goes_on_by)
             try:
                 return job.run()

@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from elasticcb.callbacks.placement import library_of
+from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.sidecar.follower import POLL_SECONDS, Checkpoint, CheckpointFollower
 from elasticcb.sidecar.weights import ForeignCheckpointError, WeightsLoader
@@ -45,7 +45,7 @@ class SidecarEvaluator:
         steps: number of batches of each evaluation; None: all batches of `data`.
         max_evaluations: maximum number of checkpoints that `start` evaluates; None: no limit.
         callbacks: their `on_test_*` hooks are called. `logs` of `on_test_end` also contains "version", and "metrics":
-            all results as a dict; callbacks of libraries get only the results. `model.optimizer.iterations` is the
+            all results as a dict. `model.optimizer.iterations` is the
             version, which Keras's TensorBoard callback uses as its step.
         timeout: `start` returns after this many seconds without a new checkpoint; None: it waits forever.
         batch_size: batch size for data that is not batched; None: Keras's default.
@@ -101,13 +101,8 @@ class SidecarEvaluator:
             Exception: any error of the model, the data or a callback.
         """
         done: list[Evaluation] = []
-        version = _Version()
         # One list for all evaluations; with a new list for each, TensorBoard would start a new file every time.
-        stock = [callback for callback in self._callbacks if library_of(type(callback))]
-        others = [callback for callback in self._callbacks if not library_of(type(callback))]
-        callbacks = keras.callbacks.CallbackList(
-            [*stock, version, *others], model=self.model, verbose=0, epochs=1, steps=self._options["steps"]
-        )
+        callbacks = _Callbacks(self._callbacks, model=self.model, verbose=0, epochs=1, steps=self._options["steps"])
         try:
             while self._max_evaluations is None or len(done) < self._max_evaluations:
                 checkpoint = self._follower.next(self._timeout)
@@ -115,7 +110,7 @@ class SidecarEvaluator:
                     break
                 if not self._load(checkpoint):
                     continue
-                version.value = checkpoint.version
+                callbacks.version = checkpoint.version
                 metrics = self.model.evaluate(**self._data, **self._options, verbose=0, callbacks=callbacks)
                 _flush(self._callbacks)
                 done.append(Evaluation(checkpoint.path, checkpoint.version, metrics))
@@ -157,14 +152,18 @@ class SidecarEvaluator:
         self.model.evaluate(**self._data, **{**self._options, "steps": 1}, verbose=0)
 
 
-class _Version(keras.callbacks.Callback):
-    """Runs after callbacks of libraries, which record everything in `logs`, and before all others."""
-
-    value: int | None = None
+class _Callbacks(keras.callbacks.CallbackList):
+    callbacks: list[keras.callbacks.Callback]
+    version: int | None = None  # of the checkpoint
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        if logs is not None:
-            logs.update(metrics=dict(logs), version=self.value)
+        callbacks, self.callbacks = self.callbacks, []
+        super().on_test_end(logs)  # waits for hooks of batches that are called in the background
+        self.callbacks = callbacks
+        results = dict(logs or {})
+        given = HookLogs(results, metrics=results, version=self.version)
+        for callback in self.callbacks:
+            callback.on_test_end(given)
 
 
 def _check(model: Any, data: Any, steps: int | None, max_evaluations: int | None, timeout: float | None) -> None:

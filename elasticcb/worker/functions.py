@@ -17,12 +17,12 @@ import keras
 from elasticcb.clients.master import MasterClient
 from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.errors import ConnectionLostError, ElasticCBError, describe, user_traceback
-from elasticcb.model.references import references
 from elasticcb.model.spec import Spec
 from elasticcb.process.host import host_name
 from elasticcb.process.import_path import adopt_path
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.serialization import carry
+from elasticcb.serialization.references import references
 from elasticcb.settings import JobSettings
 from elasticcb.worker.placed_model import PlacedModel
 

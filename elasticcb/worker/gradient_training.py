@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from elasticcb.clients.ps import PushResult
 from elasticcb.process.stats import STALENESS
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.worker.session import Session
+from elasticcb.worker.session import BatchOfEpoch, Session
 from elasticcb.worker.task_input import Batch
 from elasticcb.worker.task_progress import Tally, TaskProgress, Training
 from elasticcb.worker.trainer import TrainResult, train
@@ -24,6 +24,7 @@ class _Pushed:
     """A training batch whose gradients were sent."""
 
     batch: Batch
+    of_epoch: BatchOfEpoch
     result: TrainResult
     answer: Future[PushResult]
     started: float
@@ -39,7 +40,8 @@ class GradientTraining(Training):
 
     def train(self, batch: Batch, index: int) -> None:
         session, training = self._session, self._session.settings.training
-        session.call_of_batch("on_train_batch_begin", session.ps.version, {"batch": index, "size": batch.records})
+        of_epoch = BatchOfEpoch(index, batch.records, self._progress.task.epoch_version)
+        session.call_of_batch("on_train_batch_begin", of_epoch, session.ps.version, {})
         while True:
             started = time.perf_counter()
             rows = session.exchanges.rows_of(batch) if batch.ids else {}
@@ -59,7 +61,7 @@ class GradientTraining(Training):
             pull = self._tally.steps % training.get_model_steps == 0
             coming = session.input.coming(session.exchanges.batches_ahead)
             answer = session.exchanges.push(result.push, session.rate.changed(), pull, coming)
-            self._pushed.append(_Pushed(batch, result, answer, started, version))
+            self._pushed.append(_Pushed(batch, of_epoch, result, answer, started, version))
             if len(self._pushed) <= training.max_staleness:
                 return
             if self._settle(self._pushed.popleft()):
@@ -75,7 +77,7 @@ class GradientTraining(Training):
         if answer.status == pb.STALE:
             return False
         if answer.status == pb.NON_FINITE:
-            progress.pass_over(answer.reason, batch, result.logs)
+            progress.pass_over(answer.reason, pushed.of_epoch, result.logs)
             progress.note_done(batch.units, float("nan"))
             return True
         self._tally.tell_first_step()
@@ -86,7 +88,8 @@ class GradientTraining(Training):
         progress.add_states(result.states)
         progress.note_event(batch, answer.version, result.logs)
         session.callbacks.note_batch(time.perf_counter() - pushed.started)
-        session.call_of_batch("on_train_batch_end", answer.version, {"size": batch.records, **result.logs})
+        session.running.add(result.states)
+        session.call_of_batch("on_train_batch_end", pushed.of_epoch, answer.version, session.logs_of(result.logs))
         progress.note_done(batch.units, result.push.loss)
         return True
 

@@ -19,7 +19,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.settings import NonFinite
 from elasticcb.worker.local_updates import LocalUpdates
-from elasticcb.worker.session import Session
+from elasticcb.worker.session import BatchOfEpoch, Session
 from elasticcb.worker.task_input import Batch
 from elasticcb.worker.task_progress import Tally, TaskProgress, Training
 
@@ -52,7 +52,8 @@ class LocalTraining(Training):
         skips = session.settings.training.non_finite is NonFinite.SKIP
         if len(self._window) >= local.length.batches:
             self._merge()
-        session.call_of_batch("on_train_batch_begin", local.version, {"batch": index, "size": batch.records})
+        of_epoch = BatchOfEpoch(index, batch.records, progress.task.epoch_version)
+        session.call_of_batch("on_train_batch_begin", of_epoch, local.version, {})
         started = time.perf_counter()
         with session.progress.computing(progress.task.lease):
             rows = session.exchanges.rows_of(batch) if batch.ids else {}
@@ -64,7 +65,7 @@ class LocalTraining(Training):
                 self._push_rows(result)
         session.forget_shown()
         if not math.isfinite(loss):
-            self._leave_out(batch, f"The loss is {loss} (version {local.version})", result.logs)
+            self._leave_out(of_epoch, batch, f"The loss is {loss} (version {local.version})", result.logs)
             return
         local.count()
         self._tally.steps += 1
@@ -72,7 +73,8 @@ class LocalTraining(Training):
         seconds = time.perf_counter() - started
         local.length.note_batch(seconds)
         session.callbacks.note_batch(seconds)
-        session.call_of_batch("on_train_batch_end", local.version, {"size": batch.records, **result.logs})
+        session.running.add(result.states)
+        session.call_of_batch("on_train_batch_end", of_epoch, local.version, session.logs_of(result.logs))
         trained = _Trained(batch.units, loss, progress.event, result.states)
         if local.may_go_back:
             # Copies, because answers share a small pool of buffers, which would stay in use until the window ends.
@@ -94,9 +96,9 @@ class LocalTraining(Training):
 
     # ------------------------------------------------------------ NaN and infinity
 
-    def _leave_out(self, batch: Batch, reason: str, logs: dict[str, Any]) -> None:
+    def _leave_out(self, of_epoch: BatchOfEpoch, batch: Batch, reason: str, logs: dict[str, Any]) -> None:
         """A batch has ruined the weights here."""
-        self._progress.pass_over(reason, batch, logs)
+        self._progress.pass_over(reason, of_epoch, logs)
         with self._session.progress.computing(self._progress.task.lease):
             self._redo()
         self._window.append(_Trained(batch.units))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -83,4 +84,5 @@ class PassHooks:
             states = {name: self._metrics.merge_states(name, [task[name] for task in tasks]) for name in names}
             self._metrics.load(states)
             results, nested = self._metrics.results(states), self._metrics.nested_results(states)
-            self._call("on_test_end", {**results, "metrics": nested, "version": self._round_version})
+            logs = HookLogs(sorted(results.items()), metrics=nested, version=self._round_version)
+            self._call("on_test_end", logs)

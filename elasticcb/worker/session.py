@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from elasticcb.callbacks.dispatch import Dispatcher
+from elasticcb.callbacks.hook_conflicts import shares_state
+from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.callbacks.placement import Place, holds_predictions
 from elasticcb.clients.master import MasterClient, places_of
 from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.clients.ps_servers import ServerGroup
+from elasticcb.cluster.registry import backend_of
 from elasticcb.compute.backend import Computation, GradientComputation, HeldModel, LocalComputation
 from elasticcb.compute.registry import backend
 from elasticcb.compute.rehearsal import Rehearsal, digest_of, rehearsed
@@ -31,12 +36,28 @@ from elasticcb.worker.kept_models import KeptModel
 from elasticcb.worker.learning_rate import WorkerRate
 from elasticcb.worker.local_updates import LocalUpdates
 from elasticcb.worker.pass_hooks import PassHooks
+from elasticcb.worker.running_logs import RunningLogs
+from elasticcb.worker.shared_callbacks import FollowedCallbacks
 from elasticcb.worker.state_changes import StateChanges
 from elasticcb.worker.table_files import whole_tables
 from elasticcb.worker.task_input import TaskInput
 from elasticcb.worker.window_length import WindowLength
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BatchOfEpoch:
+    """A training batch, as hooks see it.
+
+    Attributes:
+        index: its index in the epoch, on this worker.
+        epoch_version: version of the model when the epoch began.
+    """
+
+    index: int
+    records: int
+    epoch_version: int
 
 
 class BuiltModel:
@@ -152,12 +173,18 @@ class Session:
             on_error=training.callback_errors,
             warn=lambda warning: self.progress.warn(warning.subject, warning.text, warning.errors),
             in_program=not settings.model.definition,
+            one_worker=shares_state(settings),
+            print_text=self.progress.print if backend_of(settings.cluster.kind).separate else None,
         )
+        self.shared_callbacks = FollowedCallbacks(client, self.callbacks, settings)
         if self.local is not None:
             # `on_train_batch_end`: a callback may stop training at NaN, and so end the job in order
             skips = training.non_finite is NonFinite.SKIP
             self.local.may_go_back = skips or self.callbacks.wants("on_train_batch_end")
         self.holds_predictions = holds_predictions(self.callbacks.callbacks)
+        self._as_keras, self._is_alone = not settings.model.definition, shares_state(settings)
+        hooks_of_batches = ("on_train_batch_end", "on_test_batch_end")
+        self.running = RunningLogs(self.metrics, self._as_keras and any(map(self.callbacks.wants, hooks_of_batches)))
         self.passes = PassHooks(self.metrics, self.callbacks.wants, self.call)
         self.input = TaskInput(client, self.pipeline, self.computation.prepare)
         self.progress.on_leave = self.input.leave
@@ -203,11 +230,32 @@ class Session:
             self.client.stop_training(f"{self.callbacks.stop_reason}, on worker {self.client.id}")
             self.stop_told = True
 
-    def call_of_batch(self, hook: str, version: int, logs: dict[str, Any]) -> None:
-        """Calls a hook of training batches, on a model with the newest weights."""
-        if self.local is None and self.callbacks.is_due(hook):
+    def call_of_batch(self, hook: str, batch: BatchOfEpoch, version: int, logs: Mapping[str, Any]) -> None:
+        """Calls a hook of training batches, on a model with the newest weights.
+
+        Args:
+            version: of the model; at the end of a batch, after its push.
+            logs: loss and metrics.
+        """
+        if not self.callbacks.is_due(hook):
+            self.callbacks.skip(hook)
+            return
+        if self.local is None:
             self.show(self.ps.blocks)
-        self.call(hook, version, logs)
+        number = version
+        if self._as_keras:
+            at_end = int(hook == "on_train_batch_end")
+            number = batch.index if self._is_alone else max(0, version - batch.epoch_version - at_end)
+        given = HookLogs(sorted(logs.items()), batch=batch.index, size=batch.records, version=version)
+        self.call(hook, number, given)
+
+    def logs_of(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """`logs` of the end of a training batch, from those of its step."""
+        return self.running.logs(logs, "train") if self._as_keras else logs
+
+    def give_back_callbacks(self) -> None:
+        """The hooks of an epoch or a pass have run: the master's continue from what they left."""
+        self.shared_callbacks.give_back(self.rate.changed() if self.settings.command is Command.TRAIN else None)
 
     # ------------------------------------------------------------ weights of the model
 

@@ -15,7 +15,7 @@ from elasticcb.errors import NonFiniteError
 from elasticcb.model.metric_messages import States
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import NonFinite
-from elasticcb.worker.session import Session
+from elasticcb.worker.session import BatchOfEpoch, Session
 from elasticcb.worker.task_input import Batch, TaskStarted
 
 logger = logging.getLogger(__name__)
@@ -92,13 +92,13 @@ class TaskProgress:
                 type=self.task.type, number=number, version=version, size=batch.records, logs=numbers
             )
 
-    def pass_over(self, reason: str, batch: Batch, logs: dict[str, Any]) -> None:
+    def pass_over(self, reason: str, batch: BatchOfEpoch, logs: dict[str, Any]) -> None:
         """Skips a batch with NaN or infinity, or fails the job, depending on the settings."""
         session = self._session
         if session.settings.training.non_finite is NonFinite.STOP:
             # A callback that stops training now, such as TerminateOnNaN, ends the job in order.
-            given = {"size": batch.records, **logs, "loss": float("nan")}
-            session.call_of_batch("on_train_batch_end", session.ps.version, given)
+            given = {**logs, "loss": float("nan")}
+            session.call_of_batch("on_train_batch_end", batch, session.ps.version, given)
             if not session.callbacks.stop_requested:
                 raise NonFiniteError.of(reason)
         logger.warning("Batch skipped: %s", reason)

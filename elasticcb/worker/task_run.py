@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.errors import (
     CallbackError,
     DataChangedError,
@@ -67,6 +68,8 @@ class TaskRun:
         present = (task.type, task.epoch, task.evaluation_round)
         if present != self._tally.present:
             self._tally.present = present
+            session.running.begin()
+            session.shared_callbacks.fetch()
             if task.type == pb.TRAINING:
                 session.begin_training_pass()
         elif task.type == pb.TRAINING and session.local is not None and session.local.is_behind:
@@ -117,25 +120,27 @@ class TaskRun:
 
     def _evaluate(self, batch: Batch, index: int) -> None:
         session = self._session
-        session.call("on_test_batch_begin", index, {"size": batch.records})
+        session.call("on_test_batch_begin", index, HookLogs(size=batch.records))
         rows = session.ps.lookup(batch.ids, evaluation_round=self.task.evaluation_round) if batch.ids else {}
         with session.progress.computing(self.task.lease):
             logs, outputs = session.computation.evaluate(batch.inputs, rows)
         if MetricTransport.OUTPUTS in session.transports.values():
             self._outputs.append(flatten_outputs(outputs))
         self._progress.note_event(batch, session.ps.snapshot_version)
-        session.call("on_test_batch_end", index, {"size": batch.records, **logs})
+        if session.callbacks.is_due("on_test_batch_end"):
+            logs = session.running.evaluated(logs)
+        session.call("on_test_batch_end", index, HookLogs(sorted(logs.items()), size=batch.records))
 
     def _predict(self, batch: Batch, index: int) -> None:
         session = self._session
-        session.call("on_predict_batch_begin", index, {"size": batch.records})
+        session.call("on_predict_batch_begin", index, HookLogs(size=batch.records))
         rows = session.ps.lookup(batch.ids) if batch.ids else {}
         with session.progress.computing(self.task.lease):
             predictions = session.computation.predict(batch.inputs, rows)
         if session.reports_predictions:
             self._outputs.append(flatten_outputs(predictions))
         self._progress.note_event(batch, session.ps.version)
-        session.call("on_predict_batch_end", index, {"outputs": predictions, "predictions": predictions})
+        session.call("on_predict_batch_end", index, HookLogs({"outputs": predictions}, predictions=predictions))
 
     # ------------------------------------------------------------ the end
 
@@ -169,6 +174,7 @@ class TaskRun:
         states: States = {}
         if self.task.type == pb.EVALUATION:
             states = session.metrics.of_task(session.metrics.states(), self.task.shard.start)
+            session.running.add(states)
         elif self.task.type == pb.TRAINING:
             states = session.metrics.of_task(self._progress.training_states, self.task.shard.start)
         report.version = session.ps.version
@@ -179,6 +185,8 @@ class TaskRun:
         answer = session.client.report_done(report)
         if answer.accepted:
             session.passes.after(self.task, states)
+            if answer.ends_pass:
+                session.give_back_callbacks()
         else:
             logger.warning("The report of task %d was refused: %s", self.task.id, answer.reason)
         session.input.release(self.task.lease)

@@ -136,6 +136,7 @@ class TaskLoop:
         """Lets callbacks store this worker's predictions that they hold in memory."""
         if self._tally.predicts:
             self._session.call("on_predict_end", {})
+            self._session.give_back_callbacks()
 
     def _agree_to_splits(self) -> None:
         """Hands unstarted work of this worker's tasks to waiting workers."""

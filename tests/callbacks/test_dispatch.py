@@ -4,6 +4,7 @@ import keras
 import pytest
 
 from elasticcb.callbacks import Dispatcher, Place
+from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.errors import CallbackError, ConnectionLostError, ModelFileError
 from elasticcb.settings import CallbackErrors
 
@@ -229,13 +230,12 @@ def test_callbacks_of_keras_get_the_logs_that_keras_gives(model) -> None:
         def on_train_batch_end(self, batch, logs=None):
             seen["batch"] = logs
 
-    logs = {"mae": 1.0, "metrics": {"mae": 1.0}, "version": 3}
+    logs = HookLogs({"mae": 1.0}, metrics={"mae": 1.0}, version=3)
     dispatcher = Dispatcher([Own(), Derived()], Place.MASTER, {}, model)
     dispatcher.call("on_test_end", logs)
-    assert seen == {"own": logs, "derived": {"mae": 1.0}}
-    dispatcher.call("on_train_batch_end", 3, {"mae": 1.0, "size": 8})
-    assert seen["batch"] == {"mae": 1.0}
-    dispatcher.call("on_train_batch_end", 3, {"mae": 1.0, "size": 8}, keras_logs={"mae": 2.0})
+    assert seen == {"own": {"mae": 1.0}, "derived": {"mae": 1.0}}
+    assert (seen["own"]["version"], seen["own"].get("metrics"), "size" in seen["own"]) == (3, {"mae": 1.0}, False)
+    dispatcher.call("on_train_batch_end", 3, HookLogs({"mae": 1.0}, size=8), keras_logs={"mae": 2.0})
     assert seen["batch"] == {"mae": 2.0}
 
 
@@ -260,7 +260,7 @@ def test_what_a_callback_adds_to_the_logs_is_there_for_those_after_it(model) -> 
 
     dispatcher = Dispatcher([Adds(), Sees(), Own()], Place.MASTER, {}, model)
     dispatcher.call("on_epoch_end", 0, {"loss": 1.0})
-    dispatcher.call("on_test_end", {"loss": 1.0, "version": 3})
+    dispatcher.call("on_test_end", HookLogs({"loss": 1.0}, version=3))
 
 
 class Fails(keras.callbacks.Callback):

@@ -16,6 +16,7 @@ import pytest
 
 from deep_cases import deep_but
 from elasticcb.callbacks import Dispatcher, LearningRateScheduler, Place, SummaryWriter
+from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.callbacks.placement import place_of
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.serialization.plain_values import MissingArray, NameNotFound, NotPlain, Writer, read
@@ -100,7 +101,7 @@ class Training:
             self.call("on_train_batch_end", batch, {"loss": LOSSES[self.epoch]})
         self.call("on_test_begin", {})
         logs = {"loss": LOSSES[self.epoch]}
-        self.call("on_test_end", {**logs, "metrics": logs, "version": self.epoch})
+        self.call("on_test_end", HookLogs(logs, metrics=logs, version=self.epoch))
         self.call("on_epoch_end", self.epoch, {"loss": LOSSES[self.epoch], "val_loss": LOSSES[self.epoch]})
         arrays = {}
         states = json.loads(json.dumps(self.states.save(arrays)))

@@ -56,7 +56,8 @@ class Recorder(keras.callbacks.Callback):
 def hook(name):
     def called(self, *values, logs=None):
         *values, logs = (*values, logs) if logs is not None else values
-        write(self.file, name, *values, logs)
+        more = {"+" + key: logs[key] for key in ("batch", "metrics", "predictions", "size", "version") if key in logs}
+        write(self.file, name, *values, {**logs, **more})
     return called
 
 from elasticcb.callbacks.placement import TABLE

@@ -43,15 +43,15 @@ def callbacks():
         begins = [entry for entry in entries if entry[0] == "on_train_batch_begin"]
         batches = RECORDS // 8
         assert [index for _, index, _ in ends] == [index for _, index, _ in begins] == [*range(batches)] * 3
-        versions = [logs["version"] for *_, logs in ends]
+        versions = [logs["+version"] for *_, logs in ends]
         assert versions == sorted(versions)
         if parts:  # with local updates, those of a window are counted from the merge before it
             assert versions[-1] == summary.version
         assert [steps for steps, _ in calls(tmp_path, "steps", "master")] == versions
         if parts == {"use_async": True}:
             assert versions == list(range(1, 3 * batches + 1))
-        assert all(sorted(logs) == ["loss", "mae", "size", "version"] for *_, logs in ends)
-        assert all(sorted(logs) == ["size", "version"] for *_, logs in begins)
+        assert all(sorted(logs) == ["+size", "+version", "loss", "mae"] for *_, logs in ends)
+        assert all(sorted(logs) == ["+size", "+version"] for *_, logs in begins)
         # An epoch's batches come between its beginning and its end.
         order = [name for name, *_ in entries if name.startswith(("on_epoch", "on_train_batch_end"))]
         assert order == ["on_epoch_begin", *["on_train_batch_end"] * batches, "on_epoch_end"] * 3

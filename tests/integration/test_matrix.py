@@ -1,4 +1,4 @@
-"""Keras models, optimizers and their options on a cluster end where Keras's own `fit` ends.
+"""Optimizers and their options on a cluster end where Keras's own `fit` ends; of models, tests/programs shows it.
 
 The tables of docs/keras_support.md are these: `python tests/integration/test_matrix.py` writes them anew.
 """
@@ -12,13 +12,11 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import elasticcb
-import matrix_layers  # noqa: F401  (adds to CASES)
-import matrix_steps  # noqa: F401  (likewise)
+from catalogue import BATCH, dense, normal
+from comparison import EPOCHS, SAME, assert_close, assert_histories_equal
 from deep_cases import deep_but
-from matrix_models import BATCH, CASES, dense, normal
 from matrix_optimizers import (
     CLASSES,
     NOT_TO_TRAIN_WITH,
@@ -28,10 +26,9 @@ from matrix_optimizers import (
     exported_schedules,
 )
 from matrix_unsupported import UNSUPPORTED
+from programs import CASES
 
 PAGE = Path(__file__).parents[2] / "docs" / "keras_support.md"
-EPOCHS = 2
-SAME = 1e-6  # between an evaluation on a cluster, and one of the weights that came back
 
 
 @pytest.fixture(scope="module")
@@ -46,74 +43,13 @@ def two_workers():
         yield cluster
 
 
-def assert_close(found, expected, tolerance, what=""):
-    """Within `tolerance` of the largest value, or of 1% for what is all but zero."""
-    for ours, theirs in zip(keras.tree.flatten(found), keras.tree.flatten(expected), strict=True):
-        ours, theirs = np.asarray(ours, "float64"), np.asarray(theirs, "float64")
-        scale = max(np.abs(theirs).max(initial=0), 1e-2)
-        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance * scale, err_msg=what)
-
-
-def assert_histories_equal(found, expected, tolerance):
-    assert list(found) == list(expected)
-    for name, values in expected.items():
-        assert_close(found[name], values, max(SAME, tolerance), name)  # metrics are float32
-
-
-def reset_states(model):
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.RNN) and layer.stateful:
-            layer.reset_state()
-
-
 # ---------------------------------------------------------------- one synchronous worker
-
-
-KEPT_MODELS = (
-    "sequential_without_input", "functional", "subclass", "resnet", "masked_lstm", "preprocessing", "own_steps", "gan",
-    "mixed_float16", "average", "teacher", "own_methods", "fixed_batch_size",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", deep_but(CASES, *KEPT_MODELS))
-def test_model_ends_where_fit_ends(cluster, name):
-    compare_with_fit(cluster, CASES[name])
 
 
 @pytest.fixture(scope="module")
 def local_worker():
     with elasticcb.Cluster(1, 1, kind="inprocess", updates="local", local_steps=3, log_level="WARNING") as cluster:
         yield cluster
-
-
-@pytest.mark.parametrize("name", deep_but(CASES, "functional", "own_steps", "mixed_float16", "states_of_python"))
-def test_a_worker_that_trains_by_itself_ends_where_fit_ends(local_worker, name):
-    compare_with_fit(local_worker, CASES[name])
-
-
-def compare_with_fit(cluster, case):
-    given = case.make()
-    parts = [part for part in (given.x, given.y, given.sample_weight) if part is not None]
-    fit = {"epochs": EPOCHS, "shuffle": False, "verbose": 0, "sample_weight": given.sample_weight, **given.options}
-    fit["validation_data"] = tuple(parts) if len(parts) > 1 else given.x
-    if not isinstance(given.x, tf.data.Dataset):
-        fit["batch_size"] = BATCH
-    expected, model = given.model, case.make().model
-    history = expected.fit(given.x, given.y, **fit).history
-    found = cluster.fit(model, given.x, given.y, **fit).history
-    assert_histories_equal(found, history, case.tolerance)
-    assert_close(model.get_weights(), expected.get_weights(), case.tolerance)
-    if model.optimizer is not None:
-        assert_close(optimizer_variables(model), optimizer_variables(expected), case.tolerance)
-    test = {"batch_size": fit.get("batch_size"), "sample_weight": given.sample_weight, "verbose": 0}
-    reset_states(model)
-    logs = model.evaluate(given.x, given.y, return_dict=True, **test)
-    assert_close(cluster.evaluate(model, given.x, given.y, return_dict=True, **test), logs, max(SAME, case.tolerance))
-    reset_states(model)
-    predictions = model.predict(given.x, batch_size=fit.get("batch_size"), verbose=0)
-    found = cluster.predict(model, given.x, batch_size=fit.get("batch_size"), verbose=0)
-    assert keras.tree.map_structure(np.shape, found) == keras.tree.map_structure(np.shape, predictions)
-    assert_close(found, predictions, max(SAME, case.tolerance))
 
 
 X, Y = normal(6), normal(1)

@@ -154,3 +154,25 @@ def test_reports_say_for_how_long_a_batch_has_been_computed() -> None:
     assert sent[0] == sent[3] == 0.0
     assert 0 < sent[1] < sent[2]
     assert leases[:3] == [0, 7, 7]
+
+
+def test_printed_text_is_sent_by_whole_lines_as_a_terminal_shows_them_and_a_flood_is_cut() -> None:
+    sent: list[tuple[str, bool]] = []
+
+    def report(progress: Any) -> Any:
+        sent.extend((each.text, each.is_error) for each in progress.printed)
+        return pb.ReportProgressResponse(accepted=True)
+
+    reporter = ProgressReporter(SimpleNamespace(report_progress=report), _HOURS)
+    for text, is_error in (("one\ntw", False), ("wrong\n", True), ("o\n", False), ("\r1 %", False), ("\r2 %", False)):
+        reporter.print(text, is_error)
+    reporter.send()
+    assert sent == [("one\n", False), ("wrong\n", True), ("two\n", False)]
+    reporter.flush()
+    assert sent[3:] == [("2 %\n", False)]
+    for _ in range(3):
+        reporter.print("x" * 500_000 + "\n", False)
+    reporter.flush()
+    assert [len(text) for text, _ in sent[4:]] == [1_000_002 + len(sent[-1][0].splitlines()[-1]) + 1]
+    assert "1 more line" in sent[-1][0]
+    reporter.stop()

@@ -1,0 +1,102 @@
+"""Callbacks whose state goes to workers and, from the only worker, back (callbacks/shared_state.py)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from elasticcb.callbacks.attribute_use import use_of
+from elasticcb.callbacks.hook_conflicts import Placed, placed, shares_state
+from elasticcb.callbacks.placement import overridden_hooks
+from elasticcb.callbacks.shared_state import SharedState, names_of
+from elasticcb.errors import UsageError
+from elasticcb.settings import JobSettings
+
+
+class SharedCallbacks:
+    """The master's side.
+
+    Args:
+        callbacks: the callbacks of the caller.
+        settings: settings of the job.
+        model: the model of the callbacks.
+    """
+
+    def __init__(self, callbacks: Iterable[Any], settings: JobSettings, model: Any) -> None:
+        self._returns = shares_state(settings)
+        self._placed = placed(callbacks, settings) if not settings.model.definition else []
+        if not self._returns and not any(each.follows for each in self._placed):
+            self._placed = []
+        names = [names_of(each.callback, None if self._returns else each.follows) for each in self._placed]
+        self._state = SharedState([each.callback for each in self._placed], model, names)
+        self._lock = threading.Lock()  # protects what follows
+        self._number, self._data = 0, b""  # the newest state that was sent
+        self._is_old = True  # whether hooks may have changed it since
+        self._holder = 0  # the worker that continues from it
+        self._returned = b""  # what it sent back
+        self._rate: float | None = None  # the learning rate that it sent back
+
+    @property
+    def names(self) -> str:
+        """The classes of callbacks that need to be on one worker; "": there are none."""
+        return ", ".join(each.name for each in self._placed) if self._returns else ""
+
+    def prepare(self) -> None:
+        """Call before workers get tasks. Raises `UsageError` if something can't be sent that a worker needs."""
+        if self._placed:
+            self._data, left = self._state.dump()
+            self._number, self._is_old = self._number + 1, False
+            for each, names in zip(self._placed, left, strict=True):
+                _check_left(each, names)
+
+    def fetch(self, worker: int, known: int) -> tuple[int, bytes]:
+        """The state for a worker that begins an epoch or a pass, and its number; b"" if that is `known`, or if there is
+        nothing to send."""
+        with self._lock:
+            if self._placed and self._is_old:
+                self._data, _ = self._state.dump()
+                self._number, self._is_old = self._number + 1, False
+            if self._returns and self._placed:
+                self._holder, self._returned = worker, b""
+            return self._number, self._data if known != self._number else b""
+
+    def give_back(self, worker: int, data: bytes, rate: float | None) -> None:
+        """The worker has ended its part, and no hook runs there until it fetches the state again."""
+        with self._lock:
+            if worker == self._holder:
+                self._returned, self._rate = data, rate
+
+    @property
+    def holder(self) -> int:
+        """The worker that continues from the state; 0: none."""
+        return self._holder
+
+    @property
+    def is_returned(self) -> bool:
+        """Whether the worker has given it back."""
+        return bool(self._returned)
+
+    def take_back(self) -> float | None:
+        """Before hooks on the master: adopts the state that the worker returned, if any. Returns the learning rate
+        that a hook has set there."""
+        with self._lock:
+            data, self._returned, self._holder, self._is_old = self._returned, b"", 0, True
+        if not data:
+            return None
+        self._state.adopt(self._state.read(data))
+        return self._rate
+
+
+def _check_left(each: Placed, left: dict[str, str]) -> None:
+    """Raises `UsageError` for attributes that can't be sent, and that the worker can't make itself."""
+    worker = each.on_workers
+    made_there = use_of(each.callback, {"on_train_begin"} & overridden_hooks(each.callback).keys()).changes
+    needed = sorted(left.keys() & (worker.reads | worker.changes) - made_there)
+    if needed:
+        names = ", ".join(f"self.{name}" for name in needed)
+        raise UsageError(
+            f"{each.name}.{' and '.join(each.batches)} (on a worker) uses {names}, but {left[needed[0]]!r} objects "
+            "can't be sent to workers. Create it in on_train_begin, which then also runs on the worker; or put "
+            '@elasticcb.callbacks.runs_on("master") above the class, so that all of its hooks run in your process.'
+        )
