@@ -23,7 +23,7 @@ WORDS = (
     "the", "a", "of", "to", "and", "movie", "was", "very", "good", "bad", "not", "film", "it", "is", "this", "that",
     "plot", "actor", "scene", "great", "dull", "long", "one", "all",
 )  # fmt: skip
-USERS, MOVIES, RATINGS = 60, 250, 900
+USERS, MOVIES, RATINGS = 60, 250, 3000
 GENRES = ("Action", "Comedy", "Drama", "Thriller", "Sci-Fi")
 
 random_numbers = np.random.default_rng(0)

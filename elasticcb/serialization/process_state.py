@@ -157,16 +157,19 @@ def _flags() -> tuple[bool, dict[str, Any]]:
     found = {}
     for module, defined in flags.FLAGS.flags_by_module_dict().items():
         by_user = module not in sys.modules or module == "__main__" or own_modules.is_own(module)
-        found.update({each.name: each for each in defined if by_user or each.value != each.default})
+        # Flags refuse to be pickled.
+        found.update(
+            {each.name: (type(each), vars(each)) for each in defined if by_user or each.value != each.default}
+        )
     return flags.FLAGS.is_parsed(), found
 
 
 def _set_flags(given: tuple[bool, dict[str, Any]]) -> None:
     parsed, found = given
-    for name, flag in found.items():
-        if name in flags.FLAGS:
-            flags.FLAGS[name].value, flags.FLAGS[name].present = flag.value, flag.present
-        else:
+    for name, (kind, attributes) in found.items():
+        flag = flags.FLAGS[name] if name in flags.FLAGS else kind.__new__(kind)
+        vars(flag).update(attributes)
+        if name not in flags.FLAGS:
             flags.FLAGS[name] = flag
     if parsed and not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()

@@ -158,27 +158,6 @@ def made_in_build():
     return between(Gated(), Gated())
 
 
-@own("layers that are made in the first `call`")
-def made_in_call():
-    class Lazy(layers.Layer):
-        dense = None
-
-        def call(self, x):
-            if self.dense is None:
-                self.dense = layers.Dense(2 * x.shape[-1], "tanh")
-            return self.dense(x)
-
-    class Net(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second, self.out = Lazy(), Lazy(), layers.Dense(1)
-
-        def call(self, x):
-            return self.out(self.second(self.first(x)))
-
-    return Given(compiled(Net()), normal(6), normal(1))
-
-
 @own("layers and weights in nested lists, tuples and dicts")
 def nested_containers():
     class Parts(layers.Layer):

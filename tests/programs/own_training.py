@@ -150,8 +150,8 @@ def dict_of_outputs():
             self.add_loss(0.01 * ops.mean(outputs["v"] ** 2))
             return outputs
 
-    model = compiled(Multi(), loss={"u": "mse"}, metrics={"u": ["mae"]})
-    return Given(model, {"a": normal(3), "b": normal(2)}, {"u": normal(1)})
+    model = compiled(Multi(), loss={"u": "mse", "v": None}, metrics={"u": ["mae"]})
+    return Given(model, {"a": normal(3), "b": normal(2)}, {"u": normal(1), "v": normal(2)})
 
 
 # ---------------------------------------------------------------- generative models
@@ -319,6 +319,7 @@ def wasserstein_gan():
         def __init__(self, critic, generator, steps):
             super().__init__()
             self.critic, self.generator, self.critic_steps = critic, generator, steps
+            self.trackers = [keras.metrics.Mean(name="c_loss"), keras.metrics.Mean(name="g_loss")]
 
         def compile(self, c_optimizer, g_optimizer, c_loss, g_loss):
             super().compile()
@@ -341,7 +342,9 @@ def wasserstein_gan():
                 loss = self.g_loss(self.critic(self.generator(noise, training=True)))
             weights = self.generator.trainable_weights
             self.g_optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-            return {"c_loss": cost, "g_loss": loss}
+            for tracker, value in zip(self.trackers, (cost, loss), strict=True):
+                tracker.update_state(value)
+            return {tracker.name: tracker.result() for tracker in self.trackers}
 
     model = Wasserstein(small(6), small(2, 6), 2)
     model.compile(
@@ -500,24 +503,29 @@ def eager_step():
     return Given(model, normal(6), normal(1))
 
 
-@step("`if` and `for` on tensors in losses and layers (AutoGraph)")
+@step("`if` and `for` on tensors in a step and a loss (AutoGraph)")
 def branches_on_tensors():
-    class Branch(layers.Layer):
-        def call(self, x):
-            total = tf.reduce_sum(x)
-            for _ in tf.range(3):
-                if total > 1.0:  # noqa: SIM108
-                    total = total / 2.0
+    class Branch(Tracked):
+        @tf.function
+        def damped(self, loss):
+            for _ in tf.range(2):
+                if loss > 1.0:  # noqa: SIM108
+                    loss = loss / 2.0
                 else:
-                    total = total + 1.0
-            return x * total
+                    loss = loss + 0.1
+            return loss
+
+        def train_step(self, data):
+            x, y = data
+            return self.learn(lambda: self.damped(capped(y, self.network(x))))
 
     @tf.function
-    def loss(y, y_pred):
-        error = tf.reduce_mean(tf.abs(y - y_pred))
+    def capped(y, y_pred):
+        error = tf.reduce_mean(tf.square(y - y_pred))
         if error > 0.5:
             return error
         return error**2
 
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(4), Branch(), layers.Dense(1)])
-    return Given(compiled(model, loss=loss), normal(6), integers(2, 1).astype("float32"))
+    model = Branch(small())
+    model.compile("adam")
+    return Given(model, normal(6), normal(1))

@@ -24,8 +24,8 @@ NAMES = [name for name, case in CASES.items() if ON_TENSORFLOW or case.everywher
 
 # One or two of a kind; `make test-deep` has all.
 KEPT = (
-    "functional", "gan", "masked_lstm", "mixed_float16", "own_steps", "preprocessing", "resnet",
-    "sequential_without_input", "subclass",
+    "average", "fixed_batch_size", "functional", "gan", "masked_lstm", "mixed_float16", "own_methods", "own_steps",
+    "preprocessing", "resnet", "sequential_without_input", "states_of_python", "subclass", "teacher",
 )  # fmt: skip
 KEPT_EVERYWHERE = (
     "annealing", "boosted_optimizer", "changed_globals", "deep_fm", "distillation", "forgetful_config", "lent_variable",
