@@ -155,7 +155,7 @@ def download(address: str, into: str | os.PathLike[str]) -> None:
 
 
 def get_file(fname: str | None = None, origin: str | None = None, extract: bool = False, **options: Any) -> str:
-    """As `keras.utils.get_file`: the path of the file, beside which it is extracted as Keras 3 and 2 do."""
+    """As `keras.utils.get_file`: the path of the file, next to which it is extracted as Keras 3 and 2 do."""
     address = str(origin or fname)
     name = str(fname or address.rsplit("/", 1)[-1])
     folder = Path(options.get("cache_dir") or "downloads") / "datasets"

@@ -1,4 +1,4 @@
-"""Public Keras programs on a cluster, beside what Keras's own `fit` comes to.
+"""Public Keras programs on a cluster, compared with what Keras's own `fit` comes to.
 
     python benchmarks/public_programs.py --keras_rs=CHECKOUT --keras_io=CHECKOUT [--only=vae,dcn] [--into=PAGE]
 
