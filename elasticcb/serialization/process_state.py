@@ -158,9 +158,7 @@ def _flags() -> tuple[bool, dict[str, Any]]:
     for module, defined in flags.FLAGS.flags_by_module_dict().items():
         by_user = module not in sys.modules or module == "__main__" or own_modules.is_own(module)
         # Flags refuse to be pickled.
-        found.update(
-            {each.name: (type(each), vars(each)) for each in defined if by_user or each.value != each.default}
-        )
+        found.update({each.name: (type(each), vars(each)) for each in defined if by_user or each.value != each.default})
     return flags.FLAGS.is_parsed(), found
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from catalogue import BATCH, Given, case, compiled, dense, integers, normal
+from catalogue import BATCH, Given, case, compiled, dense, normal
 
 whole = functools.partial(case, "Models within models", everywhere=True)
 generative = functools.partial(case, "Generative models", everywhere=True)

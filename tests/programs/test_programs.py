@@ -28,7 +28,7 @@ KEPT = (
     "preprocessing", "resnet", "sequential_without_input", "states_of_python", "subclass", "teacher",
 )  # fmt: skip
 KEPT_EVERYWHERE = (
-    "annealing", "boosted_optimizer", "changed_globals", "deep_fm", "distillation", "forgetful_config", "lent_variable",
+    "boosted_optimizer", "changed_globals", "deep_fm", "distillation", "forgetful_config", "lent_variable",
     "metrics_with_state", "objects_without_config", "py_dataset", "sequential_recommender", "shared_temperature",
     "tied_autoencoder", "transfer_learning", "variational_autoencoder",
 )  # fmt: skip
