@@ -19,6 +19,13 @@ from keras.src.api_export import REGISTERED_OBJS_TO_NAMES as REGISTERED_OBJS_TO_
 # the layers inside a subclassed model on PyTorch.
 from keras.src.backend import compute_output_spec as compute_output_spec
 
+# Whose attributes a program carries, and the state of the process that its results depend on. Public: configs, which
+# classes of users leave incomplete; keras.config, without the generator of random seeds.
+from keras.src.backend.common import KerasVariable as KerasVariable
+from keras.src.backend.common import global_state as global_state
+from keras.src.ops.node import Node as Node
+from keras.src.saving.keras_saveable import KerasSaveable as KerasSaveable
+
 # How `fit` reads its arguments `x` and `y`. Public: only `fit` itself.
 from keras.src.trainers import data_adapters as data_adapters
 
@@ -30,6 +37,8 @@ from keras.src.trainers.data_adapters import data_adapter_utils as data_adapter_
 from keras.src.trainers.data_adapters import generator_data_adapter as generator_data_adapter
 from keras.src.trainers.data_adapters import py_dataset_adapter as py_dataset_adapter
 from keras.src.trainers.data_adapters import tf_dataset_adapter as tf_dataset_adapter
+from keras.src.utils import tracking as tracking
+from keras.src.utils.backend_utils import DynamicBackend as DynamicBackend
 
 # Whether `fit` warns of an epoch without a batch if the number of batches is unknown. Public: none.
 WARNS_OF_EMPTY_EPOCHS = tuple(map(int, keras.version().split(".")[:2])) < (3, 16)
@@ -58,6 +67,21 @@ def metrics_in_order(model: keras.Model, logs: Mapping[str, Any]) -> Any:
 def build_symbolically(model: keras.Model, batch: Any) -> None:
     """Builds what `fit` builds before its first batch. Public: `model.build`, which builds neither loss nor metrics."""
     model._symbolic_build(data_batch=batch)
+
+
+def takes_training(model: keras.Model) -> bool:
+    """Whether `call` has the argument `training`. Public: none; its signature leaves out that of `**kwargs`."""
+    return bool(model._call_has_training_arg)
+
+
+def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+    """The loss of a training step. Public: `model.compute_loss`, which older models override without `training`."""
+    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+
+
+def seed_generators_of(layer: keras.layers.Layer) -> list[keras.random.SeedGenerator]:
+    """The generators of a layer. Public: none; `layer.variables` holds their states."""
+    return list(layer._seed_generators)
 
 
 def layer_that_returns(tensor: Any) -> Any:

@@ -93,7 +93,7 @@ class Recorder(keras.callbacks.Callback):
         self.batches += 1
 
     def on_test_end(self, logs=None):
-        self.ends.append(dict(logs))
+        self.ends.append(logs)
         self.iterations.append(int(self.model.optimizer.iterations.numpy()))
 
 

@@ -58,7 +58,7 @@ class PlacedWeights:
 
     def program(self) -> bytes:
         """The serialized model for workers and servers."""
-        return Program(self.model, {}).dumps()
+        return Program(self.model, {}).dumps()[0]
 
     @property
     def learning_rate(self) -> float | None:

@@ -77,7 +77,9 @@ class ClusterProcesses:
             context = BackendContext(self._settings, folder, self._log_level, _say, run_role)
             self._backend = make_backend(context)
             self._backend.prepare()
-            self._master = Master(self._settings, self._backend, _say, self._backend.access)
+            self._master = Master(
+                self._settings, self._backend, lambda text: _say(in_a_program(text)), self._backend.access
+            )
             self._master.add(self.data_service.frames())
             self._master.start()
             self._master.desk.start_processes()
@@ -125,4 +127,4 @@ class ClusterProcesses:
 
 
 def _say(text: str) -> None:
-    logger.warning("%s", in_a_program(text))
+    logger.warning("%s", text)

@@ -148,9 +148,7 @@ def _saves_epochs(callback: Any) -> Collection[str]:
 
 
 def _board_of_epochs(callback: Any) -> Collection[str]:
-    from elasticcb.keras_private import traces  # Keras, which this callback has imported
-
-    return BATCH_HOOKS if callback.update_freq == "epoch" and not traces(callback) else ()
+    return BATCH_HOOKS if callback.update_freq == "epoch" and not callback._should_trace else ()
 
 
 def _silent(callback: Any) -> Collection[str]:
@@ -289,8 +287,8 @@ def hooks_at(
     Args:
         in_program: the master is the process that called `Cluster.fit`, which expects `on_train_begin` and
             `on_train_end` to be called on the object that it passed.
-        one_worker: the job has one worker, and its callbacks have the state of the caller's (shared_state.py): what
-            begins and ends a call runs only on these.
+        one_worker: the job has one worker, whose callbacks have the state of the caller's (callbacks/shared_state.py):
+            what begins and ends a call runs only on these.
     """
     one_worker = one_worker and place_of(callback) is None and len(overridden) > 1
     return frozenset(

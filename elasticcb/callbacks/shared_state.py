@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,50 @@ class Sent:
     attributes: list[dict[str, Any]]
     variables: list[list[Any]]
     left: list[dict[str, str]] = field(default_factory=list)  # with their types
+    values: dict[int, Any] = field(default_factory=dict)  # of variables that have changed
+
+
+class SharedVariables:
+    """Variables of a program besides the weights, which losses, layers, data and callbacks may share.
+
+    Args:
+        variables: by number, the same in each process.
+    """
+
+    def __init__(self, variables: Mapping[int, Any]) -> None:
+        self._variables = dict(variables)
+        self._known = {number: _read(variable) for number, variable in self._variables.items()}
+
+    def __len__(self) -> int:
+        return len(self._variables)
+
+    def changed(self) -> dict[int, Any]:
+        """The values of those that differ from what they were at first."""
+        now = {number: _read(variable) for number, variable in self._variables.items()}
+        return {number: value for number, value in now.items() if not _is_same(value, self._known[number])}
+
+    def follow(self, values: Mapping[int, Any]) -> None:
+        """These values do not count as changed here."""
+        self._known.update({number: value for number, value in values.items() if number in self._variables})
+
+    def names_of(self, numbers: Iterable[int]) -> list[str]:
+        return [str(getattr(self._variables[n], "path", "") or self._variables[n].name) for n in numbers]
+
+    def adopt(self, values: Mapping[int, Any]) -> None:
+        """Sets variables to values of another process."""
+        for number, value in values.items():
+            if number in self._variables:
+                self._variables[number].assign(value)
+
+
+def _read(variable: Any) -> Any:
+    return np.array(variable.numpy())
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one.shape != other.shape:
+        return False
+    return one.tobytes() == other.tobytes() if one.dtype != object else bool((one == other).all())
 
 
 class SharedState:
@@ -59,11 +103,18 @@ class SharedState:
     Args:
         callbacks: the same ones in each process, in order.
         model: what they refer to as the model; it does not travel.
+        variables: sent with it.
         names: what is sent of each; None: what the other side sent first.
     """
 
-    def __init__(self, callbacks: Sequence[Any], model: Any, names: Sequence[Names] | None = None) -> None:
-        self._callbacks, self._model = list(callbacks), model
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        model: Any,
+        variables: SharedVariables,
+        names: Sequence[Names] | None = None,
+    ) -> None:
+        self._callbacks, self._model, self._variables = list(callbacks), model, variables
         self._names = None if names is None else list(names)
 
     def dump(self) -> tuple[bytes, list[dict[str, str]]]:
@@ -75,6 +126,7 @@ class SharedState:
             sent.attributes.append(attributes)
             sent.variables.append([_value(callback, *variable) for variable in each.variables])
         sent.left = [{} for _ in sent.attributes]
+        sent.values = self._variables.changed()
         try:
             return carry.dumps(sent, _WHAT, references(self._model)), sent.left
         except ElasticCBError:
@@ -98,7 +150,8 @@ class SharedState:
         return sent
 
     def adopt(self, sent: Sent) -> None:
-        """Sets the callbacks here to the state."""
+        """Sets the callbacks and variables here to the state."""
+        self._variables.adopt(sent.values)
         adopt = _Adoption()
         for callback, names, attributes, values, left in zip(
             self._callbacks, sent.names, sent.attributes, sent.variables, sent.left, strict=True

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from elasticcb.compute.capture import unchanged
-from elasticcb.keras_private import layers_of
+from elasticcb.keras_private import compute_loss, layers_of, takes_training
 from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.optimizers.variables import StepVariables
 
@@ -38,8 +38,8 @@ def prime_training(
 def _forward(model: keras.Model, batch: Any) -> None:
     """Does everything that the stock `train_step` does to the model, without changing weights."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-    predicted = model(x, training=True) if model._call_has_training_arg else model(x)
-    model._compute_loss(x=x, y=y, y_pred=predicted, sample_weight=weight, training=True)
+    predicted = model(x, training=True) if takes_training(model) else model(x)
+    compute_loss(model, x, y, predicted, weight)
     model.compute_metrics(x, y, predicted, sample_weight=weight)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from elasticcb.compute.priming import kept
 from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import layers_of, takes_training
 
 # Relative differences between processes on other machines, by the least exact dtype of the model.
 _TOLERANCES = {"float16": 3e-2, "bfloat16": 3e-2, "float32": 1e-3, "float64": 1e-6}
@@ -53,8 +54,8 @@ def digest_of(batch: Any) -> bytes:
     for leaf in keras.tree.flatten(batch):
         array = np.asarray(leaf) if not hasattr(leaf, "flat_values") else np.asarray(leaf.flat_values)
         digest.update(f"{array.shape} {array.dtype}".encode())
-        content = array.astype(str) if array.dtype == object else array
-        digest.update(np.ascontiguousarray(content.reshape(-1)[: _MOST_BYTES // max(1, content.itemsize)]).tobytes())
+        head = array.reshape(-1)[: _MOST_BYTES // max(1, array.itemsize)]
+        digest.update(repr(head.tolist()).encode() if array.dtype == object else head.tobytes())
     return digest.digest()
 
 
@@ -68,7 +69,7 @@ def rehearsed(model: keras.Model, data: Any) -> dict[str, float]:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     results: dict[str, float] = {}
     with kept(model), contextlib.suppress(Exception):
-        outputs = model(x, training=False) if model._call_has_training_arg else model(x)
+        outputs = model(x, training=False) if takes_training(model) else model(x)
         for index, leaf in enumerate(keras.tree.flatten(outputs)):
             array = np.asarray(keras.ops.convert_to_numpy(leaf))
             if array.dtype.kind in "fiub" and array.size:
@@ -93,6 +94,6 @@ def rehearse(model: keras.Model, batch: Any, data: Any) -> Rehearsal | None:
     same = first.keys() == second.keys() and all(np.isclose(first[name], second[name]) for name in first)
     if not first or not same:
         return None
-    dtypes = {keras.backend.standardize_dtype(layer.compute_dtype) for layer in model._flatten_layers()}
+    dtypes = {keras.backend.standardize_dtype(layer.compute_dtype) for layer in layers_of(model)}
     tolerance = max((_TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     return Rehearsal(digest_of(batch), first, max(tolerance, _TOLERANCES["float64"]))

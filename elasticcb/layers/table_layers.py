@@ -88,7 +88,7 @@ def answered(layers: Mapping[int, TableLayer], lookup: Callable[[int, Any], Any]
 def without_rows(model: keras.Model) -> Iterator[None]:
     """Context in which all rows of `elasticcb.layers` are zeros: for steps of which only shapes matter. Unlike the
     layer itself, it accepts ids that the backend's integers can't represent."""
-    layers = [layer for layer in model._flatten_layers(include_self=True, recursive=True) if is_own(layer)]
+    layers = [layer for layer in layers_of(model) if is_own(layer)]
 
     def zeros(index: int, ids: Any) -> Any:
         return keras.ops.zeros((*ids.shape, layers[index].output_dim), dtype=layers[index].variable_dtype)

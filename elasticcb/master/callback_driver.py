@@ -6,7 +6,7 @@ rate, `stop_training` to the task queue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from elasticcb.keras_private import updates_of
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.optimizers.state import OptimizerState, read_optimizers, write_optimizers
-from elasticcb.optimizers.traits import model_optimizers, not_cached, unwrapped
+from elasticcb.optimizers.traits import not_cached, unwrapped
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import Blocks
 from elasticcb.sharding.partition import VariableSpec
@@ -58,6 +58,11 @@ class MasterHooks:
         self._iterations_ahead = 0  # the optimizer's iterations minus the version
         self._round_changed = False  # whether `on_test_begin` changed the weights for the round
         self.base_learning_rate: float | None = None
+
+    def in_order(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """Logs of an epoch in Keras's order."""
+        order = self._host.metrics.log_order
+        return dict(sorted(logs.items(), key=lambda item: order.get(item[0], item[0])))
 
     def call(self, hook: str, *args: Any, **options: Any) -> None:
         """Calls a hook of training or prediction; `options` as in `Dispatcher.call`."""
@@ -138,7 +143,7 @@ class MasterHooks:
                 self._show_steps(event.version)
             metrics = batch.means if self._host.in_program else event.logs
             more: dict[str, Any] = {"size": event.size, "version": event.version}
-            begin, end = HookLogs((), **more), HookLogs(sorted(metrics.items()), **more)
+            begin, end = HookLogs(**more), HookLogs(sorted(metrics.items()), **more)
             self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_begin", batch.index, begin)
             self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_end", batch.index, end, keras_logs=batch.means)
         self._carry_out()
@@ -181,7 +186,7 @@ class MasterHooks:
 
     def _optimizers(self) -> tuple[list[Any], list[Any], list[VariableSpec]]:
         """The model's optimizers, its variables, and their specs."""
-        return model_optimizers(self._host.model), self._host.model.weights, self._host.variables
+        return self._host.all_optimizers(), self._host.model.weights, self._host.variables
 
     def _note_iterations(self, version: int) -> None:
         if self._host.optimizer is not None:

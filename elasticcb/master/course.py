@@ -195,16 +195,19 @@ class Course:
 
     def _take_back_callbacks(self) -> None:
         """Before hooks here: callbacks continue from what hooks on the only worker left."""
-        shared, give_up = self._host.shared_callbacks, time.monotonic() + _PATIENCE_SECONDS
-        holder = shared.holder
+        give_up = time.monotonic() + _PATIENCE_SECONDS
         with self._desk.state() as state:
+            shared = state.shared_callbacks
+            if shared is None:
+                return
+            holder = shared.holder
             while holder and not shared.is_returned and state.has(holder):
                 self._desk.tend()
                 busy = any(lease.worker == holder for lease in self.queue.leases())
                 if not busy and time.monotonic() > give_up:
                     break
                 self._desk.wait_a_tick()
-        if holder and not shared.is_returned:
+        if holder and not shared.is_returned and shared.names:
             self._desk.warn(_lost_state(shared.names))
         rate = shared.take_back()
         if rate is not None:

@@ -56,7 +56,7 @@ class EpochHooks:
 
     def end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Calls `on_epoch_end`, and `on_epoch_begin` of the next epoch unless training is done."""
-        logs = self.last_logs = dict(sorted(logs.items()))  # Keras's order
+        logs = self.last_logs = self._hooks.in_order(logs)
         if self._has_journal:
             # If this master dies in a hook, its replacement calls it again, and must not change the rate twice.
             with self._desk.state() as state:
@@ -65,7 +65,7 @@ class EpochHooks:
         given = dict(logs)  # later callbacks, and `History`, see what earlier ones add
         self._hooks.call("on_epoch_end", epoch, given)
         validated = {name: value for name, value in given.items() if name.startswith("val_")}
-        logs = self.last_logs = dict(sorted({**logs, **validated}.items()))  # by a model's own `evaluate`
+        logs = self.last_logs = self._hooks.in_order({**logs, **validated})  # by a model's own `evaluate`
         # Before `on_epoch_begin`, which runs again when the job is resumed.
         callbacks = self._callback_states()
         self.entry = {"epoch_begun": False}

@@ -108,6 +108,7 @@ class ModelHost:
             self._features_spec = element[0] if mode is not Mode.PREDICTION and isinstance(element, tuple) else element
             self.tables = self._find_tables(settings, batch, pipelines, step)
             self.variables = variable_specs(self.model, step, self.tables)
+            self._given = {} if step is None else step.given
             self.callbacks = Dispatcher(
                 job_callbacks(self.spec, settings),
                 Place.MASTER,
@@ -249,11 +250,11 @@ class ModelHost:
         """State of the optimizers at the start; None if fresh."""
         if not self._continues:
             return None
-        return read_optimizers(model_optimizers(self.model), self.model.weights, self.variables)
+        return read_optimizers(self.all_optimizers(), self.model.weights, self.variables)
 
     def fresh_state(self) -> tuple[ModelState, set[Key]]:
         """Weights of an untrained model, and the slots and classes of its optimizers."""
-        held = held_variables(model_optimizers(self.model), self.model.weights, self.variables)
+        held = held_variables(self.all_optimizers(), self.model.weights, self.variables)
         weights, ids = self.weights()
         return ModelState(0, weights, OptimizerState(optimizers=held.optimizers), ids), set(held.slots)
 
@@ -265,7 +266,7 @@ class ModelHost:
         """Sets the model and its optimizers to the servers' state."""
         self.assign(state.weights, state.ids, state.used)
         if self.trains:
-            write_optimizers(state.optimizer, model_optimizers(self.model), self.model.weights, self.variables)
+            write_optimizers(state.optimizer, self.all_optimizers(), self.model.weights, self.variables)
         if state.ids:
             self.model.train_function = None  # functions traced by Keras have slots with fewer rows
 
@@ -286,6 +287,15 @@ class ModelHost:
     def learning_rate(self) -> keras.Variable | None:
         """The optimizer's learning rate; None with a schedule."""
         return learning_rate_variable(self.optimizer)
+
+    def all_optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """All optimizers; those of the model's own step are built in the order in which it gives them variables."""
+        found = model_optimizers(self.model)
+        for place, optimizer in enumerate(found):
+            given = [index for index, own in self._given.items() if own == place]
+            if not optimizer.built and any(self.variables[index].trainable for index in given):
+                optimizer.build([self.model.weights[index] for index in given])
+        return found
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from elasticcb.callbacks.attribute_use import use_of
 from elasticcb.callbacks.hook_conflicts import Placed, placed, shares_state
 from elasticcb.callbacks.placement import overridden_hooks
-from elasticcb.callbacks.shared_state import SharedState, names_of
+from elasticcb.callbacks.shared_state import SharedState, SharedVariables, names_of
 from elasticcb.errors import UsageError
 from elasticcb.settings import JobSettings
 
@@ -28,14 +30,21 @@ class SharedCallbacks:
         self._placed = placed(callbacks, settings) if not settings.model.definition else []
         if not self._returns and not any(each.follows for each in self._placed):
             self._placed = []
-        names = [names_of(each.callback, None if self._returns else each.follows) for each in self._placed]
-        self._state = SharedState([each.callback for each in self._placed], model, names)
+        self._model = model
+        self.share({})
         self._lock = threading.Lock()  # protects what follows
         self._number, self._data = 0, b""  # the newest state that was sent
         self._is_old = True  # whether hooks may have changed it since
         self._holder = 0  # the worker that continues from it
         self._returned = b""  # what it sent back
         self._rate: float | None = None  # the learning rate that it sent back
+
+    def share(self, variables: Mapping[int, Any]) -> None:
+        """Call before `prepare`, with variables of the program that workers read, by number."""
+        names = [names_of(each.callback, None if self._returns else each.follows) for each in self._placed]
+        self._variables = SharedVariables(variables)
+        self._sent: dict[int, Any] = {}  # their values that were sent last
+        self._state = SharedState([each.callback for each in self._placed], self._model, self._variables, names)
 
     @property
     def names(self) -> str:
@@ -54,10 +63,12 @@ class SharedCallbacks:
         """The state for a worker that begins an epoch or a pass, and its number; b"" if that is `known`, or if there is
         nothing to send."""
         with self._lock:
-            if self._placed and self._is_old:
+            values = self._variables.changed()
+            is_old = self._is_old and bool(self._placed)
+            if is_old or any(not np.array_equal(value, self._sent.get(n, ())) for n, value in values.items()):
                 self._data, _ = self._state.dump()
-                self._number, self._is_old = self._number + 1, False
-            if self._returns and self._placed:
+                self._number, self._is_old, self._sent = self._number + 1, False, values
+            if self._returns and (self._placed or self._variables):
                 self._holder, self._returned = worker, b""
             return self._number, self._data if known != self._number else b""
 

@@ -84,6 +84,7 @@ class ModelMetrics:
     Attributes:
         own_steps: "train" or "test", for steps whose logs the model's own methods determine.
         replayed: the units that the master updates with the outputs of each training batch, from `units_to_replay`.
+        log_order: for each key in the logs of training, the one by which Keras sorts it: of the dict that it is in.
 
     Raises:
         ModelFileError: `eval_metrics` contains something else.
@@ -109,6 +110,7 @@ class ModelMetrics:
         self.replayed: frozenset[str] = frozenset()
         self._logged: dict[str, dict[str, LastValue]] = {"train": {}, "test": {}}
         self._carried: dict[str, list[Any]] | None = None
+        self.log_order: dict[str, str] = {}
         self.own_steps = frozenset(step for step in self._logged if own_metrics or is_overridden(model, f"{step}_step"))
         for step in self.own_steps:
             setattr(model, f"{step}_step", self._observed(step, _plain_function(getattr(model, f"{step}_step"))))
@@ -201,6 +203,8 @@ class ModelMetrics:
                 self._updated(last, functools.partial(last.update_state, value))
                 found[key] = f"{step}/{key}", None
         self._logs[step] = frozenset(logs), found
+        if step == "train":
+            self.log_order = {key: top for top, value in logs.items() for key in flat_logs({top: value})}
 
     def _compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
         if self._predictions is None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 
@@ -64,6 +64,7 @@ class ModelSpec:
 
     is_built = False
     rehearsal = None
+    variables: ClassVar[dict[int, Any]] = {}
     is_steady = False
 
     def use_own_seeds(self, index: int) -> None:

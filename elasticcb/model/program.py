@@ -12,12 +12,13 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import ElasticCBError, ModelFileError, UsageError, describe, user_traceback
+from elasticcb.keras_private import layers_of, seed_generators_of
 from elasticcb.model.model_file import building
 from elasticcb.model.weights import constraint_name
 from elasticcb.optimizers.traits import model_optimizers
@@ -35,6 +36,7 @@ class Program:
 
     Attributes:
         of_servers: further objects that travel without their content, because servers hold it: rows of tables.
+        elsewhere: whether workers are other processes.
         rehearsal: what workers are to compute before they train (compute/rehearsal.py); None: nothing.
     """
 
@@ -43,9 +45,11 @@ class Program:
     callbacks: Sequence[keras.callbacks.Callback] = ()
     of_servers: Sequence[Any] = ()
     rehearsal: Any = None
+    elsewhere: bool = True
 
-    def dumps(self, folder: Path | None = None) -> bytes:
-        """Serializes it for `ProgramSpec`.
+    def dumps(self, folder: Path | None = None) -> tuple[bytes, dict[int, Any]]:
+        """Serializes it for `ProgramSpec`; returns also the variables that it carries besides the weights, by number:
+        those of layers, losses, callbacks and data, but not those of metrics and optimizers.
 
         Args:
             folder: folder for large arrays, which all processes see.
@@ -63,15 +67,19 @@ class Program:
             "rehearsal": self.rehearsal,
             "state": process_state.read(),
         }
+        program, variables = carry.dumps_graph(parts, others, self._names(), content_on_servers, folder, self.elsewhere)
+        users = [*self.model.metrics, *optimizers]
+        own = {id(variable) for user in users for variable in user.variables}
         job = _Job(
+            shared=tuple(place for place, variable in enumerate(variables) if id(variable) not in own),
             process=os.getpid(),
             sys_path=caller_path(),
-            program=carry.dumps_graph(parts, others, self._names(), content_on_servers, folder),
+            program=program,
             optimizers=carry.dumps(optimizers, "model.optimizer", hollow=unused_optimizers),
             constraints=carry.dumps(_constraints(self.model), "a constraint of the model"),
             switches=carry.dumps(process_state.read_switches(), "keras.config"),
         )
-        return pickle.dumps(job)
+        return pickle.dumps(job), {place: variables[place] for place in job.shared}
 
     def _names(self) -> dict[str, Any]:
         """What messages call the objects of the user."""
@@ -84,6 +92,7 @@ class Program:
 class _Job:
     """Workers read the program; servers, which may use another backend, the optimizers."""
 
+    shared: tuple[int, ...]  # numbers of the variables that processes share besides the weights
     process: int  # the caller's, whose threads may run the job
     sys_path: list[str]
     program: bytes
@@ -172,14 +181,20 @@ class ProgramSpec:
     def require_trainable(self, model: keras.Model) -> None:
         """The caller of `fit` has checked it."""
 
+    @property
+    def variables(self) -> Mapping[int, Any]:
+        """The variables that came with their values, by number."""
+        assert self._graph is not None
+        return {place: self._graph.variables[place] for place in self._job.shared}
+
     def use_own_seeds(self, index: int) -> None:
         """Makes random layers and functions of this worker draw other numbers than those of workers with other
         indices. The first worker continues with those of the caller."""
         if not index or not self._is_elsewhere:
             return
         process_state.use_own_seeds(index)
-        for layer in self.build_model()._flatten_layers():
-            for generator in layer._seed_generators:
+        for layer in layers_of(self.build_model()):
+            for generator in seed_generators_of(layer):
                 process_state.diverge(generator, index)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -195,6 +210,7 @@ class CallerSpec:
     custom_data_reader = None
     is_built = is_steady = False
     rehearsal = None
+    variables: ClassVar[dict[int, Any]] = {}
 
     def __init__(self, program: Program, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         self._program = program

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -45,6 +45,10 @@ class Spec(Protocol):
     @property
     def is_built(self) -> bool:
         """Whether its model needs no first batch: it is a copy of a built one."""
+
+    @property
+    def variables(self) -> Mapping[int, Any]:
+        """Variables besides the weights that processes of the job share, by number (callbacks/shared_state.py)."""
 
     @property
     def rehearsal(self) -> Any:

@@ -24,6 +24,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -31,13 +32,9 @@ import cloudpickle
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import KerasVariable
-from keras.src.ops.node import Node
-from keras.src.saving.keras_saveable import KerasSaveable
-from keras.src.utils import tracking
-from keras.src.utils.backend_utils import DynamicBackend
 
 from elasticcb.errors import UsageError, describe
+from elasticcb.keras_private import DynamicBackend, KerasSaveable, KerasVariable, Node, tracking
 from elasticcb.optimizers.traits import public_class
 from elasticcb.serialization import own_modules
 from elasticcb.serialization.object_paths import path_of
@@ -124,19 +121,35 @@ def dumps(
     return _dumped(lambda: _Pickler(known, hollow or Hollow(), keeps, folder is not None), [value], roots, folder)
 
 
-def dumps_graph(parts: Any, others: Any, names: Mapping[str, Any], hollow: Hollow, folder: Path | None) -> bytes:
-    """Pickles two objects that may share objects, for `Graph`. The bytes of the first depend neither on the second nor
-    on the values of variables.
+def dumps_graph(
+    parts: Any, others: Any, names: Mapping[str, Any], hollow: Hollow, folder: Path | None, elsewhere: bool
+) -> tuple[bytes, list[Any]]:
+    """Pickles two objects that may share objects, for `Graph`; returns also the variables that travel with their
+    values, in the order of `Graph.variables`. The bytes of the first depend neither on the second nor on the values of
+    variables.
 
-    Args, raised errors: as for `dumps`.
+    Args:
+        elsewhere: whether other processes read it; otherwise own modules travel like installed ones.
+
+    Other args, raised errors: as for `dumps`.
     """
-    return _dumped(lambda: _Pickler([], hollow, (), folder is not None, True), [parts, others], names, folder)
+    picklers: list[_Pickler] = []
+
+    def make() -> _Pickler:
+        picklers.append(_Pickler([], hollow, (), folder is not None, True))
+        return picklers[-1]
+
+    return _dumped(make, [parts, others], names, folder, elsewhere), picklers[-1].variables
 
 
 def _dumped(
-    make: Callable[[], _Pickler], values: Sequence[Any], roots: Mapping[str, Any], folder: Path | None
+    make: Callable[[], _Pickler],
+    values: Sequence[Any],
+    roots: Mapping[str, Any],
+    folder: Path | None,
+    elsewhere: bool = True,
 ) -> bytes:
-    imported: set[str] = set()
+    imported = set() if elsewhere else set(sys.modules)
     with _lock:
         while True:
             pickler = make()
@@ -189,6 +202,7 @@ class Graph:
 
     Attributes:
         parts, others: the objects.
+        variables: those that travel with their values, by place.
         continues: whether `parts` is that of `before`.
         is_steady: whether `parts` can be used again: of its state, only variables change.
     """
@@ -198,13 +212,14 @@ class Graph:
         first, *second = sections
         self._fixed = first, modules
         self.parts: Any = None
-        self._variables: dict[int, Any] = {}
+        self.variables: dict[int, Any] = {}
         self._memo: list[Any] = []
+        self._kept: dict[int, Any] = {}  # variables of `parts`
         self.continues = before is not None and before.is_steady and before._fixed == self._fixed
         with _finishing(values) as variables:
             if before is not None and self.continues:
-                self.parts, self._memo, self._variables = before.parts, before._memo, before._variables
-                for place, variable in self._variables.items():
+                self.parts, self._memo, self._kept = before.parts, before._memo, before._kept
+                for place, variable in self._kept.items():
                     variable.assign(values[place])
                 # The second object refers to objects in the first by their places in the memo.
                 content = b"".join([*map(_memoizing, range(len(self._memo))), pickle.NONE, pickle.STOP, *second])
@@ -215,13 +230,14 @@ class Graph:
                     linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
                 unpickler = _Unpickler(io.BytesIO(b"".join([*sections, modules])), known, blocks)
                 self.parts = unpickler.load()
-                self._variables = dict(variables)
+                self._kept = dict(variables)
                 self._memo = [*unpickler.memo.copy().values()] if self.is_steady else []
             self.others: Any = unpickler.load() if second else None
             with contextlib.suppress(EOFError):
                 while True:
                     for module, attributes in unpickler.load():
                         own_modules.set_values(module, attributes)
+            self.variables = self._kept | variables
 
 
 def _memoizing(place: int) -> bytes:
@@ -253,6 +269,7 @@ class _Pickler(cloudpickle.Pickler):
         self.last: Any = None
         self.lists_values = lists_values  # those of variables, instead of writing them where the variables are
         self.values: list[Any] = []
+        self.variables: list[Any] = []
         self.is_steady = lists_values
 
     def sections(self, values: Sequence[Any]) -> list[bytes]:
@@ -268,6 +285,14 @@ class _Pickler(cloudpickle.Pickler):
             self.dump([(module, own_modules.values_of(module, names)) for module, names in used.items()])
         data = self._buffer.getvalue()
         return [data[start:end] for start, end in zip(ends, [*ends[1:], len(data)], strict=True)]
+
+    def listed(self, variable: Any, value: Any) -> Any:
+        """The value of a variable, or its place where values are listed."""
+        if value is None or not self.lists_values:
+            return value
+        self.values.append(value)
+        self.variables.append(variable)
+        return _Place(len(self.values) - 1)
 
     def _is_small(self, buffer: pickle.PickleBuffer) -> bool:
         if buffer.raw().nbytes < _LARGE_BYTES:
@@ -415,9 +440,8 @@ def _reduce_variable(pickler: _Pickler, variable: Any) -> Any:
         shape = tuple(variable.shape)
     elif variable._value is not None:
         value = np.asarray(variable.numpy())
-    if value is not None and pickler.lists_values:
-        pickler.values.append(value)
-        value = len(pickler.values) - 1
+    if shape is None:
+        value = pickler.listed(variable, value)
     kind = None if type(variable) is keras.Variable else type(variable)
     # Values first: what refers to a variable may ask for them before the others are there.
     return _make_variable, (kind, plain, shape, value), others, None, None, _update
@@ -428,9 +452,9 @@ def _make_variable(kind: Any, plain: dict[str, Any], shape: tuple[int, ...] | No
     variable: Any = kind.__new__(kind)
     vars(variable).update(plain)
     variable._value = None
-    if isinstance(value, int):
-        _reading.variables[value] = variable
-        value = _reading.values[value]
+    place, value = _listed(value)
+    if place is not None:
+        _reading.variables[place] = variable
     if shape is not None:
         value = np.zeros(shape, bool) if plain["_dtype"] == "bool" else untouched_zeros(shape, plain["_dtype"])
     if value is not None:
@@ -444,13 +468,31 @@ def _reduce_tf_variable(pickler: _Pickler, variable: Any) -> Any:
     value = variable.numpy()
     if id(variable) in pickler.hollow.rows:
         value = np.zeros((0, *value.shape[1:]), value.dtype)
+    else:
+        value = pickler.listed(variable, value)
     name = variable.name.partition(":")[0].rpartition("/")[2]
-    pickler.is_steady = False  # its value is part of the pickle
     return _make_tf_variable, (value, variable.dtype.name, variable.trainable, name, free, variable.aggregation)
 
 
 def _make_tf_variable(value: Any, dtype: str, trainable: bool, name: str, shape: Any, aggregation: Any) -> Any:
-    return tf.Variable(value, dtype=dtype, trainable=trainable, name=name or None, shape=shape, aggregation=aggregation)
+    place, value = _listed(value)
+    options = {"dtype": dtype, "trainable": trainable, "shape": shape, "aggregation": aggregation}
+    variable = tf.Variable(value, name=name or None, **options)
+    if place is not None:
+        _reading.variables[place] = variable
+    return variable
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the value of a variable is in the list of values."""
+
+    index: int
+
+
+def _listed(value: Any) -> tuple[int | None, Any]:
+    """The place in the list of values, if it is there, and the value."""
+    return (value.index, _reading.values[value.index]) if isinstance(value, _Place) else (None, value)
 
 
 # ---------------------------------------------------------------- Keras objects

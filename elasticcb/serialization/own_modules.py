@@ -29,7 +29,9 @@ def _installed() -> tuple[str, ...]:
 @functools.cache
 def is_installed(file: str) -> bool:
     """Whether a file belongs to an installed package, to Python or to this project."""
-    return os.path.realpath(file).startswith((*_installed(), _PACKAGE)) or file.startswith("<frozen")
+    place = os.path.realpath(file)
+    in_other_folder = any(f"{os.sep}{name}{os.sep}" in place for name in ("site-packages", "dist-packages"))
+    return in_other_folder or place.startswith((*_installed(), _PACKAGE)) or file.startswith("<frozen")
 
 
 def is_own(name: str) -> bool:

@@ -13,10 +13,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 from absl import flags
-from keras.src.backend.common import global_state
 from tensorflow.python.eager import context
 from tensorflow.python.framework import config as tensorflow_config
 
+from elasticcb.keras_private import global_state
 from elasticcb.serialization import own_modules
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads, sets

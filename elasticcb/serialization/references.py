@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from elasticcb.keras_private import layers_of
 from elasticcb.optimizers.traits import model_optimizers
 
 
@@ -13,4 +14,4 @@ def references(model: keras.Model | None) -> list[Any]:
     """The model, its optimizers, layers and weights, in the same order in every process."""
     if model is None:
         return []
-    return [model, *model_optimizers(model), *model._flatten_layers(include_self=False), *model.weights]
+    return [model, *model_optimizers(model), *layers_of(model)[1:], *model.weights]

@@ -161,7 +161,7 @@ class Session:
         self.exchanges = Exchanges(self.ps, training.max_staleness, pulls_with_rows)
         self.ps.pull()
         self.show(self.ps.blocks)  # data may read the model
-        if not held.tables:
+        if built.before is None and not any(spec.table for spec in servers.specs):
             self._rehearse(built)
         self.rate = WorkerRate(self.model, self.ps)
         self.rate.adopt_base()
@@ -176,7 +176,9 @@ class Session:
             one_worker=shares_state(settings),
             print_text=self.progress.print if backend_of(settings.cluster.kind).separate else None,
         )
-        self.shared_callbacks = FollowedCallbacks(client, self.callbacks, settings)
+        self.shared_callbacks = FollowedCallbacks(
+            client, self.callbacks, settings, built.spec.variables, self.progress.warn
+        )
         if self.local is not None:
             # `on_train_batch_end`: a callback may stop training at NaN, and so end the job in order
             skips = training.non_finite is NonFinite.SKIP

@@ -1,12 +1,17 @@
-"""Callbacks whose state comes from the master and, from the only worker, goes back (callbacks/shared_state.py)."""
+"""Callbacks and variables whose state comes from the master, and goes back from the only worker."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.hook_conflicts import placed, shares_state
-from elasticcb.callbacks.shared_state import SharedState
+from elasticcb.callbacks.shared_state import SharedState, SharedVariables
 from elasticcb.clients.master import MasterClient
 from elasticcb.settings import JobSettings
+
+_SEED = "seed_generator_state"  # in the names of Keras's variables
 
 
 class FollowedCallbacks:
@@ -16,31 +21,43 @@ class FollowedCallbacks:
         client: client of the master.
         callbacks: callbacks of this process.
         settings: settings of the job.
+        variables: variables of the program besides the weights, by number.
+        warn: called with a subject and a text.
     """
 
-    def __init__(self, client: MasterClient, callbacks: Dispatcher, settings: JobSettings) -> None:
-        self._client, self._dispatcher = client, callbacks
+    def __init__(
+        self,
+        client: MasterClient,
+        callbacks: Dispatcher,
+        settings: JobSettings,
+        variables: Mapping[int, Any],
+        warn: Callable[[str, str], None],
+    ) -> None:
+        self._client, self._dispatcher, self._warn = client, callbacks, warn
+        self._variables = SharedVariables(variables)
         self._returns = shares_state(settings)
         found = [] if settings.model.definition else placed(callbacks.callbacks, settings)
         self._callbacks = [each.callback for each in found]
-        self._state: SharedState | None = None
+        self._state = SharedState(self._callbacks, self._dispatcher.model, self._variables)
+        self._has_state = False  # whether the master has sent that of callbacks
         self._number = 0  # of the state that was adopted
+        self._has_warned = False
         self._begun: set[int] = set()  # callbacks whose `on_train_begin` has run here
 
     def fetch(self) -> None:
         """Before the first hook of an epoch or a pass."""
-        if not self._callbacks:
+        if not self._callbacks and not self._variables:
             return
         answer = self._client.share_callbacks(self._number)
         if answer.state:
-            if self._state is None:
-                self._state = SharedState(self._callbacks, self._dispatcher.model)
+            self._has_state = True
             sent = self._state.read(answer.state)
             for callback, left in zip(self._callbacks, sent.left, strict=True):
                 if not left.keys() <= vars(callback).keys() and id(callback) not in self._begun:
                     self._begun.add(id(callback))
                     self._dispatcher.call_on(callback, "on_train_begin", {})
             self._state.adopt(sent)
+            self._variables.follow(sent.values)
             self._number = answer.number
 
     def give_back(self, learning_rate: float | None) -> None:
@@ -49,6 +66,20 @@ class FollowedCallbacks:
         Args:
             learning_rate: set by a hook here; None: it is the servers' base rate.
         """
-        if self._returns and self._state is not None:
+        if not self._returns:
+            self._warn_of_changes()
+        elif self._has_state or self._variables:
             state, _ = self._state.dump()
             self._client.share_callbacks(self._number, state, learning_rate)
+
+    def _warn_of_changes(self) -> None:
+        """Of variables that each worker changes for itself, except the state of random generators."""
+        names = [name for name in self._variables.names_of(self._variables.changed()) if _SEED not in name]
+        if names and not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"{', '.join(names)} changed on workers",
+                f"Steps on workers change {', '.join(names)}, not counted among the model's weights. Each worker has "
+                "its own, and your process keeps the value that it has. Use add_weight(trainable=False) of a layer to "
+                "share such changes, or one worker.",
+            )

@@ -186,5 +186,5 @@ def test_a_step_that_calls_a_layer_more_often_than_expected_is_refused():
 
 def test_model_in_other_processes_must_have_the_same_layers():
     model, _ = small(Embedding(DIM))
-    with pytest.raises(ModelFileError, match="same model in every process"):
+    with pytest.raises(ModelFileError, match="must be the same in every process"):
         TensorFlowTables(model, {1: model.layers[1].table_spec()})

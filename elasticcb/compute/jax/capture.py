@@ -9,6 +9,7 @@ import keras
 
 from elasticcb.compute.capture import count_step
 from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import layers_of
 from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.optimizers.traits import model_optimizers
 
@@ -104,7 +105,7 @@ def one_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
     """The model's optimizer. Raises `ModelFileError` when it has several."""
     if not is_overridden(model, "train_step"):
         return model.optimizer
-    parts = [layer.optimizer for layer in model._flatten_layers(include_self=False) if isinstance(layer, keras.Model)]
+    parts = [layer.optimizer for layer in layers_of(model)[1:] if isinstance(layer, keras.Model)]
     found = [each for each in model_optimizers(model) if all(each is not part for part in parts)]
     if len(found) != 1:
         names = ", ".join(repr(optimizer.name) for optimizer in found) or "none"
