@@ -6,6 +6,7 @@ and `numpy.loadtxt` of an address return it. Nothing is downloaded.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import random
@@ -382,8 +383,10 @@ def install() -> None:
     import tensorflow as tf
 
     random.seed(0)
+    os.environ["MPLBACKEND"] = "Agg"
     for name in SHOWN:
-        sys.modules[name] = Anything(name)
+        if importlib.util.find_spec(name.split(".")[0]) is None:
+            sys.modules[name] = Anything(name)
     catalogue: Any = types.ModuleType("tensorflow_datasets")
     catalogue.load = tensorflow_dataset
     catalogue.disable_progress_bar = lambda: None

@@ -91,16 +91,18 @@ KERAS_RS = [
 
 TABLES, SERIES, TEXT = "examples/structured_data", "examples/timeseries", "examples/nlp"
 IMAGES, RECIPES = "examples/generative", "examples/keras_recipes"
+# In older checkouts.
+KERAS_3 = {f"tf.{name}(": f"keras.ops.{name}(" for name in ("expand_dims", "range", "unstack", "stack", "squeeze")}
 KERAS_IO = [
-    Program(f"{TABLES}/classification_with_grn_and_vsn.py"),
+    Program(f"{TABLES}/classification_with_grn_and_vsn.py", KERAS_3),
     Program(f"{TABLES}/collaborative_filtering_movielens.py"),
     Program(f"{TABLES}/deep_neural_decision_forests.py", {"num_trees = 25": "num_trees = 3"}),
     Program(f"{TABLES}/imbalanced_classification.py", {"/Users/fchollet/Downloads/": ""}),
-    Program(f"{TABLES}/movielens_recommendations_transformers.py"),
+    Program(f"{TABLES}/movielens_recommendations_transformers.py", KERAS_3),
     Program(f"{TABLES}/structured_data_classification_from_scratch.py"),
     Program(f"{TABLES}/structured_data_classification_with_feature_space.py"),
     Program(f"{TABLES}/tabtransformer.py"),
-    Program(f"{TABLES}/wide_deep_cross_networks.py"),
+    Program(f"{TABLES}/wide_deep_cross_networks.py", KERAS_3),
     Program(f"{SERIES}/timeseries_anomaly_detection.py"),
     Program(f"{SERIES}/timeseries_classification_from_scratch.py"),
     Program(f"{SERIES}/timeseries_classification_transformer.py", {"_blocks=4": "_blocks=1"}),

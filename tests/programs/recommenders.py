@@ -254,7 +254,7 @@ def decision_forest():
     return Given(compiled(Forest(3), loss=loss, metrics=["sparse_categorical_accuracy"]), normal(6), integers(3))
 
 
-@recommender("SASRec: a causal transformer whose logits use the table of items")
+@case("Recommenders and tabular models", "SASRec: a causal transformer whose logits use the table of items")
 def sequential_recommender():
     class Recommender(keras.Model):
         def __init__(self, items, length, size):
