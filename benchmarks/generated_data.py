@@ -384,9 +384,9 @@ def install() -> None:
 
     random.seed(0)
     os.environ["MPLBACKEND"] = "Agg"
-    for name in SHOWN:
-        if importlib.util.find_spec(name.split(".")[0]) is None:
-            sys.modules[name] = Anything(name)
+    packages = {name.split(".")[0] for name in SHOWN}
+    missing = {name for name in packages if importlib.util.find_spec(name) is None}
+    sys.modules.update({name: Anything(name) for name in SHOWN if name.split(".")[0] in missing})
     catalogue: Any = types.ModuleType("tensorflow_datasets")
     catalogue.load = tensorflow_dataset
     catalogue.disable_progress_bar = lambda: None
