@@ -55,7 +55,7 @@ def index_records(
 
     Raises:
       DataError: a record does not have `expected_fields` fields (0: as many as the first), a quote is misplaced, the
-          file ends inside quotes, or lines end with a CR alone.
+          file ends inside quotes, or lines end with CR without LF.
     """
     return _Scan(content, dialect, header, expected_fields).run(enough)
 
@@ -149,8 +149,8 @@ class _Scan:
             returns, newlines = returns & outside, newlines & outside
         if returns[:-1].any() and not newlines.any():
             raise DataError(
-                f"Lines of {self.content.name} end with a carriage return (CR) alone. Expected LF or CR LF. Convert "
-                "its line breaks, for example with `tr '\\r' '\\n'`."
+                f"Lines of {self.content.name} end with a carriage return (CR) without a line feed (LF). Expected LF "
+                "or CR LF. Convert its line breaks, for example with `tr '\\r' '\\n'`."
             )
 
     def _end(self, end: int) -> None:

@@ -110,8 +110,8 @@ def test_empty_lines_at_the_end_are_no_records(tmp_path: Path) -> None:
     assert records_of(path, skip_blank_lines=False) == [b"1,2", b"", b"3,4"]
 
 
-def test_lines_that_end_with_a_carriage_return_alone_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"Lines of .*a\.csv end with a carriage return \(CR\) alone"):
+def test_lines_that_end_with_a_carriage_return_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"Lines of .*a\.csv end with a carriage return \(CR\) without a line feed"):
         open_reader(str(written(tmp_path / "a.csv", 'a,b\r1,"x\ny"\r'))).sources()
     assert records_of(written(tmp_path / "b.csv", '1,"x\ry"')) == [b'1,"x\ry"']
 
