@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,8 +69,6 @@ class Cluster:
             applied; "async": each gradient is applied when it arrives.
         local_steps: with "local", number of batches that a worker trains on before its movement is merged;
             "auto": 4 to 64, so that merging takes about 5 % of the time.
-        outer_optimizer: with "local", a Keras optimizer (or its name, or the result of `keras.optimizers.serialize`)
-            with which servers apply the mean of the movements; "": the mean is added.
         grads_to_wait: with "sync", number of gradients per update.
         use_async: earlier name of `updates`: True is "async", False is "sync".
         checkpoint_dir: folder for checkpoints of the servers at the end of `fit`; "": none are written.
@@ -111,7 +109,6 @@ class Cluster:
         job_dir: str | os.PathLike[str] | None = None,
         updates: str = "local",
         local_steps: int | str = "auto",
-        outer_optimizer: keras.optimizers.Optimizer | Mapping[str, Any] | str = "",
         grads_to_wait: int = 1,
         use_async: bool | None = None,
         checkpoint_dir: str | os.PathLike[str] = "",

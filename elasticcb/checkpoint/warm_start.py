@@ -13,7 +13,6 @@ from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.errors import CheckpointError
-from elasticcb.optimizers.outer import without_outer
 from elasticcb.optimizers.state import Key, ModelState
 from elasticcb.rpc.tensors import dtype_of
 from elasticcb.settings.init_map import read_init_map
@@ -61,7 +60,7 @@ class WarmStart:
         Raises `CheckpointError` if a file is missing or damaged.
         """
         part = load_slices(self.folder, self.saved, partition(self.saved, 1, split=False)[0])
-        same_optimizers = without_outer(part.optimizers).optimizers == state.optimizer.optimizers
+        same_optimizers = part.optimizers.optimizers == state.optimizer.optimizers
         for new, old in self.taken.items():
             names = [name for variable, name in slots if variable == new and name not in _OF_HALF_A_STEP]
             names = names if same_optimizers else []

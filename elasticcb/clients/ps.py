@@ -51,7 +51,6 @@ class PSClient:
         client_id: id of the worker, part of the name of each push.
         synchronous: whether pushes to several servers are staged, and decided on by the first server.
         measures: statistics of call durations and looked-up rows.
-        outer: an outer optimizer determines the result of a movement, even if no other joins it.
         rounding: how arrays are rounded for transport; None: not at all.
 
     Attributes:
@@ -70,11 +69,9 @@ class PSClient:
         client_id: int = 0,
         synchronous: bool = False,
         measures: Measures | None = None,
-        outer: bool = False,
         rounding: Rounding | None = None,
     ) -> None:
         self.servers = servers
-        self._outer = outer
         self._rounding = rounding or Rounding()
         self._measures = measures or Measures()
         self.version = 0
@@ -240,8 +237,6 @@ class PSClient:
         frames = []
         for index, server in enumerate(servers.known):
             header = self._request(server, push, pull_along, creates=not self.staged).header
-            if self._outer and push.batches:
-                header.known_version = -1  # so that the result is sent back
             header.version = server.version if oldest is None else oldest
             header.staged = self.staged and index > 0
             part = push.part(index, servers.specs, server.slices, servers.buckets, server.state_base, learning_rate)

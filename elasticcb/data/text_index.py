@@ -26,7 +26,6 @@ class Dialect:
     quote: bytes
     skip_blank_lines: bool
     spans_lines: bool = True  # whether a quoted field may contain line breaks
-    line_end: bytes = b"\n"  # the last byte of a line; b"\r" in files of old Macs
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,12 @@ class TextScan:
         places: offsets of records, without the header.
         fields: number of fields in each record; 0: lines are not split.
         header: the header's bytes.
-        line_end: as in `Dialect`.
         complete: whether the scan reached the end of the file.
     """
 
     places: RecordOffsets
     fields: int
     header: bytes
-    line_end: bytes
     complete: bool
 
 
@@ -54,11 +51,11 @@ def index_records(
     """Finds the records of `content`, or at least the first `enough` of them if given.
 
     A record extends to the next one's offset; line breaks at its end are not part of it. A header is not a record, and
-    does not count in the numbers in errors. `dialect.line_end` is detected.
+    does not count in the numbers in errors.
 
     Raises:
       DataError: a record does not have `expected_fields` fields (0: as many as the first), a quote is misplaced, the
-          file ends inside quotes, or it mixes line breaks.
+          file ends inside quotes, or lines end with CR without LF.
     """
     return _Scan(content, dialect, header, expected_fields).run(enough)
 
@@ -76,18 +73,18 @@ def line_in(blob: bytes, dialect: Dialect, record: int) -> int:
             if record == 0:
                 break
             record -= 1
-        line += 1 + each.count(dialect.line_end)
+        line += 1 + each.count(b"\n")
     return line
 
 
 def _lines(blob: bytes, dialect: Dialect) -> list[bytes]:
     """Splits lines, without line breaks; line breaks inside quotes don't end a line."""
     if not dialect.quote or dialect.quote not in blob:
-        lines = blob.split(dialect.line_end)
+        lines = blob.split(b"\n")
     else:
         data = np.frombuffer(blob, np.uint8)
         outside = ~odd_so_far(data == dialect.quote[0])
-        ends = np.flatnonzero((data == dialect.line_end[0]) & outside).tolist()
+        ends = np.flatnonzero((data == _NEWLINE) & outside).tolist()
         starts = [0, *(end + 1 for end in ends)]
         lines = [blob[start:end] for start, end in zip(starts, [*ends, len(blob)], strict=True)]
     if not lines[-1]:
@@ -116,14 +113,13 @@ class _Scan:
         self.open_delimiters = 0  # in the unfinished record of the last block
         self.inside_quotes = False
         self.closes_quotes = False  # the last byte ends a quoted field, unless the next one is a quote
-        self.line_end = _NEWLINE
         self.last_byte = _NEWLINE  # a file starts as if after a line break
 
     def run(self, enough: int | None) -> TextScan:
         content = self.content
         position = 3 if content.read(0, 3) == _BYTE_ORDER_MARK else 0
         self.record_start = position
-        self._find_line_end(position)
+        self._refuse_carriage_returns(position)
         complete = False
         while enough is None or self.solid - self.has_header < enough:
             block = content.read(position, position + content.block_bytes)
@@ -139,9 +135,10 @@ class _Scan:
         if self.header_bounds:
             header = content.read(*self.header_bounds).rstrip(b"\r\n")
         places = self.builder.places(max(self.solid - self.has_header, 0), position if complete else self.record_start)
-        return TextScan(places, self.fields, header, bytes([self.line_end]), complete)
+        return TextScan(places, self.fields, header, complete)
 
-    def _find_line_end(self, position: int) -> None:
+    def _refuse_carriage_returns(self, position: int) -> None:
+        """Raises `DataError` if the first lines end with a CR, without LF, as in files of old Macs."""
         data = np.frombuffer(self.content.read(position, position + _HEAD_BYTES), np.uint8)
         returns = data == _RETURN
         if not returns.any():
@@ -151,7 +148,10 @@ class _Scan:
             outside = ~odd_so_far(data == self.dialect.quote[0])
             returns, newlines = returns & outside, newlines & outside
         if returns[:-1].any() and not newlines.any():
-            self.line_end = self.last_byte = _RETURN
+            raise DataError(
+                f"Lines of {self.content.name} end with a carriage return (CR) without a line feed (LF). Expected LF "
+                "or CR LF. Convert its line breaks, for example with `tr '\\r' '\\n'`."
+            )
 
     def _end(self, end: int) -> None:
         if self.inside_quotes:
@@ -166,20 +166,13 @@ class _Scan:
 
     def _block(self, position: int, block: bytes) -> None:
         data = np.frombuffer(block, np.uint8)
-        newlines = data == self.line_end
+        newlines = data == _NEWLINE
         delimiters = data == self.dialect.delimiter[0] if self.dialect.delimiter else None
-        line_feeds = data == _NEWLINE
         if self.dialect.quote and (self.inside_quotes or self.closes_quotes or self.dialect.quote in block):
             outside = self._outside_quotes(position, data)
             newlines &= outside
-            line_feeds &= outside
             if delimiters is not None:
                 delimiters &= outside
-        if self.line_end == _RETURN and line_feeds.any():
-            raise DataError(
-                f"{self.content.name} mixes two kinds of line breaks: its first lines end with a carriage return "
-                f"(CR), but byte {position + int(np.argmax(line_feeds))} is a line feed (LF). Write it with one kind."
-            )
         ends = np.flatnonzero(newlines)
         fields = None
         if delimiters is not None:
@@ -214,7 +207,7 @@ class _Scan:
         places = np.flatnonzero(quotes)
         opens = inside[places]
         around = np.zeros(256, bool)  # the bytes that may be before an opening quote
-        around[[self.dialect.quote[0], self.dialect.delimiter[0], self.line_end]] = True
+        around[[self.dialect.quote[0], self.dialect.delimiter[0], _NEWLINE]] = True
         before = data[places - 1]
         if len(places) and places[0] == 0:
             before[0] = self.last_byte
@@ -235,7 +228,7 @@ class _Scan:
         if not self.dialect.spans_lines:
             self._refuse(
                 position,
-                np.flatnonzero(inside & (data == self.line_end)),
+                np.flatnonzero(inside & (data == _NEWLINE)),
                 "ends inside a quoted field. If quoted fields may contain line breaks, set the reader parameter "
                 f"`quote='{self.dialect.quote.decode()}'`",
             )
@@ -245,7 +238,7 @@ class _Scan:
     def _refuse(self, position: int, wrong: Any, problem: str) -> None:
         """Raises `DataError` for the first of some places of a block that are wrong."""
         if len(wrong):
-            line = line_of(self.content, position + int(wrong[0]), bytes([self.line_end]))
+            line = line_of(self.content, position + int(wrong[0]))
             raise DataError(
                 f"{self.content.name}, line {line}, {problem}; or, if quotes are ordinary characters in this file, set "
                 "the reader parameter `quote=''`."
@@ -292,15 +285,15 @@ class _Scan:
 
     def _where(self, number: int, offset: int) -> str:
         """Describes a record; `number` counts the header, if there is one, as record 0."""
-        line = line_of(self.content, offset, bytes([self.line_end]))
+        line = line_of(self.content, offset)
         if self.has_header and number == 0:
             return f"{self.content.name}, the header (line {line})"
         return f"{self.content.name}, record {number - self.has_header} (line {line})"
 
 
-def line_of(content: Content, offset: int, line_end: bytes) -> int:
+def line_of(content: Content, offset: int) -> int:
     """The number of the line, from 1, that contains byte `offset`."""
     line = 1
     for start in range(0, offset, content.block_bytes):
-        line += content.read(start, min(start + content.block_bytes, offset)).count(line_end)
+        line += content.read(start, min(start + content.block_bytes, offset)).count(b"\n")
     return line

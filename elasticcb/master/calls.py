@@ -162,18 +162,18 @@ class Calls:
         records_done: int,
         progressed: bool,
         version: int,
-        losses: tuple[float, int] | None,
+        loss: float | None,
         events: Sequence[BatchEvent] = (),
         warnings: Sequence[CallbackWarning] = (),
         computing: float = 0.0,
     ) -> Answer:
-        """A heartbeat with a worker's progress; `losses`: their mean over the batches since the last report."""
+        """A heartbeat with a worker's progress; `loss`: the mean over the batches since the last report."""
         with self._desk.state() as state:
             now = time.monotonic()
             state.seen(worker, now)
             if not state.has(worker):
                 return Answer(False, LATE)
-            state.heard_of_batches(worker, version, losses, events, warnings)
+            state.heard_of_batches(worker, version, loss, events, warnings)
             if not lease or state.queue is None:
                 return Answer(True, "no task")
             answer = state.queue.report_progress(worker, lease, records_done, now, progressed, computing)

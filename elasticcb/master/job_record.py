@@ -14,7 +14,6 @@ from elasticcb.master.batch_log import BatchLog
 from elasticcb.master.cluster_state import ServedCluster, Totals, Wish
 from elasticcb.master.epoch_states import EpochStates
 from elasticcb.master.evaluation import EvaluationRounds
-from elasticcb.master.late_gradients import LossJumps
 from elasticcb.master.members import Role
 from elasticcb.master.past import Past
 from elasticcb.master.roster import Roster
@@ -91,7 +90,6 @@ class JobRecord:
         wish: the last request to change the number of servers.
         checkpoint_written: when the newest checkpoint was written, or the job started.
         loss: mean over the batches of the last report.
-        loss_jumps: detects loss jumps, where several workers apply gradients late.
         autoscales: whether the number of workers follows the throughput.
         epoch_states: training metrics.
         calls, results: of FUNCTION tasks by id: functions still to call; results until fetched.
@@ -130,7 +128,6 @@ class JobRecord:
         self.wish: Wish | None = None
         self.version = 0
         self.loss: float | None = None
-        self.loss_jumps = LossJumps()
         self.totals = Totals()
         self.paces = Paces()
         self.autoscales = False

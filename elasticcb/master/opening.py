@@ -28,8 +28,6 @@ from elasticcb.master.course import Course
 from elasticcb.master.epoch_hooks import EpochHooks
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.job_state import JobState
-from elasticcb.master.keras_host import ModelHost
-from elasticcb.master.late_gradients import risk
 from elasticcb.master.members import Role
 from elasticcb.master.observation import records_to_train
 from elasticcb.master.opening_checkpoints import on_disk, own_checkpoints, warm_start_of, warn_of_later_versions
@@ -37,10 +35,8 @@ from elasticcb.master.order import ModelOrigin, Order, Takeover, TrainedModel
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.optimizers.traits import kinds_with_momentum
 from elasticcb.process.wording import how_many
-from elasticcb.settings import Command, Mode, Updates
-from elasticcb.settings.arguments import as_user_writes
+from elasticcb.settings import Command, Mode
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +310,6 @@ def _make_course(order: Order, served: TrainedModel, queue: TaskQueue, epochs: E
 def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epochs: EpochHooks) -> None:
     """The last step, because workers get tasks from here on: a callback may have set the learning rate."""
     host, ps = served.host, served.ps
-    _tell_risk(order, host)
     with order.desk.state() as state:
         state.epoch_version = state.version
         state.cluster = ServedCluster(
@@ -333,15 +328,6 @@ def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epoch
             **epochs.entry,
         )
         state.wake()
-
-
-def _tell_risk(order: Order, host: ModelHost) -> None:
-    settings = order.settings
-    if settings.command is Command.TRAIN and settings.training.updates is Updates.ASYNC and order.memory is None:
-        workers = settings.cluster.autoscale.most or settings.cluster.num_workers
-        found = risk(workers, kinds_with_momentum(host.optimizers))
-        if found:
-            order.desk.say(as_user_writes(found, settings))
 
 
 def _records_of(sources: Sequence[tuple[str, int]]) -> str:

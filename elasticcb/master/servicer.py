@@ -128,7 +128,7 @@ class MasterServicer:
             request.records_done,
             request.progressed,
             request.version,
-            (request.loss, request.batches) if request.batches else None,
+            request.loss if request.batches else None,
             [_to_event(event) for event in request.batch_events],
             [CallbackWarning(warning.subject, warning.text, warning.errors) for warning in request.warnings],
             request.computing_seconds,

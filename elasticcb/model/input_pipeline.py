@@ -165,7 +165,6 @@ class FeedPipeline:
             custom=spec.custom_data_reader,
             records_per_task=settings.training.minibatch_size * settings.training.batches_per_task(None, 1),
         )
-        self.has_custom_reader = spec.custom_data_reader is not None
         if isinstance(self.reader, FileReader):
             self.reader.find_index = find_index
         self._range = ("", 0, 0)

@@ -33,8 +33,6 @@ _ELEMENTWISE = frozenset(
 MultiOptimizer: Any = getattr(keras.optimizers, "MultiOptimizer", ())
 _ScheduleFree = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
 
-# Attributes with the amount of momentum.
-_MOMENTUM = ("momentum", "beta_1")
 
 # Elementwise as well, but each update must include rows without a gradient, because it averages over steps.
 _ELEMENTWISE_BUT_NOT_LAZY = frozenset({_ScheduleFree})
@@ -154,12 +152,6 @@ def steps_made(optimizers: Iterable[keras.optimizers.Optimizer]) -> int:
     """The number of updates: the maximum over all optimizers, because a step need not apply all of them."""
     built = [unwrapped(optimizer) for optimizer in optimizers if optimizer.built]
     return max((int(updates_of(optimizer)) for optimizer in built), default=0)
-
-
-def kinds_with_momentum(optimizers: Iterable[keras.optimizers.Optimizer]) -> list[str]:
-    """The classes of optimizers, including those in a MultiOptimizer, whose updates have momentum; sorted."""
-    inner = [each for held in map(unwrapped, optimizers) for each in getattr(held, "optimizers", None) or [held]]
-    return sorted({type(each).__name__ for each in inner if any(getattr(each, name, 0) for name in _MOMENTUM)})
 
 
 def learning_rate_variable(optimizer: keras.optimizers.Optimizer | None) -> keras.Variable | None:

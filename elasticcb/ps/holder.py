@@ -134,8 +134,7 @@ class Holder:
             tables = tables_from(frame.tensors)
         limits = replace(self._options.limits)  # which has no tables yet
         place = (request.index, buckets)
-        outer, make = self._options.training.outer_optimizer, self._options.make_optimizers
-        parameters = Parameters(specs, slices, make, values, version, place, limits, outer)
+        parameters = Parameters(specs, slices, self._options.make_optimizers, values, version, place, limits)
         parameters.tables.load(tables, max(version, request.version))
         if part is not None:
             parameters.restore_optimizers(part)
@@ -235,8 +234,7 @@ class Holder:
         own = [(part, specs[part.variable]) for part in slices]
         zeros = {part.variable: np.zeros(part.shape(spec), dtype_of(spec.dtype)) for part, spec in own}
         place, limits = (request.index, buckets), replace(self._options.limits)
-        outer, make = self._options.training.outer_optimizer, self._options.make_optimizers
-        parameters = Parameters(specs, slices, make, zeros, 0, place, limits, outer)
+        parameters = Parameters(specs, slices, self._options.make_optimizers, zeros, 0, place, limits)
         return self._model_of(request, buckets, parameters, Answered())
 
     def serve(self, model: ServedModel, request: pb.InitializeRequest) -> None:

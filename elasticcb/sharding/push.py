@@ -220,6 +220,6 @@ def knows_result(request: pb.ExchangeRequest, version: int) -> bool:
     """Whether a server's version was made only by the worker's movement, from a version that the worker had pulled.
 
     Then the worker knows the server's state. It does not for the replacement of a lost server, from which it had
-    pulled nothing; with an outer optimizer, it claims the same of all servers (`known_version` -1).
+    pulled nothing (`known_version` -1).
     """
     return 0 <= request.known_version == request.state_base == version - request.batches

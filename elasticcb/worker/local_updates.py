@@ -23,8 +23,7 @@ class LocalUpdates:
     """A worker that trains for some batches, and then merges the movement of its weights into the servers' model.
 
     The servers weight a movement by its share of all batches since the worker's last merge. A worker without others
-    continues with its own weights, which then are those of the servers; so without an outer optimizer it trains
-    bit-identically to `fit`.
+    continues with its own weights, which then are those of the servers, so it trains bit-identically to `fit`.
 
     Args:
         computation: computation of the model.

@@ -312,7 +312,6 @@ def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
         client.id,
         training.is_synchronous,
         client.measures,
-        bool(training.outer_optimizer),
         Rounding(training.wire_dtype, weights=not training.is_local, seed=client.id) if trains else None,
     )
 

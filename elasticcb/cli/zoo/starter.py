@@ -9,9 +9,9 @@ from pathlib import Path
 import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
-from elasticcb.cli.zoo.files import REQUIREMENTS
 from elasticcb.errors import UsageError
 
+REQUIREMENTS = "requirements.txt"
 _TEMPLATES = Path(__file__).parent / "templates"
 # Packages that the files of each kit import and elasticcb does not install.
 _IMPORTS = {"recommender": ("keras_rs",)}
