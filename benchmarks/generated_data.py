@@ -6,6 +6,7 @@ and `numpy.loadtxt` of an address return it. Nothing is downloaded.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import random
@@ -23,7 +24,7 @@ WORDS = (
     "the", "a", "of", "to", "and", "movie", "was", "very", "good", "bad", "not", "film", "it", "is", "this", "that",
     "plot", "actor", "scene", "great", "dull", "long", "one", "all",
 )  # fmt: skip
-USERS, MOVIES, RATINGS = 60, 250, 3000
+USERS, MOVIES, RATINGS = 60, 1700, 3000
 GENRES = ("Action", "Comedy", "Drama", "Thriller", "Sci-Fi")
 
 random_numbers = np.random.default_rng(0)
@@ -155,7 +156,7 @@ def download(address: str, into: str | os.PathLike[str]) -> None:
 
 
 def get_file(fname: str | None = None, origin: str | None = None, extract: bool = False, **options: Any) -> str:
-    """As `keras.utils.get_file`: the path of the file, beside which it is extracted as Keras 3 and 2 do."""
+    """As `keras.utils.get_file`: the path of a file, which is extracted into its folder, as Keras 2 and 3 do."""
     address = str(origin or fname)
     name = str(fname or address.rsplit("/", 1)[-1])
     folder = Path(options.get("cache_dir") or "downloads") / "datasets"
@@ -382,8 +383,10 @@ def install() -> None:
     import tensorflow as tf
 
     random.seed(0)
-    for name in SHOWN:
-        sys.modules[name] = Anything(name)
+    os.environ["MPLBACKEND"] = "Agg"
+    packages = {name.split(".")[0] for name in SHOWN}
+    missing = {name for name in packages if importlib.util.find_spec(name) is None}
+    sys.modules.update({name: Anything(name) for name in SHOWN if name.split(".")[0] in missing})
     catalogue: Any = types.ModuleType("tensorflow_datasets")
     catalogue.load = tensorflow_dataset
     catalogue.disable_progress_bar = lambda: None
@@ -394,6 +397,7 @@ def install() -> None:
             if hasattr(kit.datasets, name):
                 getattr(kit.datasets, name).load_data = load
         kit.utils.get_file = get_file
+        kit.utils.plot_model = lambda *_, **__: None
     urllib.request.urlretrieve = lambda address, filename, *_: (download(address, filename), None)  # type: ignore[assignment,func-returns-value]
     pd.read_csv, np.loadtxt = of_address(pd.read_csv), of_address(np.loadtxt)
     for make in (reviews, movielens_million, credit_cards):

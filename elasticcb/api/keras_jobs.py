@@ -19,6 +19,7 @@ from elasticcb.api.failures import as_the_user_expects
 from elasticcb.api.job_folder import KeptFit
 from elasticcb.api.processes import ClusterProcesses
 from elasticcb.callbacks.placement import Place, hooks_at, overridden_hooks
+from elasticcb.cluster.registry import backend_of
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import ElasticCBError, JobInterrupted, LastCheckpointError
 from elasticcb.layers.install import rows_in
@@ -137,7 +138,9 @@ class KerasJobs:
         sources: dict[str, BatchSource],
         callbacks: list[keras.callbacks.Callback],
     ) -> JobSnapshot:
-        program = Program(model, sources, [callback for callback in callbacks if _runs_on_workers(callback)])
+        elsewhere = backend_of(settings.cluster.kind).separate
+        of_workers = [callback for callback in callbacks if _runs_on_workers(callback)]
+        program = Program(model, sources, of_workers, elsewhere=elsewhere)
         spec = CallerSpec(program, callbacks)
 
         def serialized() -> bytes:

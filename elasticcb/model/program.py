@@ -36,6 +36,7 @@ class Program:
 
     Attributes:
         of_servers: further objects that travel without their content, because servers hold it: rows of tables.
+        elsewhere: whether workers are other processes.
         rehearsal: what workers are to compute before they train (compute/rehearsal.py); None: nothing.
     """
 
@@ -44,6 +45,7 @@ class Program:
     callbacks: Sequence[keras.callbacks.Callback] = ()
     of_servers: Sequence[Any] = ()
     rehearsal: Any = None
+    elsewhere: bool = True
 
     def dumps(self, folder: Path | None = None) -> tuple[bytes, dict[int, Any]]:
         """Serializes it for `ProgramSpec`; returns also the variables that it carries besides the weights, by number:
@@ -65,7 +67,7 @@ class Program:
             "rehearsal": self.rehearsal,
             "state": process_state.read(),
         }
-        program, variables = carry.dumps_graph(parts, others, self._names(), content_on_servers, folder)
+        program, variables = carry.dumps_graph(parts, others, self._names(), content_on_servers, folder, self.elsewhere)
         users = [*self.model.metrics, *optimizers]
         own = {id(variable) for user in users for variable in user.variables}
         job = _Job(
@@ -258,7 +260,7 @@ def call_user(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _registered() -> dict[str, Any]:
     """Classes and functions of the user's that Keras finds by name."""
     objects = keras.saving.get_custom_objects()
-    return {name: item for name, item in objects.items() if own_modules.is_of_user(item.__module__)}
+    return {name: item for name, item in objects.items() if own_modules.is_of_user(getattr(item, "__module__", ""))}
 
 
 def _constraints(model: keras.Model) -> dict[str, Any]:

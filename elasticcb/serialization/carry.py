@@ -58,7 +58,6 @@ _OF_FRAMEWORKS = ("keras.", "tensorflow.", "torch.", "builtins", "flax.")
 _NOT_SENT = {
     tf.data.Dataset: "create it in a function that each worker calls (elasticcb.DatasetFactory)",
     tf.data.Iterator: "create it where it is used",
-    tf.Module: None,  # in TensorFlow's own way
 }
 _KEPT = (KerasVariable, KerasSaveable)
 _LARGE_BYTES = 1 << 20
@@ -122,13 +121,16 @@ def dumps(
 
 
 def dumps_graph(
-    parts: Any, others: Any, names: Mapping[str, Any], hollow: Hollow, folder: Path | None
+    parts: Any, others: Any, names: Mapping[str, Any], hollow: Hollow, folder: Path | None, elsewhere: bool
 ) -> tuple[bytes, list[Any]]:
     """Pickles two objects that may share objects, for `Graph`; returns also the variables that travel with their
     values, in the order of `Graph.variables`. The bytes of the first depend neither on the second nor on the values of
     variables.
 
-    Args, raised errors: as for `dumps`.
+    Args:
+        elsewhere: whether other processes read it; otherwise own modules travel like installed ones.
+
+    Other args, raised errors: as for `dumps`.
     """
     picklers: list[_Pickler] = []
 
@@ -136,13 +138,17 @@ def dumps_graph(
         picklers.append(_Pickler([], hollow, (), folder is not None, True))
         return picklers[-1]
 
-    return _dumped(make, [parts, others], names, folder), picklers[-1].variables
+    return _dumped(make, [parts, others], names, folder, elsewhere), picklers[-1].variables
 
 
 def _dumped(
-    make: Callable[[], _Pickler], values: Sequence[Any], roots: Mapping[str, Any], folder: Path | None
+    make: Callable[[], _Pickler],
+    values: Sequence[Any],
+    roots: Mapping[str, Any],
+    folder: Path | None,
+    elsewhere: bool = True,
 ) -> bytes:
-    imported: set[str] = set()
+    imported = set() if elsewhere else set(sys.modules)
     with _lock:
         while True:
             pickler = make()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters import get_data_adapter
@@ -22,14 +21,16 @@ from elasticcb.data.batch_sources.service import DataService
 from elasticcb.data.batches import BatchSource
 from elasticcb.rpc.server import Server
 from elasticcb.security.credentials import Access
+from elasticcb.serialization import carry
 
 _READ_ELSEWHERE = """
-import cloudpickle, sys
+import sys
+from elasticcb.serialization import carry
 from elasticcb.clients.master import MasterClient
 from elasticcb.data.batch_sources.encoding import Layout
 
 with open(sys.argv[1], "rb") as file:
-    address, access, sources = cloudpickle.load(file)
+    address, access, sources = carry.loads(file.read())
 client = MasterClient(address, access=access)
 results = {}
 for name, (source, ranges) in sources.items():
@@ -38,7 +39,7 @@ for name, (source, ranges) in sources.items():
     results[name] = [(Layout(batch), Layout(batch).arrays(batch)) for batch in batches]
     source.close()
 with open(sys.argv[2], "wb") as file:
-    cloudpickle.dump(results, file)
+    file.write(carry.dumps(results, "results"))
 """
 
 Range = tuple[int, int, int]  # epoch, start, end
@@ -56,7 +57,7 @@ def all_batches(source: BatchSource, epoch: int = 0) -> list[Any]:
 
 def copy_of(source: BatchSource) -> BatchSource:
     """What a worker gets."""
-    copy: BatchSource = cloudpickle.loads(cloudpickle.dumps(source))
+    copy: BatchSource = carry.loads(carry.dumps(source, "a source"))
     return copy
 
 
@@ -94,11 +95,11 @@ def read_in_another_process(
 ) -> dict[str, list[Any]]:
     """By name, the batches of all ranges of a source, as a process reads them that got the source pickled."""
     given, result = folder / "given.pkl", folder / "result.pkl"
-    given.write_bytes(cloudpickle.dumps((address, ACCESS, sources)))
+    given.write_bytes(carry.dumps((address, ACCESS, sources), "sources"))
     subprocess.run([sys.executable, "-c", _READ_ELSEWHERE, given, result], check=True, timeout=150)
     return {
         name: [layout.batch(arrays) for layout, arrays in batches]
-        for name, batches in cloudpickle.loads(result.read_bytes()).items()
+        for name, batches in carry.loads(result.read_bytes()).items()
     }
 
 

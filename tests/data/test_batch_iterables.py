@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -19,6 +18,7 @@ from elasticcb.data.batch_sources.served import ServedSource
 from elasticcb.data.batch_sources.stored import StoredSource
 from elasticcb.errors import ConnectionLostError, DataError
 from elasticcb.security.credentials import Access
+from elasticcb.serialization import carry
 
 pytestmark = pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")
 
@@ -242,4 +242,4 @@ def test_a_stranger_gets_no_batch(token: str, tmp_path: Path, fit: Caller) -> No
 
 def test_the_callers_data_does_not_travel(tmp_path: Path, fit: Caller) -> None:
     big = tf.data.Dataset.from_tensor_slices(np.zeros((100_000, 4))).batch(1)
-    assert len(cloudpickle.dumps(fit_source(big, tmp_path, fit))) < 10_000
+    assert len(carry.dumps(fit_source(big, tmp_path, fit), "a source")) < 10_000

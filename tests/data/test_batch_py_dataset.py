@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from batch_helpers import all_batches, assert_same_batches, copy_of, keras_batches, rows_in
 
 from elasticcb.data.batch_sources.adapt import adapt
+from elasticcb.errors import UsageError
+from elasticcb.serialization import carry
 
 
 class Plain(keras.utils.PyDataset):
@@ -127,9 +130,10 @@ def test_several_threads_read_ahead_and_keep_the_order(tmp_path: Path) -> None:
 
 def test_a_dataset_that_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
     dataset = Plain()
-    dataset.lock = threading.Lock()
-    with pytest.raises(TypeError, match="Open files and connections in the first `__getitem__`"):
-        adapt(dataset, purpose="fit", folder=tmp_path, seed=1)
+    with socket.socket() as dataset.client:
+        source = adapt(dataset, purpose="fit", folder=tmp_path, seed=1)
+        with pytest.raises(UsageError, match=r"x\.client: a socket can't be sent to workers"):
+            carry.dumps(source, {"x": source.given})
 
 
 def test_an_unusable_batch_is_told_in_the_words_of_keras(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def loss_of_a_bound_method():
     return Given(dense(units=3, loss=weighted.loss, metrics=[weighted.hits]), normal(6), integers(3))
 
 
-@loss_or_metric("a loss and a layer that share a variable; another one at module level")
+@loss_or_metric("a loss and a layer that share a variable, and a variable of the module")
 def shared_temperature():
     temperature = keras.Variable(0.7, trainable=False, name="temperature")
 
@@ -125,7 +125,7 @@ def uncertainty_weighting():
 @loss_or_metric("metrics with state, a `result` that is a dict, and no `get_config`")
 def metrics_with_state():
     class Confusion(keras.metrics.Metric):
-        def __init__(self, threshold, name="confusion"):
+        def __init__(self, threshold, name="counts"):
             super().__init__(name=name)
             self.threshold = threshold
             self.counts = self.add_variable((2, 2), "zeros", name="counts")
@@ -136,8 +136,8 @@ def metrics_with_state():
             self.counts.assign_add(ops.reshape(ops.cast(ops.sum(pairs, 0), "float32"), (2, 2)))
 
         def result(self):
-            right = self.counts[0, 0] + self.counts[1, 1]
-            return {"right": right / ops.sum(self.counts), "found": self.counts[1, 1] / ops.sum(self.counts[1])}
+            right, found = self.counts[0, 0] + self.counts[1, 1], self.counts[1, 1]
+            return {"counts_right": right / ops.sum(self.counts), "counts_found": found / ops.sum(self.counts[1])}
 
     class Precise(keras.metrics.Metric):
         def __init__(self):
@@ -297,21 +297,6 @@ def early_stopping():
     given = Given(dense(), normal(6), normal(1), options={"callbacks": [stop], "epochs": 6})
     given.after = lambda: [stop.stopped_epoch, stop.best_epoch, float(stop.best)]
     return given
-
-
-@callback("annealing: a callback sets a variable that the loss reads")
-def annealing():
-    class Anneal(keras.callbacks.Callback):
-        def __init__(self, weight):
-            super().__init__()
-            self.weight = weight
-
-        def on_epoch_begin(self, epoch, logs=None):
-            self.weight.assign(1.0 - 0.4 * epoch)
-
-    weight = keras.Variable(5.0, trainable=False)
-    model = dense(loss=lambda y, y_pred: weight * ops.mean((y - y_pred) ** 2, -1))
-    return Given(model, normal(6), normal(1), options={"callbacks": [Anneal(weight)], "epochs": 3})
 
 
 @callback("a callback that sets a variable of a layer (teacher forcing, noise)")

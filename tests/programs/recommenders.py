@@ -254,7 +254,7 @@ def decision_forest():
     return Given(compiled(Forest(3), loss=loss, metrics=["sparse_categorical_accuracy"]), normal(6), integers(3))
 
 
-@recommender("SASRec: a causal transformer whose logits use the table of items")
+@case("Recommenders and tabular models", "SASRec: a causal transformer whose logits use the table of items")
 def sequential_recommender():
     class Recommender(keras.Model):
         def __init__(self, items, length, size):
@@ -284,7 +284,7 @@ def sequential_recommender():
     return Given(model, x, y, (y != 0).astype("float32"))
 
 
-@recommender("a transformer over categorical columns, beside numeric ones (TabTransformer)")
+@recommender("a transformer over categorical columns, with numeric ones (TabTransformer)")
 def tab_transformer():
     inputs = {**field_inputs(), "numbers": keras.Input((3,), name="numbers")}
     x = ops.stack([layers.Embedding(FIELDS[name], 4)(inputs[name]) for name in FIELDS], 1)

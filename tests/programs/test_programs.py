@@ -25,11 +25,12 @@ NAMES = [name for name, case in CASES.items() if ON_TENSORFLOW or case.everywher
 # One or two of a kind; `make test-deep` has all.
 KEPT = (
     "average", "fixed_batch_size", "functional", "gan", "masked_lstm", "mixed_float16", "own_methods", "own_steps",
-    "preprocessing", "resnet", "sequential_without_input", "states_of_python", "subclass", "teacher",
+    "preprocessing", "resnet", "sequential_recommender", "sequential_without_input", "states_of_python", "subclass",
+    "teacher",
 )  # fmt: skip
 KEPT_EVERYWHERE = (
-    "annealing", "boosted_optimizer", "changed_globals", "deep_fm", "distillation", "forgetful_config", "lent_variable",
-    "metrics_with_state", "objects_without_config", "py_dataset", "sequential_recommender", "shared_temperature",
+    "boosted_optimizer", "changed_globals", "deep_fm", "distillation", "forgetful_config", "lent_variable",
+    "metrics_with_state", "objects_without_config", "py_dataset", "shared_temperature",
     "tied_autoencoder", "transfer_learning", "variational_autoencoder",
 )  # fmt: skip
 # Servers apply gradients after the step (docs/keras_support.md).
