@@ -223,6 +223,7 @@ class JobState(JobRecord):
         if self.queue is None or not self.has(worker):
             return Answer(False, LATE)
         answer = self.queue.split(worker, lease, end)
+        self.queue.drop_training()
         self.note()
         logger.info("Worker %d gives: %s", worker, answer.reason)
         self.wake()

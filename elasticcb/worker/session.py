@@ -200,7 +200,7 @@ class Session:
         if rehearsal is None:
             return
         batch = self.pipeline(built.first_mode).first_batch()
-        if digest_of(batch) == rehearsal.digest:
+        if digest_of((batch, self.model.weights)) == rehearsal.digest:
             rehearsal.check(rehearsed(self.model, backend().data(self.model, batch)))
             self.metrics.reset()
 
@@ -231,6 +231,11 @@ class Session:
         if self.callbacks.stop_requested and not self.stop_told:
             self.client.stop_training(f"{self.callbacks.stop_reason}, on worker {self.client.id}")
             self.stop_told = True
+
+    @property
+    def ends_training(self) -> bool:
+        """Whether a hook has ended training, and with it what this worker, the only one, has begun."""
+        return self._is_alone and self.callbacks.stop_requested
 
     def call_of_batch(self, hook: str, batch: BatchOfEpoch, version: int, logs: Mapping[str, Any]) -> None:
         """Calls a hook of training batches, on a model with the newest weights.
