@@ -45,8 +45,6 @@ class KerasJobs:
     """Runs calls of Keras's methods as jobs of a cluster, one after another.
 
     Args:
-        settings: settings of all calls.
-        processes: processes of the cluster.
         rehearses: whether workers compare their results for the first batch with the caller's.
     """
 

@@ -30,7 +30,6 @@ class ClusterProcesses:
     Args:
         settings: number and location of the processes.
         directory: folder for logs and data; None: a temporary folder, removed by `close`.
-        log_level: level of the processes' logs.
 
     Attributes:
         data_service: serves batches of data without an index, at the master's port.

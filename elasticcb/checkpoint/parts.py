@@ -28,7 +28,6 @@ def save_part(directory: str | Path, part: Part, slices: Sequence[Slice], index:
 
     Args:
         part: what to write.
-        slices: this server's parts of the variables.
         index, num_ps: the server's index, and the number of servers.
 
     Raises `CheckpointError` if it can't be written.
@@ -49,9 +48,7 @@ def load_slices(
     Tables stay in the files, whose SHA-256 is checked, until they are read; some rows may belong to other servers.
 
     Args:
-        version_directory: the folder of one version.
         specs: the model's variables, which must be those of the checkpoint.
-        slices: parts to load.
         index: index of this server; scalars come from the same index if the number of servers is unchanged.
         buckets: which server holds which rows of embedding tables; None: there is one server.
 
@@ -115,7 +112,6 @@ class _OfServer:
     rows.
 
     Args:
-        table: in the file.
         server, buckets: the server that wrote it, and its shard map.
     """
 

@@ -29,7 +29,6 @@ def put(url: str, folder: Path, keep_max: int) -> str:
     """Copies the folder of a complete version below `url`, and deletes old and incomplete versions there.
 
     Args:
-        url: URL of the folder of versions.
         folder: local folder of one version.
         keep_max: number of versions to keep; 0: all.
 

@@ -62,9 +62,6 @@ class SavedTables(NamedTuple):
     def report(self, top: int) -> TablesReport:
         """Reports on all tables.
 
-        Args:
-            top: number of ids in `TableReport.top`.
-
         Raises `CheckpointError` if a file can't be read.
         """
         parts: dict[int, list[TableCounts]] = {index: [] for index in self.specs}

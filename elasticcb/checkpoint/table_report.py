@@ -96,7 +96,6 @@ def table_report(spec: VariableSpec, parts: Sequence[TableCounts], top: int, liv
     """Assembles a table from its parts by server.
 
     Args:
-        top: number of ids in `TableReport.top`.
         live: whether the parts come from running servers.
     """
     table, hits, ages = TableSpec.from_json(spec.table), Spread(), Spread()

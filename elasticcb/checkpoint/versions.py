@@ -64,8 +64,6 @@ def finish_version(
     """Finishes a temporary folder of `begin_version`: checks its files, writes the manifest, renames it.
 
     Args:
-        version: of the model.
-        specs: the model's variables.
         parts: parts of the servers, from `partition`.
         files: results of each server's `Save`, in the order of the servers.
         buckets: shard map of the rows of embedding tables; None: unknown.

@@ -104,8 +104,6 @@ def warm_start(folder: Path, specs: Sequence[VariableSpec], init_map: str) -> Wa
     """Matches a job's variables with a checkpoint's variables.
 
     Args:
-        folder: folder of one version.
-        specs: the job's variables.
         init_map: the setting.
 
     Raises `CheckpointError` if a name of the map is unknown, a shape differs, or nothing matches.

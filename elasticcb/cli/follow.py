@@ -55,7 +55,6 @@ def follow(settings: JobSettings, limits: FollowSettings) -> None:
 
     Args:
         settings: of an evaluation job whose `checkpoint.directory_for_init` is a folder of versions.
-        limits: when to stop.
 
     Raises:
         JobInterrupted: SIGINT or SIGTERM came.

@@ -151,7 +151,6 @@ def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:
 
     Args:
         request: of `supervisor.keep_master`.
-        fork_server: has forked this process.
     """
     from elasticcb.process.parent import follow_parent
 

@@ -11,9 +11,6 @@ from elasticcb.security.tls import TLS, tls_files
 def access(master: str, flags: dict[str, str | None], insecure: bool) -> Access:
     """Credentials from the TLS flags.
 
-    Args:
-        master: address of the master.
-
     Raises `UsageError` if files can't be used, the token is missing, or the token could reach a stranger.
     """
     files = tls_files({name: value or "" for name, value in flags.items()})

@@ -32,9 +32,7 @@ class MasterClient:
     """Calls to the master, by one process.
 
     Args:
-        address: address of the master.
         patience_seconds: how long it may be unreachable, because a killed master is replaced.
-        access: credentials of the job.
 
     Attributes:
         lost_workers: ids of workers declared lost, as of the last call of `jobs`. Updated in place.

@@ -47,7 +47,6 @@ class PSClient:
     """The model held by all parameter servers of a job.
 
     Args:
-        servers: the servers of the job.
         client_id: id of the worker, part of the name of each push.
         synchronous: whether pushes to several servers are staged, and decided on by the first server.
         measures: statistics of call durations and looked-up rows.

@@ -20,7 +20,6 @@ class Link:
     """The connection to one process that is a server.
 
     Args:
-        index: index of the server.
         id: id that the master gave to its process.
     """
 

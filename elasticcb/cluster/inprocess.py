@@ -22,7 +22,6 @@ class InProcessCluster(ClusterBackend):
     """Threads.
 
     Args:
-        run: runs the role of a process.
         settings: where the master listens.
     """
 

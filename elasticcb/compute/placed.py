@@ -23,7 +23,6 @@ class PlacedOptimizers(PlacedComputation):
 
     Args:
         model, specs, num_ps, exchange: as in `Backend.placed`.
-        scale: creates the loss scale of an optimizer.
     """
 
     def __init__(

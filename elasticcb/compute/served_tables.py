@@ -22,10 +22,6 @@ from elasticcb.rpc.tensors import Array
 class ServedTables(ABC):
     """The tables of a model, whose rows are provided for each step.
 
-    Args:
-        model: built.
-        tables: indices of the tables in `model.weights`.
-
     Raises:
         ModelFileError: an index is not that of an embedding layer's variable.
     """

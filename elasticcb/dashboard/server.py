@@ -44,9 +44,7 @@ def serve(folder: Path, port: int, say: Callable[[str], None]) -> None:
     """Serves the dashboard of a job until SIGINT or SIGTERM.
 
     Args:
-        folder: folder of the job.
         port: port on the loopback interface; 0: any free port.
-        say: called with the address.
 
     Raises `UsageError` if there is no such job, the port is taken, or a library is missing.
     """

@@ -22,9 +22,6 @@ _RATES = 60  # per worker, one per poll
 class JobView:
     """Polls a job. Only one thread at a time may call it.
 
-    Args:
-        folder: folder of the job, running or ended.
-
     Attributes:
         status: as in `elasticcb status --json`; None: unknown yet.
         over: whether the job has ended.

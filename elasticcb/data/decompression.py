@@ -126,7 +126,6 @@ class SpooledContent:
     filled only as far as needed.
 
     Args:
-        source: the content that the function reads.
         begin: returns a function that returns at most the given number of next bytes, b"" at the end.
     """
 

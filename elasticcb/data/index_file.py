@@ -69,7 +69,6 @@ class IndexCache:
 
     Args:
         files: files of one data origin.
-        reader: name of their reader.
         parameters: parameters of the reader.
     """
 

@@ -16,10 +16,7 @@ class Autoscaling:
     """Changes the number of workers of a training job.
 
     Args:
-        desk: desk of the job.
         limits: minimum and maximum number of workers.
-        records: total records to train.
-        say: prints a line to the user.
     """
 
     def __init__(self, desk: Desk, limits: WorkerRange, records: int, say: Callable[[str], None]) -> None:

@@ -27,7 +27,6 @@ class CallbackArrays:
     Args:
         folder: where the files are written; created if missing.
         entry: return value of `keep` under an earlier master; None: nothing was saved.
-        say: prints a line to the user.
     """
 
     def __init__(self, folder: Path, entry: Mapping[str, Any] | None, say: Callable[[str], None]) -> None:

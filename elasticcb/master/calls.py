@@ -28,11 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Calls:
-    """Answers calls, each in the thread of its caller.
-
-    Args:
-        desk: desk of the master.
-    """
+    """Answers calls, each in the thread of its caller."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk

@@ -17,7 +17,6 @@ class CheckpointFailures:
     Args:
         count: called for each failure.
         written: called when a checkpoint is complete at its destination.
-        say: prints a line to the user.
 
     Attributes:
         newest: why the last checkpoint failed; None: it succeeded, or there was none.

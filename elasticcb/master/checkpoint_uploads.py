@@ -24,9 +24,7 @@ class CheckpointUploads:
 
     Args:
         folder: local folder where checkpoints are written.
-        url: remote folder.
         keep_max: number of versions to keep remotely; 0: all.
-        failures: notified of failed uploads.
         resumed: existing checkpoints in `folder` belong to this job; the newest is uploaded first.
 
     Attributes:

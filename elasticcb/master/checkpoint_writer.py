@@ -33,9 +33,6 @@ class CheckpointWriter:
     Checkpoints for a remote folder are written to the job's folder and uploaded from there.
 
     Args:
-        settings: settings of the job.
-        control: controls the servers, which hold the model.
-        failures: notified of checkpoints that can't be written.
         resumed: the job continues a job of an earlier master.
         check_may_write: raises `ReplacedError` when another master has taken over the job.
 

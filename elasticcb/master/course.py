@@ -44,10 +44,7 @@ class Course:
     """Drives a job once its servers hold the model.
 
     Args:
-        order: the job.
-        served: the model.
         queue: task queue of the job; change it only under the lock.
-        epochs: calls the epoch hooks.
         checkpoints: writes checkpoints.
         autoscale: checks whether the number of workers should change.
 

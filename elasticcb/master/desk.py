@@ -38,11 +38,7 @@ class Desk:
     drives the job.
 
     Args:
-        cluster: how many processes to run.
         backend: starts and watches the processes.
-        show: prints a line to the user.
-        address: address of the master.
-        access: credentials shared by the master and its processes.
     """
 
     def __init__(
@@ -199,7 +195,6 @@ class Desk:
         """Takes over the workers and servers of a killed master, with its queue.
 
         Args:
-            journal: journal of that master.
             running: live processes, by role and index.
         """
         memory = journal.memory

@@ -14,11 +14,8 @@ class EpochHooks:
     """Calls `on_epoch_begin` and `on_epoch_end`, epoch by epoch.
 
     Args:
-        desk: desk of the job.
-        hooks: the hooks that run on the master.
         states: saved states of callbacks.
         arrays: stores the arrays of these states.
-        num_epochs: total number of epochs.
         has_journal: whether the job can be resumed.
         last_logs: logs of the last finished epoch of an earlier master.
 

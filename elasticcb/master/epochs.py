@@ -20,7 +20,6 @@ class Epochs:
     Args:
         layout: the shards of one epoch; if the number of records is unknown, an upper bound, and `source_ended` marks
             where an epoch ends.
-        settings: settings of the queue.
     """
 
     def __init__(self, layout: ShardLayout, settings: QueueSettings) -> None:

@@ -70,7 +70,6 @@ class JobRecord:
     """The state of one job, and the effects of its changes on journal, user and waiting threads.
 
     Args:
-        crew: the processes that run it.
         number: number of the job, from 1; 0: none yet.
         settings: settings of the job; None before the first one.
         program: the serialized job to run instead of a model file (elasticcb/model/program.py).

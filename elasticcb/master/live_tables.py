@@ -21,11 +21,7 @@ _RESTORE_SECONDS = 30.0  # for the replacement of a lost server
 
 
 class LiveTables:
-    """Queries the servers of the current job, independently of the driving thread.
-
-    Args:
-        desk: desk of the job.
-    """
+    """Queries the servers of the current job, independently of the driving thread."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk

@@ -41,8 +41,6 @@ class Master:
     Args:
         cluster: how many processes to run, and where to listen.
         backend: starts and watches the processes.
-        say: prints a line to the user.
-        access: credentials shared by the master and its processes.
 
     Attributes:
         desk: desk of the current job.

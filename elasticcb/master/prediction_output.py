@@ -33,11 +33,9 @@ class PredictionOutput:
     """The parts of one job's predictions.
 
     Args:
-        path: path of the file.
         format: one of `settings.choices.PREDICTION_FORMATS`.
         job_folder: where parts are written.
         sources: (name, number of records) of the data, in order.
-        output_names: outputs of the model.
     """
 
     def __init__(

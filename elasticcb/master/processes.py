@@ -22,7 +22,6 @@ class Processes:
         backend: carries it out.
         on_worker_lost: called with the id of a worker whose leases must be revoked.
         on_ps_lost: called with the index of a server that is replaced.
-        say: prints a line to the user.
     """
 
     def __init__(

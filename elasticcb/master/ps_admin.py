@@ -55,7 +55,6 @@ class PSControl:
     """Commands to the parameter servers of a job.
 
     Args:
-        client: the master's client of the servers.
         run: name of the training in the servers' recovery files.
 
     Attributes:
@@ -96,7 +95,6 @@ class PSControl:
         """Restores the model on the replacement of a lost server: from recovery files, or else from `source`.
 
         Args:
-            index: index of the server.
             address, id: of the process.
             version: version of the model at which the server continues.
             source: returns the model to use when there are no recovery files.

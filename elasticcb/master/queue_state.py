@@ -32,7 +32,6 @@ class QueueState:
     else it knows. Every created task is in exactly one of the three.
 
     Args:
-        settings: settings of the queue.
         training: (name, number of records) of each training source.
         prediction: the same for prediction; its tasks are handed out in order.
 

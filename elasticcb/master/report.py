@@ -21,13 +21,7 @@ _UPDATE_SECONDS = 0.5  # between updates of the display
 
 
 class Report:
-    """Observes a job for its display.
-
-    Args:
-        master: master of the job.
-        settings: settings of the job.
-        display: a `cli.progress.Display`.
-    """
+    """Observes a job for its display."""
 
     def __init__(self, master: Master, settings: JobSettings, display: Any) -> None:
         self._master, self._settings, self._display = master, settings, display
@@ -69,7 +63,6 @@ class KeptDisplay:
     """A display whose messages are also recorded for the job's page.
 
     Args:
-        display: a `Display` of `elasticcb.cli.progress`.
         happened: as `Past.happened`.
     """
 

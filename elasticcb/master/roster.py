@@ -28,8 +28,6 @@ class Roster:
     """Which processes should run, were requested, and are up.
 
     Args:
-        num_workers: slots for workers.
-        num_ps: slots for parameter servers.
         max_worker_restarts, max_ps_restarts: maximum restarts over the whole job.
 
     Attributes:

@@ -38,7 +38,6 @@ class Servers:
         doubt: called with a server that does not answer.
         variables, may_split: the model's weights, and whether they may be split between servers.
         source: returns the model for a server without recovery files.
-        say: prints a line to the user.
         run: name of the training in the servers' recovery files; "": a new one.
         term: term of this master; servers that know a later one refuse it.
         places: the servers, by index, that already hold the model from a killed master.

@@ -15,9 +15,6 @@ class Todo:
     """Hands out tasks by type, in `HANDING_OUT_ORDER`; within a type, requeued ones first.
 
     Tasks are created when they are handed out, so pending ones cost no memory here.
-
-    Args:
-        supplies: creates the tasks of each type.
     """
 
     def __init__(self, supplies: Mapping[TaskType, Supply]) -> None:

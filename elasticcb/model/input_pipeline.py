@@ -63,7 +63,6 @@ def open_pipeline(
     """Opens the input of a mode.
 
     Args:
-        find_index: on a worker: requests the index of a file from the master.
         next_batch: on a worker: requests a batch of data that only the master's process has.
 
     Raises:

@@ -31,9 +31,6 @@ building = threading.RLock()
 class ModelSpec:
     """The definitions of a model file.
 
-    Args:
-        settings: path of the file, and names of its functions.
-
     Raises:
         ModelFileError: the file can't be imported or lacks a required name.
     """

@@ -70,8 +70,6 @@ def read_optimizers(
     """Copies the state of the optimizers that train something, and builds those that are not built yet.
 
     Args:
-        model_optimizers: optimizers of the model.
-        model_variables: `model.weights`.
         specs: their specs, which say which optimizer trains them. Without them, several unbuilt optimizers are skipped,
             because they only have initial state.
 

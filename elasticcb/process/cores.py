@@ -15,9 +15,6 @@ def usable_cores(proc: Path = Path("/proc/self")) -> int:
     """At least 1. A quota of one and a half cores counts as two.
 
     The quota may be set on the process's own group or any parent: of a container, a systemd unit, or a batch job.
-
-    Args:
-        proc: the process's folder in /proc.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):  # not Linux

@@ -56,7 +56,6 @@ class EmbeddingTable(StoredTable):
         initial_values: returns initial rows of new ids; None if all rows are given (`load`) and stay.
         slots: initial row of each optimizer slot, [dim] or another width, by name.
         limits: shared by all tables of the server; None: no limits.
-        name: for messages.
         options: unset options limit nothing; `max_rows` applies to this server.
         now: system clock in seconds, by which rows age if `max_age` is a time.
 

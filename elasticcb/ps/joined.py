@@ -29,8 +29,6 @@ class Piece:
     Args:
         whole: the flat variable.
         offset: offset of its first element.
-        shape: shape of the part.
-        path: path of the model's variable.
     """
 
     def __init__(self, whole: keras.Variable, offset: int, shape: Sequence[int], path: str) -> None:

@@ -46,8 +46,6 @@ class Move:
         request: request of the step PREPARE.
         model: the current model; None: the server is new.
         make_model: creates the new model from a request like that of `Initialize`, without weights.
-        lock: protects the model.
-        access: credentials of the job.
 
     Attributes:
         version: version of the new map; identifies the move.
@@ -229,7 +227,6 @@ class Moves:
 
     Args:
         holder: holder of the model to move.
-        access: credentials of the job.
     """
 
     def __init__(self, holder: Holder, access: Access) -> None:

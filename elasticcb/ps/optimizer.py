@@ -20,7 +20,6 @@ class ServerOptimizer:
     """An optimizer built on a server's variables.
 
     Args:
-        leaf: the unbuilt optimizer, and all variables of the model that it updates.
         make: creates the same leaf again, with a fresh optimizer.
         variables: variables to build on, with the weights' values, by index in the model.
         undecayed: indices of variables excluded from weight decay.

@@ -53,13 +53,9 @@ class Parameters:
     """The part of the model given by `slices`.
 
     Args:
-        specs: all variables of the model.
-        slices: this server's part.
         make_optimizers: creates fresh optimizers; None if nothing is trained.
         values: arrays of the part, in the shapes of its slices, by variable.
-        version: of the model.
         place: the server's index, and the map of embedding rows to servers; None: there is one server.
-        limits: limits of embedding tables.
         outer_optimizer: the setting; "": none.
 
     Attributes:

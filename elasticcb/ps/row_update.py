@@ -25,7 +25,6 @@ class RowClone:
 
     Args:
         optimizer: the original optimizer.
-        index: index of the full variable in the model.
         shape, dtype, path: of the full variable, of rank 1 or more.
         rate_multiplier: factor for the optimizer's learning rate.
 
@@ -88,7 +87,6 @@ class RowUpdate:
 
     Args:
         server: the optimizer with the variable's slots.
-        index: index of the variable in the model.
         variable: this server's part of it, of rank 1 or more.
     """
 

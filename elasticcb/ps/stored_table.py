@@ -32,7 +32,6 @@ class StoredTable:
     Args:
         rows: rows in memory, initially empty.
         store: store for rows on disk; None: none.
-        name: for messages.
     """
 
     def __init__(self, rows: TableRows, store: ColdStore | None, name: str) -> None:

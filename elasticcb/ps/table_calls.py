@@ -22,11 +22,7 @@ _MOST_TOP = 10_000  # maximum number of ids per answer
 
 
 class TableCalls:
-    """These calls take the lock repeatedly, but only briefly.
-
-    Args:
-        holder: holder of the model.
-    """
+    """These calls take the lock repeatedly, but only briefly."""
 
     def __init__(self, holder: Holder) -> None:
         self._holder = holder
@@ -64,9 +60,7 @@ def count_table(table: EmbeddingTable, version: int, top: int, lock: AbstractCon
     another, may be missing or counted twice.
 
     Args:
-        version: version of the model.
         top: how many of the most frequently looked-up ids to return.
-        lock: protects the table.
     """
     counts, start = TableCounts(Top(top)), 0
     while True:

@@ -42,11 +42,7 @@ class Tables:
     """The tables among the variables `specs`.
 
     Args:
-        specs: all variables of the model.
-        index: index of this server.
-        buckets: maps rows to servers.
         optimizers: optimizers of the model; None if nothing is trained.
-        limits: memory limits.
     """
 
     def __init__(
@@ -163,7 +159,6 @@ class Tables:
         """By table, the rows [n, dim] of ids (int64 [n], unique), of a snapshot or current.
 
         Args:
-            wanted: ids by table.
             create: create missing rows; never in a snapshot.
         """
         tables = {number: self[number] for number in wanted}
@@ -220,11 +215,7 @@ class Tables:
         return {number: table.hold(lock, since) for number, table in self._tables.items()}
 
     def load(self, sources: Mapping[int, TableSource], version: int) -> None:
-        """Replaces the rows of the tables in `sources` by this server's part of these.
-
-        Args:
-            version: version of the model.
-        """
+        """Replaces the rows of the tables in `sources` by this server's part of these."""
         for number, source in sources.items():
             self[number].load(_OwnRows(source, self._owns, partial(self._own_part, number)), version)
 

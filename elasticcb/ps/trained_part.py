@@ -33,8 +33,6 @@ class TrainedPart:
     """Trainable variables with fresh optimizers.
 
     Args:
-        specs: all variables of the model.
-        slices: this server's part.
         make_optimizers: creates fresh optimizers; None if nothing is trained.
         values: arrays of the part, in the shapes of its slices, by variable.
         groups: groups of variables to update as one; None: as many as possible.

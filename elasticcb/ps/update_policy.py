@@ -139,9 +139,6 @@ class Rounds(UpdatePolicy):
     After the first movement of a round, missing ones are awaited as long as the first movement usually takes after the
     previous round: the median of the last rounds, which a pause between two epochs does not change; at least
     `LEAST_SECONDS`. A worker whose movement came too late takes part again when it comes.
-
-    Args:
-        clock: seconds.
     """
 
     name = "local"

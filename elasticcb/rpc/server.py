@@ -26,7 +26,6 @@ class Server:
 
     Args:
         host: interface to listen on, or a folder of sockets.
-        port: 0 picks a free one.
         threads: how many calls it answers at once; a long poll occupies one all the time. Calls that never wait have
             other threads.
         access: credentials that calls must carry, and by which the server identifies itself.

@@ -163,12 +163,7 @@ def _dumped(
 
 
 class Copies:
-    """Makes copies of an object in this process. Keras objects in it, such as a model that data reads, are not copied.
-
-    Args:
-        value: the object.
-        name: how messages call it.
-    """
+    """Makes copies of an object in this process. Keras objects in it, such as a model that data reads, are not copied."""
 
     def __init__(self, value: Any, name: str) -> None:
         self._kept: list[Any] = []

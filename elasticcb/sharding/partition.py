@@ -115,7 +115,6 @@ def partition(specs: Sequence[VariableSpec], num_ps: int, split: bool) -> list[l
 
     Args:
         specs: the model's variables, in the order of `model.weights`.
-        num_ps: number of servers, at least 1.
         split: whether variables may be cut between rows. Variables with a constraint never are.
     """
     if num_ps < 1:

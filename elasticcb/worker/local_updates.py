@@ -27,10 +27,7 @@ class LocalUpdates:
     bit-identically to `fit`.
 
     Args:
-        computation: computation of the model.
-        ps: the servers.
         length: length of the windows of batches that are merged.
-        moves: determines how changes of non-trainable variables count.
 
     Attributes:
         may_go_back: whether `go_back` may be called.

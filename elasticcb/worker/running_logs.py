@@ -12,7 +12,6 @@ class RunningLogs:
     """The metrics over what this worker has computed of an epoch or a pass.
 
     Args:
-        metrics: metrics of the model.
         wanted: whether a hook takes them.
     """
 

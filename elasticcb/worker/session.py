@@ -64,9 +64,6 @@ class BuiltModel:
     """The model and its data, before the worker joins the job.
 
     Args:
-        settings: settings of the job.
-        client: client of the master.
-        spec: provides model, callbacks and, for a serialized job, the data.
         before: the model of an earlier job, to which `spec` refers.
 
     Raises `ElasticCBError` when the model file or the data is unusable.
@@ -119,7 +116,6 @@ class Session:
     """A worker that has joined a job whose servers hold the model.
 
     Args:
-        built: the model.
         cluster: the master's `pb.GetClusterResponse`.
 
     Attributes:
@@ -237,7 +233,6 @@ class Session:
 
         Args:
             version: of the model; at the end of a batch, after its push.
-            logs: loss and metrics.
         """
         if not self.callbacks.is_due(hook):
             self.callbacks.skip(hook)

@@ -51,11 +51,6 @@ class Tally:
 class TaskProgress:
     """Progress of one task.
 
-    Args:
-        session: session of the worker.
-        tally: counters of the worker; updated.
-        started: the task.
-
     Attributes:
         report: the task's report so far.
         units_done: records, or batches, that count as done.
@@ -115,7 +110,6 @@ class TaskProgress:
         """Counts a batch as done, and reports to the master at intervals.
 
         Args:
-            units: units of the batch.
             seconds: duration of the batch, if already known.
         """
         self.units_done += units
@@ -147,11 +141,7 @@ class Training(ABC):
 
     @abstractmethod
     def train(self, batch: Batch, index: int) -> None:
-        """Trains on a batch.
-
-        Args:
-            index: index of the batch in the epoch on this worker.
-        """
+        """Trains on a batch."""
 
     @abstractmethod
     def settle(self) -> None:

@@ -22,7 +22,6 @@ class WindowLength:
 
     Args:
         given: batches per window; None: automatic.
-        clock: seconds.
 
     Attributes:
         batches: batches of the current window.

@@ -137,7 +137,6 @@ def check_lock(text: str, place: str, wheels: bool, extra_pypi_index: str) -> No
     """Raises `UsageError` if a `LOCK` lacks this elasticcb with its hashes.
 
     Args:
-        place: the file's path, for the message.
         wheels, extra_pypi_index: as in `ZooImage`.
     """
     pattern = rf"^elasticcb(\[[^]]*\])?=={re.escape(__version__)}[\s\\]+--hash="
@@ -198,11 +197,7 @@ def model_files(folder: Path) -> Iterator[Path]:
 
 
 def check_requirements(text: str, place: str) -> None:
-    """Raises `UsageError` that lists all lines of a requirements.txt that can't be installed in an image.
-
-    Args:
-        place: the file's path, for the message.
-    """
+    """Raises `UsageError` that lists all lines of a requirements.txt that can't be installed in an image."""
     problems = []
     for number, line in enumerate(text.splitlines(), 1):
         line = line.partition(" #")[0].strip()

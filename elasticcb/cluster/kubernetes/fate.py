@@ -82,7 +82,6 @@ def verdict(pod: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = (), go
 
     Args:
         pod: its last observed state.
-        events: known events of this pod.
         gone: it no longer exists in the API.
     """
     status = pod.get("status", {})

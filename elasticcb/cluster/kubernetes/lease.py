@@ -38,9 +38,7 @@ class MasterLease:
     """A job's Lease, from the point of view of one of its masters.
 
     Args:
-        name: name of the job.
         holder: the pod of this process. Its previous container has ended.
-        clock: returns seconds.
     """
 
     def __init__(self, api: LeaseAPI, name: str, holder: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -132,7 +130,6 @@ def held(lease: MasterLease, say: Callable[[str], None], end: Callable[[int], ob
     and processes then belong to another master.
 
     Args:
-        say: shows a line to the user.
         end: ends this process with an exit code.
     """
     told = ""

@@ -53,7 +53,6 @@ class ForkServer:
     and running ones continue.
 
     Args:
-        control: socket to the fork process.
         process: the fork process, if it ends with this object.
         forked: processes that it started for another master, for this one to take over.
 

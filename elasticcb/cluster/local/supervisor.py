@@ -36,7 +36,6 @@ def keep_master(
     Args:
         debug: show tracebacks of errors.
         resumed: continue the job in its folder.
-        say: shows a line to the user.
         begun: called for each master when it runs.
     """
     # If the fork process is killed, its children become children of this process.

@@ -151,7 +151,6 @@ def id_function(
 
     Args:
         recorded: traces a step.
-        specs: specs of the batch.
     """
     recording: Recording
     outputs: list[tf.Tensor] = []
