@@ -28,7 +28,6 @@ class ClusterProcesses:
     """A master in this process, and workers and servers started by the backend.
 
     Args:
-        settings: number and location of the processes.
         directory: folder for logs and data; None: a temporary folder, removed by `close`.
 
     Attributes:

@@ -27,12 +27,7 @@ def _has_several(settings: JobSettings) -> bool:
 
 @dataclass(frozen=True)
 class Placed:
-    """A callback whose hooks run in several kinds of processes, in one job.
-
-    Attributes:
-        batches: its hooks of batches, which run on workers.
-        others: its hooks on the master, except those that begin the job.
-    """
+    """A callback whose hooks run in several kinds of processes, in one job."""
 
     callback: Any
     batches: tuple[str, ...]

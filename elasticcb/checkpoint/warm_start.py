@@ -30,9 +30,6 @@ class WarmStart:
     """What a job loads from a checkpoint.
 
     Attributes:
-        folder: folder of the checkpoint's version.
-        specs: the job's variables.
-        saved: the checkpoint's variables.
         taken: the checkpoint's variable for each of the job's variables.
     """
 

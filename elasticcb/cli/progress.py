@@ -74,7 +74,6 @@ class PlainDisplay:
     """Plain lines, or JSON lines as in logs: one when the status changed, at most one per `interval` seconds.
 
     Args:
-        stream: None: standard output.
         interval: seconds between two lines; a new phase is shown at once.
     """
 

@@ -190,7 +190,6 @@ class MasterClient:
 
         Args:
             fatal: the error would also occur in a replacement.
-            asked: it was asked to stop while the job continues.
         """
         request = pb.LeaveRequest(
             id=self.id, error=error, traceback=traceback, fatal=fatal, role=role, index=index, asked=asked

@@ -29,8 +29,6 @@ class PushResult:
     """The servers' answer to a push.
 
     Attributes:
-        status: a `pb.PushStatus`.
-        version: version of the model after it.
         rows: requested rows of embedding tables, by variable: [n, dim] each.
         optimizers: after a movement, the steps and rates of the servers' optimizers; None: nobody else has changed the
             model since the worker's last exchange, so it already has them.
@@ -49,13 +47,10 @@ class PSClient:
     Args:
         client_id: id of the worker, part of the name of each push.
         synchronous: whether pushes to several servers are staged, and decided on by the first server.
-        measures: statistics of call durations and looked-up rows.
         outer: an outer optimizer determines the result of a movement, even if no other joins it.
-        rounding: how arrays are rounded for transport; None: not at all.
 
     Attributes:
         version: version of the model on the first server.
-        learning_rate: the base rate.
         staged: pushes go to the other servers first, and the first one decides.
         learning_rate_version: increases when the master sets the base rate.
         snapshot_version: version of the weights last fetched by `pull_snapshot`.
@@ -277,10 +272,6 @@ class PSClient:
 
     def _merged(self, server: KnownServer, frame: Frame[Any], pushed: Any) -> tuple[Any, bool]:
         """Waits until a server has merged a movement, which may wait for those of other workers.
-
-        Args:
-            frame: frame of the movement.
-            pushed: header of its answer.
 
         Returns:
             That header, or a new one if the movement had to be sent again; and whether no other answer came after it.

@@ -24,7 +24,6 @@ class JobView:
 
     Attributes:
         status: as in `elasticcb status --json`; None: unknown yet.
-        over: whether the job has ended.
         trouble: why `status` is outdated; "": it is current.
     """
 

@@ -66,10 +66,6 @@ class IndexCache:
 
     An index is valid while the file is unchanged on the same machine: inode, size, and both change times, because
     programs can set one of them. Remote files need a version, for example an ETag.
-
-    Args:
-        files: files of one data origin.
-        parameters: parameters of the reader.
     """
 
     def __init__(self, files: Sequence[str], reader: str, parameters: str) -> None:
@@ -91,11 +87,7 @@ class IndexCache:
         return dict(self._found)
 
     def write(self, indexes: Mapping[str, bytes], identities: Mapping[str, Identity]) -> None:
-        """Stores the results of a scan after `read`, if the data is large enough.
-
-        Args:
-            indexes, identities: by file.
-        """
+        """Stores the results of a scan after `read`, if the data is large enough."""
         large = sum(identity.size for identity in identities.values()) >= _LEAST_BYTES
         if self._path is None or not large or dict(indexes) == self._found:
             return

@@ -36,9 +36,7 @@ class TextScan:
     Attributes:
         places: offsets of records, without the header.
         fields: number of fields in each record; 0: lines are not split.
-        header: the header's bytes.
         line_end: as in `Dialect`.
-        complete: whether the scan reached the end of the file.
     """
 
     places: RecordOffsets

@@ -13,11 +13,7 @@ from elasticcb.settings import WorkerRange
 
 
 class Autoscaling:
-    """Changes the number of workers of a training job.
-
-    Args:
-        limits: minimum and maximum number of workers.
-    """
+    """Changes the number of workers of a training job."""
 
     def __init__(self, desk: Desk, limits: WorkerRange, records: int, say: Callable[[str], None]) -> None:
         self._desk, self._records, self._say = desk, records, say

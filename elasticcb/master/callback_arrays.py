@@ -25,7 +25,6 @@ class CallbackArrays:
     """Writes arrays to a new file whenever they change. The journal names the current file.
 
     Args:
-        folder: where the files are written; created if missing.
         entry: return value of `keep` under an earlier master; None: nothing was saved.
     """
 

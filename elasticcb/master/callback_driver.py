@@ -33,7 +33,6 @@ class MasterHooks:
     """The hooks of a job that run on the master.
 
     Args:
-        stop_training: called with a reason.
         reached_version: called with the version after a change made here.
 
     Attributes:

@@ -45,12 +45,6 @@ class Course:
 
     Args:
         queue: task queue of the job; change it only under the lock.
-        checkpoints: writes checkpoints.
-        autoscale: checks whether the number of workers should change.
-
-    Attributes:
-        over: whether the job is done.
-        follows_batches: whether callbacks on the master have batch hooks.
     """
 
     def __init__(

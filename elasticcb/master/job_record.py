@@ -37,9 +37,7 @@ class Crew:
     """The processes of a cluster, over all its jobs.
 
     Attributes:
-        waiting: workers that wait for a task.
         stats: last statistics of each process, by id.
-        closing: no more jobs will come.
     """
 
     roster: Roster
@@ -54,8 +52,6 @@ class Effects:
 
     Attributes:
         entries: journal entries, in order; "states" are pairs of an epoch and metric states.
-        shortens: whether to compact the journal.
-        lines: lines for the user.
         driver, everybody: whether to wake the driving thread, or all waiting threads.
     """
 
@@ -70,19 +66,13 @@ class JobRecord:
     """The state of one job, and the effects of its changes on journal, user and waiting threads.
 
     Args:
-        number: number of the job, from 1; 0: none yet.
         settings: settings of the job; None before the first one.
-        program: the serialized job to run instead of a model file (elasticcb/model/program.py).
         datasets: pickled functions that create per-worker datasets, by number.
-        started: when the job started.
 
     Attributes:
         told: fields of the snapshot that the driving thread sets.
-        speed: records per second.
         speeds: batches per second of each worker, by id.
-        past: history for the job's page.
         evaluated_before: records evaluated before the last round.
-        start_version: version of the model when the job started.
         queue: None until the model is built.
         cluster: what workers need to know of the servers; None until these hold the model.
         find_index: returns the data reader's index of a file, by mode and name; b"" while unknown.
@@ -91,13 +81,9 @@ class JobRecord:
         checkpoint_written: when the newest checkpoint was written, or the job started.
         loss: mean over the batches of the last report.
         loss_jumps: detects loss jumps, where several workers apply gradients late.
-        autoscales: whether the number of workers follows the throughput.
-        epoch_states: training metrics.
         calls, results: of FUNCTION tasks by id: functions still to call; results until fetched.
         prediction_output: receives predictions instead of `predictions`: outputs by batch, by first unit of a task.
         error: an error found while answering a call; ends the job.
-        over: there are no more tasks in this job.
-        has_journal: whether entries are persisted.
     """
 
     def __init__(

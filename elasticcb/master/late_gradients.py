@@ -22,11 +22,7 @@ _ADVICE = "--updates=local trains each worker locally and merges the results"
 
 
 def risk(workers: int, kinds: Collection[str]) -> str:
-    """A warning for a job that applies each gradient on arrival; "": none.
-
-    Args:
-        kinds: class names of its optimizers with momentum.
-    """
+    """A warning for a job that applies each gradient on arrival; "": none."""
     if workers < _MANY_WORKERS or not kinds:
         return ""
     return (

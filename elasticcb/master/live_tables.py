@@ -32,7 +32,6 @@ class LiveTables:
         Args:
             top: how many of the most frequently looked-up ids to return.
             id: the id whose rows to return; None: report on the tables.
-            seconds: how long to wait for lost servers.
 
         Raises `UsageError` when servers are missing.
         """

@@ -57,12 +57,6 @@ class _Server(ThreadingMixIn, WSGIServer):
 class MetricsServer:
     """Answers scrapes, in its own threads, and the checks at `LIVE_PATH` and `READY_PATH`.
 
-    Args:
-        ready: whether the servers hold the model and tasks are handed out; must not wait for a lock.
-
-    Attributes:
-        address: "host:port".
-
     Raises `ConnectionLostError` when the port is taken.
     """
 

@@ -12,7 +12,6 @@ class Present:
     """A member that is up.
 
     Attributes:
-        seen: time of its last heartbeat.
         job: the job that it last registered for.
         idle: it has finished that job.
         released: it should leave, because fewer are needed.

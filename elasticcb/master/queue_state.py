@@ -32,11 +32,7 @@ class QueueState:
     else it knows. Every created task is in exactly one of the three.
 
     Args:
-        training: (name, number of records) of each training source.
         prediction: the same for prediction; its tasks are handed out in order.
-
-    Attributes:
-        failure: the task that ended the job, if any.
     """
 
     def __init__(
@@ -238,9 +234,6 @@ class QueueState:
     @classmethod
     def from_dict(cls: type[Queue], saved: dict[str, Any], now: float | None = None) -> Queue:
         """The queue saved by `to_dict`; milestones that were not fetched are repeated.
-
-        Args:
-            now: seconds; workers continue their saved leases. None: no lease is active.
 
         Raises `CheckpointError` when `saved` is invalid.
         """

@@ -60,11 +60,7 @@ class Report:
 
 
 class KeptDisplay:
-    """A display whose messages are also recorded for the job's page.
-
-    Args:
-        happened: as `Past.happened`.
-    """
+    """A display whose messages are also recorded for the job's page."""
 
     def __init__(self, display: Any, happened: Callable[[str, str], None]) -> None:
         self.update, self.epoch_ended = display.update, display.epoch_ended

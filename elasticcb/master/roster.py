@@ -53,7 +53,6 @@ class Roster:
 
         Args:
             index: slot that it takes; -1: the first free one.
-            now: seconds.
             job: number of the job, from 1.
 
         A process that registers again for the same slot (for the next job, or because its first answer got lost) is the

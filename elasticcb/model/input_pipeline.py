@@ -140,10 +140,6 @@ def _spec_of(leaf: Any) -> Any:
 class FeedPipeline:
     """The batches of one mode: reader, the model file's `feed`, batching, prefetch; traced once.
 
-    Args:
-        mode: purpose of the batches.
-        find_index: see `open_pipeline`.
-
     Raises:
         DataError: the data can't be read.
         ModelFileError: there is no `feed`, or it raises or returns no dataset.

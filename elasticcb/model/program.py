@@ -36,7 +36,6 @@ class Program:
 
     Attributes:
         of_servers: further objects that travel without their content, because servers hold it: rows of tables.
-        rehearsal: what workers are to compute before they train (compute/rehearsal.py); None: nothing.
     """
 
     model: keras.Model

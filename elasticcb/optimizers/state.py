@@ -106,9 +106,6 @@ def write_optimizers(
 
     Slots of variables that are not trained are not changed.
 
-    Args:
-        model_optimizers, model_variables, specs: as in `read_optimizers`.
-
     Raises `ElasticCBError`, before anything is changed, if the state belongs to another optimizer or model.
     """
     from elasticcb.optimizers.traits import MultiOptimizer, unwrapped

@@ -31,9 +31,6 @@ class ColdRows:
     """Rows by id, of one table.
 
     Not thread-safe, like the table; results of `hold` and `snapshot` may be read by other threads.
-
-    Args:
-        like: empty state with the arrays that every row has.
     """
 
     def __init__(self, store: ColdStore, like: TableState) -> None:

@@ -22,7 +22,6 @@ class CompiledUpdate:
         places: positions of its variables with dense gradients among all such variables, by index.
         row_updates: updates of variables whose rows are updated sparsely, by index; the gradients of others are made
             dense.
-        jit_compile: use XLA.
     """
 
     def __init__(

@@ -52,17 +52,12 @@ class EmbeddingTable(StoredTable):
     """Rows by id, which are trained, and evicted when there are too many.
 
     Args:
-        dim, dtype: dimension and dtype of a row.
         initial_values: returns initial rows of new ids; None if all rows are given (`load`) and stay.
         slots: initial row of each optimizer slot, [dim] or another width, by name.
-        limits: shared by all tables of the server; None: no limits.
         options: unset options limit nothing; `max_rows` applies to this server.
         now: system clock in seconds, by which rows age if `max_age` is a time.
 
     Attributes:
-        ages: finds rows that are too old.
-        candidates: ids that have not been looked up often enough yet.
-        flow: counts created and evicted rows.
         max_rows: maximum number of rows in memory; 0: no limit.
     """
 
@@ -275,7 +270,6 @@ class EmbeddingTable(StoredTable):
         """Adds the rows of `before`, which must not be used afterwards, including counts of ids without rows.
 
         Args:
-            before: a table of the same dimension and slots.
             keeps: returns which ids (int64 [n]) to take: bool [n]; none of them has a row here.
         """
         self.candidates, self.ages, self.flow = before.candidates, before.ages, before.flow

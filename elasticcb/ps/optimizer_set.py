@@ -40,14 +40,8 @@ class _Outline(NamedTuple):
 class OptimizerSet:
     """The optimizers of a model, some of which may have no variables on this server.
 
-    Args:
-        variables: variables of which this server holds at least a part, by index.
-        groups: groups of variables to update as one; None: as many as possible.
-
     Attributes:
         parts: the optimizers; those inside a MultiOptimizer individually.
-        variables: variables that the optimizers hold, by index.
-        groups: variables that are updated as one.
     """
 
     def __init__(

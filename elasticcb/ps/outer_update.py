@@ -17,15 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class OuterUpdate:
-    """Uses minus the movement of a round as the gradient of one more optimizer (DiLoCo, Douillard et al. 2023).
-
-    Args:
-        text: the setting `outer_optimizer`.
-        specs, slices, values: as in `TrainedPart`.
-
-    Attributes:
-        optimizers: holds that optimizer and its state.
-    """
+    """Uses minus the movement of a round as the gradient of one more optimizer (DiLoCo, Douillard et al. 2023)."""
 
     def __init__(
         self, text: str, specs: Sequence[VariableSpec], slices: Sequence[Slice], values: Mapping[int, Array]

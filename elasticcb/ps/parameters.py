@@ -53,14 +53,10 @@ class Parameters:
     """The part of the model given by `slices`.
 
     Args:
-        make_optimizers: creates fresh optimizers; None if nothing is trained.
-        values: arrays of the part, in the shapes of its slices, by variable.
         place: the server's index, and the map of embedding rows to servers; None: there is one server.
         outer_optimizer: the setting; "": none.
 
     Attributes:
-        tables: the embedding tables.
-        version: number of updates applied to the weights.
         state_version: increases when a non-trainable variable changes.
     """
 

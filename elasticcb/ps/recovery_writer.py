@@ -22,7 +22,6 @@ class RecoveryWriter:
 
     Args:
         take: returns the server's content, in full or as changed after a version.
-        interval_seconds: interval between files.
         warn: called each time the files can't be written.
         replica: starts its log before a file is written, if it has none, and gets what the file contains.
     """

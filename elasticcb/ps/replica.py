@@ -41,7 +41,6 @@ class Replica:
     sent while the next is made, and changes of several workers may be sent together.
 
     Args:
-        files: its recovery files, which tell a later process whether the log is valid.
         address: address of the neighbour, "host:port"; "" while that is also lost.
 
     Attributes:

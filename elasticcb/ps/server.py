@@ -28,11 +28,6 @@ _GRACE_SECONDS = 1.0  # for running calls
 class PSServer:
     """Serves one part of the model, which the master sends with `Initialize`.
 
-    Args:
-        make_optimizers: creates fresh optimizers, as many as requested; None if nothing is trained.
-        access: credentials of the job; calls without them are refused.
-        warn, lost_workers: as in `ServerOptions`.
-
     Raises `ConnectionLostError` when the port is taken.
     """
 

@@ -23,12 +23,7 @@ from elasticcb.rpc.tensors import Frame
 
 
 class Servicer:
-    """The calls of one parameter server.
-
-    Attributes:
-        holder: holder of its model.
-        handlers: handler of each call, by method name.
-    """
+    """The calls of one parameter server."""
 
     def __init__(self, options: ServerOptions) -> None:
         training_calls = TrainingCalls(options.lost_workers)

@@ -58,9 +58,6 @@ class TableCalls:
 def count_table(table: EmbeddingTable, version: int, top: int, lock: AbstractContextManager[Any]) -> TableCounts:
     """Statistics of a table, collected in pieces while it may change: a row that is evicted meanwhile, or replaces
     another, may be missing or counted twice.
-
-    Args:
-        top: how many of the most frequently looked-up ids to return.
     """
     counts, start = TableCounts(Top(top)), 0
     while True:

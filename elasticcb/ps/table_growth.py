@@ -11,12 +11,7 @@ _MARK_SECONDS = 5.0
 
 
 class RowFlow:
-    """Counts created and removed rows, and remembers the counts over the last minute.
-
-    Attributes:
-        made: rows created so far.
-        removed: rows removed so far.
-    """
+    """Counts created and removed rows, and remembers the counts over the last minute."""
 
     def __init__(self) -> None:
         self.made = self.removed = 0

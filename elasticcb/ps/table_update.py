@@ -34,7 +34,6 @@ class TableUpdate:
 
     Args:
         optimizer: optimizer of the table. Its variables need not include the table.
-        rate_multiplier: factor of the table for the optimizer's learning rate.
 
     Attributes:
         kind: the optimizer's class name.

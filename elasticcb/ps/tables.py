@@ -39,11 +39,7 @@ _IDS_AND_STARTS = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.uin
 
 
 class Tables:
-    """The tables among the variables `specs`.
-
-    Args:
-        optimizers: optimizers of the model; None if nothing is trained.
-    """
+    """The tables among the variables `specs`."""
 
     def __init__(
         self,
@@ -252,7 +248,6 @@ class _OwnRows:
 
     Args:
         owns: returns which ids (int64 [n]) belong to this server: bool [n].
-        own_part: returns this server's part of a piece.
     """
 
     def __init__(

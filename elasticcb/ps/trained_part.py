@@ -33,13 +33,10 @@ class TrainedPart:
     """Trainable variables with fresh optimizers.
 
     Args:
-        make_optimizers: creates fresh optimizers; None if nothing is trained.
-        values: arrays of the part, in the shapes of its slices, by variable.
         groups: groups of variables to update as one; None: as many as possible.
 
     Attributes:
         variables: trainable variables of the part, by index.
-        optimizers: None if nothing is trained.
     """
 
     def __init__(
@@ -141,11 +138,7 @@ class TrainedPart:
             ) from error
 
     def set_weights(self, blocks: Mapping[str, Array]) -> None:
-        """Sets all variables.
-
-        Args:
-            blocks: flat, by dtype.
-        """
+        """Sets all variables."""
         with tf.device("/CPU:0"):
             assign(
                 (

@@ -77,7 +77,6 @@ def run_master(
 
     Args:
         settings: settings of the job; its directory must exist.
-        resumed: continue the job that an earlier master started in this folder.
         since: time (`time.monotonic`) when an earlier master was killed, if its processes may be alive.
 
     Raises:
@@ -121,7 +120,6 @@ def running_cluster(
     Args:
         settings: settings of the first job; all jobs must have the same `cluster` and `directory`.
         journal: opens the journal of the only job; None, and its result None: the job can't be resumed.
-        fork_server, since: as in `run_master`; without a fork server, the backend starts one if needed.
         wait_seconds: how long to wait for another master in this folder that is ending.
     """
     folder = Path(settings.directory)

@@ -41,7 +41,6 @@ class Connection:
     Calls made without `call` must carry `metadata`.
 
     Args:
-        address: "host:port", or the address of a socket in a folder.
         name: name of the server in messages: "the master", "parameter server 1".
         patience_seconds: how long to retry before `ConnectionLostError`.
     """

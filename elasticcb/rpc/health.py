@@ -32,12 +32,6 @@ _OPTIONS = [
 class HealthServer:
     """Starts answering `Check`.
 
-    Args:
-        ready: returns whether that service is ready. Called at each check; must not wait for a lock.
-
-    Attributes:
-        address: "host:port".
-
     Raises `ConnectionLostError` when the port is taken.
     """
 

@@ -50,11 +50,7 @@ class Message(NamedTuple):
 
 
 class ClientLink:
-    """The client's end. Unusable after a call that raised anything but the server's own error.
-
-    Args:
-        is_alive: checks by another connection whether the server still answers.
-    """
+    """The client's end. Unusable after a call that raised anything but the server's own error."""
 
     def __init__(self, connected: socket.socket, is_alive: Callable[[], bool]) -> None:
         self._socket = connected

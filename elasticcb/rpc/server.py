@@ -31,9 +31,6 @@ class Server:
         access: credentials that calls must carry, and by which the server identifies itself.
         largest_message: maximum size of a message in bytes; -1: the limit of gRPC.
 
-    Attributes:
-        refused: counts refused calls.
-
     Raises `ConnectionLostError` when the port is taken, or other users can access the folder.
     """
 

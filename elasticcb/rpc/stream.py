@@ -41,7 +41,6 @@ class ClientStream:
     """The client's side of one connection; one call at a time.
 
     Args:
-        tls: TLS identity of this process; None: no TLS.
         attach: sends a message to the server's `Attach`; raises `ConnectionLostError` if it may work later, and another
             error if the server refuses.
 

@@ -76,7 +76,6 @@ def write(
 
     Args:
         mode: permissions, reduced by the umask: `PRIVATE`, or `SHARED` with other users.
-        sync_names: as for `replacing`.
 
     Raises `OSError`, as for `replacing`.
     """

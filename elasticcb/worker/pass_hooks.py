@@ -20,7 +20,6 @@ class PassHooks:
 
     Args:
         metrics: metrics of the model; free to use between tasks.
-        wants: whether a callback here implements a hook.
     """
 
     def __init__(self, metrics: ModelMetrics, wants: Callable[[str], bool], call: Callable[..., None]) -> None:

@@ -31,9 +31,6 @@ class PlacedModel:
     Args:
         cluster: the master's `GetClusterResponse`.
 
-    Attributes:
-        error: error in the last call of an optimizer, if it failed.
-
     Raises:
         ModelFileError: the weights of `model` differ from the caller's.
     """

@@ -30,11 +30,7 @@ class RunningLogs:
             self._states = self._with(states)
 
     def logs(self, logs: dict[str, Any], step: str) -> dict[str, Any]:
-        """`logs` of a batch, with the metrics over everything that was added.
-
-        Args:
-            step: "train" or "test".
-        """
+        """`logs` of a batch, with the metrics over everything that was added."""
         return {**logs, **self._metrics.results_of(self._states, step)}
 
     def evaluated(self, logs: dict[str, Any]) -> dict[str, Any]:

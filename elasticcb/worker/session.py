@@ -51,7 +51,6 @@ class BatchOfEpoch:
     """A training batch, as hooks see it.
 
     Attributes:
-        index: its index in the epoch, on this worker.
         epoch_version: version of the model when the epoch began.
     """
 
@@ -62,9 +61,6 @@ class BatchOfEpoch:
 
 class BuiltModel:
     """The model and its data, before the worker joins the job.
-
-    Args:
-        before: the model of an earlier job, to which `spec` refers.
 
     Raises `ElasticCBError` when the model file or the data is unusable.
     """
@@ -123,8 +119,6 @@ class Session:
         reports_batches, reports_predictions: whether the master wants batch events, and predictions.
         holds_predictions: whether callbacks here keep predictions in memory until the end.
         stop_told: whether the master knows that a callback requested the end of training.
-        local: local training; None if servers apply gradients.
-        state: how changes of non-trainable variables count.
     """
 
     def __init__(self, built: BuiltModel, cluster: Any) -> None:

@@ -28,9 +28,6 @@ class Tally:
     Attributes:
         present: task type, epoch and evaluation pass of the last task.
         batches: batches run here, by these.
-        predicts: whether it has had a prediction task.
-        steps: training steps.
-        first_step_told: whether the first step has been logged.
         last_version: version of the model at the last batch.
     """
 
@@ -52,7 +49,6 @@ class TaskProgress:
     """Progress of one task.
 
     Attributes:
-        report: the task's report so far.
         units_done: records, or batches, that count as done.
         event: event of the current batch for the master's callbacks.
     """

@@ -42,7 +42,6 @@ class TaskRun:
     Attributes:
         end: number of records to process here, if others do the rest.
         is_left: nothing more is done: it failed, was revoked, or is done up to `end`.
-        gave_up: an error here has failed the job.
     """
 
     def __init__(self, session: Session, tally: Tally, started: TaskStarted) -> None:

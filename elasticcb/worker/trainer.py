@@ -39,11 +39,7 @@ def train(
     rows: TableRows,
     moves: Moves = state_moves,
 ) -> TrainResult:
-    """Gradients of a batch, for the servers that hold `weights`.
-
-    Args:
-        batch, weights, version, rows: as in `Computation.train`.
-    """
+    """Gradients of a batch, for the servers that hold `weights`."""
     step = computation.train(batch, weights, version, rows)
     state, shares = moves(weights, step.state, specs, weights.partition, step.decays)
     push = Gradients(

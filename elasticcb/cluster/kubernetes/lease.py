@@ -128,9 +128,6 @@ def held(lease: MasterLease, say: Callable[[str], None], end: Callable[[int], ob
 
     If another pod takes the Lease, or it can't be renewed in time, this process exits at once, as if killed: its files
     and processes then belong to another master.
-
-    Args:
-        end: ends this process with an exit code.
     """
     told = ""
     while (holder := lease.take_if_free()) != lease.holder:

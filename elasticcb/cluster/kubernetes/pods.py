@@ -91,8 +91,6 @@ class PodPlan:
 
         Args:
             number: number of earlier pods in its slot.
-            arguments: arguments of the `elasticcb` command.
-            ooms: how many of the earlier pods ran out of memory.
         """
         manifest = self._template(role, index, arguments, ooms, probes=self._server_probes() if role == "ps" else {})
         metadata = manifest["metadata"]
@@ -114,11 +112,7 @@ class PodPlan:
         metrics_port: int = METRICS_PORT,
         health_port: int = HEALTH_PORT,
     ) -> dict[str, Any]:
-        """The Job that keeps the master's pod.
-
-        Args:
-            metrics_port, health_port: ports of the master.
-        """
+        """The Job that keeps the master's pod."""
         template = self._template("master", 0, arguments, 0, _master_probes(metrics_port, health_port))
         scraped = {"scrape": "true", "port": str(metrics_port), "path": "/metrics"}
         metadata = template["metadata"]
@@ -190,12 +184,7 @@ class PodPlan:
         return lease_with(self._metadata("master"))
 
     def event(self, text: str, name: str, now: str) -> dict[str, Any]:
-        """An event of the owner of the job's pods.
-
-        Args:
-            name: unique name among the job's events.
-            now: UTC time in ISO 8601.
-        """
+        """An event of the owner of the job's pods."""
         reason, kind = next((found for sign, *found in _REASONS if sign in text), ("Told", "Normal"))
         return {
             "apiVersion": "v1",

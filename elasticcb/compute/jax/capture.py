@@ -20,9 +20,6 @@ class StatelessCapture:
     Args:
         kept: indices in `model.weights` of variables whose gradients are stored; the optimizer applies the others as
             usual. None: all are stored.
-
-    Attributes:
-        optimizer: optimizer of the model.
     """
 
     def __init__(self, model: keras.Model, kept: Collection[int] | None = None) -> None:

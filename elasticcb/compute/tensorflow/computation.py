@@ -32,12 +32,7 @@ _NOT_COMPILABLE = re.compile(r"XLA|unsupported operations|compile-time constant|
 
 @dataclass(frozen=True)
 class _Steps:
-    """Functions of tensors.
-
-    Attributes:
-        jit: whether XLA compiles the model's own step.
-        model_step: the model's own step, within `train`.
-    """
+    """Functions of tensors."""
 
     jit: bool
     model_step: Callable[..., Any]
