@@ -17,7 +17,6 @@ from elasticcb.compute.torch.capture import step_variables
 from elasticcb.keras_private import compute_output_spec, layers_of
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
-from elasticcb.optimizers.traits import model_optimizers, name_publicly
 from elasticcb.optimizers.variables import StepVariables
 from elasticcb.settings import Mode
 
@@ -25,7 +24,6 @@ from elasticcb.settings import Mode
 def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False) -> StepVariables | None:
     """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
-    name_publicly(model_optimizers(model))
     with told_with_batch(spec, batch, mode), building:
         _make_variables(model, tensors_of(batch))
         size = fixed_batch_size(model)
