@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticcb.clients.ps_after_push import note_movement, note_state
 from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.clients.ps_rows import Ids, WantedRows
 from elasticcb.clients.ps_servers import KnownServer, MapChangedError, ServerGroup
 from elasticcb.clients.ps_tables import table_pieces, whole_table
 from elasticcb.optimizers.state import OptimizerState
-from elasticcb.optimizers.state_messages import join_states
+from elasticcb.optimizers.state_messages import from_tensors, join_states
 from elasticcb.process.stats import LOOKUP, PULL, PUSH, Measures
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array, Frame
-from elasticcb.sharding.array_names import TABLE, by_index
-from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, unpack_weights
+from elasticcb.sharding.array_names import GRADIENTS, STATE, TABLE, WEIGHTS, by_index, named, of_kind
+from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, moved_state, unpack_weights
 from elasticcb.sharding.push import Gradients, knows_result
 
 
@@ -345,3 +344,26 @@ class PSClient:
         if moved:
             raise MapChangedError(max(moved))
         return self._rounding.answers(answers, self.servers.specs)
+
+
+def note_state(server: KnownServer, state: Mapping[str, Array], shares: Mapping[str, Array]) -> None:
+    """Updates the state of layers after a step."""
+    before = of_kind(STATE, server.blocks)
+    after = {dtype: moved_state(before[dtype], state[dtype], shares[dtype], 0) for dtype in shares}
+    server.blocks = {**server.blocks, **named(STATE, after)}
+
+
+def note_movement(
+    server: KnownServer, servers: ServerGroup, movement: Gradients, received: Mapping[str, Array]
+) -> None:
+    """Updates everything except embedding tables, and the optimizer state, after a worker's movement.
+
+    Args:
+        received: arrays of the movement's frame as the server got them, rounded for transport.
+    """
+    moved = of_kind(GRADIENTS, received)
+    after = {dtype: block + moved[dtype] for dtype, block in of_kind(WEIGHTS, server.blocks).items()}
+    note_state(server, movement.state[server.index], movement.shares[server.index])
+    server.blocks = {**server.blocks, **named(WEIGHTS, after)}
+    part = movement.part(server.index, servers.specs, server.slices, servers.buckets)
+    server.optimizers = from_tensors(part.optimizers)

@@ -6,6 +6,7 @@ so readers need no lock.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,16 +16,15 @@ import numpy as np
 import tensorflow as tf
 
 from elasticcb.checkpoint.shard_file import Part
-from elasticcb.optimizers.outer import of_outer, with_outer, without_outer
+from elasticcb.optimizers.outer import of_outer, outer_optimizer, with_outer, without_outer
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors
 from elasticcb.ps.joined import assign
 from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
-from elasticcb.ps.outer_update import OuterUpdate
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_snapshot import TableSnapshot
 from elasticcb.ps.tables import Tables
-from elasticcb.ps.trained_part import TrainedPart
+from elasticcb.ps.trained_part import Movements, TrainedPart, total_movement
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import SHARED, of_kind
 from elasticcb.sharding.bucket_map import BucketMap, even
@@ -32,6 +32,41 @@ from elasticcb.sharding.flat_blocks import moved_state
 from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.sharding.push import Push
 from elasticcb.sharding.table_source import TableSource
+
+logger = logging.getLogger(__name__)
+
+
+class OuterUpdate:
+    """Uses minus the movement of a round as the gradient of one more optimizer (DiLoCo, Douillard et al. 2023)."""
+
+    def __init__(
+        self, text: str, specs: Sequence[VariableSpec], slices: Sequence[Slice], values: Mapping[int, Array]
+    ) -> None:
+        own = [replace(spec, optimizer=0) for spec in specs]
+        self._dense = tuple(index for index, spec in enumerate(own) if spec.trainable and not spec.table)
+        self._part = TrainedPart(own, slices, lambda count: [outer_optimizer(text)], values)
+        self.optimizers = self._part.need_optimizers()
+
+    def move(self, part: TrainedPart, movements: Movements, by_xla: bool) -> None:
+        """Moves all variables of `part` by the optimizer; constraints are applied afterwards."""
+        weights = part.weights()
+        gradients = {dtype: -total_movement(dtype, movements).astype(block.dtype) for dtype, block in weights.items()}
+        self._part.set_weights(weights)
+        self._part.apply(Push(self._dense, gradients, {}, updated=frozenset(self._dense)), by_xla)
+        part.set_weights(self._part.weights())
+
+    def restore(self, state: OptimizerState) -> None:
+        """Restores its state from a checkpoint; starts fresh, with a warning, if it is missing or does not match."""
+        if state.optimizers == self.optimizers.names:
+            self.optimizers.restore(state)
+        else:
+            held = ", ".join(state.optimizers) or "none"
+            logger.warning(
+                "The checkpoint was written with the outer optimizer %s; %s starts fresh.",
+                held,
+                self.optimizers.kinds,
+            )
+
 
 # TensorFlow keeps XLA's compiled code for the life of the process, 0.9 MB for a small model: XLA is used only for
 # models trained beyond this version. It is a version rather than a number of calls so that a replacement server, or one

@@ -35,8 +35,7 @@ from elasticcb.worker.exchanges import Exchanges
 from elasticcb.worker.kept_models import KeptModel
 from elasticcb.worker.learning_rate import WorkerRate
 from elasticcb.worker.local_updates import LocalUpdates
-from elasticcb.worker.pass_hooks import PassHooks
-from elasticcb.worker.running_logs import RunningLogs
+from elasticcb.worker.pass_hooks import PassHooks, RunningLogs
 from elasticcb.worker.shared_callbacks import FollowedCallbacks
 from elasticcb.worker.state_changes import StateChanges
 from elasticcb.worker.table_files import whole_tables
