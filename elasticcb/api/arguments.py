@@ -26,10 +26,6 @@ def cluster_settings(
 ) -> JobSettings:
     """The arguments of a `Cluster`, as settings for all its calls.
 
-    Args:
-        given: common arguments and groups, by name.
-        others: arguments with unknown names.
-
     Raises:
         TypeError: one of `others` never existed.
         UsageError: the message lists all problems.

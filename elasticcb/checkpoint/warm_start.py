@@ -29,9 +29,6 @@ class WarmStart:
     """What a job loads from a checkpoint.
 
     Attributes:
-        folder: folder of the checkpoint's version.
-        specs: the job's variables.
-        saved: the checkpoint's variables.
         taken: the checkpoint's variable for each of the job's variables.
     """
 
@@ -103,8 +100,6 @@ def warm_start(folder: Path, specs: Sequence[VariableSpec], init_map: str) -> Wa
     """Matches a job's variables with a checkpoint's variables.
 
     Args:
-        folder: folder of one version.
-        specs: the job's variables.
         init_map: the setting.
 
     Raises `CheckpointError` if a name of the map is unknown, a shape differs, or nothing matches.

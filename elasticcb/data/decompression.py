@@ -127,10 +127,6 @@ def seek_points_of(file: File) -> bytes:
 class SpooledContent:
     """Stores sequentially read data in an unnamed temporary file, which the system removes with the process. It is
     filled only as far as needed.
-
-    Args:
-        source: the content that the function reads.
-        begin: returns a function that returns at most the given number of next bytes, b"" at the end.
     """
 
     block_bytes = LOCAL_BLOCK_BYTES

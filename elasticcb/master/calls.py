@@ -28,11 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Calls:
-    """Answers calls, each in the thread of its caller.
-
-    Args:
-        desk: desk of the master.
-    """
+    """Answers calls, each in the thread of its caller."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -41,11 +37,7 @@ class Calls:
     # ------------------------------------------------------------ processes
 
     def next_job(self, after: int, id: int, seconds: float, known_lost: int = 0) -> tuple[int, JobSettings | None]:
-        """Waits up to `seconds` for a job newer than `after`; process `id` (0: not registered) has finished that one.
-
-        Args:
-            known_lost: for a server, how many lost workers it knows of; it returns at once when there are more.
-        """
+        """Waits up to `seconds` for a job newer than `after`, which process `id` (0: not registered) has finished."""
         with self._desk.state() as state:
             if id:
                 state.idle(id, time.monotonic())

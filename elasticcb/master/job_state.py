@@ -44,12 +44,8 @@ class TaskResult:
     """A worker's report of a finished task.
 
     Attributes:
-        version: version of the model, as known to the worker.
-        states: metric states over the task's records.
         outputs: by batch: predictions, or inputs of metrics without mergeable state.
-        gradients_rejected, batches_skipped: during this task.
         ended_after: number of records after which the source ended; None: it did not.
-        function_result: pickled return value of a function.
     """
 
     version: int

@@ -63,8 +63,6 @@ class ModelHost:
     """Builds the model once, and holds it for callbacks, metrics and the initial weights.
 
     Args:
-        settings: settings of the job.
-        spec: provides model, data and callbacks instead of the model file.
         rehearses: whether workers are to compare their results for the first batch with those here.
 
     Raises:

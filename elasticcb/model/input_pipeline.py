@@ -63,7 +63,6 @@ def open_pipeline(
     """Opens the input of a mode.
 
     Args:
-        find_index: on a worker: requests the index of a file from the master.
         next_batch: on a worker: requests a batch of data that only the master's process has.
 
     Raises:
@@ -140,10 +139,6 @@ def _spec_of(leaf: Any) -> Any:
 
 class FeedPipeline:
     """The batches of one mode: reader, the model file's `feed`, batching, prefetch; traced once.
-
-    Args:
-        mode: purpose of the batches.
-        find_index: see `open_pipeline`.
 
     Raises:
         DataError: the data can't be read.

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from elasticcb.keras_private import REGISTERED_OBJS_TO_NAMES, layers_of, multiply_rate, rate_of, updates_of
+from elasticcb.keras_private import layers_of, multiply_rate, rate_of, updates_of
 from elasticcb.optimizers.rowwise_adagrad import RowWiseAdagrad
 from elasticcb.rpc.tensors import Array
 
@@ -46,15 +46,6 @@ def public_class(optimizer: keras.optimizers.Optimizer) -> type[keras.optimizers
 def is_own_class(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether the optimizer is of the user's own class, neither Keras's nor elasticcb's."""
     return public_class(unwrapped(optimizer)).__module__.partition(".")[0] not in ("keras", "elasticcb")
-
-
-def name_publicly(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
-    """Makes Keras serialize optimizers by their `public_class`, so that another framework can load them."""
-    for optimizer in map(unwrapped, optimizers):
-        for each in (optimizer, *(getattr(optimizer, "optimizers", None) or ())):
-            name = REGISTERED_OBJS_TO_NAMES.get(public_class(each))
-            if name is not None:
-                REGISTERED_OBJS_TO_NAMES.setdefault(type(each), name)
 
 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -47,12 +47,7 @@ class ServerOptions:
 
     Attributes:
         training: asynchronous or synchronous, and how many gradients make an update.
-        make_optimizers: creates fresh optimizers, as many as requested; None if nothing is trained.
-        access: credentials for calls to other servers.
-        limits: limits of embedding tables.
         recovery: folder for the recovery files of all servers, and the interval in seconds; None: no files are written.
-        warn: shows the user a warning about a non-fatal problem.
-        patience_seconds: timeout of calls to other servers.
         lost_workers: ids of workers whose pushes are refused; may grow.
         replicas: whether a neighbour keeps what the recovery files lack.
     """
@@ -75,7 +70,6 @@ class Holder:
         replay: replays a change of a lost server that its neighbour kept; returns whether that was possible.
 
     Attributes:
-        lock: serializes calls that read or change the model.
         model: None until the master has called `Initialize`.
     """
 

@@ -6,6 +6,7 @@ so readers need no lock.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -31,6 +32,9 @@ from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layou
 from elasticcb.sharding.push import Push
 from elasticcb.sharding.table_source import TableSource
 
+logger = logging.getLogger(__name__)
+
+
 # TensorFlow keeps XLA's compiled code for the life of the process, 0.9 MB for a small model: XLA is used only for
 # models trained beyond this version. It is a version rather than a number of calls so that a replacement server, or one
 # that resumes from a checkpoint, produces bit-identical updates.
@@ -51,17 +55,10 @@ class Parameters:
     """The part of the model given by `slices`.
 
     Args:
-        specs: all variables of the model.
-        slices: this server's part.
-        make_optimizers: creates fresh optimizers; None if nothing is trained.
-        values: arrays of the part, in the shapes of its slices, by variable.
-        version: of the model.
         place: the server's index, and the map of embedding rows to servers; None: there is one server.
         limits: limits of embedding tables.
 
     Attributes:
-        tables: the embedding tables.
-        version: number of updates applied to the weights.
         state_version: increases when a non-trainable variable changes.
     """
 

@@ -33,15 +33,10 @@ class TrainedPart:
     """Trainable variables with fresh optimizers.
 
     Args:
-        specs: all variables of the model.
-        slices: this server's part.
-        make_optimizers: creates fresh optimizers; None if nothing is trained.
-        values: arrays of the part, in the shapes of its slices, by variable.
         groups: groups of variables to update as one; None: as many as possible.
 
     Attributes:
         variables: trainable variables of the part, by index.
-        optimizers: None if nothing is trained.
     """
 
     def __init__(

@@ -69,13 +69,7 @@ class Section:
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """Declares a field of a section, with its flag.
-
-    Args:
-        default: of the field; `dict` for an empty mapping.
-        help: what it does; `--name` is another setting.
-        more: fields of `Setting` that do not follow from the field and its section.
-    """
+    """Declares a field of a section, with its flag."""
     described = {"setting": {"help": help, **more}}
     if default is dict:
         return field(default_factory=dict, metadata=described)

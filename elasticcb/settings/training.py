@@ -158,7 +158,6 @@ class TrainingSettings(ExchangeOptions):
 
         Args:
             batches: of an epoch; None: unknown.
-            workers: number of workers.
         """
         if self.num_minibatches_per_task is not None:
             return self.num_minibatches_per_task

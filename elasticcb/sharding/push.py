@@ -130,7 +130,6 @@ class Gradients:
             dtypes.
         shares: likewise, how far it moved them, float32: 1 where it set them, 0 where it left them unchanged; `ADDED`
             where `state` is the difference that it made.
-        loss: loss of the batch.
         non_finite: what has NaN or infinity, as text: "the loss", "the gradient of 'dense/kernel'"; "" if nothing does.
         partition: slices of `gradients`, `state` and `shares`, by server; None: those of the client.
         batches: batches of local training that moved the weights by `gradients`; None: these are gradients.

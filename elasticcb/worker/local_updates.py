@@ -123,9 +123,6 @@ class LocalUpdates:
         The optimizer slots are merged too at the end of a task, for checkpoints and new workers; this worker continues
         with its own. They take as many bytes as the weights, or more, so workers that share a slow network skip this at
         times.
-
-        Args:
-            loss: loss of the last batch.
         """
         begun = time.perf_counter()
         with_slots = ends_task and (self._is_alone or self.length.slots_are_due)
