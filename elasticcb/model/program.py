@@ -260,7 +260,7 @@ def call_user(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _registered() -> dict[str, Any]:
     """Classes and functions of the user's that Keras finds by name."""
     objects = keras.saving.get_custom_objects()
-    return {name: item for name, item in objects.items() if own_modules.is_of_user(item.__module__)}
+    return {name: item for name, item in objects.items() if own_modules.is_of_user(getattr(item, "__module__", ""))}
 
 
 def _constraints(model: keras.Model) -> dict[str, Any]:

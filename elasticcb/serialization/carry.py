@@ -58,7 +58,6 @@ _OF_FRAMEWORKS = ("keras.", "tensorflow.", "torch.", "builtins", "flax.")
 _NOT_SENT = {
     tf.data.Dataset: "create it in a function that each worker calls (elasticcb.DatasetFactory)",
     tf.data.Iterator: "create it where it is used",
-    tf.Module: None,  # in TensorFlow's own way
 }
 _KEPT = (KerasVariable, KerasSaveable)
 _LARGE_BYTES = 1 << 20

@@ -37,6 +37,8 @@ class FollowedCallbacks:
         self._variables = SharedVariables(variables)
         self._returns = shares_state(settings)
         found = [] if settings.model.definition else placed(callbacks.callbacks, settings)
+        if not self._returns and not any(each.follows for each in found):  # as on the master
+            found = []
         self._callbacks = [each.callback for each in found]
         self._state = SharedState(self._callbacks, self._dispatcher.model, self._variables)
         self._has_state = False  # whether the master has sent that of callbacks

@@ -21,6 +21,7 @@ from elasticcb.data.batch_sources.service import DataService
 from elasticcb.data.batches import BatchSource
 from elasticcb.rpc.server import Server
 from elasticcb.security.credentials import Access
+from elasticcb.serialization import carry
 
 _READ_ELSEWHERE = """
 import sys

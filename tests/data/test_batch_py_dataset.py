@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_a_dataset_that_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
     dataset = Plain()
     with socket.socket() as dataset.client:
         source = adapt(dataset, purpose="fit", folder=tmp_path, seed=1)
-        with pytest.raises(UsageError, match="x.client: a socket can't be sent to workers"):
+        with pytest.raises(UsageError, match=r"x\.client: a socket can't be sent to workers"):
             carry.dumps(source, {"x": source.given})
 
 

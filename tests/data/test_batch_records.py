@@ -141,7 +141,7 @@ def test_a_first_line_that_names_columns_is_told_of(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"int32: user\. If the first line") as raised:
         adapted(Records(reader, feed), tmp_path).first_batch()
-    assert "--data_reader_params='header=true'" in str(raised.value)
+    assert "the reader parameter `header`" in str(raised.value)
     assert "[[" not in str(raised.value)
 
 
