@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import traces
 
 
 class Place(str, Enum):
@@ -148,7 +149,7 @@ def _saves_epochs(callback: Any) -> Collection[str]:
 
 
 def _board_of_epochs(callback: Any) -> Collection[str]:
-    return BATCH_HOOKS if callback.update_freq == "epoch" and not callback._should_trace else ()
+    return BATCH_HOOKS if callback.update_freq == "epoch" and not traces(callback) else ()
 
 
 def _silent(callback: Any) -> Collection[str]:
