@@ -26,7 +26,6 @@ class Functions:
 
     Args:
         begin: starts the processes; returns master and settings of a new job, and locks out other calls meanwhile.
-        stop: ends the processes.
     """
 
     def __init__(

@@ -71,7 +71,6 @@ class KeptFit:
     """The stored state of one fit, while the caller works on it.
 
     Attributes:
-        journal: journal of its job.
         seed: seed for shuffling its data; None: it has not started yet.
 
     Raises:

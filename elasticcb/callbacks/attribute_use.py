@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import builtins
 import functools
 import inspect
 import linecache
@@ -12,32 +11,48 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from elasticcb.serialization import own_modules
+
 # Attributes that the caller of the hooks sets.
 GIVEN = frozenset({"params", "model", "_model", "validation_data"})
+# Methods that change their object. Those of the user's classes may, too.
 _CHANGING = frozenset(
     {
         "add", "append", "appendleft", "assign", "assign_add", "assign_sub", "clear", "discard", "extend",
-        "extendleft", "insert", "pop", "popitem", "popleft", "put", "put_nowait", "remove", "reset_state",
-        "reset_states", "reverse", "rotate", "setdefault", "sort", "update", "update_state", "fill", "subtract",
+        "extendleft", "fill", "insert", "load_weights", "pop", "popitem", "popleft", "put", "put_nowait", "remove",
+        "reset_state", "reset_states", "reverse", "rotate", "set_weights", "setdefault", "sort", "subtract", "update",
+        "update_state",
     }
 )  # fmt: skip
-_ADDING = frozenset({"add", "append", "appendleft", "extend", "insert", "setdefault", "put"})
 _OF_ELEMENTS = frozenset({"get", "setdefault", "values", "items", "pop"})  # their results are parts of the object
-_SETS_WEIGHTS = frozenset({"set_weights", "load_weights", "load_own_variables"})
-_SETS_VALUES = frozenset({"assign", "assign_add", "assign_sub", "set_value"})
-_NOTHING = object()
 _RATES = frozenset({"learning_rate", "lr", "_learning_rate"})
+_WEIGHTS = frozenset({"set_weights", "load_weights"})
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable that functions share: of an enclosing function, or of their module."""
+    """A variable that functions share.
+
+    Attributes:
+        home: its cell, or the variables of its module.
+    """
 
     name: str
-    home: int  # the identity of its cell, or of its module's variables
+    home_id: int
+    home: Any = field(compare=False)
 
     def __str__(self) -> str:
         return f"the variable {self.name}"
+
+    @property
+    def value(self) -> Any:
+        return self.home[self.name] if isinstance(self.home, dict) else self.home.cell_contents
+
+    def set(self, value: Any) -> None:
+        if isinstance(self.home, dict):
+            self.home[self.name] = value
+        else:
+            self.home.cell_contents = value
 
 
 Slot = str | Variable  # the name of an attribute, or a variable
@@ -45,90 +60,66 @@ Slot = str | Variable  # the name of an attribute, or a variable
 
 @dataclass
 class Use:
-    """What a hook, and the methods that it calls, do.
+    """What hooks, and the methods that they call, do.
 
     Attributes:
-        reads: attributes and variables that it reads, except to change them.
-        changes: those that it sets, or changes in place.
-        collects: containers to which it adds.
-        sets: what it sets of the model: "the learning rate", "stop_training", "weights", "the model".
-        decides: attributes and variables that decide when, or to what, it sets these.
-        has_model: whether it uses `self.model`.
-        homes: where each variable was found: a function that refers to it.
+        reads: attributes and variables that they read, except to change them.
+        changes: those that they set, or change in place.
+        fills: those that they change in place.
+        variables: those of `changes` that are variables, in the order of the source.
+        sets: what they set of the model: "the learning rate", "stop_training", "weights", "the model".
         is_whole: whether the source of all of them was found.
     """
 
     reads: set[Slot] = field(default_factory=set)
     changes: set[Slot] = field(default_factory=set)
-    collects: set[Slot] = field(default_factory=set)
+    fills: set[Slot] = field(default_factory=set)
+    variables: list[Variable] = field(default_factory=list)
     sets: set[str] = field(default_factory=set)
-    decides: set[Slot] = field(default_factory=set)
-    has_model: bool = False
-    homes: dict[Variable, str] = field(default_factory=dict)  # the name of the method
     is_whole: bool = True
 
-    def add(self, other: Use) -> None:
-        self.reads |= other.reads
-        self.changes |= other.changes
-        self.collects |= other.collects
-        self.sets |= other.sets
-        self.decides |= other.decides
-        self.has_model = self.has_model or other.has_model
-        self.homes |= other.homes
-        self.is_whole = self.is_whole and other.is_whole
+    def change(self, slot: Slot) -> None:
+        if isinstance(slot, Variable) and slot not in self.changes:
+            self.variables.append(slot)
+        self.changes.add(slot)
 
 
 def use_of(callback: Any, hooks: Iterable[str]) -> Use:
-    """What `hooks` of `callback` do; empty for hooks whose source can't be found."""
-    total = Use()
-    seen: set[tuple[str, int]] = set()
-    pending: list[_Call] = [(name, _method(callback, name), set()) for name in hooks]
+    """What `hooks` of `callback` do."""
+    use = Use()
+    seen: set[types.CodeType] = set()
+    pending = [getattr(callback, name, None) for name in sorted(hooks)]
     while pending:
-        name, method, decides = pending.pop()
+        method = pending.pop()
         function = inspect.unwrap(method) if callable(method) else None
+        is_bound = inspect.ismethod(method)
         function = getattr(function, "__func__", function)
-        if not isinstance(function, types.FunctionType) or (name, id(function.__code__)) in seen:
-            continue
-        seen.add((name, id(function.__code__)))
-        nodes = _nodes(function)
-        total.is_whole = total.is_whole and bool(nodes)
-        for node in nodes:
-            bound = inspect.ismethod(method) or name in _properties(type(callback))
-            found = _Reader(callback, function, name, node, bound)
-            if found.use.sets:
-                found.use.decides |= decides
-            total.add(found.use)
-            pending += [(each, called, decides | more) for each, called, more in found.calls]
-    return total
+        if isinstance(function, types.FunctionType) and function.__code__ not in seen:
+            seen.add(function.__code__)
+            nodes = _nodes(function)
+            use.is_whole = use.is_whole and bool(nodes)
+            for node in nodes:
+                pending += _Reader(use, callback, function, is_bound).read(node)
+    return use
 
 
 def uses_model(callback: Any, hook: str) -> bool:
     """Whether a hook reads or sets something of the model, as far as its source tells."""
     use = use_of(callback, [hook])
-    return use.has_model or bool(use.sets) or not use.is_whole
+    return bool(use.sets or use.reads & {"model", "_model"}) or not use.is_whole
 
 
-def _method(callback: Any, name: str) -> Any:
-    found = inspect.getattr_static(callback, name, None)
-    return found.fget if isinstance(found, property) else getattr(callback, name, None)
-
-
-def _properties(kind: type) -> set[str]:
-    return {name for each in kind.__mro__ for name, value in vars(each).items() if isinstance(value, property)}
-
-
-_Call = tuple[str, Any, set[Slot]]  # name, method, and what decides about the call and its arguments
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 def _nodes(function: types.FunctionType) -> list[_FunctionNode]:
     """The definitions that may be the function's: several for lambdas on one line."""
     code = function.__code__
-    by_line = _definitions("".join(linecache.getlines(code.co_filename, function.__globals__)))
     arguments = code.co_varnames[: code.co_argcount]
+    nodes = _definitions("".join(linecache.getlines(code.co_filename, function.__globals__)))
     return [
         node
-        for node in by_line.get(code.co_firstlineno, ())
+        for node in nodes.get(code.co_firstlineno, ())
         if getattr(node, "name", "<lambda>") == code.co_name
         and tuple(each.arg for each in (*node.args.posonlyargs, *node.args.args)) == arguments
     ]
@@ -136,11 +127,12 @@ def _nodes(function: types.FunctionType) -> list[_FunctionNode]:
 
 @functools.lru_cache(maxsize=32)
 def _definitions(source: str) -> dict[int, list[_FunctionNode]]:
+    """By their first lines."""
+    found: dict[int, list[_FunctionNode]] = {}
     try:
         tree = ast.parse(source)
     except SyntaxError:
-        return {}
-    found: dict[int, list[_FunctionNode]] = {}
+        return found
     for node in ast.walk(tree):
         if isinstance(node, _FunctionNode):
             first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
@@ -148,305 +140,178 @@ def _definitions(source: str) -> dict[int, list[_FunctionNode]]:
     return found
 
 
-@dataclass(frozen=True)
-class _Path:
-    """What an expression refers to: a root, and the names of the attributes on the way."""
-
-    root: Slot | None  # None: the callback itself
-    names: tuple[str, ...] = ()
-
-
 class _Reader(ast.NodeVisitor):
-    """Reads one function. `calls`: other methods of the callback that it calls."""
+    """Adds what one function does to `use`."""
 
-    def __init__(
-        self, callback: Any, function: types.FunctionType, name: str, node: _FunctionNode, bound: bool
-    ) -> None:
-        self.use, self.calls = Use(), list[_Call]()
-        self._conditions: list[set[Slot]] = []  # of the statements around the current one
-        self._statement: set[Slot] = set()  # what the current one reads
-        self._values: dict[str, set[Slot]] = {}  # what the values of local variables depend on
-        self._callback, self._function, self._name = callback, function, name
+    def __init__(self, use: Use, callback: Any, function: types.FunctionType, is_bound: bool) -> None:
+        self._use, self._callback, self._globals = use, callback, function.__globals__
         code = function.__code__
-        self._self = code.co_varnames[0] if bound and code.co_argcount else ""
-        self._locals = set(code.co_varnames) | set(code.co_cellvars)
+        self._self = code.co_varnames[0] if is_bound and code.co_argcount else ""
+        self._locals = {*code.co_varnames, *code.co_cellvars}
         self._cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
-        self._aliases: dict[str, _Path] = {}
+        self._parts: dict[str, tuple[Slot | None, tuple[str, ...]]] = {}  # what local variables are parts of
+        self._not_read: set[ast.AST] = set()  # names of what is only changed
+        self._called: list[Any] = []
+
+    def read(self, node: _FunctionNode) -> list[Any]:
+        """Returns other methods of the callback that the function calls."""
         body = node.body if isinstance(node.body, list) else [node.body]
-        for _ in range(2):  # so that an alias of a loop's last lines is known in its first
-            for each in body:
-                self.visit(each)
+        for each in [*body, *body]:  # twice, because the last lines of a loop come before its first ones
+            self.visit(each)
+        return self._called
 
-    # ------------------------------------------------------------ expressions
+    # ------------------------------------------------------------ what an expression refers to
 
-    def _path(self, node: ast.AST) -> _Path | None:
-        """What an expression is a part of; None: something else."""
+    def _path(self, node: ast.AST) -> tuple[Slot | None, tuple[str, ...]]:
+        """The attribute or variable that an expression is a part of, and the names of attributes on the way."""
         if isinstance(node, ast.Name):
-            if node.id == self._self and self._self:
-                return _Path(None)
-            if node.id in self._aliases:
-                return self._aliases[node.id]
-            variable = self._variable(node.id)
-            return None if variable is None else _Path(variable)
+            return self._parts.get(node.id) or (self._data(node.id), ())
         if isinstance(node, ast.Attribute):
-            path = self._path(node.value)
-            if path is None:
-                return None
-            return _Path(node.attr) if path == _Path(None) else _Path(path.root, (*path.names, node.attr))
-        if isinstance(node, (ast.Subscript, ast.Starred)):
-            return self._path(node.value)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _OF_ELEMENTS:
-            return self._path(node.func.value)
-        return None
+            if self._is_self(node.value):
+                return node.attr, ()
+            root, names = self._path(node.value)
+            return root, (*names, node.attr)
+        whole = _whole(node)
+        return (None, ()) if whole is None else self._path(whole)
 
-    def _variable(self, name: str) -> Variable | None:
-        """A variable outside of the function that holds data."""
-        value = self._value(name)
-        if value is _NOTHING or isinstance(value, types.ModuleType) or callable(value):
-            return None
-        return Variable(name, id(self._cells.get(name, self._function.__globals__)))
+    def _is_self(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and bool(self._self) and node.id == self._self
 
-    def _value(self, name: str) -> Any:
-        """The value of a variable outside of the function; `_NOTHING`: there is none."""
-        if name in self._cells:
-            try:
-                return self._cells[name].cell_contents
-            except ValueError:
-                return _NOTHING
-        is_global = name not in self._locals and not hasattr(builtins, name)
-        return self._function.__globals__.get(name, _NOTHING) if is_global else _NOTHING
+    def _outer(self, name: str) -> Variable | None:
+        """A variable outside of the function."""
+        home: Any = self._cells.get(name)
+        if home is None and name not in self._locals and name in self._globals:
+            home = self._globals
+        return None if home is None or home == types.CellType() else Variable(name, id(home), home)
 
-    def _changes(self, node: ast.AST, attributes: tuple[str, ...] = ()) -> None:
-        """Something that `node` refers to, or an attribute of it, is changed."""
-        path = self._path(node)
-        if path is None or path.root is None:
-            return
-        if path.root in GIVEN:
-            self._sets((*path.names, *attributes))
-        else:
-            self._note(self.use.changes, path.root)
+    def _data(self, name: str) -> Variable | None:
+        """The same, if it holds data."""
+        found = self._outer(name)
+        return None if found is None or isinstance(found.value, types.ModuleType) or callable(found.value) else found
 
-    def _sets(self, names: tuple[str, ...]) -> None:
-        """Part of the model is set."""
-        self._decide()
-        if "stop_training" in names:
-            self.use.sets.add("stop_training")
-        elif _RATES & set(names):
-            self.use.sets.add("the learning rate")
-        else:
-            self.use.sets.add("the model")
+    # ------------------------------------------------------------ changes
 
-    def _decide(self) -> None:
-        self.use.decides |= self._deciding
+    def _change(self, node: ast.AST, name: str = "") -> None:
+        """What `node` refers to is changed: by setting its attribute `name`, or by calling its method."""
+        root, path = self._path(node)
+        names = {*path, name}
+        if names & _RATES:
+            self._use.sets.add("the learning rate")
+        elif "stop_training" in names:
+            self._use.sets.add("stop_training")
+        elif root in GIVEN:
+            self._use.sets.add("weights" if names & _WEIGHTS else "the model")
+        if root is not None and root not in GIVEN:
+            self._use.change(root)
+            self._use.fills.add(root)
 
-    @property
-    def _deciding(self) -> set[Slot]:
-        return self._statement.union(*self._conditions)
-
-    def visit(self, node: ast.AST) -> None:
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)):
-            self._statement = self._read_in(node)
-        if isinstance(node, (ast.If, ast.While, ast.For)):
-            self._statement = self._read_in(node.iter if isinstance(node, ast.For) else node.test)
-            self._conditions.append(self._statement)
-            super().visit(node)
-            if not any(isinstance(each, (ast.Return, ast.Continue, ast.Break, ast.Raise)) for each in ast.walk(node)):
-                self._conditions.pop()  # else it also decides about what follows
-        else:
-            super().visit(node)
-
-    def _read_in(self, node: ast.AST) -> set[Slot]:
-        """What an expression or a simple statement depends on."""
-        found: set[Slot] = set()
-        for each in ast.walk(node):
-            is_read = isinstance(each, (ast.Attribute, ast.Name)) and isinstance(each.ctx, ast.Load)
-            path = self._path(each) if is_read else None
-            if path is not None and path.root is not None and path.root not in GIVEN:
-                found.add(path.root)
-                if (
-                    isinstance(path.root, str)
-                    and not path.names
-                    and path.root not in (self._name, *vars(self._callback))
-                ):
-                    found |= use_of(self._callback, [path.root]).reads
-            if isinstance(each, ast.Name):
-                found |= self._values.get(each.id, set())
-        return found
-
-    def _note(self, slots: set[Slot], slot: Slot) -> None:
-        slots.add(slot)
-        if isinstance(slot, Variable):
-            self.use.homes[slot] = self._name
-
-    # ------------------------------------------------------------ nodes
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if isinstance(node.ctx, ast.Load):
-            slot = self._variable(node.id)
-            if slot is not None:
-                self._note(self.use.reads, slot)
-        elif node.id not in self._locals:  # `global` or `nonlocal`
-            slot = self._variable(node.id)
-            if slot is not None:
-                self._note(self.use.changes, slot)
+    def _only_change(self, node: ast.AST | None) -> None:
+        """A statement changes `node`, and does not read it."""
+        while node is not None:
+            self._not_read.add(node)
+            node = _whole(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        path = self._path(node)
-        if isinstance(node.ctx, ast.Load):
-            if path is not None and path.root is not None and not path.names and isinstance(path.root, str):
-                self._read(path.root)
+        name, is_load = node.attr, isinstance(node.ctx, ast.Load)
+        if not self._is_self(node.value):
+            if not is_load:
+                self._change(node.value, name)
             self.visit(node.value)
-            return
-        self._stores(node, path)
-        if path is None or path.names or not isinstance(path.root, str):
-            self.visit(node.value)
+        elif not is_load:
+            self._use.change(name)
+        elif node not in self._not_read:
+            self._use.reads.add(name)
+            found = inspect.getattr_static(self._callback, name, None)
+            if isinstance(found, property) and found.fget is not None:
+                self._called.append(types.MethodType(found.fget, self._callback))
+            elif isinstance(found, (types.FunctionType, staticmethod, classmethod)):
+                self._called.append(getattr(self._callback, name))
 
-    def _stores(self, node: ast.Attribute, path: _Path | None) -> None:
-        if path is not None and path.root is not None:
-            if not path.names and isinstance(path.root, str) and path.root not in GIVEN:
-                self.use.changes.add(path.root)
-            elif path.names:
-                self._changes(node.value, (node.attr,))
-        elif path is None and node.attr in (*_RATES, "stop_training"):
-            self._sets((node.attr,))  # of an object that this function got elsewhere
-
-    def _read(self, name: str) -> None:
-        if name in GIVEN:
-            self.use.has_model = self.use.has_model or name in ("model", "_model")
-            return
-        found = inspect.getattr_static(self._callback, name, None)
-        if isinstance(found, property):
-            self.calls.append((name, found.fget, self._deciding))
-        elif isinstance(found, (types.FunctionType, staticmethod, classmethod)) and name not in vars(self._callback):
-            self.calls.append((name, getattr(self._callback, name), self._deciding))
-        else:
-            self.use.reads.add(name)
+    def visit_Name(self, node: ast.Name) -> None:
+        variable = self._data(node.id)
+        if variable is not None and not isinstance(node.ctx, ast.Load):
+            self._use.change(variable)
+        elif variable is not None and node not in self._not_read:
+            self._use.reads.add(variable)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         if not isinstance(node.ctx, ast.Load):
-            self._changes(node.value)
-            if self._is_plain(node.value):
-                self.visit(node.slice)
-                return
+            self._change(node.value)
+            self._only_change(node.value)
         self.generic_visit(node)
-
-    def _is_plain(self, node: ast.AST) -> bool:
-        """Whether it only names something that is changed, and so is not read."""
-        while isinstance(node, ast.Subscript):
-            node = node.value
-        path = self._path(node)
-        return isinstance(node, (ast.Attribute, ast.Name)) and path is not None and not path.names
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self.visit(node.target)
         if isinstance(node.target, ast.Name):
-            self._changes(node.target)
-        self.visit(node.value)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.visit(node.value)
-        for target in node.targets:
-            self._alias(target, node.value)
-            for each in ast.walk(target):
-                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-                    self._values[each.id] = self._deciding
-            self.visit(target)
-
-    def visit_For(self, node: ast.For) -> None:
-        self._alias_items(node.target, node.iter)
+            self._change(node.target)
         self.generic_visit(node)
 
-    def visit_comprehension(self, node: ast.comprehension) -> None:
-        self._alias_items(node.target, node.iter)
+    def visit_Expr(self, node: ast.Expr) -> None:
+        call = node.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGING:
+            self._only_change(call.func.value)
         self.generic_visit(node)
-
-    def _alias_items(self, target: ast.AST, items: ast.AST) -> None:
-        """Items of `items` become `target`, one after another."""
-        if isinstance(items, ast.Call) and isinstance(target, ast.Tuple):
-            of = getattr(items.func, "id", "")
-            if of == "zip" and len(items.args) == len(target.elts):
-                for each, argument in zip(target.elts, items.args, strict=True):
-                    self._alias(each, argument)
-                return
-            if of == "enumerate" and len(target.elts) == 2 and items.args:
-                self._alias_items(target.elts[1], items.args[0])
-                return
-        self._alias(target, items)
-
-    def _alias(self, target: ast.AST, value: ast.AST) -> None:
-        path = self._path(value)
-        names = [each for each in ast.walk(target) if isinstance(each, ast.Name) and each.id in self._locals]
-        for each in names if isinstance(target, (ast.Name, ast.Tuple)) else ():
-            if path is None or path == _Path(None):
-                self._aliases.pop(each.id, None)
-            else:
-                self._aliases[each.id] = path
 
     def visit_Call(self, node: ast.Call) -> None:
-        function = node.func
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        if name == "super" and self._self:
-            self.generic_visit(node)
-            return
+        function, arguments = node.func, node.args
         if isinstance(function, ast.Attribute):
-            if _is_super(function.value):
-                self._calls_super(name)
-            path = self._path(function.value)
-            if name in _SETS_WEIGHTS and path is not None and (path.root in GIVEN or path.root is None):
-                self.use.sets.add("weights")
-                self._decide()
-            elif name in _CHANGING and path is not None:
-                self._changes(function.value, ("weights",))
-                if name in _ADDING and path.root is not None and path.root not in GIVEN:
-                    self.use.collects.add(path.root)
-            elif path is not None and self._is_of_user(path):
-                self._changes(function.value)
-        if isinstance(function, ast.Name) and node.args and self._path(node.args[0]) == _Path(None):
-            called = self._value(function.id)
-            if isinstance(called, types.FunctionType):
-                self.calls.append((name, types.MethodType(called, self._callback), self._deciding))
-        if name in _SETS_VALUES:
-            for argument in (*node.args, *([function.value] if isinstance(function, ast.Attribute) else ())):
-                names = {each.attr for each in ast.walk(argument) if isinstance(each, ast.Attribute)}
-                if names & _RATES:
-                    self.use.sets.add("the learning rate")
-                    self._decide()
-        if name == "setattr" and node.args:
-            self._changes(node.args[0], tuple(str(a.value) for a in node.args[1:2] if isinstance(a, ast.Constant)))
-        if isinstance(function, ast.Attribute) and name in _CHANGING and self._is_plain(function.value):
-            for each in (*node.args, *(keyword.value for keyword in node.keywords)):
-                self.visit(each)
-            return
+            name = function.attr
+            root, names = self._path(function.value)
+            if name in _CHANGING or (not names and self._is_users(root, name)):
+                self._change(function.value, name)
+            if isinstance(function.value, ast.Call) and getattr(function.value.func, "id", "") == "super":
+                methods = [vars(kind).get(name) for kind in type(self._callback).__mro__]
+                self._called += [types.MethodType(each, self._callback) for each in methods if callable(each)]
+        else:
+            name = getattr(function, "id", "")
+            called = self._outer(name)
+            if called is not None and arguments and self._is_self(arguments[0]) and callable(called.value):
+                self._called.append(types.MethodType(called.value, self._callback))
+        if arguments and name in ("setattr", "set_value"):
+            words = [str(each.value) for each in arguments[1:2] if isinstance(each, ast.Constant)]
+            self._change(arguments[0], *(words if name == "setattr" else ()))
         self.generic_visit(node)
 
-    def _calls_super(self, name: str) -> None:
-        for kind in type(self._callback).__mro__:
-            method = vars(kind).get(name)
-            if isinstance(method, types.FunctionType) and method.__code__ is not self._function.__code__:
-                self.calls.append((name, types.MethodType(method, self._callback), self._deciding))
-
-    def _is_of_user(self, path: _Path) -> bool:
-        """Whether a method of a user's object is called, which may change the object."""
-        if not isinstance(path.root, str) or path.root in GIVEN or path.names:
+    def _is_users(self, root: Slot | None, method: str) -> bool:
+        """Whether the method of an object is in the user's code, and so may change it."""
+        if root is None or root in GIVEN:
             return False
-        value = vars(self._callback).get(path.root)
-        return value is not None and not isinstance(value, types.ModuleType) and _is_users(type(value))
+        value = root.value if isinstance(root, Variable) else vars(self._callback).get(root)
+        code = getattr(getattr(type(value), method, None), "__code__", None)
+        return code is not None and not own_modules.is_installed(code.co_filename)
+
+    # ------------------------------------------------------------ local variables
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            self._bind(target, node.value)
+        self.generic_visit(node)
+
+    def visit_For(self, node: ast.For | ast.comprehension) -> None:
+        self._bind(node.target, node.iter)
+        self.generic_visit(node)
+
+    visit_comprehension = visit_For
+
+    def _bind(self, target: ast.AST, value: ast.AST) -> None:
+        """`target` becomes `value`, or each of its elements."""
+        targets = target.elts if isinstance(target, ast.Tuple) else [target]
+        values = [value] * len(targets)
+        if isinstance(value, ast.Call) and getattr(value.func, "id", "") in ("zip", "enumerate"):
+            values = [*values[: len(targets) - len(value.args)], *value.args]
+        for each, one in zip(targets, values, strict=False):
+            if isinstance(each, ast.Tuple):
+                self._bind(each, one)
+            elif isinstance(each, ast.Name) and each.id in self._locals:
+                self._parts[each.id] = self._path(one)
 
 
-def _is_super(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "super"
-
-
-def _is_users(kind: type) -> bool:
-    """Whether a class is neither built in nor of an installed package."""
-    try:
-        file = inspect.getfile(kind)
-    except (TypeError, OSError):
-        return kind.__module__ == "__main__"
-    return "site-packages" not in file and "dist-packages" not in file and not file.startswith(_STANDARD_LIBRARY)
-
-
-_STANDARD_LIBRARY = inspect.getfile(ast).rpartition("/")[0]
+def _whole(node: ast.AST) -> ast.AST | None:
+    """What an expression is an element of."""
+    if isinstance(node, (ast.Subscript, ast.Starred)):
+        return node.value
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _OF_ELEMENTS:
+        return node.func.value
+    return None
 
 
 def in_words(slots: Iterable[Slot]) -> str:

@@ -1,9 +1,12 @@
-"""Refuses callbacks whose hooks share what their processes do not: an error is better than another model."""
+"""Refuses callbacks whose hooks share what their processes do not: an error is better than another model.
+
+What one process changes, and a hook in another one uses, is refused. So is a hook of batches on several workers that
+sets something of the model and reads what it has changed itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from elasticcb.callbacks.attribute_use import Slot, Use, in_words, use_of
@@ -14,6 +17,7 @@ from elasticcb.settings import Command, JobSettings, Updates
 
 _HOOKS = {Command.TRAIN: ("train", "epoch", "test"), Command.EVALUATE: ("test",), Command.PREDICT: ("predict",)}
 _BEGIN = frozenset({"on_train_begin", "on_predict_begin"})  # in each process, before everything else
+_OWN = "let hooks of batches and other hooks use attributes of their own"
 
 
 def shares_state(settings: JobSettings) -> bool:
@@ -25,35 +29,32 @@ def _has_several(settings: JobSettings) -> bool:
     return settings.cluster.num_workers > 1 or settings.cluster.autoscale.most > 1
 
 
-@dataclass(frozen=True)
 class Placed:
-    """A callback whose hooks run in several kinds of processes, in one job.
+    """A callback with hooks of batches on workers.
+
+    Args:
+        batches: its hooks of batches.
+        others: its hooks on the master, except those that begin the job.
 
     Attributes:
-        batches: its hooks of batches, which run on workers.
-        others: its hooks on the master, except those that begin the job.
+        on_workers, on_master: what these do.
+        follows: what only hooks on the master change, and hooks of batches read.
     """
 
-    callback: Any
-    batches: tuple[str, ...]
-    others: tuple[str, ...]
+    def __init__(self, callback: Any, batches: list[str], others: list[str]) -> None:
+        self.callback, self.name = callback, type(callback).__name__
+        self.batches, self.others = batches, others
+        self.on_workers, self.on_master = use_of(callback, batches), use_of(callback, others)
+        self.follows = self.on_workers.reads & self.on_master.changes - self.on_workers.changes
 
-    @property
-    def name(self) -> str:
-        return type(self.callback).__name__
+    def those(self, hooks: Iterable[str], slots: set[Slot]) -> str:
+        """Which of `hooks` use any of `slots`, for messages."""
+        uses = {name: use_of(self.callback, [name]) for name in hooks}
+        return f"{self.name}.{' and '.join(name for name, use in uses.items() if slots & _used(use))}"
 
-    @property
-    def on_workers(self) -> Use:
-        return use_of(self.callback, self.batches)
 
-    @property
-    def on_master(self) -> Use:
-        return use_of(self.callback, self.others)
-
-    @property
-    def follows(self) -> set[Slot]:
-        """What only hooks on the master change, and hooks of batches read."""
-        return {slot for slot in self.on_master.changes - self.on_workers.changes if slot in self.on_workers.reads}
+def _used(use: Use) -> set[Slot]:
+    return use.reads | use.changes
 
 
 def placed(callbacks: Iterable[Any], settings: JobSettings) -> list[Placed]:
@@ -69,9 +70,9 @@ def placed(callbacks: Iterable[Any], settings: JobSettings) -> list[Placed]:
             sorted(of_command & hooks_at(callback, place, overridden, in_program, one_worker))
             for place in (Place.WORKER, Place.MASTER)
         )
-        batches = tuple(name for name in worker if TABLE[name].of_batch)
+        batches = [name for name in worker if TABLE[name].of_batch]
         if batches:
-            found.append(Placed(callback, batches, tuple(name for name in master if name not in _BEGIN)))
+            found.append(Placed(callback, batches, [name for name in master if name not in _BEGIN]))
     return found
 
 
@@ -83,69 +84,45 @@ def check_hooks(callbacks: Iterable[Any], settings: JobSettings) -> None:
 
 
 def _problems(each: Placed, settings: JobSettings) -> Iterator[str]:
-    updates = settings.training.updates
-    if "weights" in each.on_workers.sets and settings.command is Command.TRAIN and updates is not Updates.LOCAL:
-        yield (
-            f"{each.name}.{_those(each, each.batches, lambda use: 'weights' in use.sets)} sets weights on a worker. "
-            f"With updates={updates.value!r}, the weights of the servers replace them at the next batch. Use "
-            "updates='local', or set them at the end of an epoch."
-        )
-    if not shares_state(settings):
-        yield from _apart(each, settings)
-        if _has_several(settings):
-            yield from _counting(each, settings)
-
-
-def _apart(each: Placed, settings: JobSettings) -> Iterator[str]:
-    """Hooks on workers and hooks on the master share something."""
     worker, master, in_program = each.on_workers, each.on_master, not settings.model.definition
-    back = worker.changes & (master.reads | master.changes)
-    slots = worker.changes & master.reads | (set() if in_program else each.follows)
-    if in_program:
-        slots |= {slot for slot in back & worker.reads if slot in master.changes}
-    if not slots:
-        return
-    batches = _those(each, each.batches, lambda use: slots & (use.changes | use.reads))
-    others = _those(each, each.others, lambda use: slots & (use.changes | use.reads))
-    text = (
-        f"{each.name}.{batches} (on workers) and {each.name}.{others} (on the master) share {in_words(slots)}, but "
-        "each process has its own copy of the callback, so they would not do the same as in fit."
-    )
-    ways = ["use num_workers=1, where all hooks share one state"] if in_program else []
-    if not worker.sets:
-        model = ", after the batch and on weights that may be newer," if worker.has_model else ""
-        ways.append(
-            f'put @elasticcb.callbacks.runs_on("master") above the class: all of its hooks then run{model} on one '
-            "object, for the batches of all workers"
-        )
-    ways.append("let hooks of batches and other hooks use attributes of their own")
-    yield f"{text} {_choice(ways)}"
-
-
-def _counting(each: Placed, settings: JobSettings) -> Iterator[str]:
-    """Hooks of batches set something of the model from what they keep from batch to batch."""
-    worker = each.on_workers
-    kept = worker.changes & worker.decides
-    if kept and worker.sets:
-        one = "--num_workers=1" if settings.model.definition else "num_workers=1"
+    updates = settings.training.updates
+    if "weights" in worker.sets and settings.command is Command.TRAIN and updates is not Updates.LOCAL:
         yield (
-            f"{each.name}.{_those(each, each.batches, lambda use: kept & use.changes)} sets "
-            f"{' and '.join(sorted(worker.sets))} on workers from {in_words(kept)}, which it changes with each batch. "
-            "Each worker has its own copy of the callback, which sees only its own batches, so this would not do the "
-            "same as in fit. "
-            + _choice(
-                [
-                    f"use {one}",
-                    'compute it from logs["version"], the number of batches of all workers',
-                    "use a keras.optimizers.schedules.LearningRateSchedule, or hooks of epochs",
-                ]
-            )
+            f"{each.name}.{' and '.join(each.batches)} sets weights on a worker. With updates={updates.value!r}, the "
+            "weights of the servers replace them at the next batch. Use updates='local', or set them at the end of an "
+            "epoch."
         )
-
-
-def _those(each: Placed, hooks: Iterable[str], condition: Any) -> str:
-    """The hooks whose use fulfils `condition`, as text."""
-    return " and ".join(name for name in hooks if condition(use_of(each.callback, [name])))
+    if shares_state(settings):
+        return
+    shared = worker.changes & _used(master)
+    if not in_program:
+        shared |= each.follows
+    if shared:
+        ways = ["use num_workers=1, where all hooks share one state"] if in_program else []
+        if not worker.sets:
+            uses_model = worker.reads & {"model", "_model"}
+            model = ", after the batch and on weights that may be newer," if uses_model else ""
+            ways.append(
+                f'put @elasticcb.callbacks.runs_on("master") above the class: all of its hooks then run{model} on one '
+                "object, for the batches of all workers"
+            )
+        yield (
+            f"{each.those(each.batches, shared)} (on workers) and {each.those(each.others, shared)} (on the master) "
+            f"share {in_words(shared)}, but each process has its own copy of the callback, so they would not do the "
+            f"same as in fit. {_choice([*ways, _OWN])}"
+        )
+    kept = worker.changes & worker.reads
+    if kept and worker.sets and _has_several(settings):
+        ways = [
+            f"use {'num_workers=1' if in_program else '--num_workers=1'}",
+            'compute it from logs["version"], the number of batches of all workers',
+            "use a keras.optimizers.schedules.LearningRateSchedule, or hooks of epochs",
+        ]
+        yield (
+            f"{each.those(each.batches, kept)} sets {' and '.join(sorted(worker.sets))} on workers, and keeps "
+            f"{in_words(kept)} from batch to batch. Each worker has its own copy of the callback, which sees only its "
+            f"own batches, so this would not do the same as in fit. {_choice(ways)}"
+        )
 
 
 def _choice(ways: list[str]) -> str:
@@ -155,16 +132,13 @@ def _choice(ways: list[str]) -> str:
 
 def left_on_workers(callbacks: Iterable[Any], settings: JobSettings) -> Iterator[CallbackWarning]:
     """What hooks of batches collect on several workers, where the caller of `fit` may look for it in vain."""
-    if settings.model.definition or shares_state(settings):
-        return
-    for each in placed(callbacks, settings):
-        collected = each.on_workers.collects
+    for each in [] if settings.model.definition or shares_state(settings) else placed(callbacks, settings):
+        collected = each.on_workers.fills
         if collected:
-            hooks = _those(each, each.batches, lambda use: use.collects)
-            workers = settings.cluster.num_workers
             text = (
-                f"{each.name}.{hooks} collects {in_words(collected)} on {workers} workers, in a copy of the "
-                "callback on each: the object that you passed does not get it. To collect it there, use "
-                'num_workers=1, or put @elasticcb.callbacks.runs_on("master") above the class.'
+                f"{each.those(each.batches, collected)} changes {in_words(collected)} on "
+                f"{settings.cluster.num_workers} workers, in a copy of the callback on each: the object that you "
+                "passed does not get it. To collect it there, use num_workers=1, or put "
+                '@elasticcb.callbacks.runs_on("master") above the class.'
             )
             yield CallbackWarning(f"{each.name} collects on workers", text)

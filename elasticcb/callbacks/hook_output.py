@@ -10,11 +10,7 @@ from typing import Any, TextIO
 
 
 class HookOutput:
-    """Reads what is printed while a hook runs. It is printed in this process nevertheless, to its log.
-
-    Args:
-        send: receives text, and whether it was printed to standard error.
-    """
+    """Reads what is printed while a hook runs. It is printed in this process nevertheless, to its log."""
 
     def __init__(self, send: Callable[[str, bool], None]) -> None:
         self._send = send

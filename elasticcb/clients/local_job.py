@@ -104,9 +104,6 @@ def scale_job(folder: Path, workers: int | None, ps: int | None, on_wait: Callab
 def stop_job(folder: Path, seconds: float) -> str:
     """Stops the job like Ctrl-C, and waits until its processes have exited; returns how it ended.
 
-    Args:
-        seconds: how long to wait.
-
     Raises:
         UsageError: no job runs there, or its master is gone.
         JobFailedError: it has not ended in time, or ended with an error.
@@ -165,9 +162,6 @@ def how_it_ended(folder: Path) -> dict[str, Any] | None:
 def log_lines(folder: Path, process: str, lines: int, follow: bool) -> Iterator[str]:
     """The last log lines of a process of a job or `Cluster`, and with `follow` new ones until the job is over; without
     end for a `Cluster`, which may start again.
-
-    Args:
-        process: "master", "worker-0", "ps-1".
 
     Raises:
         UsageError: it has no log.

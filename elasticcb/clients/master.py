@@ -32,9 +32,7 @@ class MasterClient:
     """Calls to the master, by one process.
 
     Args:
-        address: address of the master.
         patience_seconds: how long it may be unreachable, because a killed master is replaced.
-        access: credentials of the job.
 
     Attributes:
         lost_workers: ids of workers declared lost, as of the last call of `jobs`. Updated in place.
@@ -192,7 +190,6 @@ class MasterClient:
 
         Args:
             fatal: the error would also occur in a replacement.
-            asked: it was asked to stop while the job continues.
         """
         request = pb.LeaveRequest(
             id=self.id, error=error, traceback=traceback, fatal=fatal, role=role, index=index, asked=asked

@@ -29,7 +29,6 @@ class ProgressReporter:
         interval_seconds: interval between reports; None: half a second.
 
     Attributes:
-        on_leave: called when the master asks this worker to leave.
         on_split: called when idle workers wait for the rest of a task.
         lost_leases: leases revoked by the master, or by the end of the job.
         splits: by lease, the number of records after which to split.

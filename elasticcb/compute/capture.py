@@ -41,8 +41,6 @@ class OptimizerCapture(ABC):
     """Makes all optimizers of a model store the gradients that they are given.
 
     Args:
-        model: the model with these optimizers.
-        late_reads: watches its step.
         variables: indices in `model.weights` of variables whose gradients are stored; the optimizers apply the others
             as usual. None: all are stored.
         refuses: whether to refuse steps that can't be done by gradients on servers. Otherwise they may do everything

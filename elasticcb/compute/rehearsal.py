@@ -25,7 +25,7 @@ _MOST_BYTES = 1 << 16  # of each array, for the digest
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What the caller computed: results of the batch with this digest, by name."""
+    """What the caller computed: results of the batch and the weights with this digest, by name."""
 
     digest: bytes
     results: Mapping[str, float]
@@ -49,7 +49,7 @@ class Rehearsal:
 
 
 def digest_of(batch: Any) -> bytes:
-    """Recognizes a batch of the input pipeline."""
+    """Recognizes a batch of the input pipeline, and weights, which a callback may have set."""
     digest = hashlib.sha256()
     for leaf in keras.tree.flatten(batch):
         array = np.asarray(leaf) if not hasattr(leaf, "flat_values") else np.asarray(leaf.flat_values)
@@ -96,4 +96,4 @@ def rehearse(model: keras.Model, batch: Any, data: Any) -> Rehearsal | None:
         return None
     dtypes = {keras.backend.standardize_dtype(layer.compute_dtype) for layer in layers_of(model)}
     tolerance = max((_TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0)
-    return Rehearsal(digest_of(batch), first, max(tolerance, _TOLERANCES["float64"]))
+    return Rehearsal(digest_of((batch, model.weights)), first, max(tolerance, _TOLERANCES["float64"]))

@@ -42,7 +42,6 @@ def install(model: keras.Model, index: int, ids: Array, rows: Array, used: Array
     `rows` is an np.memmap: the variable shares it. Neither array may be changed afterwards.
 
     Args:
-        index: index of the layer's variable in `model.weights`.
         ids: int64 [n], unique.
         rows: [n, dim]. Missing rows of a keras.layers.Embedding become zero.
         used: the version at which each row was last trained, int64 [n], if known; the ids must then be in order.

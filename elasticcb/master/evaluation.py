@@ -77,9 +77,6 @@ class EvaluationRounds:
         merge: merges the states that the tasks of a round sent for one metric; they are summed by default. With a
             custom function, the states of all tasks are kept until the round is merged.
         first_id: first round id; workers and servers may know ids of an earlier master.
-
-    Attributes:
-        collection: results of the running round.
     """
 
     def __init__(
@@ -195,11 +192,7 @@ class EvaluationRounds:
 
 
 class Collection:
-    """The results of the tasks of one round, each counted once.
-
-    Args:
-        merge: as in `EvaluationRounds`.
-    """
+    """The results of the tasks of one round, each counted once."""
 
     def __init__(self, merge: Merge | None) -> None:
         self._merge = merge

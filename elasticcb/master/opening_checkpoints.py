@@ -56,11 +56,7 @@ def warn_of_later_versions(order: Order, version: int) -> None:
 
 
 def on_disk(order: Order, folder: str) -> str:
-    """The folder of the version to start from, on disk; "": none was given.
-
-    Args:
-        folder: folder of one or more versions; or its URL.
-    """
+    """The folder of the version to start from, on disk; "": none was given."""
     say = order.display.message
     if not is_url(folder):
         return str(find_undamaged(folder, say)) if folder else ""

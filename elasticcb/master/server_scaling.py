@@ -21,11 +21,7 @@ _MOST_SERVERS = 256
 
 
 class ServerScaling:
-    """Takes requests, one at a time, and carries them out.
-
-    Args:
-        desk: desk of the job.
-    """
+    """Takes requests, one at a time, and carries them out."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk

@@ -6,24 +6,16 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from elasticcb.callbacks.attribute_use import use_of
 from elasticcb.callbacks.hook_conflicts import Placed, placed, shares_state
 from elasticcb.callbacks.placement import overridden_hooks
-from elasticcb.callbacks.shared_state import SharedState, SharedVariables, names_of
+from elasticcb.callbacks.shared_state import SharedState, SharedVariables, is_same
 from elasticcb.errors import UsageError
 from elasticcb.settings import JobSettings
 
 
 class SharedCallbacks:
-    """The master's side.
-
-    Args:
-        callbacks: the callbacks of the caller.
-        settings: settings of the job.
-        model: the model of the callbacks.
-    """
+    """The master's side."""
 
     def __init__(self, callbacks: Iterable[Any], settings: JobSettings, model: Any) -> None:
         self._returns = shares_state(settings)
@@ -41,10 +33,9 @@ class SharedCallbacks:
 
     def share(self, variables: Mapping[int, Any]) -> None:
         """Call before `prepare`, with variables of the program that workers read, by number."""
-        names = [names_of(each.callback, None if self._returns else each.follows) for each in self._placed]
         self._variables = SharedVariables(variables)
         self._sent: dict[int, Any] = {}  # their values that were sent last
-        self._state = SharedState([each.callback for each in self._placed], self._model, self._variables, names)
+        self._state = SharedState(self._placed, self._returns, self._model, self._variables)
 
     @property
     def names(self) -> str:
@@ -65,7 +56,7 @@ class SharedCallbacks:
         with self._lock:
             values = self._variables.changed()
             is_old = self._is_old and bool(self._placed)
-            if is_old or any(not np.array_equal(value, self._sent.get(n, ())) for n, value in values.items()):
+            if is_old or any(n not in self._sent or not is_same(value, self._sent[n]) for n, value in values.items()):
                 self._data, _ = self._state.dump()
                 self._number, self._is_old, self._sent = self._number + 1, False, values
             if self._returns and (self._placed or self._variables):
@@ -103,7 +94,9 @@ def _check_left(each: Placed, left: dict[str, str]) -> None:
     """Raises `UsageError` for attributes that can't be sent, and that the worker can't make itself."""
     worker = each.on_workers
     made_there = use_of(each.callback, {"on_train_begin"} & overridden_hooks(each.callback).keys()).changes
-    needed = sorted(left.keys() & (worker.reads | worker.changes) - made_there)
+    needed = sorted(
+        name for name, kind in left.items() if kind and name in (worker.reads | worker.changes) - made_there
+    )
     if needed:
         names = ", ".join(f"self.{name}" for name in needed)
         raise UsageError(

@@ -21,7 +21,6 @@ def with_settings(
 
     Args:
         tables: by index, as their layers describe them.
-        paths: paths of their layers.
 
     Raises `UsageError` for a name without a table, and for settings that this job does not support.
     """

@@ -304,7 +304,7 @@ class TaskQueue(QueueState):
             self._stop(reason)
 
     def drop_training(self) -> None:
-        """After `stop_training`: also drops tasks that were DOING then. No lease may be active."""
+        """After `stop_training`: also drops tasks, or parts of them, that were DOING then and are TODO again."""
         if not self._epochs.done and self._epochs.stop_reason is not None:
             self._stop(self._epochs.stop_reason)
 

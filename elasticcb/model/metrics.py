@@ -385,11 +385,7 @@ class ModelMetrics:
                 self._update(unit.metric, unit.output, labels, predictions, weight)
 
     def results(self, among: Collection[str] | None = None, step: str = "test") -> dict[str, float]:
-        """Current results by name, of all units or of the given ones; dict results are flattened.
-
-        Args:
-            step: "train" or "test".
-        """
+        """Current results by name, of all units or of the given ones; dict results are flattened."""
         units = [unit for unit in self._units() if among is None or unit.name in among]
         return self._named({unit.name: (unit, unit.metric.result()) for unit in units}, step)
 

@@ -29,7 +29,6 @@ def rounded(rows: Array, ids: Array, version: int) -> Array:
 
     Args:
         ids: int64 [n].
-        version: version of the model.
     """
     bits = np.ascontiguousarray(rows, np.float32).view(np.uint32)
     noise = _noise(ids, version, bits)

@@ -34,9 +34,6 @@ class TableUpdate:
 
     Args:
         optimizer: optimizer of the table. Its variables need not include the table.
-        index: index of the table in the model.
-        spec: spec of the table.
-        rate_multiplier: factor of the table for the optimizer's learning rate.
 
     Attributes:
         kind: the optimizer's class name.

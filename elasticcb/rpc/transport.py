@@ -96,7 +96,6 @@ class GrpcTransport(Transport):
     """Sends whole frames, and plain messages, over gRPC to any machine.
 
     Args:
-        address: address of the server.
         own: identity of this process; None: no TLS.
     """
 

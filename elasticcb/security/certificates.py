@@ -101,14 +101,7 @@ def _signed(
     signs: bool,
     issuer: Any = None,
 ) -> bytes:
-    """A certificate as PEM.
-
-    Args:
-        key: key to certify.
-        life: its start and end.
-        signs: whether it is a CA certificate.
-        issuer: name of the CA; None: `name`.
-    """
+    """A certificate as PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.serialization import Encoding

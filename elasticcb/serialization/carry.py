@@ -169,12 +169,7 @@ def _dumped(
 
 
 class Copies:
-    """Makes copies of an object in this process. Keras objects in it, such as a model that data reads, are not copied.
-
-    Args:
-        value: the object.
-        name: how messages call it.
-    """
+    """Makes copies of an object in this process. Keras objects in it, such as a model that data reads, are shared."""
 
     def __init__(self, value: Any, name: str) -> None:
         self._kept: list[Any] = []
@@ -194,13 +189,10 @@ class Graph:
     """The objects of `dumps_graph`, where they are read.
 
     Args:
-        data: of a process that has the job's token.
-        known: as for `dumps`.
         before: an earlier graph, which nobody uses any more. If it can be used again and the first object is the same,
             it is that of this graph too, and its variables get the new values.
 
     Attributes:
-        parts, others: the objects.
         variables: those that travel with their values, by place.
         continues: whether `parts` is that of `before`.
         is_steady: whether `parts` can be used again: of its state, only variables change.

@@ -33,12 +33,8 @@ _BY_FLAG = {setting.name: setting for setting in _SETTINGS if setting.path in _G
 class Arguments:
     """The arguments of a `Cluster`, as settings for all its calls.
 
-    Args:
-        given: common arguments and groups, by name.
-
     Attributes:
         settings: an invalid value is replaced by the default.
-        problems: messages about invalid values.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:

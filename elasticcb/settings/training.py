@@ -87,14 +87,6 @@ class TrainingSettings(ExchangeOptions):
         default_text=AUTO,
         argument="local_steps",
     )
-    outer_optimizer: str = setting(
-        "",
-        "Local mode: Keras optimizer with which servers apply the mean of the workers' movements (its gradient is "
-        "the negative mean): a name such as sgd, or the JSON of keras.optimizers.serialize.",
-        kind=Kind.OPTIMIZER,
-        default_text="none: the mean is added",
-        argument="outer_optimizer",
-    )
     # None: `updates` decides
     use_async: bool | None = setting(
         None,
@@ -166,7 +158,6 @@ class TrainingSettings(ExchangeOptions):
 
         Args:
             batches: of an epoch; None: unknown.
-            workers: number of workers.
         """
         if self.num_minibatches_per_task is not None:
             return self.num_minibatches_per_task

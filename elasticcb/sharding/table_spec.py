@@ -20,7 +20,6 @@ class TableSpec:
         input_dim: upper bound (exclusive) of ids; None: any id from 0.
         initializer: of rows that nobody has set, as JSON of `keras.saving.serialize_keras_object`; "": all rows are
             given before training.
-        seed: seed of initial rows.
         options: how its rows are created, trained and evicted.
     """
 

@@ -42,8 +42,6 @@ class RemoteFolder:
     """Uploads folders to one URL; remembers uploaded files between attempts.
 
     Args:
-        url: fsspec URL of the folder.
-        storage_options: arguments for the fsspec file system.
         timeout_seconds: how long one SFTP operation may go without an answer.
     """
 

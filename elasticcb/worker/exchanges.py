@@ -19,7 +19,6 @@ class Exchanges:
     """A worker's calls to the servers during training.
 
     Args:
-        ps: the servers.
         max_staleness: batches that may be computed before the first of their pushes is answered.
         pull_with_rows: fetch newer weights with rows that did not come with a push.
     """

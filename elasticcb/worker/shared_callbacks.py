@@ -18,9 +18,6 @@ class FollowedCallbacks:
     """The worker's side.
 
     Args:
-        client: client of the master.
-        callbacks: callbacks of this process.
-        settings: settings of the job.
         variables: variables of the program besides the weights, by number.
         warn: called with a subject and a text.
     """
@@ -40,7 +37,7 @@ class FollowedCallbacks:
         if not self._returns and not any(each.follows for each in found):  # as on the master
             found = []
         self._callbacks = [each.callback for each in found]
-        self._state = SharedState(self._callbacks, self._dispatcher.model, self._variables)
+        self._state = SharedState(found, self._returns, callbacks.model, self._variables)
         self._has_state = False  # whether the master has sent that of callbacks
         self._number = 0  # of the state that was adopted
         self._has_warned = False
@@ -59,7 +56,7 @@ class FollowedCallbacks:
                     self._begun.add(id(callback))
                     self._dispatcher.call_on(callback, "on_train_begin", {})
             self._state.adopt(sent)
-            self._variables.follow(sent.values)
+            self._variables.follow(sent.variables)
             self._number = answer.number
 
     def give_back(self, learning_rate: float | None) -> None:

@@ -22,10 +22,6 @@ class WindowLength:
 
     Args:
         given: batches per window; None: automatic.
-        clock: seconds.
-
-    Attributes:
-        batches: batches of the current window.
     """
 
     def __init__(self, given: int | None, clock: Callable[[], float] = time.monotonic) -> None:

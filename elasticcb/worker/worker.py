@@ -24,10 +24,8 @@ class Worker:
     """One worker of a job.
 
     Args:
-        settings: settings of the job.
         client: client of the master; the worker registers once its model is built.
         index: index to take; -1: the master chooses.
-        spec: provides model, callbacks and, for a serialized job, the data.
         before: the model of an earlier job, to which `spec` refers.
     """
 
@@ -57,11 +55,7 @@ class Worker:
 
 
 class TaskLoop:
-    """Runs the tasks of a session, one after another.
-
-    Args:
-        session: session of the worker.
-    """
+    """Runs the tasks of a session, one after another."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -101,6 +95,9 @@ class TaskLoop:
             if event.task.lease in self._given_back:
                 self._given_back.remove(event.task.lease)
                 self._run.is_left = True
+            elif self._session.ends_training and event.task.type == pb.TRAINING:
+                self._keep(self._run, 0)
+                self._session.give_back_callbacks()
             else:
                 self._run.begin()
             return
@@ -109,6 +106,8 @@ class TaskLoop:
             return
         if isinstance(event, Batch):
             run.run(event)
+            if self._session.ends_training and run.task.type == pb.TRAINING:
+                self._keep(run, run.units_begun)
             run.end_early()
         elif isinstance(event, TaskRead):
             if event.error is not None:
@@ -158,8 +157,12 @@ class TaskLoop:
             end = max(end, run.units_begun)
             if run.end is not None and end >= run.end:
                 continue
-            if session.client.split_task(lease, end).accepted and end:
-                run.end = end
-                run.end_early()
-            else:
-                run.leave()
+            self._keep(run, end)
+
+    def _keep(self, run: TaskRun, end: int) -> None:
+        """Does only the first `end` records of a task."""
+        if self._session.client.split_task(run.task.lease, end).accepted and end:
+            run.end = end
+            run.end_early()
+        else:
+            run.leave()

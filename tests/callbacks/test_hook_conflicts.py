@@ -85,11 +85,15 @@ class Harmless(keras.callbacks.Callback):
         self.batches += 1
         if self.batches % 100 == 0:
             self.logger.info("batch %d: %s", self.batches, logs)
-        if logs["loss"] < 0.01:
-            self.model.stop_training = True
 
     def on_epoch_end(self, epoch, logs=None):
         self.logger.info("%.1f s, of at most %s", time.monotonic() - self.started, self.params["steps"])
+
+
+class Stops(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if logs["loss"] < 0.01:
+            self.model.stop_training = True
 
 
 def of_functions():
@@ -106,7 +110,7 @@ def of_functions():
         (Average, COMMAND, r"share self.average.*runs_on\(\"master\"\)"),
         (Means, TWO, r"Means.on_epoch_end \(on the master\) share self.losses.*runs_on\(\"master\"\)"),
         (of_functions, TWO, "share the variable seen"),
-        (OneCycle, TWO, r"OneCycle.on_train_batch_end sets the learning rate .* from self.step.*num_workers=1"),
+        (OneCycle, TWO, r"OneCycle.on_train_batch_end sets the learning rate .* keeps self.step.*num_workers=1"),
         (OfEpochs, COMMAND, "share self.epoch"),
         (
             Clips,
@@ -126,6 +130,7 @@ def test_harmless_callbacks_are_not_refused(settings, tmp_path) -> None:
     check_hooks(
         [
             Harmless(),
+            Stops(),
             Losses(),
             Clips(),
             runs_on("master")(type("Moved", (Average,), {}))(),
@@ -147,7 +152,7 @@ def test_in_a_program_one_worker_shares_all_and_several_follow_the_master() -> N
 
 def test_what_several_workers_collect_is_told_to_the_caller() -> None:
     (warning,) = left_on_workers([Losses(), Harmless()], TWO)
-    assert "Losses.on_train_batch_end collects self.losses on 2 workers" in warning.text
+    assert "Losses.on_train_batch_end changes self.losses on 2 workers" in warning.text
     assert not list(left_on_workers([Losses()], ONE))
 
 
@@ -171,7 +176,7 @@ class Scheduled(keras.callbacks.Callback):
         self.model.optimizer.learning_rate.assign(rate)
 
 
-def test_what_decides_about_the_model_is_found_and_nothing_else() -> None:
-    with pytest.raises(UsageError, match=r"Guarded.on_train_batch_end sets the learning rate .* from self.step"):
+def test_a_hook_that_sets_something_of_the_model_may_not_read_what_it_keeps() -> None:
+    with pytest.raises(UsageError, match=r"Guarded.on_train_batch_end sets the learning rate .* keeps self.step"):
         check_hooks([Guarded()], TWO)
     check_hooks([Scheduled()], TWO)

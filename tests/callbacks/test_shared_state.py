@@ -6,7 +6,8 @@ from collections import Counter, deque
 import keras
 import numpy as np
 
-from elasticcb.callbacks.shared_state import SharedState, names_of
+from elasticcb.callbacks.hook_conflicts import Placed
+from elasticcb.callbacks.shared_state import SharedState, SharedVariables
 
 totals: list[int] = []
 
@@ -21,7 +22,7 @@ class Callback(keras.callbacks.Callback):
         super().__init__()
         self.given, self.data = given, np.zeros(1 << 18)
         self.tracker, self.weight = Tracker(), keras.Variable(1.0)
-        self.last = deque([1], maxlen=3)
+        self.last, self.mean = deque([1], maxlen=3), keras.metrics.Mean()
 
     def on_train_batch_end(self, batch, logs=None):
         self.given.append(batch)
@@ -32,25 +33,32 @@ class Callback(keras.callbacks.Callback):
         print(self.given, self.data.sum())
 
 
+def _state(callback):
+    return SharedState([Placed(callback, [], [])], True, None, SharedVariables({}))
+
+
 def test_state_that_comes_back_changes_the_objects_that_others_refer_to() -> None:
     given, there = [1], Callback([])
     here = Callback(given)
-    tracker, weight = here.tracker, here.weight
-    here.lock, there.lock = threading.Lock(), threading.Lock()
-    names = [names_of(here)]
+    tracker, weight, mean = here.tracker, here.weight, here.mean
+    rest = here.rest = there.rest = iter(x for x in ())
+    lock, there.lock = threading.Lock(), threading.Lock()
+    here.lock = lock
     there.given, there.average, there.alias = [1, 2], [np.ones(2)], None
     there.alias = there.given
     there.tracker.values["b"] = 2
     there.weight.assign(3.0)
     there.last.append(2)
+    there.mean.update_state(4.0)
     totals[:] = [5]
-    data, left = SharedState([there], None, names).dump()
+    data, left = _state(there).dump()
     totals[:] = []
     before, here.data = here.data, here.data + 1
-    state = SharedState([here], None)
+    state = _state(here)
     state.adopt(state.read(data))
-    assert left == [{"lock": "lock"}]
-    assert isinstance(here.lock, type(threading.Lock()))
+    assert left == [{"data": "", "rest": "generator"}]
+    assert here.rest is rest
+    assert here.lock is lock
     assert here.given is given is here.alias
     assert given == [1, 2]
     assert here.tracker is tracker
@@ -59,5 +67,7 @@ def test_state_that_comes_back_changes_the_objects_that_others_refer_to() -> Non
     assert float(weight) == 3.0
     assert here.last == deque([1, 2], maxlen=3)
     assert totals == [5]
+    assert here.mean is mean
+    assert float(mean.result()) == 4.0
     np.testing.assert_array_equal(here.average[0], np.ones(2))
     assert here.data.sum() == before.size  # large, and changed by no hook: it stays where it is

@@ -74,14 +74,15 @@ def test_outputs_of_a_batch_have_keras_name(cluster, tmp_path):
     np.testing.assert_array_equal(saved, predicted)
 
 
-def test_model_of_the_caller_knows_that_a_hook_on_a_worker_ended_training(cluster):
+def test_a_hook_on_the_only_worker_ends_training_with_its_batch_and_the_callers_model_knows_it(cluster):
     class Stops(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            self.model.stop_training = True
+            self.model.stop_training = batch == 2
 
     model = make()
-    history = cluster.fit(model, X, Y, epochs=3, verbose=0, callbacks=[Stops()])
+    history = cluster.fit(model, X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[Stops()])
     assert history.epoch == [0]
+    assert int(model.optimizer.iterations) == 3
     assert model.stop_training is True
     cluster.fit(model, X, Y, verbose=0)
     assert model.stop_training is False

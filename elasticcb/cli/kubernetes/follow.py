@@ -23,7 +23,6 @@ def follow_job(api: KubernetesAPI, name: str, lines: int | None = None, from_now
     """Shows a job's output until it ends; returns its exit code. Ctrl-C detaches and does not stop the job.
 
     Args:
-        lines: number of earlier lines to show; None: all.
         from_now: skip the output of masters that have ended.
 
     Raises:

@@ -33,9 +33,6 @@ def follow_pods(
     """Follows the pods until `stopped` is set.
 
     Args:
-        selector: label selector.
-        see_all: called with each list of the pods.
-        see: called with a changed pod, and whether it is gone.
         say: shows the user a line when the API server stops answering, and when it answers again.
     """
     silent = False

@@ -29,10 +29,7 @@ class LocalCluster(ClusterBackend):
     (launch/fork_process.py).
 
     Args:
-        settings: number of processes that share this machine.
         directory: the job's folder; logs go to `logs/ROLE-INDEX.log` below it.
-        log_level: TensorFlow's own messages are kept quiet unless this is DEBUG.
-        fork_server: the process that forked this one; None: start one when processes are needed.
     """
 
     name = "local"

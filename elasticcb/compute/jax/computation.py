@@ -40,7 +40,6 @@ class JAXComputation(Computation):
     back.
 
     Args:
-        held: the model.
         capture: captures the gradients of its optimizer; None if nothing is trained.
     """
 

@@ -48,9 +48,6 @@ def step_variables(model: keras.Model, batch: Any, refuses: bool = True) -> Step
     """Which variables `train_step` gives to optimizers.
 
     The step is traced, not run; code run by `run_eagerly` leaves the model unchanged.
-
-    Args:
-        refuses: as in `OptimizerCapture`.
     """
     capture = TensorFlowCapture(model, refuses=refuses)
     found: dict[int, Update] = {}
