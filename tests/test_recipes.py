@@ -173,7 +173,7 @@ def test_a_setting(copy):
         os.environ["COLUMNS"] = "300"
         import elasticcb
         from elasticcb.cli.main import main
-        from elasticcb.cli.reference import arguments_tables, options_tables
+        from reference import arguments_tables, options_tables
         from elasticcb.errors import UsageError
         from elasticcb.settings import ClusterSettings, Command, JobSettings
 

@@ -308,12 +308,3 @@ def _change_of(mine: Any, theirs: Any) -> Any:
         return _change_variables if alike else None
     fixed = (type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial, np.ndarray)
     return _change_object if isinstance(getattr(mine, "__dict__", None), dict) and not isinstance(mine, fixed) else None
-
-
-def left_in_words(left: Sequence[Mapping[str, str]], callbacks: Sequence[Any]) -> str:
-    """Attributes that can't be sent, for messages."""
-    return ", ".join(
-        f"{type(callback).__name__}.{name} ({kind})"
-        for callback, names in zip(callbacks, left, strict=True)
-        for name, kind in names.items()
-    )
