@@ -11,7 +11,6 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from elasticcb.errors import ModelFileError
-from elasticcb.keras_private import traces
 
 
 class Place(str, Enum):
@@ -149,6 +148,8 @@ def _saves_epochs(callback: Any) -> Collection[str]:
 
 
 def _board_of_epochs(callback: Any) -> Collection[str]:
+    from elasticcb.keras_private import traces
+
     return BATCH_HOOKS if callback.update_freq == "epoch" and not traces(callback) else ()
 
 

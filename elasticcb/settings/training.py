@@ -49,8 +49,8 @@ class ExchangeOptions(Section):
     )
     wire_dtype: WireDtype = setting(
         WireDtype.SAME,
-        "Encoding of float32 weights, gradients and embedding rows on the wire in training: unchanged; rounded to "
-        "bfloat16; or rows and their gradients as 8-bit integers with a scale per row, and the rest as bfloat16.",
+        "Encoding of float32 weights, gradients and embedding rows on the wire in training: unchanged, or rounded to "
+        "bfloat16.",
     )
 
 

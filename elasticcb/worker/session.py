@@ -305,7 +305,7 @@ def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
         client.id,
         training.is_synchronous,
         client.measures,
-        Rounding(training.wire_dtype, weights=not training.is_local, seed=client.id) if trains else None,
+        Rounding(training.wire_dtype, weights=not training.is_local) if trains else None,
     )
 
 

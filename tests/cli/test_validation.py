@@ -126,7 +126,7 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
             ["--updates=local", "--get_model_steps=2"],
             "Set --updates=sync or --updates=async, or remove --get_model",
         ),
-        (["--wire_dtype=int4"], "'int4' is not one of 'same', 'bfloat16', 'int8'"),
+        (["--wire_dtype=int4"], "'int4' is not one of 'same', 'bfloat16'"),
         (
             ["--updates=async", "--local_steps=4"],
             "--local_steps=4 applies only to --updates=local, and this job has --updates=async.",
