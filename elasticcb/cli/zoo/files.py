@@ -134,11 +134,7 @@ def lock_command(wheels: bool, extra_pypi_index: str) -> str:
 
 
 def check_lock(text: str, place: str, wheels: bool, extra_pypi_index: str) -> None:
-    """Raises `UsageError` if a `LOCK` lacks this elasticcb with its hashes.
-
-    Args:
-        wheels, extra_pypi_index: as in `ZooImage`.
-    """
+    """Raises `UsageError` if a `LOCK` lacks this elasticcb with its hashes."""
     pattern = rf"^elasticcb(\[[^]]*\])?=={re.escape(__version__)}[\s\\]+--hash="
     if not re.search(pattern, text, re.MULTILINE):
         raise UsageError(
