@@ -63,9 +63,6 @@ def finish_version(
 ) -> Path:
     """Finishes a temporary folder of `begin_version`: checks its files, writes the manifest, renames it.
 
-    Args:
-        files: results of each server's `Save`, in the order of the servers.
-
     Returns the folder's final path. Raises `CheckpointError` if a file does not match the server's report.
     """
     folder = Path(folder)

@@ -99,9 +99,6 @@ def _table(part: Part, variable: int, names: Collection[str]) -> TableState:
 def warm_start(folder: Path, specs: Sequence[VariableSpec], init_map: str) -> WarmStart:
     """Matches a job's variables with a checkpoint's variables.
 
-    Args:
-        init_map: the setting.
-
     Raises `CheckpointError` if a name of the map is unknown, a shape differs, or nothing matches.
     """
     saved = [

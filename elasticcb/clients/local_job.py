@@ -54,9 +54,6 @@ def wait_for_start(folder: Path, seconds: float | None = None) -> None:
 def master_of(folder: Path, start_seconds: float | None = None) -> Iterator[MasterClient]:
     """A client of the job's master; waits while the job is starting.
 
-    Args:
-        start_seconds: how long to wait for the start; None: a minute.
-
     Raises `UsageError` when no master is up, or it does not answer.
     """
     from elasticcb.clients.master import MasterClient
@@ -86,9 +83,6 @@ def lost_master(folder: Path, error: ConnectionLostError) -> UsageError:
 def scale_job(folder: Path, workers: int | None, ps: int | None, on_wait: Callable[[str], None]) -> Iterator[str]:
     """Changes the number of workers or parameter servers of a running job (None: unchanged); yields a message for each
     change once it is done.
-
-    Args:
-        on_wait: called with what must finish before the number of servers can change.
 
     Raises `UsageError` when no job runs there, or the change is not possible.
     """

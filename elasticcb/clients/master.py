@@ -132,9 +132,6 @@ class MasterClient:
     def find_server(self, index: int, unreachable: int) -> tuple[str, int]:
         """Current address and id of the parameter server with an index; waits while a lost one is replaced. "" and 0
         when there are fewer servers now.
-
-        Args:
-            unreachable: id of the process that does not answer.
         """
         cluster = self.wait_for_cluster(unreachable)
         if index >= len(cluster.ps_ids):
@@ -211,9 +208,6 @@ class MasterClient:
     def scale_servers(self, servers: int, on_wait: Callable[[str], None]) -> str:
         """Changes the number of parameter servers, and waits until they hold the model; returns a message, "" if
         nothing changed.
-
-        Args:
-            on_wait: called with what must finish first, if that takes time.
 
         Raises `UsageError` when the change is not possible.
         """

@@ -169,11 +169,7 @@ class PSClient:
             yield piece.ids, piece.rows
 
     def weights(self, blocks: Blocks | None = None) -> tuple[list[Array], dict[int, Array]]:
-        """All weights, in the order of the specs, and the ids of embedding tables, both as in `ModelState`.
-
-        Args:
-            blocks: all weights except tables; None: pull them.
-        """
+        """All weights, in the order of the specs, and the ids of embedding tables, both as in `ModelState`."""
         weights = unpack_weights(self.pull() if blocks is None else blocks, self.servers.specs, self.servers.partition)
         ids: dict[int, Array] = {}
         for index, spec in enumerate(self.servers.specs):

@@ -204,11 +204,7 @@ def unchanged(variables: Sequence[keras.Variable]) -> Iterator[None]:
 
 
 def check_updated(updates: Iterable[int], specs: Sequence[VariableSpec]) -> None:
-    """Raises `ModelFileError` when a step gives gradients of variables for which it gave none when the model was built.
-
-    Args:
-        updates: indices in `model.weights`, as `specs`.
-    """
+    """Raises `ModelFileError` when a step updates other variables than when the model was built."""
     unexpected = [specs[index].path for index in updates if not specs[index].trainable]
     if unexpected:
         raise ModelFileError(

@@ -46,9 +46,6 @@ _HEADERS = {
 def serve(folder: Path, port: int, say: Callable[[str], None]) -> None:
     """Serves the dashboard of a job until SIGINT or SIGTERM.
 
-    Args:
-        port: port on the loopback interface; 0: any free port.
-
     Raises `UsageError` if there is no such job, the port is taken, or a library is missing.
     """
     if missing := missing_libraries():

@@ -24,11 +24,7 @@ def empty(layer: TableLayer) -> None:
 
 
 def make_native(layer: TableLayer, shape: tuple[int, ...]) -> None:
-    """Undoes this: the layer has no rows (elasticcb.layers), or all rows are zero (Keras's).
-
-    Args:
-        shape: original shape of its variable.
-    """
+    """Undoes this: the layer has no rows (elasticcb.layers), or all rows are zero (Keras's)."""
     if is_own(layer):
         layer.set_rows([])
     else:

@@ -129,9 +129,6 @@ class CheckpointWriter:
     def finish(self, version: int, tasks: dict[str, Any], retry: bool = True) -> None:
         """Waits until the last checkpoint is at its destination.
 
-        Args:
-            retry: try a failed checkpoint once more.
-
         Raises `CheckpointError` when that fails.
         """
         if not self.wanted:

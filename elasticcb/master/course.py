@@ -44,9 +44,6 @@ class EpochClock:
 
     Epochs may overlap: some workers begin the next epoch while others still have tasks of this one. Each epoch is timed
     from the end of the previous one, and counts everything trained in that time.
-
-    Args:
-        minibatch_size: records per step.
     """
 
     def __init__(self, minibatch_size: int) -> None:

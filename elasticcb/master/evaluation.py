@@ -168,11 +168,7 @@ class EvaluationRounds:
         return Collected(True, f"task {task_id} is counted in evaluation pass {round_id}")
 
     def finish(self, version: int) -> RoundDecision:
-        """Ends the running round; returns the next one if it became due meanwhile.
-
-        Args:
-            version: current version of the model, which the next round evaluates.
-        """
+        """Ends the running round; returns the next one if it became due meanwhile."""
         self._running = None
         self.collection = Collection(self._merge)
         if self._pending is None:

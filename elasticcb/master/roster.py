@@ -88,9 +88,6 @@ class Sighting:
 class Roster:
     """Which processes should run, were requested, and are up.
 
-    Args:
-        max_worker_restarts, max_ps_restarts: maximum restarts over the whole job.
-
     Attributes:
         lost_workers: ids of workers declared lost, in order; they may still be running without knowing it.
         losses: counts losses, and decides their consequences.

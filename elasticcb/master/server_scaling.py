@@ -29,9 +29,6 @@ class ServerScaling:
     def ask(self, servers: int, waiting: bool, seconds: float) -> Wish | None:
         """Requests a different number of parameter servers, and waits up to `seconds` for the result.
 
-        Args:
-            waiting: the request was made before.
-
         Returns None when the number is already right. Raises `UsageError` when the job can't have it.
         """
         with self._desk.state() as state:

@@ -38,11 +38,7 @@ LONG_POLL_SECONDS = 10.0
 
 
 class MasterServicer:
-    """A thin layer: all decisions are made elsewhere.
-
-    Args:
-        silence_seconds: time without a heartbeat after which a process is considered lost.
-    """
+    """A thin layer: all decisions are made elsewhere."""
 
     def __init__(
         self,

@@ -157,9 +157,6 @@ class ModelMetrics:
     def carried(self, states: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, list[Any]]]:
         """For a step that takes and returns its state instead of changing variables: metrics that Keras does not count
         as the model's start from `states`; returns their new states.
-
-        Args:
-            states: tensors, states of the units in `carried_units`.
         """
         self._carried = {name: list(values) for name, values in states.items()}
         try:

@@ -292,10 +292,6 @@ class EmbeddingTable(StoredTable):
         self.ages.begin(version)
 
     def take_over(self, before: EmbeddingTable, keeps: Callable[[Array], Array]) -> None:
-        """Adds the rows of `before`, which must not be used afterwards, including counts of ids without rows.
-
-        Args:
-            keeps: returns which ids (int64 [n]) to take: bool [n]; none of them has a row here.
-        """
+        """Adds the rows of `before`, which must not be used afterwards, including counts of ids without rows."""
         self.candidates, self.ages, self.flow = before.candidates, before.ages, before.flow
         self._take_rows(before, keeps)

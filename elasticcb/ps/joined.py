@@ -53,11 +53,7 @@ def join(variables: Mapping[int, keras.Variable], group: Sequence[int], name: st
 
 
 def groups_of(kinds: Mapping[int, Any], sizes: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """Which variables to join: those of one kind, in order, up to `MOST_ELEMENTS` per group. A group has at least two.
-
-    Args:
-        kinds: kind of each variable; only variables of one kind are joined.
-    """
+    """Variables to join: those of one kind, in order, up to `MOST_ELEMENTS` per group. A group has at least two."""
     groups: list[list[int]] = []
     newest: dict[Any, list[int]] = {}
     for index, kind in kinds.items():

@@ -68,11 +68,7 @@ class TableUpdate:
     def run(
         self, shared: Mapping[str, tf.Tensor], gradients: tf.Tensor, rows: tf.Tensor, *slots: tf.Tensor
     ) -> list[tf.Tensor]:
-        """New rows and slots, inside a compiled function: [n, …] each, slots in the order of `self.slots`.
-
-        Args:
-            shared: replaces values of `self.shared`.
-        """
+        """New rows and slots, inside a compiled function: [n, …] each, slots in the order of `self.slots`."""
         self._clone.copy_shared(shared)
         return self._clone.apply(gradients, rows, *slots)
 

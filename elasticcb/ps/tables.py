@@ -244,11 +244,7 @@ class Tables:
 
 
 class _OwnRows:
-    """A `TableSource` restricted to this server's rows.
-
-    Args:
-        owns: returns which ids (int64 [n]) belong to this server: bool [n].
-    """
+    """A `TableSource` restricted to this server's rows."""
 
     def __init__(
         self, source: TableSource, owns: Callable[[Array], Array], own_part: Callable[[TableState], TableState]

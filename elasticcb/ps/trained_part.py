@@ -32,9 +32,6 @@ Movements = Sequence[tuple[Mapping[str, Array], float]]  # flat, by dtype, with 
 class TrainedPart:
     """Trainable variables with fresh optimizers.
 
-    Args:
-        groups: groups of variables to update as one; None: as many as possible.
-
     Attributes:
         variables: trainable variables of the part, by index.
     """

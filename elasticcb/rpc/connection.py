@@ -109,9 +109,6 @@ class Connection:
     ) -> Any:
         """Calls `method` until it answers.
 
-        Args:
-            request: a frame or a message, depending on the method.
-
         Raises:
             ConnectionLostError: the server was unreachable for longer than the patience.
             TLSError: it and this process can't agree on TLS.

@@ -31,9 +31,6 @@ def make_ca() -> bytes:
 def issue(ca: bytes) -> tuple[bytes, bytes, bytes]:
     """A certificate for `NAME`, its key, and the CA's certificate without its key, all as PEM.
 
-    Args:
-        ca: CA of a job, from `make_ca`.
-
     Raises `ValueError` if the CA can't be read, has no key, or has expired.
     """
     from cryptography import x509

@@ -117,11 +117,7 @@ def _as_literal(setting: Setting, text: str) -> str:
 
 
 def where_now(name: str, value: Any) -> str:
-    """How to pass a setting that `Cluster` takes in a group; "" if it is not such a setting.
-
-    Args:
-        name: of the flag, or of the field.
-    """
+    """How to pass a setting that `Cluster` takes in a group; "" if it is not such a setting."""
     for group, settings in GROUPED.items():
         for setting in settings:
             if name in (setting.name, setting.field):

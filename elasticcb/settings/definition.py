@@ -174,11 +174,7 @@ class Setting:
 
 @cache
 def settings_of(section: type, prefix: str = "") -> tuple[Setting, ...]:
-    """All settings of a section and of the sections in it, in order of definition.
-
-    Args:
-        prefix: of their paths, with a dot.
-    """
+    """All settings of a section and of the sections in it, in order of definition."""
     return tuple(_walk(section, prefix))
 
 

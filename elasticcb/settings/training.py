@@ -154,11 +154,7 @@ class TrainingSettings(ExchangeOptions):
         return self.updates is Updates.LOCAL
 
     def batches_per_task(self, batches: int | None, workers: int) -> int:
-        """Number of batches in a task.
-
-        Args:
-            batches: of an epoch; None: unknown.
-        """
+        """Number of batches in a task."""
         if self.num_minibatches_per_task is not None:
             return self.num_minibatches_per_task
         if batches is None:

@@ -16,11 +16,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 
 
 class PassHooks:
-    """Calls `on_epoch_begin/end` and `on_test_begin/end` as this worker sees them.
-
-    Args:
-        metrics: metrics of the model; free to use between tasks.
-    """
+    """Calls `on_epoch_begin/end` and `on_test_begin/end` as this worker sees them."""
 
     def __init__(self, metrics: ModelMetrics, wants: Callable[[str], bool], call: Callable[..., None]) -> None:
         self._metrics = metrics
@@ -87,11 +83,7 @@ class PassHooks:
 
 
 class RunningLogs:
-    """The metrics over what this worker has computed of an epoch or a pass.
-
-    Args:
-        wanted: whether a hook takes them.
-    """
+    """The metrics over what this worker has computed of an epoch or a pass."""
 
     def __init__(self, metrics: ModelMetrics, wanted: bool) -> None:
         self._metrics, self._wanted = metrics, wanted

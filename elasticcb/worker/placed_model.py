@@ -28,9 +28,6 @@ logger = logging.getLogger(__name__)
 class PlacedModel:
     """Makes the optimizers of `model` send their gradients to the servers, and pull the weights after that.
 
-    Args:
-        cluster: the master's `GetClusterResponse`.
-
     Raises:
         ModelFileError: the weights of `model` differ from the caller's.
     """

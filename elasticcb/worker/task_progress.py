@@ -103,11 +103,7 @@ class TaskProgress:
         return seconds if compiled and self.task.type == pb.TRAINING else 0.0
 
     def note_done(self, units: int, loss: float | None, seconds: float | None = None) -> None:
-        """Counts a batch as done, and reports to the master at intervals.
-
-        Args:
-            seconds: duration of the batch, if already known.
-        """
+        """Counts a batch as done, and reports to the master at intervals."""
         self.units_done += units
         self.tell(
             loss=loss,

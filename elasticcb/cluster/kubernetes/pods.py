@@ -87,11 +87,7 @@ class PodPlan:
         }
 
     def pod(self, role: str, index: int, number: int, arguments: Sequence[str], ooms: int = 0) -> dict[str, Any]:
-        """The pod of a worker or a parameter server.
-
-        Args:
-            number: number of earlier pods in its slot.
-        """
+        """The pod of a worker or a parameter server."""
         manifest = self._template(role, index, arguments, ooms, probes=self._server_probes() if role == "ps" else {})
         metadata = manifest["metadata"]
         metadata["name"] = f"{self.job}-{role}-{index}" + (f"-{number}" if number else "")

@@ -27,9 +27,6 @@ class LocalCluster(ClusterBackend):
 
     Where the system supports it, they are forked by a process that has imported TensorFlow once for all of them
     (launch/fork_process.py).
-
-    Args:
-        directory: the job's folder; logs go to `logs/ROLE-INDEX.log` below it.
     """
 
     name = "local"
