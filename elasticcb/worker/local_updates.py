@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from elasticcb.clients.ps import PSClient, PushResult
 from elasticcb.compute.backend import LocalComputation, Prepared, StepResult, TableRows
 from elasticcb.optimizers.state import OptimizerState
@@ -145,7 +147,7 @@ class LocalUpdates:
         moved = []
         for before, now in zip(base, present, strict=True):
             old = of_kind(WEIGHTS, before)
-            moved.append({dtype: block - old[dtype] for dtype, block in of_kind(WEIGHTS, now).items()})
+            moved.append({dtype: _difference(block, old[dtype]) for dtype, block in of_kind(WEIGHTS, now).items()})
         decays = {index: decay**self._batches for index, decay in self._computation.decays.items()}
         state, shares = self._moves(base, [of_kind(STATE, now) for now in present], specs, base.partition, decays)
         shared = OptimizerState(shared=dict(self._computation.shared_optimizer_state()))
@@ -162,6 +164,14 @@ class LocalUpdates:
             self._batches,
             to_tensors(_trained(held, specs)),
         )
+
+
+def _difference(now: Array, before: Array) -> Array:
+    """How far weights moved: not at all where NaN or infinity did not change, as in variables that no step uses."""
+    moved: Array = now - before
+    if not all_finite(moved):
+        moved[(now == before) | (np.isnan(now) & np.isnan(before))] = 0
+    return moved
 
 
 def _trained(state: OptimizerState, specs: Sequence[VariableSpec]) -> OptimizerState:
