@@ -76,6 +76,12 @@ def placed(callbacks: Iterable[Any], settings: JobSettings) -> list[Placed]:
     return found
 
 
+def sharing(callbacks: Iterable[Any], settings: JobSettings) -> list[Placed]:
+    """The callbacks whose state is sent to workers."""
+    found = [] if settings.model.definition else placed(callbacks, settings)
+    return found if shares_state(settings) or any(each.follows for each in found) else []
+
+
 def check_hooks(callbacks: Iterable[Any], settings: JobSettings) -> None:
     """Raises `UsageError`, before training, for callbacks whose hooks would not do the same as in `fit`."""
     problems = [text for each in placed(callbacks, settings) for text in _problems(each, settings)]
