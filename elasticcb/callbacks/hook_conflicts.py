@@ -1,7 +1,7 @@
 """Refuses callbacks whose hooks share what their processes do not: an error is better than another model.
 
-What one process changes, and a hook in another one uses, is refused. So is a hook of batches on several workers that
-sets something of the model and reads what it has changed itself.
+What a hook of batches changes, and a hook on the master uses, is refused. So is a hook of batches on several workers
+that sets something of the model and reads what it has changed itself.
 """
 
 from __future__ import annotations
