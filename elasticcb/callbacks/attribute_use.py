@@ -290,7 +290,9 @@ class _Reader(ast.NodeVisitor):
         self._bind(node.target, node.iter)
         self.generic_visit(node)
 
-    visit_comprehension = visit_For
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        self._locals |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
+        self.visit_For(node)
 
     def _bind(self, target: ast.AST, value: ast.AST) -> None:
         """`target` becomes `value`, or each of its elements."""
