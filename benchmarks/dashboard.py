@@ -95,7 +95,7 @@ class SimulatedJob(JobView):
                 self._stats.histograms[PUSH].observe(0.01 + 0.005 * math.sin(self.seconds / 20))
                 state.note_stats(worker, self._stats)
                 state.note_pace(worker, BATCHES_A_SECOND, 1.0, time.monotonic())
-                calls.report_progress(worker, 0, 0, False, self.seconds * 100, (1 / self.seconds, 1))
+                calls.report_progress(worker, 0, 0, False, self.seconds * 100, 1 / self.seconds)
                 if (self.seconds + place) % TASK_SECONDS == 0 or not lease:
                     if lease:
                         calls.report_done(worker, lease, TaskResult(self.seconds * 100))

@@ -12,7 +12,7 @@ processor time per GB of uncompressed data.
 
 `first_step` runs `elasticcb train` with one worker for one step, on CSV files of these sizes in MB, and prints the
 median seconds from the command until the master has counted, and until the worker has built its model and done its
-first step; of a job that is the first to read the data, and of the next, which finds their index in the user's cache.
+first step.
 """
 
 from __future__ import annotations
@@ -126,21 +126,16 @@ def write_csv(path: Path, megabytes: int) -> int:
 
 
 def first_step(sizes: list[int], formats: list[str], runs: int) -> None:
-    print("| data | job | worker's model | master's model and count | first step |\n|---|---|---|---|---|")
+    print("| data | worker's model | master's model and count | first step |\n|---|---|---|---|")
     for ending in formats:
         for size in sizes:
             with tempfile.TemporaryDirectory() as folder:
                 Path(folder, "model.py").write_text(MODEL)
                 data = Path(folder, f"data.{ending}")
                 write_csv(data, size)
-                seconds: dict[str, list[list[float]]] = {"first": [], "next": []}
-                for _ in range(runs):
-                    shutil.rmtree(Path(folder, "cache"), ignore_errors=True)
-                    for found in seconds.values():
-                        found.append(run_once(folder, data))
-            for job, found in seconds.items():
-                medians = " | ".join(f"{statistics.median(each):.1f} s" for each in zip(*found, strict=True))
-                print(f"| {size:,} MB, {ending} | {job} | {medians} |", flush=True)
+                found = [run_once(folder, data) for _ in range(runs)]
+            medians = " | ".join(f"{statistics.median(each):.1f} s" for each in zip(*found, strict=True))
+            print(f"| {size:,} MB, {ending} | {medians} |", flush=True)
 
 
 def run_once(folder: str, data: Path) -> list[float]:
@@ -150,8 +145,7 @@ def run_once(folder: str, data: Path) -> list[float]:
     command = [sys.executable, "-m", "elasticcb", "train", f"--model_zoo={folder}", "--model_def=model.custom_model"]
     command += [f"--training_data={data}", "--num_workers=1", "--num_ps=1", "--max_step=1", f"--job_dir={job}"]
     started = time.time()
-    environment = os.environ | {"XDG_CACHE_HOME": str(Path(folder, "cache"))}
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     seconds = []
     for role, text in MILESTONES:
         log = Path(job, "logs", f"{role}.log").read_text(errors="replace")

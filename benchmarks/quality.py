@@ -71,7 +71,6 @@ SETTINGS = {
     "stale1": Setting("async, `max_staleness=1`", lambda workers: _async(workers, max_staleness=1)),
     "stale4": Setting("async, `max_staleness=4`", lambda workers: _async(workers, max_staleness=4)),
     "bfloat16": Setting("async, `wire_dtype=bfloat16`", lambda workers: _async(workers, wire_dtype="bfloat16")),
-    "int8": Setting("async, `wire_dtype=int8`", lambda workers: _async(workers, wire_dtype="int8")),
     "sync": Setting("sync", _sync),
     "sync-rate": Setting("sync, √workers times the learning rate", _sync, rate=_root),
     "sync-epochs": Setting("sync, twice the epochs", _sync, epochs=2),
@@ -79,7 +78,6 @@ SETTINGS = {
     "local-bfloat16": Setting(
         "local, `wire_dtype=bfloat16`", lambda workers: _local("auto")(workers) | _wire("bfloat16")
     ),
-    "local-int8": Setting("local, `wire_dtype=int8`", lambda workers: _local("auto")(workers) | _wire("int8")),
     "local1": Setting("local, `local_steps=1`", _local(1)),
     "local4": Setting("local, `local_steps=4`", _local(4)),
     "local16": Setting("local, `local_steps=16`", _local(16)),

@@ -3,7 +3,7 @@ trip of 1 ms, and over one of 1 Gbit/s.
 
     python benchmarks/workers.py [--quick] [--workload=mlp] [--batch_size=128]
     python benchmarks/workers.py --workload=deepfm --workers=2,4,8 --networks="TCP with TLS, 1 Gbit/s" \\
-        --updates="local;local, bfloat16;local, int8"
+        --updates="local;local, bfloat16"
 
 1, 2 and 4 workers with one server on the cores of this machine: with shared memory, as processes of one machine have
 it; by only Unix sockets; by TCP without TLS and with it; by TCP with a simulated delay of 1 ms in every call; and, for
@@ -48,7 +48,7 @@ UPDATES: dict[str, dict[str, Any]] = {
 MORE_UPDATES: dict[str, dict[str, Any]] = {  # measured when they are asked for
     f"local{staleness}{rounding}": {"updates": "local", **late, **rounded}
     for staleness, late in (("", {}), (", staleness 1", {"max_staleness": 1}))
-    for rounding, rounded in (("", {}), *((f", {dtype}", {"wire_dtype": dtype}) for dtype in ("bfloat16", "int8")))
+    for rounding, rounded in (("", {}), (", bfloat16", {"wire_dtype": "bfloat16"}))
     if late or rounded
 }
 

@@ -70,11 +70,7 @@ class CheckpointError(ElasticCBError):
 
 
 class LastCheckpointError(CheckpointError):
-    """A job is done, but its last checkpoint could not be written.
-
-    Attributes:
-        summary: summary of the job, a `JobSnapshot`.
-    """
+    """A job is done, but its last checkpoint could not be written."""
 
     def __init__(self, message: str, summary: Any) -> None:
         super().__init__(message)

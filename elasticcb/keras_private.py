@@ -11,10 +11,6 @@ from typing import Any
 
 import keras
 
-# Exported names of classes. Public: keras.saving.register_keras_serializable, which does not accept two classes for one
-# name, as an optimizer's public class and its subclass for PyTorch need.
-from keras.src.api_export import REGISTERED_OBJS_TO_NAMES as REGISTERED_OBJS_TO_NAMES
-
 # Shapes of a function's outputs without running it. Public: only keras.Layer.compute_output_spec, which does not build
 # the layers inside a subclassed model on PyTorch.
 from keras.src.backend import compute_output_spec as compute_output_spec

@@ -20,13 +20,12 @@ def client_of(
     synchronous: bool = False,
     patience_seconds: float = 30.0,
     ids: Any = (),
-    outer: bool = False,
     rounding: Rounding | None = None,
     **group: Any,
 ) -> PSClient:
     """A worker's client; `group` as of `ServerGroup`."""
     servers = ServerGroup(places_at(addresses, ids), specs, split, patience_seconds, **group)
-    return PSClient(servers, client_id, synchronous, outer=outer, rounding=rounding)
+    return PSClient(servers, client_id, synchronous, rounding=rounding)
 
 
 def places_at(addresses: Any, ids: Any = (), buckets: Any = None) -> Places:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import socket
 import sys
 import threading
+import weakref
 
 import keras
 import numpy as np
@@ -262,6 +264,29 @@ def test_a_layer_whose_config_lacks_arguments_is_the_same_layer():
             raise ValueError("no config")
 
     assert_same(restored(keras.Sequential([Scaled(3.0)])), keras.Sequential([Scaled(3.0)]))
+
+
+class NamedLikeTheFrameworks(keras.layers.Layer):
+    """Has attributes with names such as those in which TensorFlow and `fit` keep something."""
+
+    def __init__(self):
+        super().__init__()
+        self._self_attention, self.history = keras.layers.Dense(2), [1.0]
+
+    def call(self, inputs):
+        return self._self_attention(inputs) * self.history[-1]
+
+
+def test_attributes_of_layers_may_have_names_like_those_of_the_frameworks():
+    model = keras.Sequential([keras.Input((2,)), NamedLikeTheFrameworks()])
+    copy = carry.loads(carry.dumps(model, "model"))
+    np.testing.assert_array_equal(copy(np.ones((1, 2))), model(np.ones((1, 2))))
+
+
+def test_a_weak_reference_to_nothing_stays_one():
+    gone = weakref.ref(keras.layers.Dense(1))
+    gc.collect()
+    assert carry.loads(carry.dumps(gone, "gone"))() is None
 
 
 def test_an_optimizer_for_servers_is_as_before_its_first_step():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticcb.process.cores import usable_cores
+from elasticcb.process.devices import usable_cores
 
 V1, V2 = "cgroup cgroup rw,cpu,cpuacct", "cgroup2 cgroup2 rw"
 
@@ -80,7 +80,7 @@ def test_a_real_quota_counts() -> None:
         pytest.skip("no control group can be made here")
     program = (
         f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()));"
-        "from elasticcb.process.cores import usable_cores; print(usable_cores())"
+        "from elasticcb.process.devices import usable_cores; print(usable_cores())"
     )
     try:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -26,6 +26,7 @@ class Copy:
         self.folder = folder
         self.touched: set[str] = set()
         shutil.copytree(ROOT / "elasticcb", folder / "elasticcb", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "lint" / "reference.py", folder)
 
     def make(self, path: str, text: str) -> None:
         file = self.folder / path
@@ -173,9 +174,9 @@ def test_a_setting(copy):
         os.environ["COLUMNS"] = "300"
         import elasticcb
         from elasticcb.cli.main import main
-        from elasticcb.cli.reference import arguments_tables, options_tables
         from elasticcb.errors import UsageError
         from elasticcb.settings import ClusterSettings, Command, JobSettings
+        from reference import arguments_tables, options_tables
 
         settings = JobSettings(command=Command.TRAIN, cluster=ClusterSettings(toy_limit=8))
         assert JobSettings.from_json(settings.to_json()) == settings

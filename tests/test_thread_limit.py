@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from elasticcb.process.cores import usable_cores
-from elasticcb.process.devices import limit_threads
+from elasticcb.process.devices import limit_threads, usable_cores
 
 VARIABLE = "TF_NUM_INTRAOP_THREADS"
 

@@ -14,10 +14,9 @@ import keras
 from elasticcb.cluster.registry import backend_of, backends, contradictions, missing_for
 from elasticcb.errors import UsageError
 from elasticcb.keras_private import check_compiled
-from elasticcb.optimizers.outer import outer_optimizer
 from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.settings import JobSettings
-from elasticcb.settings.arguments import Arguments, in_a_program, where_now
+from elasticcb.settings.arguments import Arguments, where_now
 from elasticcb.settings.checks import completed, in_words, problems_of
 from elasticcb.storage.remote_files import is_url
 
@@ -26,10 +25,6 @@ def cluster_settings(
     given: Mapping[str, Any], others: Mapping[str, Any], job_dir: str | os.PathLike[str] | None
 ) -> JobSettings:
     """The arguments of a `Cluster`, as settings for all its calls.
-
-    Args:
-        given: common arguments and groups, by name.
-        others: arguments with unknown names.
 
     Raises:
         TypeError: one of `others` never existed.
@@ -41,13 +36,11 @@ def cluster_settings(
             close = difflib.get_close_matches(name, given, n=1)
             meant = f". Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"Cluster.__init__() got an unexpected keyword argument {name!r}{meant}")
-    if isinstance(given.get("outer_optimizer"), keras.optimizers.Optimizer):
-        given = {**given, "outer_optimizer": keras.optimizers.serialize(given["outer_optimizer"])}
     arguments = Arguments(given)
     settings = arguments.settings
     problems = [*moved.values(), *arguments.problems, *problems_of(settings, arguments)]
     problems += contradictions(settings, arguments)
-    problems += [*missing_for(settings.cluster), *_unsupported(settings), *_outer(settings)]
+    problems += [*missing_for(settings.cluster), *_unsupported(settings)]
     problems += _job_dir(settings, job_dir)
     if problems:
         raise UsageError(in_words("Cluster", problems))
@@ -63,14 +56,6 @@ def _unsupported(settings: JobSettings) -> Iterator[str]:
             f"checkpoint_dir={settings.checkpoint.directory!r} is a URL. Expected a local folder: only `elasticcb "
             "train --checkpoint_dir` can write to remote ones. Copy the folder after `fit` instead."
         )
-
-
-def _outer(settings: JobSettings) -> Iterator[str]:
-    try:
-        if settings.training.outer_optimizer:
-            outer_optimizer(settings.training.outer_optimizer)
-    except UsageError as error:
-        yield in_a_program(str(error))
 
 
 def _job_dir(settings: JobSettings, job_dir: str | os.PathLike[str] | None) -> Iterator[str]:

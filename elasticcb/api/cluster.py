@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,6 @@ from elasticcb.api.arguments import (
     frequency,
     with_keras_callbacks,
 )
-from elasticcb.api.exclusive_call import Turn
 from elasticcb.api.functions import Functions
 from elasticcb.api.job_folder import JobFolder
 from elasticcb.api.keras_jobs import KerasJobs
@@ -69,8 +69,6 @@ class Cluster:
             applied; "async": each gradient is applied when it arrives.
         local_steps: with "local", number of batches that a worker trains on before its movement is merged;
             "auto": 4 to 64, so that merging takes about 5 % of the time.
-        outer_optimizer: with "local", a Keras optimizer (or its name, or the result of `keras.optimizers.serialize`)
-            with which servers apply the mean of the movements; "": the mean is added.
         grads_to_wait: with "sync", number of gradients per update.
         use_async: earlier name of `updates`: True is "async", False is "sync".
         checkpoint_dir: folder for checkpoints of the servers at the end of `fit`; "": none are written.
@@ -111,7 +109,6 @@ class Cluster:
         job_dir: str | os.PathLike[str] | None = None,
         updates: str = "local",
         local_steps: int | str = "auto",
-        outer_optimizer: keras.optimizers.Optimizer | Mapping[str, Any] | str = "",
         grads_to_wait: int = 1,
         use_async: bool | None = None,
         checkpoint_dir: str | os.PathLike[str] = "",
@@ -426,4 +423,43 @@ class Cluster:
                     cluster=replace(self._settings.cluster, lease_seconds=RecoveryOptions.lease_seconds),
                     log_level=self._settings.log_level,
                 ),
+            )
+
+
+class Turn:
+    """Tracks which method uses the cluster's processes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._name = ""
+        self._thread = 0
+
+    @contextlib.contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Marks the method `name` as using the processes. Raises `UsageError` if another method does."""
+        if not self._lock.acquire(blocking=False):
+            raise UsageError(f"The cluster is busy with `{self._name}`. Call `{name}` when that is done.")
+        try:
+            self._name, self._thread = name, threading.get_ident()
+            yield
+        finally:
+            self._name, self._thread = "", 0
+            self._lock.release()
+
+    @property
+    def name(self) -> str:
+        """The method that uses the processes; "": none."""
+        return self._name
+
+    @property
+    def taken(self) -> bool:
+        """Whether a method is using the processes."""
+        return self._lock.locked()
+
+    def refuse_within(self, name: str) -> None:
+        """Raises `UsageError` if this thread is inside a call, in one of its callbacks."""
+        if self._thread == threading.get_ident():
+            raise UsageError(
+                f"`{name}` was called inside `{self._name}`, which is still running. To stop training from a "
+                "callback, set self.model.stop_training = True."
             )

@@ -19,8 +19,6 @@ class MethodCall:
     """One `fit`, `evaluate` or `predict`.
 
     Args:
-        name: name of the method.
-        folder: folder for the data that workers read.
         service: serves the batches of data without an index.
         seed: seed for shuffling the data; None draws one.
 

@@ -50,9 +50,6 @@ class FunctionJob:
 
     Args:
         owner: the cluster; provides `next_number()`.
-        master: the started master of the cluster.
-        settings: of the job.
-        placed: the model whose weights the servers hold.
         datasets: pickled functions that create per-worker datasets, by number.
     """
 

@@ -22,12 +22,7 @@ from elasticcb.settings import JobSettings
 
 
 class Functions:
-    """The functions of a cluster; starts a job for them if there is none.
-
-    Args:
-        begin: starts the processes; returns master and settings of a new job, and locks out other calls meanwhile.
-        stop: ends the processes.
-    """
+    """The functions of a cluster; starts a job for them if there is none."""
 
     def __init__(
         self, begin: Callable[[], AbstractContextManager[tuple[Master, JobSettings]]], stop: Callable[[], None]

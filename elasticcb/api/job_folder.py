@@ -18,11 +18,7 @@ from elasticcb.storage.folder_lock import FolderLock
 
 
 class JobFolder:
-    """The `job_dir` of a cluster, with a folder for each of its fits: `fit-1`, `fit-2`, …
-
-    Args:
-        path: created when it is first used.
-    """
+    """The `job_dir` of a cluster, with a folder for each of its fits: `fit-1`, `fit-2`, …"""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -71,7 +67,6 @@ class KeptFit:
     """The stored state of one fit, while the caller works on it.
 
     Attributes:
-        journal: journal of its job.
         seed: seed for shuffling its data; None: it has not started yet.
 
     Raises:
@@ -125,9 +120,6 @@ class KeptFit:
 
     def begin(self, given: Mapping[str, Any], seed: int) -> None:
         """Stores the inputs of the fit, or compares them if it was started before.
-
-        Args:
-            given: JSON values, by descriptive name.
 
         Raises `UsageError` if an input differs.
         """

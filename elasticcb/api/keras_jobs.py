@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import shutil
 import tempfile
+import types
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,13 +16,20 @@ from typing import Any, cast
 import keras
 
 from elasticcb.api import data as data_of
-from elasticcb.api.failures import as_the_user_expects
 from elasticcb.api.job_folder import KeptFit
 from elasticcb.api.processes import ClusterProcesses
 from elasticcb.callbacks.placement import Place, hooks_at, overridden_hooks
 from elasticcb.cluster.registry import backend_of
 from elasticcb.data.batches import BatchSource
-from elasticcb.errors import ElasticCBError, JobInterrupted, LastCheckpointError
+from elasticcb.errors import (
+    CallbackError,
+    ElasticCBError,
+    JobInterrupted,
+    LastCheckpointError,
+    ModelFileError,
+    UsageError,
+    is_users_own,
+)
 from elasticcb.layers.install import rows_in
 from elasticcb.master.job import Job
 from elasticcb.master.keras_host import ModelHost
@@ -46,8 +54,6 @@ class KerasJobs:
     """Runs calls of Keras's methods as jobs of a cluster, one after another.
 
     Args:
-        settings: settings of all calls.
-        processes: processes of the cluster.
         rehearses: whether workers compare their results for the first batch with the caller's.
     """
 
@@ -218,3 +224,37 @@ def _described(settings: JobSettings, sources: Mapping[str, BatchSource], host: 
 
 def _runs_on_workers(callback: keras.callbacks.Callback) -> bool:
     return bool(hooks_at(callback, Place.WORKER, overridden_hooks(callback).keys(), in_program=True))
+
+
+def as_the_user_expects(error: BaseException, hint: str) -> BaseException:
+    """The exception to raise for `error`, without a cause.
+
+    Args:
+        hint: where to find details, for errors other than the user's own exception.
+    """
+    cause: BaseException | None = error
+    while isinstance(cause, (CallbackError, ModelFileError)):
+        cause = cause.__cause__
+    if cause is not None and not isinstance(cause, ElasticCBError):
+        return cause if cause is error else cause.with_traceback(_users_part(cause.__traceback__))
+    if not isinstance(error, ElasticCBError):
+        return error
+    shown = "" if isinstance(error, UsageError) else hint  # its message is all there is
+    parts = [in_a_program(str(error)), error.user_traceback.rstrip(), shown]
+    return type(error)("\n\n".join(filter(None, parts)), error.user_traceback)
+
+
+def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The frames of the user's code if there are any, unless Keras is configured to show all frames."""
+    if not keras.config.is_traceback_filtering_enabled():
+        return trace
+    own: list[types.TracebackType] = []
+    frame = trace
+    while frame is not None:
+        if is_users_own(frame.tb_frame.f_code.co_filename):
+            own.append(frame)
+        frame = frame.tb_next
+    shown: types.TracebackType | None = None
+    for frame in reversed(own):
+        shown = types.TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return shown or trace

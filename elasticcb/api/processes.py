@@ -28,9 +28,7 @@ class ClusterProcesses:
     """A master in this process, and workers and servers started by the backend.
 
     Args:
-        settings: number and location of the processes.
         directory: folder for logs and data; None: a temporary folder, removed by `close`.
-        log_level: level of the processes' logs.
 
     Attributes:
         data_service: serves batches of data without an index, at the master's port.

@@ -16,11 +16,7 @@ from elasticcb.model.metric_messages import Outputs, unflatten_outputs
 
 
 def whole_predictions(model: keras.Model, source: BatchSource, parts: Mapping[int, Sequence[Outputs]]) -> Any:
-    """Concatenates the outputs of all batches, in the structure of the model's outputs.
-
-    Args:
-        parts: outputs by batch, keyed by the first batch of a task.
-    """
+    """Concatenates the outputs of all batches, in the structure of the model's outputs."""
     batches = [keras.tree.flatten(unflatten_outputs(batch)) for start in sorted(parts) for batch in parts[start]]
     wholes = [_joined(leaves) for leaves in zip(*batches, strict=True)]
     # Keras accepts arrays or tensors, not both.

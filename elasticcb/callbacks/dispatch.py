@@ -43,12 +43,10 @@ class Dispatcher:
     """The callbacks of one process.
 
     Args:
-        callbacks: the list that the model file's `callbacks()` returned in this process.
         place: `Place.MASTER` or `Place.WORKER`. Every worker may get the TRAIN_END task, so every worker's
             dispatcher wants `on_train_end`.
         params: becomes `callback.params`; `worker_id` of a worker is part of it.
         model: becomes `callback.model`.
-        on_error: what to do about an error in a hook.
         warn: receives `CallbackWarning`s: errors with `OnError.WARN`, and slow batch hooks.
         in_program: see `hooks_at`.
         one_worker: see `hooks_at`.

@@ -9,10 +9,6 @@ from typing import Any
 class HookLogs(dict[str, Any]):
     """What Keras passes to a hook. More values are available by key, but loops over `logs` do not see them.
 
-    Args:
-        logs: what Keras passes.
-        more: what is available besides.
-
     Example:
 
         logs = HookLogs({"loss": 0.5}, version=12)

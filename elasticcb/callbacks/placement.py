@@ -148,7 +148,9 @@ def _saves_epochs(callback: Any) -> Collection[str]:
 
 
 def _board_of_epochs(callback: Any) -> Collection[str]:
-    return BATCH_HOOKS if callback.update_freq == "epoch" and not callback._should_trace else ()
+    from elasticcb.keras_private import traces
+
+    return BATCH_HOOKS if callback.update_freq == "epoch" and not traces(callback) else ()
 
 
 def _silent(callback: Any) -> Collection[str]:

@@ -39,10 +39,6 @@ class CallbackStates:
     A function that is assigned later is saved by name: `EarlyStopping` derives a function and a number together, and
     would derive the number a second time if the function were missing. If such a function can't be imported by name,
     nothing of its callback is saved.
-
-    Args:
-        callbacks: callbacks of this process, in order.
-        say: shows a line to the user.
     """
 
     def __init__(self, callbacks: Sequence[Any], say: Callable[[str], None]) -> None:

@@ -26,11 +26,6 @@ from elasticcb.sharding.table_state import TableState
 def save_part(directory: str | Path, part: Part, slices: Sequence[Slice], index: int, num_ps: int) -> SavedFile:
     """Writes one server's file into `directory`, which exists.
 
-    Args:
-        part: what to write.
-        slices: this server's parts of the variables.
-        index, num_ps: the server's index, and the number of servers.
-
     Raises `CheckpointError` if it can't be written.
     """
     slices_held = json.dumps([list(part) for part in slices])
@@ -49,11 +44,7 @@ def load_slices(
     Tables stay in the files, whose SHA-256 is checked, until they are read; some rows may belong to other servers.
 
     Args:
-        version_directory: the folder of one version.
-        specs: the model's variables, which must be those of the checkpoint.
-        slices: parts to load.
         index: index of this server; scalars come from the same index if the number of servers is unchanged.
-        buckets: which server holds which rows of embedding tables; None: there is one server.
 
     Raises `CheckpointError` if files are missing or damaged, or belong to another model.
     """
@@ -113,10 +104,6 @@ def _buckets_in(manifest: Mapping[str, Any], folder: Path) -> BucketMap | None:
 class _OfServer:
     """A `TableSource` of one server's file. Every row must belong to that server: an id in two files would have two
     rows.
-
-    Args:
-        table: in the file.
-        server, buckets: the server that wrote it, and its shard map.
     """
 
     def __init__(self, table: SavedTable, server: int, buckets: BucketMap) -> None:

@@ -28,11 +28,6 @@ logger = logging.getLogger(__name__)
 def put(url: str, folder: Path, keep_max: int) -> str:
     """Copies the folder of a complete version below `url`, and deletes old and incomplete versions there.
 
-    Args:
-        url: URL of the folder of versions.
-        folder: local folder of one version.
-        keep_max: number of versions to keep; 0: all.
-
     Returns its URL. Raises `CheckpointError` if that fails; existing versions are kept, except this one.
     """
     manifest = folder / MANIFEST
@@ -63,7 +58,6 @@ def fetch(url: str, to: Path, warn: Callable[[str], None]) -> Path:
     Args:
         url: URL of the folder of versions, or of one version, which has no fallback.
         to: created if needed; a complete copy of an earlier call is reused.
-        warn: called for each skipped version, with the reason.
 
     Returns its folder. Raises `CheckpointError` if there is none, or the file system can't be read.
     """

@@ -23,7 +23,6 @@ class SavedTable:
     """A `TableSource` of files.
 
     Args:
-        number: index of the variable.
         files: files of `write_part`, in the order in which they were written; later rows override earlier ones. Memory
             holds one piece, and the ids of all files but the first. Checksums are not verified.
     """

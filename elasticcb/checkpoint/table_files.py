@@ -26,10 +26,6 @@ class SavedTables(NamedTuple):
     """The tables of one version of a checkpoint.
 
     Attributes:
-        folder: folder of the version.
-        version: model version.
-        specs: specs of the tables, by the index of the variable.
-        files: files of the servers, by index.
         buckets: which server has which rows; None: unknown.
     """
 
@@ -61,9 +57,6 @@ class SavedTables(NamedTuple):
 
     def report(self, top: int) -> TablesReport:
         """Reports on all tables.
-
-        Args:
-            top: number of ids in `TableReport.top`.
 
         Raises `CheckpointError` if a file can't be read.
         """

@@ -44,12 +44,8 @@ class TableReport:
     """One table.
 
     Attributes:
-        path: path of the variable.
-        dtype, dim: stored dtype and dimension of a row.
         input_dim: maximum number of ids; None: no limit.
-        rows: number of rows.
         row_bytes, slot_bytes: bytes of all rows, and of their optimizer slots.
-        slots: names of the optimizer slots.
         lookups: number of lookups of all these rows in training.
         hits: quantiles (`QUANTILES`) of the number of lookups per row in training; empty if not counted.
         top: the most frequently looked-up ids, with counts.
@@ -80,7 +76,6 @@ class TablesReport:
 
     Attributes:
         folder: folder of the job, or of the checkpoint's version.
-        version: of the model.
         held_bytes: memory usage of the tables, by server; empty: from a checkpoint.
         memory_bytes: memory limit per server; 0: no limit.
     """
@@ -93,12 +88,7 @@ class TablesReport:
 
 
 def table_report(spec: VariableSpec, parts: Sequence[TableCounts], top: int, live: bool) -> TableReport:
-    """Assembles a table from its parts by server.
-
-    Args:
-        top: number of ids in `TableReport.top`.
-        live: whether the parts come from running servers.
-    """
+    """Assembles a table from its parts by server."""
     table, hits, ages = TableSpec.from_json(spec.table), Spread(), Spread()
     for part in parts:
         hits.add(part.hits)
@@ -147,14 +137,11 @@ class IdInTable:
     """One id in one table.
 
     Attributes:
-        path: path of the table's variable.
         input_dim: ids are below it; None: no limit.
         server: index of the server responsible for its row; None: unknown.
         row: its values; None: it has no row.
         hits: number of lookups in training; before it has a row, it counts towards `min_count`. None: not counted.
         used: the version at which it was last trained; None: unknown, or it has no row.
-        norm: norm of the row.
-        slot_norms: norms of its optimizer slots, by name.
         min_count: number of lookups after which it gets a row.
     """
 

@@ -63,14 +63,6 @@ def finish_version(
 ) -> Path:
     """Finishes a temporary folder of `begin_version`: checks its files, writes the manifest, renames it.
 
-    Args:
-        version: of the model.
-        specs: the model's variables.
-        parts: parts of the servers, from `partition`.
-        files: results of each server's `Save`, in the order of the servers.
-        buckets: shard map of the rows of embedding tables; None: unknown.
-        extra: additional state of the master, as JSON: the task queue, the epoch.
-
     Returns the folder's final path. Raises `CheckpointError` if a file does not match the server's report.
     """
     folder = Path(folder)
@@ -140,7 +132,6 @@ def find_undamaged(directory: str | Path, warn: Callable[[str], None]) -> Path:
     Args:
         directory: a folder of versions; or the folder of one version, which is returned unchecked, because it has no
             alternative, and loading it reports damage.
-        warn: called for each skipped version, with the reason.
 
     Raises `CheckpointError` if there is none; the message lists each version with its fault.
     """
@@ -171,10 +162,7 @@ def newest_usable(
     """The folder of the newest version that `checked` accepts.
 
     Args:
-        versions: names, oldest first.
         checked: returns the local folder of a version; raises `CheckpointError` if it is damaged.
-        directory: their parent folder, for the error.
-        warn: as for `find_undamaged`.
 
     Raises `CheckpointError` if there is none; the message lists each version with its fault.
     """

@@ -13,7 +13,6 @@ from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.errors import CheckpointError
-from elasticcb.optimizers.outer import without_outer
 from elasticcb.optimizers.state import Key, ModelState
 from elasticcb.rpc.tensors import dtype_of
 from elasticcb.settings.init_map import read_init_map
@@ -30,9 +29,6 @@ class WarmStart:
     """What a job loads from a checkpoint.
 
     Attributes:
-        folder: folder of the checkpoint's version.
-        specs: the job's variables.
-        saved: the checkpoint's variables.
         taken: the checkpoint's variable for each of the job's variables.
     """
 
@@ -61,7 +57,7 @@ class WarmStart:
         Raises `CheckpointError` if a file is missing or damaged.
         """
         part = load_slices(self.folder, self.saved, partition(self.saved, 1, split=False)[0])
-        same_optimizers = without_outer(part.optimizers).optimizers == state.optimizer.optimizers
+        same_optimizers = part.optimizers.optimizers == state.optimizer.optimizers
         for new, old in self.taken.items():
             names = [name for variable, name in slots if variable == new and name not in _OF_HALF_A_STEP]
             names = names if same_optimizers else []
@@ -102,11 +98,6 @@ def _table(part: Part, variable: int, names: Collection[str]) -> TableState:
 
 def warm_start(folder: Path, specs: Sequence[VariableSpec], init_map: str) -> WarmStart:
     """Matches a job's variables with a checkpoint's variables.
-
-    Args:
-        folder: folder of one version.
-        specs: the job's variables.
-        init_map: the setting.
 
     Raises `CheckpointError` if a name of the map is unknown, a shape differs, or nothing matches.
     """

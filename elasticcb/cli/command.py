@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from elasticcb.cli.config import ConfigFile, read_config
 from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.cli.options import BASIC, BY_NAME, normalize, options_of, options_of_role
-from elasticcb.cli.values import AgeText, MappingText, OptimizerText, OrAuto, Params
+from elasticcb.cli.values import AgeText, MappingText, OrAuto, Params
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.settings import Command
 from elasticcb.settings.definition import JOB, Kind, Setting
@@ -137,7 +137,6 @@ def _click_option(option: Setting) -> Callable[[F], F]:
         Kind.NUMBER: click.FLOAT,
         Kind.TRUTH: click.BOOL,
         Kind.PARAMS: Params(),
-        Kind.OPTIMIZER: OptimizerText(),
         Kind.MAPPING: MappingText(),
         Kind.AGE: AgeText(),
         Kind.CHOICE: click.Choice(option.choices, case_sensitive=False),

@@ -97,7 +97,7 @@ def _value(loader: CoreLoader, name: str, node: yaml.Node, place: str) -> Any:
             raise UsageError(f"{place}: {name} has no value. Add a value, or remove the line.")
         # The text as written, not as YAML parses it: it has the same meaning as on the command line.
         return node.value
-    if kind in (Kind.PARAMS, Kind.OPTIMIZER, Kind.MAPPING) and isinstance(node, yaml.MappingNode):
+    if kind in (Kind.PARAMS, Kind.MAPPING) and isinstance(node, yaml.MappingNode):
         try:
             return loader.construct_mapping(node, deep=True)
         except yaml.YAMLError as error:
@@ -110,7 +110,6 @@ def _value(loader: CoreLoader, name: str, node: yaml.Node, place: str) -> Any:
     expected = {
         Kind.PARAMS: "a mapping",
         Kind.DATA: "a path, or a list of paths",
-        Kind.OPTIMIZER: "a name, or a mapping",
         Kind.MAPPING: "a mapping",
     }
     raise UsageError(f"{place}: {name} is {form}. Expected {expected.get(kind, 'one value')}.")

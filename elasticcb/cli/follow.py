@@ -53,10 +53,6 @@ def follow(settings: JobSettings, limits: FollowSettings) -> None:
 
     Each result is appended as a line to `evaluations.jsonl` in the job's folder.
 
-    Args:
-        settings: of an evaluation job whose `checkpoint.directory_for_init` is a folder of versions.
-        limits: when to stop.
-
     Raises:
         JobInterrupted: SIGINT or SIGTERM came.
         ElasticCBError: an evaluation failed.

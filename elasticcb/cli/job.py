@@ -61,9 +61,6 @@ def end_with(code: int) -> None:
 def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = False) -> None:
     """Runs a job until it ends.
 
-    Args:
-        resumed: continue a job that an earlier master started.
-
     Raises `ElasticCBError` if the job fails or is interrupted.
     """
     with _not_begun(resumed):
@@ -94,7 +91,6 @@ def _not_begun(resumed: bool = False, folder: Path | None = None) -> Iterator[No
     """While a job has not begun, SIGTERM is like Ctrl-C: raises `JobInterrupted`, whose message says so.
 
     Args:
-        resumed: it continues an earlier master's job.
         folder: the job's folder, if its master may start meanwhile; afterwards, the interrupt is raised as it is.
     """
     try:
@@ -147,12 +143,7 @@ def _job_argument(settings: JobSettings) -> str:
 
 
 def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:
-    """Runs a master that the launcher has started; returns its exit code.
-
-    Args:
-        request: of `supervisor.keep_master`.
-        fork_server: has forked this process.
-    """
+    """Runs a master that the launcher has started; returns its exit code."""
     from elasticcb.process.parent import follow_parent
 
     follow_parent(os.getppid())

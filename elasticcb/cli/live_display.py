@@ -49,11 +49,7 @@ class _Reflow(RenderHook):
 
 
 class LiveDisplay:
-    """A live grid of a few lines at the bottom of a terminal; permanent lines scroll above it.
-
-    Args:
-        console: None: standard output.
-    """
+    """A live grid of a few lines at the bottom of a terminal; permanent lines scroll above it."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._status = JobSnapshot()

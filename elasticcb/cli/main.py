@@ -56,11 +56,7 @@ for _command in (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns its exit code (`elasticcb.errors.ExitCode`).
-
-    Args:
-        arguments: without the program's name; None: those of this process.
-    """
+    """Runs the command line; returns its exit code (`elasticcb.errors.ExitCode`)."""
     own_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if own_process:

@@ -169,11 +169,7 @@ def _models(zoo: Path, name: str) -> dict[str, str]:
 
 
 def _suggest(name: str, available: Mapping[str, str]) -> str:
-    """Suggests names similar to `name`.
-
-    Args:
-        available: texts to show, by the text that is compared with `name`.
-    """
+    """Suggests names similar to `name`."""
     close = difflib.get_close_matches(name, available, n=3)
     # The right file in the wrong folder, or without the folder.
     close += [other for other in available if other.split(".")[-1] == name.split(".")[-1] and other not in close]

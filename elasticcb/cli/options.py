@@ -6,13 +6,29 @@ Commands, config file, checks and docs/cli.md share this table, which is generat
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from elasticcb.cli.follow import FollowSettings
-from elasticcb.cli.submission import SubmissionSettings
 from elasticcb.cluster.registry import backends
 from elasticcb.settings import Command, JobSettings
-from elasticcb.settings.definition import PANELS, Kind, Setting, settings_of
+from elasticcb.settings.definition import KUBERNETES, PANELS, Kind, Section, Setting, setting, settings_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmissionSettings(Section):
+    """What to do with the manifests of a job."""
+
+    PANEL = KUBERNETES
+
+    yaml: str = setting(
+        "",
+        "Write the manifests of the job to a file for kubectl, instead of submitting it.",
+        kind=Kind.FILE,
+    )
+    dry_run: bool = setting(
+        False,
+        "Validate the job against the API server without starting anything. `--dry_run` without a value means true.",
+    )
 
 
 def _with_clusters(option: Setting) -> Setting:

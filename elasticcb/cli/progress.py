@@ -74,10 +74,7 @@ class PlainDisplay:
     """Plain lines, or JSON lines as in logs: one when the status changed, at most one per `interval` seconds.
 
     Args:
-        name: name of the job.
-        stream: None: standard output.
         interval: seconds between two lines; a new phase is shown at once.
-        clock: returns seconds.
     """
 
     def __init__(
@@ -126,11 +123,7 @@ class PlainDisplay:
 
 
 class DisplayWithPage:
-    """A display that also shows the address of the dashboard once it is served.
-
-    Args:
-        folder: folder of the job.
-    """
+    """A display that also shows the address of the dashboard once it is served."""
 
     def __init__(self, display: Display, folder: str) -> None:
         self._display, self._folder = display, folder

@@ -40,11 +40,7 @@ def validate(command: Command, given: GivenFlags) -> dict[str, str]:
 
 
 def validate_flags(command: Command, given: GivenFlags, check_paths: Callable[[GivenFlags], Iterator[str]]) -> None:
-    """Like `validate`, for a job whose paths are those of another machine: they are not opened.
-
-    Args:
-        check_paths: returns messages about these paths.
-    """
+    """Like `validate`, for a job whose paths are those of another machine: they are not opened."""
     problems = [problem for check in _FLAG_CHECKS for problem in check(command, given)]
     problems.extend(check_paths(given))
     if problems:

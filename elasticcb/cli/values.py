@@ -96,22 +96,6 @@ def check_params(params: dict[Any, Any]) -> dict[str, Any]:
     return params
 
 
-class OptimizerText(click.ParamType):
-    """A name or JSON on the command line, a name or a mapping in a config file."""
-
-    name = "optimizer"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            if isinstance(value, dict):
-                return json.dumps(value)
-            if value.lstrip().startswith("{"):
-                json.loads(value)
-        except (TypeError, ValueError) as error:
-            self.fail(f"{value!r} is not the JSON of keras.optimizers.serialize: {error}.", param, ctx)
-        return str(value)
-
-
 class MappingText(click.ParamType):
     """YAML on the command line, a mapping in a config file."""
 

@@ -19,10 +19,6 @@ class Point(NamedTuple):
     """The job at one moment.
 
     Attributes:
-        time: seconds since the epoch.
-        trained: records trained, counted once each.
-        per_second: recent records per second.
-        workers, servers: number of processes that are up.
         push_seconds: mean duration of a worker's pushes to all servers since the previous point; None: there were none.
     """
 
@@ -48,7 +44,6 @@ class TaskSpan(NamedTuple):
     """A task on a worker, from start to end.
 
     Attributes:
-        worker: its index.
         ended: None: it is running.
         outcome: "done", "failed", or "back": requeued for another worker; "": it is running.
         again: an earlier worker did not finish it.
@@ -81,7 +76,6 @@ class History:
 
     Attributes:
         number: number of the newest entry, from 1.
-        interval: seconds between two points.
     """
 
     def __init__(self, most_points: int = _MOST_POINTS) -> None:

@@ -15,10 +15,6 @@ from elasticcb.sharding.table_state import TableState, from_tensors
 def tables_of(folder: str, answer: pb.TablesResponse, top: int) -> TablesReport:
     """Report on all tables.
 
-    Args:
-        folder: job directory.
-        top: number of ids in `TableReport.top`.
-
     Raises `WireError` for an invalid answer.
     """
     servers = [{part.variable: TableCounts.from_message(part) for part in each.tables} for each in answer.counts]

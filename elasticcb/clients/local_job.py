@@ -54,9 +54,6 @@ def wait_for_start(folder: Path, seconds: float | None = None) -> None:
 def master_of(folder: Path, start_seconds: float | None = None) -> Iterator[MasterClient]:
     """A client of the job's master; waits while the job is starting.
 
-    Args:
-        start_seconds: how long to wait for the start; None: a minute.
-
     Raises `UsageError` when no master is up, or it does not answer.
     """
     from elasticcb.clients.master import MasterClient
@@ -87,9 +84,6 @@ def scale_job(folder: Path, workers: int | None, ps: int | None, on_wait: Callab
     """Changes the number of workers or parameter servers of a running job (None: unchanged); yields a message for each
     change once it is done.
 
-    Args:
-        on_wait: called with what must finish before the number of servers can change.
-
     Raises `UsageError` when no job runs there, or the change is not possible.
     """
     with master_of(folder) as master:
@@ -103,9 +97,6 @@ def scale_job(folder: Path, workers: int | None, ps: int | None, on_wait: Callab
 
 def stop_job(folder: Path, seconds: float) -> str:
     """Stops the job like Ctrl-C, and waits until its processes have exited; returns how it ended.
-
-    Args:
-        seconds: how long to wait.
 
     Raises:
         UsageError: no job runs there, or its master is gone.
@@ -165,9 +156,6 @@ def how_it_ended(folder: Path) -> dict[str, Any] | None:
 def log_lines(folder: Path, process: str, lines: int, follow: bool) -> Iterator[str]:
     """The last log lines of a process of a job or `Cluster`, and with `follow` new ones until the job is over; without
     end for a `Cluster`, which may start again.
-
-    Args:
-        process: "master", "worker-0", "ps-1".
 
     Raises:
         UsageError: it has no log.

@@ -32,9 +32,7 @@ class MasterClient:
     """Calls to the master, by one process.
 
     Args:
-        address: address of the master.
         patience_seconds: how long it may be unreachable, because a killed master is replaced.
-        access: credentials of the job.
 
     Attributes:
         lost_workers: ids of workers declared lost, as of the last call of `jobs`. Updated in place.
@@ -134,9 +132,6 @@ class MasterClient:
     def find_server(self, index: int, unreachable: int) -> tuple[str, int]:
         """Current address and id of the parameter server with an index; waits while a lost one is replaced. "" and 0
         when there are fewer servers now.
-
-        Args:
-            unreachable: id of the process that does not answer.
         """
         cluster = self.wait_for_cluster(unreachable)
         if index >= len(cluster.ps_ids):
@@ -192,7 +187,6 @@ class MasterClient:
 
         Args:
             fatal: the error would also occur in a replacement.
-            asked: it was asked to stop while the job continues.
         """
         request = pb.LeaveRequest(
             id=self.id, error=error, traceback=traceback, fatal=fatal, role=role, index=index, asked=asked
@@ -214,9 +208,6 @@ class MasterClient:
     def scale_servers(self, servers: int, on_wait: Callable[[str], None]) -> str:
         """Changes the number of parameter servers, and waits until they hold the model; returns a message, "" if
         nothing changed.
-
-        Args:
-            on_wait: called with what must finish first, if that takes time.
 
         Raises `UsageError` when the change is not possible.
         """

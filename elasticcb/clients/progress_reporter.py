@@ -25,11 +25,7 @@ _MAX_EVENTS = 100_000  # maximum number of unsent events
 class ProgressReporter:
     """Reports the progress of the current task at intervals; sends heartbeats between tasks.
 
-    Args:
-        interval_seconds: interval between reports; None: half a second.
-
     Attributes:
-        on_leave: called when the master asks this worker to leave.
         on_split: called when idle workers wait for the rest of a task.
         lost_leases: leases revoked by the master, or by the end of the job.
         splits: by lease, the number of records after which to split.
@@ -66,11 +62,7 @@ class ProgressReporter:
         event: pb.BatchEvent | None = None,
         seconds: float = 0.0,
     ) -> None:
-        """Records progress for the next report; sends it at once if `urgent`.
-
-        Args:
-            seconds: duration of the batch, if measured.
-        """
+        """Records progress for the next report; sends it at once if `urgent`."""
         with self._lock:
             if event is not None:
                 # Together with the version: the master assumes that all earlier batches are reported.

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticcb.clients.ps_after_push import note_movement, note_state
 from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.clients.ps_rows import Ids, WantedRows
 from elasticcb.clients.ps_servers import KnownServer, MapChangedError, ServerGroup
 from elasticcb.clients.ps_tables import table_pieces, whole_table
 from elasticcb.optimizers.state import OptimizerState
-from elasticcb.optimizers.state_messages import join_states
+from elasticcb.optimizers.state_messages import from_tensors, join_states
 from elasticcb.process.stats import LOOKUP, PULL, PUSH, Measures
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array, Frame
-from elasticcb.sharding.array_names import TABLE, by_index
-from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, unpack_weights
+from elasticcb.sharding.array_names import GRADIENTS, STATE, TABLE, WEIGHTS, by_index, named, of_kind
+from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, moved_state, unpack_weights
 from elasticcb.sharding.push import Gradients, knows_result
 
 
@@ -29,8 +28,6 @@ class PushResult:
     """The servers' answer to a push.
 
     Attributes:
-        status: a `pb.PushStatus`.
-        version: version of the model after it.
         rows: requested rows of embedding tables, by variable: [n, dim] each.
         optimizers: after a movement, the steps and rates of the servers' optimizers; None: nobody else has changed the
             model since the worker's last exchange, so it already has them.
@@ -47,16 +44,13 @@ class PSClient:
     """The model held by all parameter servers of a job.
 
     Args:
-        servers: the servers of the job.
         client_id: id of the worker, part of the name of each push.
         synchronous: whether pushes to several servers are staged, and decided on by the first server.
         measures: statistics of call durations and looked-up rows.
-        outer: an outer optimizer determines the result of a movement, even if no other joins it.
         rounding: how arrays are rounded for transport; None: not at all.
 
     Attributes:
         version: version of the model on the first server.
-        learning_rate: the base rate.
         staged: pushes go to the other servers first, and the first one decides.
         learning_rate_version: increases when the master sets the base rate.
         snapshot_version: version of the weights last fetched by `pull_snapshot`.
@@ -70,11 +64,9 @@ class PSClient:
         client_id: int = 0,
         synchronous: bool = False,
         measures: Measures | None = None,
-        outer: bool = False,
         rounding: Rounding | None = None,
     ) -> None:
         self.servers = servers
-        self._outer = outer
         self._rounding = rounding or Rounding()
         self._measures = measures or Measures()
         self.version = 0
@@ -177,11 +169,7 @@ class PSClient:
             yield piece.ids, piece.rows
 
     def weights(self, blocks: Blocks | None = None) -> tuple[list[Array], dict[int, Array]]:
-        """All weights, in the order of the specs, and the ids of embedding tables, both as in `ModelState`.
-
-        Args:
-            blocks: all weights except tables; None: pull them.
-        """
+        """All weights, in the order of the specs, and the ids of embedding tables, both as in `ModelState`."""
         weights = unpack_weights(self.pull() if blocks is None else blocks, self.servers.specs, self.servers.partition)
         ids: dict[int, Array] = {}
         for index, spec in enumerate(self.servers.specs):
@@ -240,8 +228,6 @@ class PSClient:
         frames = []
         for index, server in enumerate(servers.known):
             header = self._request(server, push, pull_along, creates=not self.staged).header
-            if self._outer and push.batches:
-                header.known_version = -1  # so that the result is sent back
             header.version = server.version if oldest is None else oldest
             header.staged = self.staged and index > 0
             part = push.part(index, servers.specs, server.slices, servers.buckets, server.state_base, learning_rate)
@@ -278,10 +264,6 @@ class PSClient:
 
     def _merged(self, server: KnownServer, frame: Frame[Any], pushed: Any) -> tuple[Any, bool]:
         """Waits until a server has merged a movement, which may wait for those of other workers.
-
-        Args:
-            frame: frame of the movement.
-            pushed: header of its answer.
 
         Returns:
             That header, or a new one if the movement had to be sent again; and whether no other answer came after it.
@@ -355,3 +337,26 @@ class PSClient:
         if moved:
             raise MapChangedError(max(moved))
         return self._rounding.answers(answers, self.servers.specs)
+
+
+def note_state(server: KnownServer, state: Mapping[str, Array], shares: Mapping[str, Array]) -> None:
+    """Updates the state of layers after a step."""
+    before = of_kind(STATE, server.blocks)
+    after = {dtype: moved_state(before[dtype], state[dtype], shares[dtype], 0) for dtype in shares}
+    server.blocks = {**server.blocks, **named(STATE, after)}
+
+
+def note_movement(
+    server: KnownServer, servers: ServerGroup, movement: Gradients, received: Mapping[str, Array]
+) -> None:
+    """Updates everything except embedding tables, and the optimizer state, after a worker's movement.
+
+    Args:
+        received: arrays of the movement's frame as the server got them, rounded for transport.
+    """
+    moved = of_kind(GRADIENTS, received)
+    after = {dtype: block + moved[dtype] for dtype, block in of_kind(WEIGHTS, server.blocks).items()}
+    note_state(server, movement.state[server.index], movement.shares[server.index])
+    server.blocks = {**server.blocks, **named(WEIGHTS, after)}
+    part = movement.part(server.index, servers.specs, server.slices, servers.buckets)
+    server.optimizers = from_tensors(part.optimizers)

@@ -17,12 +17,7 @@ _DEADLINE_SECONDS = 600.0
 
 
 class Link:
-    """The connection to one process that is a server.
-
-    Args:
-        index: index of the server.
-        id: id that the master gave to its process.
-    """
+    """The connection to one process that is a server."""
 
     def __init__(self, index: int, address: str, id: int, patience_seconds: float, access: Access) -> None:
         self.address, self.id = address, id

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.settings import WireDtype
@@ -20,11 +18,10 @@ class Rounding:
     Args:
         wire_dtype: of gradients, movements, and embedding rows for training.
         weights: whether pulled weights use it too.
-        seed: seed of the noise that rounds gradients.
     """
 
-    def __init__(self, wire_dtype: WireDtype = WireDtype.SAME, weights: bool = False, seed: int = 0) -> None:
-        self._wire_dtype, self._noise = wire_dtype, np.random.SFC64(seed)
+    def __init__(self, wire_dtype: WireDtype = WireDtype.SAME, weights: bool = False) -> None:
+        self._wire_dtype = wire_dtype
         self._weights_dtype = wire_dtype if weights else WireDtype.SAME
 
     def ask(self, request: pb.ExchangeRequest) -> None:
@@ -39,7 +36,7 @@ class Rounding:
 
     def sent(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """The arrays of a push, as transferred."""
-        return narrowed(arrays, self._wire_dtype, self._noise)
+        return narrowed(arrays, self._wire_dtype)
 
     def received(self, arrays: Mapping[str, Array], specs: Sequence[VariableSpec]) -> Mapping[str, Array]:
         """The arrays as the receiver decodes them."""

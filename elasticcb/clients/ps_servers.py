@@ -79,11 +79,6 @@ class ServerGroup:
     """The parameter servers of a job.
 
     Args:
-        places: the servers' addresses and ids.
-        specs: the model's weights.
-        split: whether variables may be split between servers.
-        patience_seconds: how long a server may be unreachable.
-        access: credentials of the job.
         find: called with an index and the id of a process that gave no answer; returns address and id of the current
             process, or "" and 0 when the index no longer exists. It waits while a lost server is replaced; calls then
             continue with the new one. None: servers are not replaced.

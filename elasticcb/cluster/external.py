@@ -19,7 +19,6 @@ class ExternalCluster(ClusterBackend):
     """Prints the commands to run, and waits for the processes.
 
     Args:
-        say: shows a line to the user.
         directory: the job's folder. A file with the token, readable only by its owner, is written there unless the user
             chose the token.
         made_ca: the CA file was created for this job, and is not the user's own.

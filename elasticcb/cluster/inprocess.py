@@ -19,12 +19,7 @@ from elasticcb.settings import ClusterSettings
 
 
 class InProcessCluster(ClusterBackend):
-    """Threads.
-
-    Args:
-        run: runs the role of a process.
-        settings: where the master listens.
-    """
+    """Threads."""
 
     name = "inprocess"
     summary = "threads of one process, for breakpoints"

@@ -41,8 +41,6 @@ class OptimizerCapture(ABC):
     """Makes all optimizers of a model store the gradients that they are given.
 
     Args:
-        model: the model with these optimizers.
-        late_reads: watches its step.
         variables: indices in `model.weights` of variables whose gradients are stored; the optimizers apply the others
             as usual. None: all are stored.
         refuses: whether to refuse steps that can't be done by gradients on servers. Otherwise they may do everything
@@ -206,11 +204,7 @@ def unchanged(variables: Sequence[keras.Variable]) -> Iterator[None]:
 
 
 def check_updated(updates: Iterable[int], specs: Sequence[VariableSpec]) -> None:
-    """Raises `ModelFileError` when a step gives gradients of variables for which it gave none when the model was built.
-
-    Args:
-        updates: indices in `model.weights`, as `specs`.
-    """
+    """Raises `ModelFileError` when a step updates other variables than when the model was built."""
     unexpected = [specs[index].path for index in updates if not specs[index].trainable]
     if unexpected:
         raise ModelFileError(

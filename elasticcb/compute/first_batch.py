@@ -33,11 +33,7 @@ def check_batch(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
 def told_with_batch(
     spec: Spec, batch: Any, mode: Mode, explain: Callable[[Exception], str] = lambda error: ""
 ) -> Iterator[None]:
-    """Converts an error of the model on its first batch to a `ModelFileError` that shows the batch.
-
-    Args:
-        explain: advice about an error, from the backend; "" if it has none.
-    """
+    """Converts an error of the model on its first batch to a `ModelFileError` that shows the batch."""
     try:
         yield
     except ModelFileError as error:

@@ -30,11 +30,7 @@ def prepared(held: HeldModel, optimizers: Sequence[keras.optimizers.Optimizer]) 
 
 
 class HoldsOptimizers(LocalComputation):
-    """A computation whose optimizer variables can be read and set at any time.
-
-    Args:
-        variables: result of `prepared`.
-    """
+    """A computation whose optimizer variables can be read and set at any time."""
 
     def __init__(self, variables: OptimizerState) -> None:
         self._held = variables

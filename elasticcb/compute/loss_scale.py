@@ -60,11 +60,7 @@ def unscaled(scales: Sequence[LossScale], updates: Mapping[int, Update]) -> tupl
 
 
 def explain_overflow(scales: Iterable[tuple[LossScale, Any]]) -> str:
-    """Why gradients are unusable; "" if they are usable.
-
-    Args:
-        scales: with whether their gradients are usable.
-    """
+    """Why gradients are unusable; "" if they are usable."""
     return ", ".join(
         f"gradients of the scaled loss are not finite; {scale.optimizer.name!r} lowers its scale to {scale.value:g}"
         for scale, usable in scales

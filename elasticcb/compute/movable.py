@@ -37,11 +37,6 @@ def movable(
     gives the same results with its rows on servers.
 
     Args:
-        model: built, and compiled for training.
-        step: its training step, a function of a batch.
-        batch: `(features, labels[, sample_weight])`.
-        allowed: whether a keras.layers.Embedding may become a table.
-        problems_of: determines how a step uses the variables of layers.
         validation: the evaluation step, and a batch for it, in a job that also validates.
 
     Raises:

@@ -19,12 +19,7 @@ from elasticcb.sharding.partition import VariableSpec
 
 
 class PlacedOptimizers(PlacedComputation):
-    """Replaces each optimizer's `apply`.
-
-    Args:
-        model, specs, num_ps, exchange: as in `Backend.placed`.
-        scale: creates the loss scale of an optimizer.
-    """
+    """Replaces each optimizer's `apply`."""
 
     def __init__(
         self,

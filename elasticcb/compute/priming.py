@@ -25,7 +25,6 @@ def prime_training(
     """Builds everything needed for training; returns the result of `Backend.build`.
 
     Args:
-        run_unchanged: runs a step of a model on a batch, inside `kept`.
         step_variables: called with a model, a batch, and whether to refuse steps that can't be done by gradients on
             servers.
     """

@@ -62,9 +62,6 @@ def digest_of(batch: Any) -> bytes:
 def rehearsed(model: keras.Model, data: Any) -> dict[str, float]:
     """Loss, metrics and mean absolute outputs for a batch in inference mode, with the current weights; those that the
     model can compute outside of its own steps. Metrics then include the batch: reset them.
-
-    Args:
-        data: the batch in the backend's form, as a step gets it.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     results: dict[str, float] = {}

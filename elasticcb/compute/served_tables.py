@@ -22,10 +22,6 @@ from elasticcb.rpc.tensors import Array
 class ServedTables(ABC):
     """The tables of a model, whose rows are provided for each step.
 
-    Args:
-        model: built.
-        tables: indices of the tables in `model.weights`.
-
     Raises:
         ModelFileError: an index is not that of an embedding layer's variable.
     """
@@ -65,11 +61,7 @@ class ServedTables(ABC):
             self._answering.source = before
 
     def check_range(self, index: int, ids: Array) -> None:
-        """Raises `ModelFileError` when an id is out of range.
-
-        Args:
-            ids: ids of one table, int64.
-        """
+        """Raises `ModelFileError` when an id is out of range."""
         layer = self._layers[index]
         limit = np.inf if layer.input_dim is None else layer.input_dim
         outside = ids[(ids < 0) | (ids >= limit)]

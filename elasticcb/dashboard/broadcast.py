@@ -15,11 +15,7 @@ _MOST_WAITING = 30  # queued messages for a browser that does not read; beyond t
 
 
 class Broadcast:
-    """Polls once for all browsers.
-
-    Args:
-        view: view of the job.
-    """
+    """Polls once for all browsers."""
 
     def __init__(self, view: JobView) -> None:
         self._view = view

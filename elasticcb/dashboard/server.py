@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
+import hmac
 import inspect
 import json
 import re
+import secrets
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from elasticcb.clients.live_tables import tables_of
 from elasticcb.clients.local_job import log_lines, master_of, scale_job, stop_job
-from elasticcb.dashboard.access import key_of, refusal
 from elasticcb.dashboard.beside import missing_libraries
 from elasticcb.dashboard.broadcast import Broadcast
 from elasticcb.dashboard.view import JobView, token_of
@@ -42,11 +45,6 @@ _HEADERS = {
 
 def serve(folder: Path, port: int, say: Callable[[str], None]) -> None:
     """Serves the dashboard of a job until SIGINT or SIGTERM.
-
-    Args:
-        folder: folder of the job.
-        port: port on the loopback interface; 0: any free port.
-        say: called with the address.
 
     Raises `UsageError` if there is no such job, the port is taken, or a library is missing.
     """
@@ -202,3 +200,44 @@ def _count(value: Any) -> int | None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UsageError(f"{value!r} is invalid. Expected a whole number of at least 1.")
     return value
+
+
+_PURPOSE = b"elasticcb dashboard"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def key_of(token: str) -> str:
+    """The key for the dashboard of the job with this token; without a token, a random key."""
+    if not token:
+        return secrets.token_hex(16)
+    return hmac.new(token.encode(), _PURPOSE, hashlib.sha256).hexdigest()[:32]
+
+
+def refusal(headers: Mapping[str, str], key: str | None) -> str:
+    """Why a request is refused; "": it is accepted.
+
+    Args:
+        headers: by lowercase name.
+        key: key that it must carry; None: no key, the resource is public.
+    """
+    host = headers.get("host", "")
+    if not _is_loopback(host):  # another site's name may resolve to this machine: DNS rebinding
+        return f"This server accepts only addresses of this machine, not {host!r}. Open http://127.0.0.1 with its port."
+    origin = headers.get("origin")
+    if origin is not None and origin != f"http://{host}":
+        return "The request comes from another site."
+    if key is None:
+        return ""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode()):
+        return ""
+    return (
+        "The key is missing or wrong. Open the complete address that the dashboard printed, including the part after #."
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return urlsplit(f"//{host}").hostname in _LOOPBACK
+    except ValueError:  # it is not a host
+        return False

@@ -22,12 +22,8 @@ _RATES = 60  # per worker, one per poll
 class JobView:
     """Polls a job. Only one thread at a time may call it.
 
-    Args:
-        folder: folder of the job, running or ended.
-
     Attributes:
         status: as in `elasticcb status --json`; None: unknown yet.
-        over: whether the job has ended.
         trouble: why `status` is outdated; "": it is current.
     """
 

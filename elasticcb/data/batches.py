@@ -65,7 +65,6 @@ class PassSource(BatchSource):
     """Batches that can be read repeatedly: a pass contains each of them once.
 
     Args:
-      size: number of batches in a pass.
       steps: number of batches in an epoch; epochs are then cut from the endlessly repeated passes, each continuing
         where the previous one ended. None: an epoch is a pass.
     """

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import bz2
 import codecs
 import contextlib
 import errno
 import gzip
 import io
-import lzma
 import os
 import tempfile
 import threading
@@ -28,7 +26,8 @@ _GZIP_MAGIC = b"\x1f\x8b\x08"
 # bytes that a temporary file counts in addition to its size, because open files are limited
 _OPEN_FILE_BYTES = 64 << 20
 
-COMPRESSIONS = (".gz", ".bz2", ".xz")
+COMPRESSIONS = (".gz",)
+_NOT_READ = (".bz2", ".xz", ".zst", ".lz4", ".zip")
 
 
 def compression_of(file: File, is_plain: Callable[[bytes], bool] = lambda head: False) -> str:
@@ -36,8 +35,15 @@ def compression_of(file: File, is_plain: Callable[[bytes], bool] = lambda head: 
 
     Args:
         is_plain: whether the first 12 bytes are known to be uncompressed, even if they look like gzip.
+
+    Raises `DataError` if the file extension is that of another compression.
     """
     ending = PurePosixPath(file.name.lower()).suffix
+    if ending in _NOT_READ:
+        raise DataError(
+            f"{file.name} is compressed in the format {ending}, which is not supported. Expected gzip, or no "
+            "compression. Compress the file with gzip instead."
+        )
     if ending in COMPRESSIONS:
         return ending if file.identity.size else ""
     head = file.read(0, 12)
@@ -52,9 +58,6 @@ def opened_content(file: File, compression: str, seek_points: bytes = b"") -> Co
     """
     if not compression:
         return file
-    if compression != ".gz":
-        openers: dict[str, Any] = {".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
-        return SpooledContent(file, lambda: openers[compression](raw_file(file)).read)
     return SeekableGzip(file, seek_points) if seek_points else GzipStream(file)
 
 
@@ -124,10 +127,6 @@ def seek_points_of(file: File) -> bytes:
 class SpooledContent:
     """Stores sequentially read data in an unnamed temporary file, which the system removes with the process. It is
     filled only as far as needed.
-
-    Args:
-        source: the content that the function reads.
-        begin: returns a function that returns at most the given number of next bytes, b"" at the end.
     """
 
     block_bytes = LOCAL_BLOCK_BYTES
@@ -208,7 +207,7 @@ def _damage_named(name: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, indexed_gzip.ZranError) as error:
+    except (OSError, EOFError, ValueError, zlib.error, indexed_gzip.ZranError) as error:
         if isinstance(error, indexed_gzip.ZranError) and isinstance(error.__cause__, DataError):
             raise error.__cause__ from None
         raise DataError(

@@ -72,9 +72,6 @@ def batch_error(error: Any, name: str, start: int, end: int, has_header: bool = 
 
     Has TensorFlow's message without names of nodes and operations, and advice if there is any. There is no traceback,
     because a pipeline runs outside of Python.
-
-    Args:
-        has_header: the reader skips a header line.
     """
     message = re.sub(r"\[?\[?\{\{.*?\}\}\]?\]?\s*|\s*\[Op:\w+\]( name:\s*\S*)?", "", error.message)
     message = message.strip(" .\n\t") + "."

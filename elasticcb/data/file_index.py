@@ -91,12 +91,9 @@ class FileIndex:
     """The results of scanning a file, which spare other processes the scan.
 
     Attributes:
-        identity: identity of the indexed file.
-        count: number of records.
         layout: description of what all files of an origin must have in common; "": unknown.
         places: offsets; None for formats with their own index.
         compression: see `decompression.compression_of`.
-        seek_points: seek points of a gzip file.
         details: details of the format; JSON values.
     """
 

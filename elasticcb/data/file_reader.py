@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
-from elasticcb.data.content import File, Identity, is_remote, open_file
+from elasticcb.data.content import File, is_remote, open_file
 from elasticcb.data.decompression import seek_points_of
 from elasticcb.data.file_index import FileIndex, RecordRange
 from elasticcb.data.files import listed
@@ -65,7 +65,6 @@ class FileReader(Reader):
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Any] = OrderedDict()
         self._indexes: dict[str, bytes] = {}  # indexes created here, of all files with records
-        self.identities: dict[str, Identity] = {}  # of the same files
         self._stopped = threading.Event()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -191,7 +190,7 @@ class FileReader(Reader):
         if index is None or not index.identity.matches(file.identity):
             index = self._scanned(file)
         if index.count:
-            self._indexes[name], self.identities[name] = index.to_bytes(), index.identity
+            self._indexes[name] = index.to_bytes()
         return index.count, index.layout
 
     def _scanned(self, file: File) -> FileIndex:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -102,7 +101,6 @@ class TextReader(FileReader):
         details = {
             "fields": found.fields,
             "header": [name.strip() for name in names],
-            "line_end": found.line_end.decode(),
         }
         return _OpenedText(self, file, content, found.places, details, compression, found.complete)
 
@@ -134,7 +132,7 @@ class TextReader(FileReader):
                 except ValueError:
                     pass
                 record = first + i
-                line = line_of(opened.content, piece.start, opened.dialect.line_end)
+                line = line_of(opened.content, piece.start)
                 line += line_in(blob, opened.dialect, record - piece.first)
                 hint = " If the first line is a header, set `header=True`." if record == 0 else ""
                 raise DataError(
@@ -198,7 +196,7 @@ class _OpenedText:
         self.count = places.count
         self.fields: int = details["fields"]
         self.header: tuple[str, ...] = tuple(details["header"])
-        self.dialect = dataclasses.replace(reader._dialect, line_end=details["line_end"].encode())
+        self.dialect = reader._dialect
 
     @property
     def layout(self) -> str:

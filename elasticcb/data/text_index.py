@@ -7,11 +7,44 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.data.byte_flags import count_before, odd_so_far
 from elasticcb.data.content import Content
 from elasticcb.data.file_index import RecordOffsets, RecordOffsetsBuilder
 from elasticcb.errors import DataError
 from elasticcb.process.wording import how_many
+
+_BITS_SET = np.array([number.bit_count() for number in range(1 << 16)], np.uint8)  # by the value of 16 bits
+
+
+def odd_so_far(flags: Any) -> Any:
+    """Whether the number of set `flags` up to and including each position is odd: bool of shape (n,), like `flags`.
+
+    Same as `np.logical_xor.accumulate`, which is slower because it handles one flag at a time.
+    """
+    words = _words(flags)
+    for shift in (1, 2, 4, 8, 16, 32):
+        words ^= words << np.uint64(shift)
+    odd = words >> np.uint64(63)  # in each word
+    # all bits, if the number of set bits in earlier words is odd
+    words ^= np.uint64(0) - (np.bitwise_xor.accumulate(odd) ^ odd)
+    return np.unpackbits(words.view(np.uint8), count=len(flags), bitorder="little").view(bool)
+
+
+def count_before(flags: Any, places: Any) -> Any:
+    """How many of `flags`, bool of shape (n,), are set before each of `places`: int64, shape as `places`."""
+    cells = _words(flags).view("<u2")
+    before = np.zeros(len(cells) + 1, np.int64)
+    np.cumsum(_BITS_SET.take(cells), out=before[1:])
+    cell = places >> 4
+    within: Any = _BITS_SET.take(cells[cell] & ((1 << (places & 15)) - 1))
+    return before[cell] + within
+
+
+def _words(flags: Any) -> Any:
+    words = np.zeros(-(-len(flags) // 64), "<u8")
+    packed = np.packbits(flags, bitorder="little")
+    words.view(np.uint8)[: len(packed)] = packed
+    return words
+
 
 _NEWLINE, _RETURN = 10, 13
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -26,7 +59,6 @@ class Dialect:
     quote: bytes
     skip_blank_lines: bool
     spans_lines: bool = True  # whether a quoted field may contain line breaks
-    line_end: bytes = b"\n"  # the last byte of a line; b"\r" in files of old Macs
 
 
 @dataclass(frozen=True)
@@ -37,14 +69,12 @@ class TextScan:
         places: offsets of records, without the header.
         fields: number of fields in each record; 0: lines are not split.
         header: the header's bytes.
-        line_end: as in `Dialect`.
         complete: whether the scan reached the end of the file.
     """
 
     places: RecordOffsets
     fields: int
     header: bytes
-    line_end: bytes
     complete: bool
 
 
@@ -54,11 +84,11 @@ def index_records(
     """Finds the records of `content`, or at least the first `enough` of them if given.
 
     A record extends to the next one's offset; line breaks at its end are not part of it. A header is not a record, and
-    does not count in the numbers in errors. `dialect.line_end` is detected.
+    does not count in the numbers in errors.
 
     Raises:
       DataError: a record does not have `expected_fields` fields (0: as many as the first), a quote is misplaced, the
-          file ends inside quotes, or it mixes line breaks.
+          file ends inside quotes, or lines end with CR without LF.
     """
     return _Scan(content, dialect, header, expected_fields).run(enough)
 
@@ -76,18 +106,18 @@ def line_in(blob: bytes, dialect: Dialect, record: int) -> int:
             if record == 0:
                 break
             record -= 1
-        line += 1 + each.count(dialect.line_end)
+        line += 1 + each.count(b"\n")
     return line
 
 
 def _lines(blob: bytes, dialect: Dialect) -> list[bytes]:
     """Splits lines, without line breaks; line breaks inside quotes don't end a line."""
     if not dialect.quote or dialect.quote not in blob:
-        lines = blob.split(dialect.line_end)
+        lines = blob.split(b"\n")
     else:
         data = np.frombuffer(blob, np.uint8)
         outside = ~odd_so_far(data == dialect.quote[0])
-        ends = np.flatnonzero((data == dialect.line_end[0]) & outside).tolist()
+        ends = np.flatnonzero((data == _NEWLINE) & outside).tolist()
         starts = [0, *(end + 1 for end in ends)]
         lines = [blob[start:end] for start, end in zip(starts, [*ends, len(blob)], strict=True)]
     if not lines[-1]:
@@ -116,14 +146,13 @@ class _Scan:
         self.open_delimiters = 0  # in the unfinished record of the last block
         self.inside_quotes = False
         self.closes_quotes = False  # the last byte ends a quoted field, unless the next one is a quote
-        self.line_end = _NEWLINE
         self.last_byte = _NEWLINE  # a file starts as if after a line break
 
     def run(self, enough: int | None) -> TextScan:
         content = self.content
         position = 3 if content.read(0, 3) == _BYTE_ORDER_MARK else 0
         self.record_start = position
-        self._find_line_end(position)
+        self._refuse_carriage_returns(position)
         complete = False
         while enough is None or self.solid - self.has_header < enough:
             block = content.read(position, position + content.block_bytes)
@@ -139,9 +168,10 @@ class _Scan:
         if self.header_bounds:
             header = content.read(*self.header_bounds).rstrip(b"\r\n")
         places = self.builder.places(max(self.solid - self.has_header, 0), position if complete else self.record_start)
-        return TextScan(places, self.fields, header, bytes([self.line_end]), complete)
+        return TextScan(places, self.fields, header, complete)
 
-    def _find_line_end(self, position: int) -> None:
+    def _refuse_carriage_returns(self, position: int) -> None:
+        """Raises `DataError` if the first lines end with a CR, without LF, as in files of old Macs."""
         data = np.frombuffer(self.content.read(position, position + _HEAD_BYTES), np.uint8)
         returns = data == _RETURN
         if not returns.any():
@@ -151,7 +181,10 @@ class _Scan:
             outside = ~odd_so_far(data == self.dialect.quote[0])
             returns, newlines = returns & outside, newlines & outside
         if returns[:-1].any() and not newlines.any():
-            self.line_end = self.last_byte = _RETURN
+            raise DataError(
+                f"Lines of {self.content.name} end with a carriage return (CR) without a line feed (LF). Expected LF "
+                "or CR LF. Convert its line breaks, for example with `tr '\\r' '\\n'`."
+            )
 
     def _end(self, end: int) -> None:
         if self.inside_quotes:
@@ -166,20 +199,13 @@ class _Scan:
 
     def _block(self, position: int, block: bytes) -> None:
         data = np.frombuffer(block, np.uint8)
-        newlines = data == self.line_end
+        newlines = data == _NEWLINE
         delimiters = data == self.dialect.delimiter[0] if self.dialect.delimiter else None
-        line_feeds = data == _NEWLINE
         if self.dialect.quote and (self.inside_quotes or self.closes_quotes or self.dialect.quote in block):
             outside = self._outside_quotes(position, data)
             newlines &= outside
-            line_feeds &= outside
             if delimiters is not None:
                 delimiters &= outside
-        if self.line_end == _RETURN and line_feeds.any():
-            raise DataError(
-                f"{self.content.name} mixes two kinds of line breaks: its first lines end with a carriage return "
-                f"(CR), but byte {position + int(np.argmax(line_feeds))} is a line feed (LF). Write it with one kind."
-            )
         ends = np.flatnonzero(newlines)
         fields = None
         if delimiters is not None:
@@ -214,7 +240,7 @@ class _Scan:
         places = np.flatnonzero(quotes)
         opens = inside[places]
         around = np.zeros(256, bool)  # the bytes that may be before an opening quote
-        around[[self.dialect.quote[0], self.dialect.delimiter[0], self.line_end]] = True
+        around[[self.dialect.quote[0], self.dialect.delimiter[0], _NEWLINE]] = True
         before = data[places - 1]
         if len(places) and places[0] == 0:
             before[0] = self.last_byte
@@ -235,7 +261,7 @@ class _Scan:
         if not self.dialect.spans_lines:
             self._refuse(
                 position,
-                np.flatnonzero(inside & (data == self.line_end)),
+                np.flatnonzero(inside & (data == _NEWLINE)),
                 "ends inside a quoted field. If quoted fields may contain line breaks, set the reader parameter "
                 f"`quote='{self.dialect.quote.decode()}'`",
             )
@@ -245,7 +271,7 @@ class _Scan:
     def _refuse(self, position: int, wrong: Any, problem: str) -> None:
         """Raises `DataError` for the first of some places of a block that are wrong."""
         if len(wrong):
-            line = line_of(self.content, position + int(wrong[0]), bytes([self.line_end]))
+            line = line_of(self.content, position + int(wrong[0]))
             raise DataError(
                 f"{self.content.name}, line {line}, {problem}; or, if quotes are ordinary characters in this file, set "
                 "the reader parameter `quote=''`."
@@ -292,15 +318,15 @@ class _Scan:
 
     def _where(self, number: int, offset: int) -> str:
         """Describes a record; `number` counts the header, if there is one, as record 0."""
-        line = line_of(self.content, offset, bytes([self.line_end]))
+        line = line_of(self.content, offset)
         if self.has_header and number == 0:
             return f"{self.content.name}, the header (line {line})"
         return f"{self.content.name}, record {number - self.has_header} (line {line})"
 
 
-def line_of(content: Content, offset: int, line_end: bytes) -> int:
+def line_of(content: Content, offset: int) -> int:
     """The number of the line, from 1, that contains byte `offset`."""
     line = 1
     for start in range(0, offset, content.block_bytes):
-        line += content.read(start, min(start + content.block_bytes, offset)).count(line_end)
+        line += content.read(start, min(start + content.block_bytes, offset)).count(b"\n")
     return line

@@ -97,13 +97,7 @@ class TFRecordReader(FileReader):
     """Records of TFRecord files, including gzip-compressed ones, as scalar strings.
 
     Checksums are always verified: those of lengths when the file is indexed, those of the data when a record is read.
-
-    Args:
-      verify_data: accepted for earlier job files; it has no effect.
     """
-
-    def __init__(self, files: list[str], *, verify_data: bool = True) -> None:
-        super().__init__(files)
 
     def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _OpenedRecords:
         if index is not None:

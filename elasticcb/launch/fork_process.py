@@ -218,11 +218,7 @@ class _ForkService:
 
 
 def _become(arguments: list[str], files: list[int]) -> None:
-    """Makes this process look as if it had been started with a command.
-
-    Args:
-        files: for standard output and standard error, or one for both.
-    """
+    """Makes this process look as if it had been started with a command."""
     os.setsid()
     os.dup2(files[0], 1)
     os.dup2(files[-1], 2)

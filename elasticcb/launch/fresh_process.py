@@ -17,7 +17,6 @@ def begin(watch: int, arguments: Sequence[str]) -> None:
 
     Args:
         watch: a file that becomes readable when the process must end.
-        arguments: arguments of the command.
     """
     os.set_inheritable(watch, True)
     os.execv(sys.executable, [sys.executable, "-c", python_code(__name__), str(watch), *arguments])

@@ -18,8 +18,6 @@ def combine(ids: Any, lookup: Lookup, combiner: str | None, mask_zero: bool, wei
     """The vectors of `ids`, combined along their last axis.
 
     Args:
-        ids: integers, a tensor, RaggedTensor or SparseTensor.
-        combiner: one of `COMBINERS`.
         mask_zero: ignore the id 0 if there is a combiner.
         weights: weight of each id, with the type and shape of `ids`; None: 1.
     """

@@ -31,10 +31,7 @@ class InitialValues:
     Args:
         initializer: a Keras initializer, its name, or JSON of `keras.saving.serialize_keras_object`. Its own seed is
             ignored.
-        seed: seed of the table.
         input_dim: upper bound (exclusive) of ids; None: no limit.
-        dim: number of columns.
-        dtype: float dtype of the rows.
 
     Attributes:
         kind: equal for tables whose rows differ only in the seed.

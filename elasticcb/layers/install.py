@@ -24,11 +24,7 @@ def empty(layer: TableLayer) -> None:
 
 
 def make_native(layer: TableLayer, shape: tuple[int, ...]) -> None:
-    """Undoes this: the layer has no rows (elasticcb.layers), or all rows are zero (Keras's).
-
-    Args:
-        shape: original shape of its variable.
-    """
+    """Undoes this: the layer has no rows (elasticcb.layers), or all rows are zero (Keras's)."""
     if is_own(layer):
         layer.set_rows([])
     else:
@@ -42,7 +38,6 @@ def install(model: keras.Model, index: int, ids: Array, rows: Array, used: Array
     `rows` is an np.memmap: the variable shares it. Neither array may be changed afterwards.
 
     Args:
-        index: index of the layer's variable in `model.weights`.
         ids: int64 [n], unique.
         rows: [n, dim]. Missing rows of a keras.layers.Embedding become zero.
         used: the version at which each row was last trained, int64 [n], if known; the ids must then be in order.

@@ -28,8 +28,6 @@ class Sight:
     """The state of a job at one moment.
 
     Attributes:
-        records: records trained so far.
-        records_left: records still to train.
         busy: whether all planned workers have tasks and nothing else (an evaluation, the end of an epoch) slows them
             down.
     """
@@ -91,12 +89,10 @@ class _Search:
     """Results of one search.
 
     Attributes:
-        began_with: number of workers at the start.
         good: the best number so far, with which others are compared.
         pays: whether the last workers of `good` are known to be worth it.
         too_many: the smallest number known to be too large.
         climbs: whether every number so far was fully worth it.
-        rates: records per second by number of workers.
         settled: when the search ended; None while it runs.
     """
 
@@ -110,15 +106,7 @@ class _Search:
 
 
 class Autoscaler:
-    """Searches for the largest number of workers at which the last ones still add enough throughput.
-
-    Args:
-        least, most: range of the number of workers; at least 1.
-        workers: current number, within this range.
-
-    Attributes:
-        workers: the number to run with.
-    """
+    """Searches for the largest number of workers at which the last ones still add enough throughput."""
 
     def __init__(self, least: int, most: int, workers: int) -> None:
         self._least, self._most = least, most

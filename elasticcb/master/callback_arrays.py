@@ -25,9 +25,7 @@ class CallbackArrays:
     """Writes arrays to a new file whenever they change. The journal names the current file.
 
     Args:
-        folder: where the files are written; created if missing.
         entry: return value of `keep` under an earlier master; None: nothing was saved.
-        say: prints a line to the user.
     """
 
     def __init__(self, folder: Path, entry: Mapping[str, Any] | None, say: Callable[[str], None]) -> None:

@@ -33,9 +33,6 @@ class MasterHooks:
     """The hooks of a job that run on the master.
 
     Args:
-        host: holds the model and the callbacks.
-        ps: controls the servers, which hold the model.
-        stop_training: called with a reason.
         reached_version: called with the version after a change made here.
 
     Attributes:

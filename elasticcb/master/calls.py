@@ -28,11 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Calls:
-    """Answers calls, each in the thread of its caller.
-
-    Args:
-        desk: desk of the master.
-    """
+    """Answers calls, each in the thread of its caller."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -41,11 +37,7 @@ class Calls:
     # ------------------------------------------------------------ processes
 
     def next_job(self, after: int, id: int, seconds: float, known_lost: int = 0) -> tuple[int, JobSettings | None]:
-        """Waits up to `seconds` for a job newer than `after`; process `id` (0: not registered) has finished that one.
-
-        Args:
-            known_lost: for a server, how many lost workers it knows of; it returns at once when there are more.
-        """
+        """Waits up to `seconds` for a job newer than `after`, which process `id` (0: not registered) has finished."""
         with self._desk.state() as state:
             if id:
                 state.idle(id, time.monotonic())
@@ -162,18 +154,18 @@ class Calls:
         records_done: int,
         progressed: bool,
         version: int,
-        losses: tuple[float, int] | None,
+        loss: float | None,
         events: Sequence[BatchEvent] = (),
         warnings: Sequence[CallbackWarning] = (),
         computing: float = 0.0,
     ) -> Answer:
-        """A heartbeat with a worker's progress; `losses`: their mean over the batches since the last report."""
+        """A heartbeat with a worker's progress; `loss`: the mean over the batches since the last report."""
         with self._desk.state() as state:
             now = time.monotonic()
             state.seen(worker, now)
             if not state.has(worker):
                 return Answer(False, LATE)
-            state.heard_of_batches(worker, version, losses, events, warnings)
+            state.heard_of_batches(worker, version, loss, events, warnings)
             if not lease or state.queue is None:
                 return Answer(True, "no task")
             answer = state.queue.report_progress(worker, lease, records_done, now, progressed, computing)

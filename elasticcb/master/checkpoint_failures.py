@@ -14,11 +14,6 @@ logger = logging.getLogger(__name__)
 class CheckpointFailures:
     """Counts failures; reports the first one to the user, and the recovery.
 
-    Args:
-        count: called for each failure.
-        written: called when a checkpoint is complete at its destination.
-        say: prints a line to the user.
-
     Attributes:
         newest: why the last checkpoint failed; None: it succeeded, or there was none.
     """

@@ -23,14 +23,7 @@ class CheckpointUploads:
     uploaded stays on disk until a later one is uploaded.
 
     Args:
-        folder: local folder where checkpoints are written.
-        url: remote folder.
-        keep_max: number of versions to keep remotely; 0: all.
-        failures: notified of failed uploads.
         resumed: existing checkpoints in `folder` belong to this job; the newest is uploaded first.
-
-    Attributes:
-        newest: URL of the newest uploaded checkpoint; "" if none.
     """
 
     def __init__(self, folder: Path, url: str, keep_max: int, failures: CheckpointFailures, resumed: bool) -> None:

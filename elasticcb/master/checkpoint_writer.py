@@ -33,14 +33,9 @@ class CheckpointWriter:
     Checkpoints for a remote folder are written to the job's folder and uploaded from there.
 
     Args:
-        settings: settings of the job.
-        control: controls the servers, which hold the model.
-        failures: notified of checkpoints that can't be written.
-        resumed: the job continues a job of an earlier master.
         check_may_write: raises `ReplacedError` when another master has taken over the job.
 
     Attributes:
-        wanted: whether the job writes checkpoints.
         newest: path of the newest local checkpoint; "" before the first.
     """
 
@@ -75,8 +70,6 @@ class CheckpointWriter:
 
         Args:
             version: of the model, as known to the master; the servers may be ahead.
-            tasks: the task queue as JSON values.
-            again: retry of a checkpoint that could not be written.
 
         A failed checkpoint leaves nothing behind; training continues, and the next one is due as usual.
         """
@@ -135,10 +128,6 @@ class CheckpointWriter:
 
     def finish(self, version: int, tasks: dict[str, Any], retry: bool = True) -> None:
         """Waits until the last checkpoint is at its destination.
-
-        Args:
-            version, tasks: as in `write`.
-            retry: try a failed checkpoint once more.
 
         Raises `CheckpointError` when that fails.
         """

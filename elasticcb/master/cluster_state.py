@@ -66,8 +66,6 @@ class Wish:
     """A request to change the number of parameter servers.
 
     Attributes:
-        servers, before: requested and previous number.
-        attempts: failed attempts.
         waits_for: what must finish first, as text; "": nothing.
         moved: the result as text; "" until done.
         error: why it failed; "" unless it did.

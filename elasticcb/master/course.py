@@ -14,14 +14,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from elasticcb.callbacks.placement import BATCH_HOOKS
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import CheckpointError
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.decisions import Milestone, MilestoneKind
-from elasticcb.master.epoch_clock import EpochClock
 from elasticcb.master.epoch_hooks import EpochHooks
 from elasticcb.master.evaluation import Round
 from elasticcb.master.job_state import JobState
@@ -31,6 +30,40 @@ from elasticcb.master.task import TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizers.traits import clips_on_server, may_serve_rows
 from elasticcb.settings import Command, Mode
+
+
+class Pace(NamedTuple):
+    """Of an epoch: seconds of training, and batches trained by all workers in that time."""
+
+    seconds: float
+    steps: int
+
+
+class EpochClock:
+    """Times consecutive epochs.
+
+    Epochs may overlap: some workers begin the next epoch while others still have tasks of this one. Each epoch is timed
+    from the end of the previous one, and counts everything trained in that time.
+    """
+
+    def __init__(self, minibatch_size: int) -> None:
+        self._minibatch_size = minibatch_size
+        self._begun, self._records = 0.0, 0
+        self._paces: dict[int, Pace] = {}
+
+    def begin(self, now: float, records: int) -> None:
+        """An epoch begins; `records` were trained before it, over all epochs."""
+        self._begun, self._records = now, records
+
+    def trained(self, epoch: int, now: float, records: int) -> None:
+        """All records of `epoch` are trained; the next epoch begins now, unless `begin` is called later."""
+        self._paces[epoch] = Pace(now - self._begun, -(-(records - self._records) // self._minibatch_size))
+        self.begin(now, records)
+
+    def take(self, epoch: int) -> Pace:
+        """The pace of an epoch that was `trained`; returned once."""
+        return self._paces.pop(epoch)
+
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +77,7 @@ class Course:
     """Drives a job once its servers hold the model.
 
     Args:
-        order: the job.
-        served: the model.
         queue: task queue of the job; change it only under the lock.
-        epochs: calls the epoch hooks.
-        checkpoints: writes checkpoints.
-        autoscale: checks whether the number of workers should change.
-
-    Attributes:
-        over: whether the job is done.
-        follows_batches: whether callbacks on the master have batch hooks.
     """
 
     def __init__(

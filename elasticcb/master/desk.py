@@ -36,13 +36,6 @@ _TICK_SECONDS = 0.25  # between checks of processes and deadlines when nothing h
 class Desk:
     """One job after another, as seen by the threads that work for the master: servicer, watchdog, and the thread that
     drives the job.
-
-    Args:
-        cluster: how many processes to run.
-        backend: starts and watches the processes.
-        show: prints a line to the user.
-        address: address of the master.
-        access: credentials shared by the master and its processes.
     """
 
     def __init__(
@@ -196,12 +189,7 @@ class Desk:
             state.wake()
 
     def take_over(self, journal: Journal, queue: TaskQueue, running: Mapping[tuple[str, int], int | str]) -> None:
-        """Takes over the workers and servers of a killed master, with its queue.
-
-        Args:
-            journal: journal of that master.
-            running: live processes, by role and index.
-        """
+        """Takes over the workers and servers of a killed master, with its queue."""
         memory = journal.memory
         with self.state() as state:
             now = time.monotonic()

@@ -11,21 +11,7 @@ from elasticcb.master.desk import Desk
 
 
 class EpochHooks:
-    """Calls `on_epoch_begin` and `on_epoch_end`, epoch by epoch.
-
-    Args:
-        desk: desk of the job.
-        hooks: the hooks that run on the master.
-        states: saved states of callbacks.
-        arrays: stores the arrays of these states.
-        num_epochs: total number of epochs.
-        has_journal: whether the job can be resumed.
-        last_logs: logs of the last finished epoch of an earlier master.
-
-    Attributes:
-        entry: journal entry of the epoch that has begun.
-        last_logs: logs of the last finished epoch.
-    """
+    """Calls `on_epoch_begin` and `on_epoch_end`, epoch by epoch."""
 
     def __init__(
         self,

@@ -16,11 +16,6 @@ class Epochs:
 
     Epochs overlap: once all tasks of epoch e are created, those of epoch e + 1 follow while some of e are still open
     (TODO again, or DOING). Epochs still finish in order, and training after the last one.
-
-    Args:
-        layout: the shards of one epoch; if the number of records is unknown, an upper bound, and `source_ended` marks
-            where an epoch ends.
-        settings: settings of the queue.
     """
 
     def __init__(self, layout: ShardLayout, settings: QueueSettings) -> None:

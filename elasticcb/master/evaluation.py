@@ -77,9 +77,6 @@ class EvaluationRounds:
         merge: merges the states that the tasks of a round sent for one metric; they are summed by default. With a
             custom function, the states of all tasks are kept until the round is merged.
         first_id: first round id; workers and servers may know ids of an earlier master.
-
-    Attributes:
-        collection: results of the running round.
     """
 
     def __init__(
@@ -171,11 +168,7 @@ class EvaluationRounds:
         return Collected(True, f"task {task_id} is counted in evaluation pass {round_id}")
 
     def finish(self, version: int) -> RoundDecision:
-        """Ends the running round; returns the next one if it became due meanwhile.
-
-        Args:
-            version: current version of the model, which the next round evaluates.
-        """
+        """Ends the running round; returns the next one if it became due meanwhile."""
         self._running = None
         self.collection = Collection(self._merge)
         if self._pending is None:
@@ -195,11 +188,7 @@ class EvaluationRounds:
 
 
 class Collection:
-    """The results of the tasks of one round, each counted once.
-
-    Args:
-        merge: as in `EvaluationRounds`.
-    """
+    """The results of the tasks of one round, each counted once."""
 
     def __init__(self, merge: Merge | None) -> None:
         self._merge = merge

@@ -22,8 +22,6 @@ class InitialModel(NamedTuple):
 
     Attributes:
         optimizer_state: initial optimizer state, with weights; missing parts start fresh.
-        version: version of the model, with weights.
-        ids, used: as in `ModelState`.
     """
 
     weights: Sequence[Array] = ()

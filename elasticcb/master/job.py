@@ -42,9 +42,6 @@ class Job:
     """One job.
 
     Args:
-        settings: settings of the job.
-        master: a started master whose processes will run the job.
-        display: a `cli.progress.Display`.
         make_host: creates the master's Keras side; called once the processes are starting.
         make_program: creates the serialized job to run instead of a model file (elasticcb/model/program.py), once the
             host's model is built.

@@ -5,16 +5,16 @@ Times are arguments, in seconds of one monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from elasticcb.master.accounting import Speed
 from elasticcb.master.batch_log import BatchLog
 from elasticcb.master.cluster_state import ServedCluster, Totals, Wish
-from elasticcb.master.epoch_states import EpochStates
 from elasticcb.master.evaluation import EvaluationRounds
-from elasticcb.master.late_gradients import LossJumps
 from elasticcb.master.members import Role
 from elasticcb.master.past import Past
 from elasticcb.master.roster import Roster
@@ -22,6 +22,49 @@ from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.stragglers import Paces
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import Command, JobSettings
+
+
+class EpochStates:
+    """Sums metric states by epoch, until the epoch has ended.
+
+    Attributes:
+        merging: metrics whose states can't be summed: the states of each task are kept.
+    """
+
+    def __init__(self) -> None:
+        self.merging: frozenset[str] = frozenset()
+        self._by_epoch: dict[int, dict[str, list[Any]]] = {}
+
+    def add(self, epoch: int, states: Mapping[str, Sequence[Any]]) -> None:
+        """Adds the states of a task of `epoch`, by metric."""
+        total = self._by_epoch.setdefault(epoch, {})
+        for name, values in states.items():
+            if name in self.merging:
+                total.setdefault(name, []).append(values)
+                continue
+            before = total.get(name)
+            total[name] = [
+                np.asarray(value, np.float64) + (before[i] if before is not None else 0)
+                for i, value in enumerate(values)
+            ]
+
+    def of(self, epoch: int) -> Mapping[str, list[Any]]:
+        """Sums by metric, or the states of each task."""
+        return self._by_epoch.get(epoch, {})
+
+    def forget(self, epoch: int) -> None:
+        """The epoch has ended."""
+        self._by_epoch.pop(epoch, None)
+
+    def to_journal(self) -> list[tuple[int, dict[str, list[Any]]]]:
+        """Epochs and states that rebuild this from an empty one through `add`, as few as possible."""
+        return [
+            (epoch, {name: states})
+            for epoch, by_name in self._by_epoch.items()
+            for name, values in by_name.items()
+            for states in (values if name in self.merging else [values])
+        ]
+
 
 if TYPE_CHECKING:
     from elasticcb.callbacks.warning import CallbackWarning
@@ -37,9 +80,7 @@ class Crew:
     """The processes of a cluster, over all its jobs.
 
     Attributes:
-        waiting: workers that wait for a task.
         stats: last statistics of each process, by id.
-        closing: no more jobs will come.
     """
 
     roster: Roster
@@ -54,8 +95,6 @@ class Effects:
 
     Attributes:
         entries: journal entries, in order; "states" are pairs of an epoch and metric states.
-        shortens: whether to compact the journal.
-        lines: lines for the user.
         driver, everybody: whether to wake the driving thread, or all waiting threads.
     """
 
@@ -70,20 +109,13 @@ class JobRecord:
     """The state of one job, and the effects of its changes on journal, user and waiting threads.
 
     Args:
-        crew: the processes that run it.
-        number: number of the job, from 1; 0: none yet.
         settings: settings of the job; None before the first one.
-        program: the serialized job to run instead of a model file (elasticcb/model/program.py).
         datasets: pickled functions that create per-worker datasets, by number.
-        started: when the job started.
 
     Attributes:
         told: fields of the snapshot that the driving thread sets.
-        speed: records per second.
         speeds: batches per second of each worker, by id.
-        past: history for the job's page.
         evaluated_before: records evaluated before the last round.
-        start_version: version of the model when the job started.
         queue: None until the model is built.
         cluster: what workers need to know of the servers; None until these hold the model.
         find_index: returns the data reader's index of a file, by mode and name; b"" while unknown.
@@ -91,14 +123,11 @@ class JobRecord:
         wish: the last request to change the number of servers.
         checkpoint_written: when the newest checkpoint was written, or the job started.
         loss: mean over the batches of the last report.
-        loss_jumps: detects loss jumps, where several workers apply gradients late.
         autoscales: whether the number of workers follows the throughput.
         epoch_states: training metrics.
         calls, results: of FUNCTION tasks by id: functions still to call; results until fetched.
         prediction_output: receives predictions instead of `predictions`: outputs by batch, by first unit of a task.
         error: an error found while answering a call; ends the job.
-        over: there are no more tasks in this job.
-        has_journal: whether entries are persisted.
     """
 
     def __init__(
@@ -130,7 +159,6 @@ class JobRecord:
         self.wish: Wish | None = None
         self.version = 0
         self.loss: float | None = None
-        self.loss_jumps = LossJumps()
         self.totals = Totals()
         self.paces = Paces()
         self.autoscales = False

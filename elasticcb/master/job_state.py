@@ -26,8 +26,7 @@ from elasticcb.master.members import Member, Role
 from elasticcb.master.stragglers import Split, plan_split
 from elasticcb.master.task import Task, TaskState, TaskType
 from elasticcb.process.wording import how_many
-from elasticcb.settings import Command, Updates
-from elasticcb.settings.arguments import as_user_writes
+from elasticcb.settings import Command
 
 if TYPE_CHECKING:
     from elasticcb.callbacks.warning import CallbackWarning
@@ -45,12 +44,8 @@ class TaskResult:
     """A worker's report of a finished task.
 
     Attributes:
-        version: version of the model, as known to the worker.
-        states: metric states over the task's records.
         outputs: by batch: predictions, or inputs of metrics without mergeable state.
-        gradients_rejected, batches_skipped: during this task.
         ended_after: number of records after which the source ended; None: it did not.
-        function_result: pickled return value of a function.
     """
 
     version: int
@@ -263,7 +258,7 @@ class JobState(JobRecord):
         self,
         worker: int,
         version: int,
-        losses: tuple[float, int] | None,
+        loss: float | None,
         events: Sequence[BatchEvent],
         warnings: Sequence[CallbackWarning],
     ) -> None:
@@ -272,16 +267,8 @@ class JobState(JobRecord):
         self.batch_log.add(worker, version, events)
         for warning in warnings:
             self.warn(warning)
-        if losses is not None:
-            self._note_losses(*losses)
-
-    def _note_losses(self, mean: float, batches: int) -> None:
-        self.loss = mean
-        workers = len(self.roster.up(Role.WORKER))
-        if self.settings is not None and self.settings.training.updates is Updates.ASYNC and workers > 1:
-            sign = self.loss_jumps.note(mean, batches, workers)
-            if sign:
-                self.say(as_user_writes(sign, self.settings))
+        if loss is not None:
+            self.loss = loss
 
     def report_done(self, worker: int, lease: int, now: float, result: TaskResult) -> Outcome:
         """A worker has finished a task. Predictions are kept here only without a `prediction_output`."""

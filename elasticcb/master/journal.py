@@ -46,7 +46,6 @@ class Memory:
         autoscale: whether autoscaling, if requested, is still on.
         buckets, map_version: shard map by which the servers hold the model, if their number has changed:
             `BucketMap.to_bytes` in hex.
-        queue: `TaskQueue.to_dict`; None: no task was handed out yet.
         version: lower bound of the model's version.
         states: metric states of each finished training task, by epoch that has not ended.
         ended_epochs: the first epoch whose end hooks have not run; earlier ones have ended.
@@ -57,11 +56,9 @@ class Memory:
         learning_rate_before: the base rate before that hook.
         learning_rate_at_end: the base rate when the end hooks of an epoch were called; None: they have finished, or
             were not called yet.
-        logs: logs of the last epoch that ended.
         callbacks: `saved_states` of each callback on the master at the end of the last epoch.
         callback_arrays: the file with their arrays (`CallbackArrays.keep`); None: none.
         totals: totals besides the queue's accounting, over all masters of the job.
-        over: whether the job was done.
         roster: `Roster.to_dict`; None: no process had registered.
         servers: address and id of each parameter server that held the model, by index.
         merging_units: as `EpochStates.merging`.
@@ -141,7 +138,6 @@ class Journal:
             until `begin`, or the first entry.
 
     Attributes:
-        memory: content of the entries found.
         term: number of this master, from 1.
 
     Raises `JobFailedError` when the file is damaged, of a later release, or can't be read or written.

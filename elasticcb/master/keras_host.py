@@ -35,7 +35,6 @@ from elasticcb.model.metric_messages import flatten_outputs, unflatten_outputs
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.model_file import ModelSpec
 from elasticcb.model.weights import variable_specs
-from elasticcb.optimizers.outer import outer_optimizer
 from elasticcb.optimizers.state import (
     Key,
     ModelState,
@@ -64,8 +63,6 @@ class ModelHost:
     """Builds the model once, and holds it for callbacks, metrics and the initial weights.
 
     Args:
-        settings: settings of the job.
-        spec: provides model, data and callbacks instead of the model file.
         rehearses: whether workers are to compare their results for the first batch with those here.
 
     Raises:
@@ -76,8 +73,6 @@ class ModelHost:
     def __init__(self, settings: JobSettings, spec: Any = None, rehearses: bool = False) -> None:
         self.spec = ModelSpec(settings.model) if spec is None else spec
         self.trains, self.in_program = settings.command is Command.TRAIN, not settings.model.definition
-        outer = settings.training.outer_optimizer
-        self._outer = [outer_optimizer(outer)] if outer and self.trains else []
         predicts = settings.command is Command.PREDICT
         self.collects_predictions = predicts and (spec is not None or bool(settings.output))
         self.model: keras.Model = self.spec.build_model()
@@ -281,7 +276,7 @@ class ModelHost:
     @property
     def may_split(self) -> bool:
         """Whether weights may be split between servers."""
-        return self.optimizer is not None and all(map(may_split, [*self.optimizers, *self._outer]))
+        return self.optimizer is not None and all(map(may_split, self.optimizers))
 
     @property
     def learning_rate(self) -> keras.Variable | None:

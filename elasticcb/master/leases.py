@@ -27,9 +27,6 @@ class Leases:
 
     A task has at most one lease, and lease numbers are never reused. Progress is timed per worker, not per lease:
     progress on one lease renews all leases of a worker, because prefetched tasks must wait.
-
-    Args:
-        seconds: a worker without progress for this long is overdue.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -176,11 +173,7 @@ class Leases:
         self._next = saved["next_lease"] + _LEASES_PER_LIFE
 
     def open_to_dict(self, left_out: Collection[TaskType]) -> dict[str, Any]:
-        """Active leases, oldest first, and the last report of each worker, for `resume`; as JSON values.
-
-        Args:
-            left_out: task types that are not saved.
-        """
+        """Active leases, oldest first, and the last report of each worker, for `resume`; as JSON values."""
         return {
             "leases": [
                 [record.lease.id, record.lease.worker, *record.progress_to_list()]

@@ -21,11 +21,7 @@ _RESTORE_SECONDS = 30.0  # for the replacement of a lost server
 
 
 class LiveTables:
-    """Queries the servers of the current job, independently of the driving thread.
-
-    Args:
-        desk: desk of the job.
-    """
+    """Queries the servers of the current job, independently of the driving thread."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -36,7 +32,6 @@ class LiveTables:
         Args:
             top: how many of the most frequently looked-up ids to return.
             id: the id whose rows to return; None: report on the tables.
-            seconds: how long to wait for lost servers.
 
         Raises `UsageError` when servers are missing.
         """

@@ -32,13 +32,8 @@ class LossDecision:
 class Losses:
     """Counts lost processes, and decides the consequence of each loss.
 
-    Args:
-        max_restarts: by role, maximum number of restarts over the whole job.
-
     Attributes:
         recovers_ps: whether the part of the model on a lost server can be restored.
-        lost: number of lost processes, by role.
-        replaced: number of lost processes that were replaced, by role.
     """
 
     def __init__(self, max_restarts: Mapping[Role, int]) -> None:

@@ -36,20 +36,7 @@ _LARGEST_MESSAGE = 2**31 - 1  # bytes; the limit of protobuf
 
 
 class Master:
-    """What outlives a single job: the listening ports, and the desk with the state of the current job.
-
-    Args:
-        cluster: how many processes to run, and where to listen.
-        backend: starts and watches the processes.
-        say: prints a line to the user.
-        access: credentials shared by the master and its processes.
-
-    Attributes:
-        desk: desk of the current job.
-        calls: answers calls of processes.
-        server_scaling: handles requests to change the number of servers.
-        watchdog: detects silent processes.
-    """
+    """What outlives a single job: the listening ports, and the desk with the state of the current job."""
 
     def __init__(
         self, cluster: ClusterSettings, backend: ClusterBackend, say: Callable[[str], None], access: Access = OPEN

@@ -57,15 +57,6 @@ class _Server(ThreadingMixIn, WSGIServer):
 class MetricsServer:
     """Answers scrapes, in its own threads, and the checks at `LIVE_PATH` and `READY_PATH`.
 
-    Args:
-        observe: returns the job's snapshot.
-        ready: whether the servers hold the model and tasks are handed out; must not wait for a lock.
-        host: interface to listen on.
-        port: 0 picks a free one.
-
-    Attributes:
-        address: "host:port".
-
     Raises `ConnectionLostError` when the port is taken.
     """
 

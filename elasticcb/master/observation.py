@@ -23,11 +23,7 @@ from elasticcb.storage.remote_files import is_url
 
 
 def observe(state: JobState, refused: Mapping[str, int], now: float) -> JobSnapshot:
-    """A snapshot of the job at time `now`, in seconds.
-
-    Args:
-        refused: calls refused by the master, by reason (text).
-    """
+    """A snapshot of the job at time `now`, in seconds."""
     settings, totals = state.settings, state.totals
     processes = tuple(_process(state, role, index, now) for role, index in state.roster.places())
     return replace(

@@ -19,28 +19,25 @@ from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.checkpoint.versions import newest_of_run
 from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.errors import JobFailedError
-from elasticcb.master.autoscaling import Autoscaling
+from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.callback_driver import MasterHooks
 from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_writer import CheckpointWriter, checkpoints_on_disk
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.course import Course
+from elasticcb.master.desk import Desk
 from elasticcb.master.epoch_hooks import EpochHooks
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.job_state import JobState
-from elasticcb.master.keras_host import ModelHost
-from elasticcb.master.late_gradients import risk
-from elasticcb.master.members import Role
+from elasticcb.master.members import PlaceState, Role
 from elasticcb.master.observation import records_to_train
 from elasticcb.master.opening_checkpoints import on_disk, own_checkpoints, warm_start_of, warn_of_later_versions
 from elasticcb.master.order import ModelOrigin, Order, Takeover, TrainedModel
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.servers import Servers
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.optimizers.traits import kinds_with_momentum
 from elasticcb.process.wording import how_many
-from elasticcb.settings import Command, Mode, Updates
-from elasticcb.settings.arguments import as_user_writes
+from elasticcb.settings import Command, Mode, WorkerRange
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +311,6 @@ def _make_course(order: Order, served: TrainedModel, queue: TaskQueue, epochs: E
 def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epochs: EpochHooks) -> None:
     """The last step, because workers get tasks from here on: a callback may have set the learning rate."""
     host, ps = served.host, served.ps
-    _tell_risk(order, host)
     with order.desk.state() as state:
         state.epoch_version = state.version
         state.cluster = ServedCluster(
@@ -335,14 +331,49 @@ def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epoch
         state.wake()
 
 
-def _tell_risk(order: Order, host: ModelHost) -> None:
-    settings = order.settings
-    if settings.command is Command.TRAIN and settings.training.updates is Updates.ASYNC and order.memory is None:
-        workers = settings.cluster.autoscale.most or settings.cluster.num_workers
-        found = risk(workers, kinds_with_momentum(host.optimizers))
-        if found:
-            order.desk.say(as_user_writes(found, settings))
-
-
 def _records_of(sources: Sequence[tuple[str, int]]) -> str:
     return f"{how_many(sum(count for _, count in sources), 'record')} in {how_many(len(sources), 'source')}"
+
+
+class Autoscaling:
+    """Changes the number of workers of a training job."""
+
+    def __init__(self, desk: Desk, limits: WorkerRange, records: int, say: Callable[[str], None]) -> None:
+        self._desk, self._records, self._say = desk, records, say
+        with desk.state() as state:
+            state.autoscales = True
+            workers = min(max(state.roster.size(Role.WORKER), limits.least), limits.most)
+        self._scaler = Autoscaler(limits.least, limits.most, workers)
+
+    def turn(self) -> None:
+        """Observes the job, several times a second, and changes the number of workers when due."""
+        with self._desk.state() as state:
+            if not state.autoscales or state.queue is None or state.over:
+                return
+            before = state.roster.size(Role.WORKER)
+            if any(state.roster.state(Role.WORKER, place) is PlaceState.GIVEN_UP for place in range(before)):
+                state.end_autoscaling("a worker was lost and its restarts are used up")
+                return
+            scaling = self._scaler.observe(time.monotonic(), self._sight(state))
+            workers = self._scaler.workers if scaling is None else scaling.workers
+            if workers != before:
+                self._desk.resize(Role.WORKER, workers)
+        if scaling is not None:
+            self._say(f"Autoscale: {scaling.reason}.")
+
+    def _sight(self, state: JobState) -> Sight:
+        queue = state.queue
+        assert queue is not None
+        trained = sum(queue.accounting.records_trained.values())
+        return Sight(trained, self._records - trained, _is_busy(state))
+
+
+def _is_busy(state: JobState) -> bool:
+    workers = state.roster.up(Role.WORKER)
+    return (
+        len(workers) == state.roster.size(Role.WORKER)
+        and state.rounds.running is None
+        and not state.lost_ps
+        and all(state.paces.knows(worker.id) for worker in workers)
+        and not state.idle_workers()
+    )

@@ -37,11 +37,7 @@ def own_checkpoints(order: Order) -> None:
 
 
 def warn_of_later_versions(order: Order, version: int) -> None:
-    """Warns of checkpoints that other commands would choose instead of those of this job.
-
-    Args:
-        version: at which the job begins.
-    """
+    """Warns of checkpoints that other commands would choose instead of those of this job."""
     folder = order.settings.checkpoint.directory
     if order.settings.command is not Command.TRAIN or not folder or is_url(folder):
         return
@@ -56,11 +52,7 @@ def warn_of_later_versions(order: Order, version: int) -> None:
 
 
 def on_disk(order: Order, folder: str) -> str:
-    """The folder of the version to start from, on disk; "": none was given.
-
-    Args:
-        folder: folder of one or more versions; or its URL.
-    """
+    """The folder of the version to start from, on disk; "": none was given."""
     say = order.display.message
     if not is_url(folder):
         return str(find_undamaged(folder, say)) if folder else ""

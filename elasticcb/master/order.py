@@ -38,15 +38,9 @@ class Order:
     """What all phases of a job share.
 
     Attributes:
-        display: a `cli.progress.Display`.
         started: when the user requested it, in seconds.
-        report: displays the job's progress.
-        make_host: creates the master's Keras side.
         make_program: creates the serialized job to run instead of a model file; None: run the model file.
-        journal: journal of resumable training.
         memory: journal content of an earlier master, if it handed out tasks.
-        takeover: what that master left running.
-        arrays: saved arrays of callbacks.
         goes_on_by: how the user resumes the job, as text; "": the command `elasticcb resume`.
         until_end: closes what the phases open.
     """
@@ -114,13 +108,7 @@ class ModelOrigin:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model, on the master and on the servers.
-
-    Attributes:
-        host: the master's Keras side.
-        servers: the servers that hold the model.
-        hooks: calls the hooks that run on the master.
-    """
+    """The model, on the master and on the servers."""
 
     host: Any
     origin: ModelOrigin

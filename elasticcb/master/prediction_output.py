@@ -30,15 +30,7 @@ _FOLDER = "predictions"  # in the job's folder
 
 
 class PredictionOutput:
-    """The parts of one job's predictions.
-
-    Args:
-        path: path of the file.
-        format: one of `settings.choices.PREDICTION_FORMATS`.
-        job_folder: where parts are written.
-        sources: (name, number of records) of the data, in order.
-        output_names: outputs of the model.
-    """
+    """The parts of one job's predictions."""
 
     def __init__(
         self, path: Path, format: str, job_folder: Path, sources: Sequence[tuple[str, int]], output_names: Sequence[str]

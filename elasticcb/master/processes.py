@@ -15,15 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Processes:
-    """Starts missing processes, and reports exited ones to the roster. Not thread-safe.
-
-    Args:
-        roster: the plan.
-        backend: carries it out.
-        on_worker_lost: called with the id of a worker whose leases must be revoked.
-        on_ps_lost: called with the index of a server that is replaced.
-        say: prints a line to the user.
-    """
+    """Starts missing processes, and reports exited ones to the roster. Not thread-safe."""
 
     def __init__(
         self,

@@ -39,9 +39,7 @@ class Restored(NamedTuple):
     """What the replacement of a lost server holds.
 
     Attributes:
-        version: version of its state when it was saved.
         source: where it came from, as text.
-        learning_rate: its base rate.
         complete: whether it has everything that the lost server had acknowledged.
     """
 
@@ -52,15 +50,7 @@ class Restored(NamedTuple):
 
 
 class PSControl:
-    """Commands to the parameter servers of a job.
-
-    Args:
-        client: the master's client of the servers.
-        run: name of the training in the servers' recovery files.
-
-    Attributes:
-        servers: the client's servers.
-    """
+    """Commands to the parameter servers of a job."""
 
     def __init__(self, client: PSClient, run: str) -> None:
         self.client, self.servers, self.run = client, client.servers, run
@@ -96,9 +86,6 @@ class PSControl:
         """Restores the model on the replacement of a lost server: from recovery files, or else from `source`.
 
         Args:
-            index: index of the server.
-            address, id: of the process.
-            version: version of the model at which the server continues.
             source: returns the model to use when there are no recovery files.
             evaluation_round: running round, for which the server snapshots its state; 0: none.
             learning_rate: base rate to set; None: keep the server's.

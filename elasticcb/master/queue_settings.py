@@ -16,7 +16,6 @@ class QueueSettings:
     Attributes:
         records_per_task: records per task; fewer at the end of a source.
         minibatch_size: records per batch, for `max_batches`.
-        num_epochs: passes over the training sources.
         max_batches: exact number of training batches to hand out, if the sources have that many; 0: no limit. A range
             that is handed out again does not count again.
         shuffle_seed: epoch e is shuffled by `random.Random(f"{shuffle_seed}/{e}")`; None: no shuffling.

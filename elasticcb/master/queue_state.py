@@ -11,13 +11,34 @@ from elasticcb.errors import CheckpointError
 from elasticcb.master.accounting import Accounting
 from elasticcb.master.decisions import Milestone, MilestoneKind
 from elasticcb.master.epochs import Epochs
-from elasticcb.master.held_results import HeldResults
 from elasticcb.master.leases import Leases
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task import BatchesLeft, Lease, Task, TaskState, TaskType
 from elasticcb.master.task_record import Failure, TaskRecord
 from elasticcb.master.task_sources import EvaluationTasks, FunctionTasks, PredictionTasks, Supply, TrainEndTask
 from elasticcb.master.todo import Todo
+
+
+class HeldResults:
+    """Tasks that each worker has predicted, until the `on_predict_end` hooks of its callbacks have run.
+
+    Then the results are safe. If the worker is lost before, its results are lost too.
+    """
+
+    def __init__(self) -> None:
+        self._by_worker: dict[int, list[TaskRecord]] = {}
+
+    def hold(self, worker: int, record: TaskRecord) -> None:
+        """`worker` has reported the task as done."""
+        self._by_worker.setdefault(worker, []).append(record)
+
+    def take(self, worker: int) -> list[TaskRecord]:
+        """Removes and returns the tasks of `worker`, in the order of its reports."""
+        return self._by_worker.pop(worker, [])
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_worker.values()))
+
 
 Queue = TypeVar("Queue", bound="QueueState")
 
@@ -32,12 +53,7 @@ class QueueState:
     else it knows. Every created task is in exactly one of the three.
 
     Args:
-        settings: settings of the queue.
-        training: (name, number of records) of each training source.
         prediction: the same for prediction; its tasks are handed out in order.
-
-    Attributes:
-        failure: the task that ended the job, if any.
     """
 
     def __init__(
@@ -239,9 +255,6 @@ class QueueState:
     @classmethod
     def from_dict(cls: type[Queue], saved: dict[str, Any], now: float | None = None) -> Queue:
         """The queue saved by `to_dict`; milestones that were not fetched are repeated.
-
-        Args:
-            now: seconds; workers continue their saved leases. None: no lease is active.
 
         Raises `CheckpointError` when `saved` is invalid.
         """

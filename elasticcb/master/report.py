@@ -21,13 +21,7 @@ _UPDATE_SECONDS = 0.5  # between updates of the display
 
 
 class Report:
-    """Observes a job for its display.
-
-    Args:
-        master: master of the job.
-        settings: settings of the job.
-        display: a `cli.progress.Display`.
-    """
+    """Observes a job for its display."""
 
     def __init__(self, master: Master, settings: JobSettings, display: Any) -> None:
         self._master, self._settings, self._display = master, settings, display
@@ -66,12 +60,7 @@ class Report:
 
 
 class KeptDisplay:
-    """A display whose messages are also recorded for the job's page.
-
-    Args:
-        display: a `Display` of `elasticcb.cli.progress`.
-        happened: as `Past.happened`.
-    """
+    """A display whose messages are also recorded for the job's page."""
 
     def __init__(self, display: Any, happened: Callable[[str, str], None]) -> None:
         self.update, self.epoch_ended = display.update, display.epoch_ended

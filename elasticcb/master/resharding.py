@@ -30,9 +30,6 @@ class Moved:
     """Result of a move.
 
     Attributes:
-        servers, before: new and old number.
-        buckets: number of buckets that changed servers.
-        rows: number of embedding rows that changed servers.
         bytes: size of the rows, slots and dense variables that were sent.
         seconds, paused: total duration, and the part without updates.
     """
@@ -57,7 +54,6 @@ class ServerMove:
     """Moves the model to a different number of servers.
 
     Args:
-        control: controls the old servers; afterwards the new ones.
         links: to all servers, old and new, by index.
         servers: new number; the first of `links`.
         is_up: whether a worker, by id, may still finish a push.

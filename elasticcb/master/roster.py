@@ -11,7 +11,68 @@ from typing import Any
 from elasticcb.errors import UsageError
 from elasticcb.master.losses import Consequence, LossDecision, Losses
 from elasticcb.master.members import Member, PlaceState, Role
-from elasticcb.master.presence import Presence, Present
+
+
+@dataclass(slots=True)
+class Present:
+    """A member that is up.
+
+    Attributes:
+        job: the job that it last registered for.
+        idle: it has finished that job.
+        released: it should leave, because fewer are needed.
+    """
+
+    member: Member
+    seen: float
+    job: int
+    idle: bool = False
+    released: bool = False
+
+
+class Presence:
+    """The registered members.
+
+    Attributes:
+        by_id: members that are up, by id.
+        by_place: the same, by role and index.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Present] = {}
+        self.by_place: dict[tuple[Role, int], Present] = {}
+        self._gone: dict[int, tuple[Member, str]] = {}  # by id, with the reason
+
+    def add(self, present: Present) -> None:
+        member = present.member
+        self.by_id[member.id] = self.by_place[member.role, member.index] = present
+
+    def remove(self, id: int, reason: str) -> Member | None:
+        """Removes and returns a member that is no longer up; None: it was not up."""
+        present = self.by_id.pop(id, None)
+        if present is None:
+            return None
+        member = present.member
+        del self.by_place[member.role, member.index]
+        self._gone[id] = (member, reason)
+        return member
+
+    def of(self, role: Role) -> list[Present]:
+        """Members of a role that are up, by index."""
+        found = (present for present in self.by_id.values() if present.member.role is role)
+        return sorted(found, key=lambda present: present.member.index)
+
+    def find(self, id: int) -> Member | None:
+        """The member with this id, up or gone."""
+        return self.by_id[id].member if id in self.by_id else self._gone.get(id, (None,))[0]
+
+    def why_unknown(self, id: int) -> str:
+        """Why no member with this id is up."""
+        if id in self._gone:
+            member, reason = self._gone[id]
+            return f"{member} is no longer part of the job: {reason}"
+        return f"no process with id {id} ever registered"
+
 
 _EXPECTED = (PlaceState.PLANNED, PlaceState.REQUESTED)
 
@@ -26,11 +87,6 @@ class Sighting:
 
 class Roster:
     """Which processes should run, were requested, and are up.
-
-    Args:
-        num_workers: slots for workers.
-        num_ps: slots for parameter servers.
-        max_worker_restarts, max_ps_restarts: maximum restarts over the whole job.
 
     Attributes:
         lost_workers: ids of workers declared lost, in order; they may still be running without knowing it.
@@ -55,7 +111,6 @@ class Roster:
 
         Args:
             index: slot that it takes; -1: the first free one.
-            now: seconds.
             job: number of the job, from 1.
 
         A process that registers again for the same slot (for the next job, or because its first answer got lost) is the

@@ -21,20 +21,13 @@ _MOST_SERVERS = 256
 
 
 class ServerScaling:
-    """Takes requests, one at a time, and carries them out.
-
-    Args:
-        desk: desk of the job.
-    """
+    """Takes requests, one at a time, and carries them out."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
 
     def ask(self, servers: int, waiting: bool, seconds: float) -> Wish | None:
         """Requests a different number of parameter servers, and waits up to `seconds` for the result.
-
-        Args:
-            waiting: the request was made before.
 
         Returns None when the number is already right. Raises `UsageError` when the job can't have it.
         """

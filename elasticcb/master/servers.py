@@ -35,17 +35,13 @@ class Servers:
 
     Args:
         desk: desk of the job for which the servers have registered.
-        doubt: called with a server that does not answer.
         variables, may_split: the model's weights, and whether they may be split between servers.
-        source: returns the model for a server without recovery files.
-        say: prints a line to the user.
         run: name of the training in the servers' recovery files; "": a new one.
         term: term of this master; servers that know a later one refuse it.
         places: the servers, by index, that already hold the model from a killed master.
         buckets: maps embedding rows to servers; None: the even map.
 
     Attributes:
-        control: client for commands to the servers.
         learning_rate: returns the base rate set by the master; None with a schedule.
     """
 

@@ -38,17 +38,7 @@ LONG_POLL_SECONDS = 10.0
 
 
 class MasterServicer:
-    """A thin layer: all decisions are made elsewhere.
-
-    Args:
-        desk: desk of the master.
-        calls: answers calls that need more than the current job's state.
-        scaling: handles requests to change the number of servers.
-        doubt: called with a server that does not answer someone.
-        observe: returns the current job's snapshot.
-        past_after: as `Past.after`.
-        silence_seconds: time without a heartbeat after which a process is considered lost.
-    """
+    """A thin layer: all decisions are made elsewhere."""
 
     def __init__(
         self,
@@ -128,7 +118,7 @@ class MasterServicer:
             request.records_done,
             request.progressed,
             request.version,
-            (request.loss, request.batches) if request.batches else None,
+            request.loss if request.batches else None,
             [_to_event(event) for event in request.batch_events],
             [CallbackWarning(warning.subject, warning.text, warning.errors) for warning in request.warnings],
             request.computing_seconds,

@@ -30,11 +30,6 @@ class Shard:
 class ShardLayout:
     """The shards of some sources: each source is split into ranges of `records_per_task` records.
 
-    Args:
-        sources: (name, number of records) of each; empty ones are skipped.
-        records_per_task: size of a range; the last one of a source may be shorter.
-        minibatch_size: records per batch; a range may end with a short batch, never spanning two ranges.
-
     Raises `UsageError` for negative numbers of records.
     """
 

@@ -15,13 +15,7 @@ from elasticcb.settings import JobSettings
 
 
 class SharedCallbacks:
-    """The master's side.
-
-    Args:
-        callbacks: the callbacks of the caller.
-        settings: settings of the job.
-        model: the model of the callbacks.
-    """
+    """The master's side."""
 
     def __init__(self, callbacks: Iterable[Any], settings: JobSettings, model: Any) -> None:
         self._returns = shares_state(settings)

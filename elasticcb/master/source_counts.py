@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from elasticcb.data.file_reader import FileReader
-from elasticcb.data.index_file import IndexCache, read_indexes, write_indexes
+from elasticcb.data.index_file import read_indexes, write_indexes
 from elasticcb.model.input_pipeline import FeedPipeline, Pipeline, Sources
 from elasticcb.settings import INDEX_FILE, RECOVERY_FOLDER, Command, JobSettings
 
@@ -20,8 +20,7 @@ class SourceCounts:
     """Counts the records of each mode. A thread scans files; anything else is counted at once, because a user's own
     reader may not be thread-safe.
 
-    Results are cached in the job's folder, so that a replacement master scans only changed files; and in the user's
-    cache, for other jobs.
+    Results are kept in the job's folder, so that a replacement master scans only changed files.
 
     Raises `DataError` when non-file data can't be read; errors of files are raised by `result`.
     """
@@ -64,17 +63,11 @@ class SourceCounts:
         # Only training can be resumed.
         keeps = self._settings.command is Command.TRAIN and bool(self._settings.directory)
         path = Path(self._settings.directory, RECOVERY_FOLDER, INDEX_FILE.format(mode=mode))
-        kept = read_indexes(path, parameters) if keeps else {}
-        # A reader created by user code depends on more than its parameters.
-        custom = isinstance(pipeline, FeedPipeline) and pipeline.has_custom_reader
-        cache = None if custom else IndexCache(reader.names, type(reader).__qualname__, parameters)
-        reader.known = kept if cache is None else {**cache.read(), **kept}
+        reader.known = read_indexes(path, parameters) if keeps else {}
         sources = pipeline.sources()
-        if keeps and kept != dict(reader.indexes()):
+        if keeps and reader.known != dict(reader.indexes()):
             try:
                 write_indexes(path, parameters, reader.indexes())
             except OSError as error:
                 logger.warning("Could not write %s, so a resumed job will scan the data again: %s", path, error)
-        if cache is not None:
-            cache.write(reader.indexes(), reader.identities)
         return sources

@@ -19,10 +19,6 @@ def with_settings(
 ) -> dict[int, TableSpec]:
     """The tables with all their settings.
 
-    Args:
-        tables: by index, as their layers describe them.
-        paths: paths of their layers.
-
     Raises `UsageError` for a name without a table, and for settings that this job does not support.
     """
     if settings.command is not Command.TRAIN:

@@ -15,9 +15,6 @@ class Todo:
     """Hands out tasks by type, in `HANDING_OUT_ORDER`; within a type, requeued ones first.
 
     Tasks are created when they are handed out, so pending ones cost no memory here.
-
-    Args:
-        supplies: creates the tasks of each type.
     """
 
     def __init__(self, supplies: Mapping[TaskType, Supply]) -> None:
@@ -28,12 +25,7 @@ class Todo:
         self._in_order = [(kind, self._again[kind], supplies[kind]) for kind in HANDING_OUT_ORDER]
 
     def take(self, train_end: bool, idle: bool = True) -> TaskRecord | None:
-        """The next task; None when there is none (now).
-
-        Args:
-            train_end: whether the TRAIN_END task may be returned.
-            idle: whether the caller has no other task, and may get one reserved for idle workers.
-        """
+        """The next task; None when there is none (now)."""
         for kind, again, supply in self._in_order:
             if kind is TaskType.TRAIN_END and not train_end:
                 continue

@@ -27,7 +27,6 @@ class Watchdog:
     the time of a lease, because user code may block its heartbeat thread.
 
     Args:
-        desk: desk with the processes.
         silence_seconds: timeout for heartbeats, which are sent every third of it.
         watched: whether the backend reports exited processes. Then processes may take long to get ready for the current
             job.

@@ -34,7 +34,6 @@ def metrics_by_output(
     """Yields each metric with its name in the results and its output; None: all outputs.
 
     Args:
-        eval_metrics: as for `ModelMetrics`.
         output: the output that they belong to, in a mapping by outputs.
 
     Raises `ModelFileError` for anything but a metric or a function.

@@ -63,7 +63,6 @@ def open_pipeline(
     """Opens the input of a mode.
 
     Args:
-        find_index: on a worker: requests the index of a file from the master.
         next_batch: on a worker: requests a batch of data that only the master's process has.
 
     Raises:
@@ -141,10 +140,6 @@ def _spec_of(leaf: Any) -> Any:
 class FeedPipeline:
     """The batches of one mode: reader, the model file's `feed`, batching, prefetch; traced once.
 
-    Args:
-        mode: purpose of the batches.
-        find_index: see `open_pipeline`.
-
     Raises:
         DataError: the data can't be read.
         ModelFileError: there is no `feed`, or it raises or returns no dataset.
@@ -165,7 +160,6 @@ class FeedPipeline:
             custom=spec.custom_data_reader,
             records_per_task=settings.training.minibatch_size * settings.training.batches_per_task(None, 1),
         )
-        self.has_custom_reader = spec.custom_data_reader is not None
         if isinstance(self.reader, FileReader):
             self.reader.find_index = find_index
         self._range = ("", 0, 0)

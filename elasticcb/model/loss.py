@@ -17,7 +17,6 @@ def make_compute_loss(model: keras.Model, loss: Callable[..., Any], path: str) -
     Args:
         loss: returns one number for the batch or one per example; weighted here unless it takes a third argument, the
             sample weights (None if `feed` returns none).
-        path: path of the model file, for messages.
 
     Raises:
         ModelFileError: `loss` has another signature.

@@ -89,12 +89,7 @@ def summable_states(
     update: Callable[[Any], None],
     batches: Sequence[Any],
 ) -> set[str]:
-    """The metrics whose whole state is in variables, and whose states of batches add up to the state of all batches.
-
-    Args:
-        reset, update: of all metrics together.
-        batches: two batches, to try it.
-    """
+    """The metrics whose whole state is in variables, and whose states of batches add up to the state of all batches."""
 
     def after(*given: Any) -> dict[str, list[np.ndarray]]:
         reset()

@@ -157,9 +157,6 @@ class ModelMetrics:
     def carried(self, states: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, list[Any]]]:
         """For a step that takes and returns its state instead of changing variables: metrics that Keras does not count
         as the model's start from `states`; returns their new states.
-
-        Args:
-            states: tensors, states of the units in `carried_units`.
         """
         self._carried = {name: list(values) for name, values in states.items()}
         try:
@@ -385,11 +382,7 @@ class ModelMetrics:
                 self._update(unit.metric, unit.output, labels, predictions, weight)
 
     def results(self, among: Collection[str] | None = None, step: str = "test") -> dict[str, float]:
-        """Current results by name, of all units or of the given ones; dict results are flattened.
-
-        Args:
-            step: "train" or "test".
-        """
+        """Current results by name, of all units or of the given ones; dict results are flattened."""
         units = [unit for unit in self._units() if among is None or unit.name in among]
         return self._named({unit.name: (unit, unit.metric.result()) for unit in units}, step)
 

@@ -14,25 +14,23 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
 
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.model.loss import make_compute_loss
+from elasticcb.model.spec import Spec
 from elasticcb.optimizers.traits import model_optimizers
-from elasticcb.settings import Mode, ModelSettings
+from elasticcb.settings import ModelSettings
 
 # Roles of `--cluster=inprocess` are threads: they must not import the same file concurrently, nor set the process's
 # random seeds while another thread draws initial weights from them.
 building = threading.RLock()
 
 
-class ModelSpec:
+class ModelSpec(Spec):
     """The definitions of a model file.
-
-    Args:
-        settings: path of the file, and names of its functions.
 
     Raises:
         ModelFileError: the file can't be imported or lacks a required name.
@@ -43,12 +41,9 @@ class ModelSpec:
         self.path, self._model_name = locate(settings)
         self.module = _import(settings.zoo, settings.definition.rpartition(".")[0], self.path)
         self._model_factory = self._get(self._model_name, needed=True)
-
-    @property
-    def loss_advice(self) -> str:
-        return (
-            f"Define `{self._settings.loss}(labels, predictions)` in the file, or return a model that is compiled "
-            "with a loss or adds its own losses."
+        self.loss_advice = (
+            f"Define `{settings.loss}(labels, predictions)` in the file, or return a model that is compiled with a "
+            "loss or adds its own losses."
         )
 
     @property
@@ -58,17 +53,6 @@ class ModelSpec:
     @property
     def custom_data_reader(self) -> Callable[..., Any] | None:
         return self._get(self._settings.custom_data_reader)
-
-    def batch_source(self, mode: Mode) -> None:
-        """None: the data comes from a reader."""
-
-    is_built = False
-    rehearsal = None
-    variables: ClassVar[dict[int, Any]] = {}
-    is_steady = False
-
-    def use_own_seeds(self, index: int) -> None:
-        """Every process has built its own model, with its own seeds."""
 
     def build_model(self) -> keras.Model:
         """A new model, compiled with the definitions of the file; a model without a loss is not compiled."""
@@ -156,7 +140,6 @@ class ModelSpec:
         return callbacks
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function of the model file; its errors become `ModelFileError`s."""
         try:
             with building:
                 return function(*args, **kwargs)
@@ -195,7 +178,6 @@ class ModelSpec:
             model.compute_loss = make_compute_loss(model, loss, str(self.path))
 
     def require_trainable(self, model: keras.Model) -> None:
-        """Raises `ModelFileError` if `model` has no optimizer."""
         if not model.compiled:
             raise ModelFileError(
                 f"The model of {self.path} can't be trained: it is not compiled, and the file has no "

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
 
@@ -20,14 +20,12 @@ from elasticcb.data.batches import BatchSource
 from elasticcb.errors import ElasticCBError, ModelFileError, UsageError, describe, user_traceback
 from elasticcb.keras_private import layers_of, seed_generators_of
 from elasticcb.model.model_file import building
+from elasticcb.model.spec import Spec
 from elasticcb.model.weights import constraint_name
 from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.process.import_path import adopt_path, caller_path
 from elasticcb.serialization import carry, own_modules, process_state
 from elasticcb.settings import Mode
-
-_NAME = "the model"
-LOSS_ADVICE = "Pass a loss to `compile`, or let the model add its own losses."
 
 
 @dataclass(frozen=True)
@@ -101,18 +99,32 @@ class _Job:
     switches: bytes
 
 
-class ProgramSpec:
-    """A serialized job where it runs, with the interface of a model file's `ModelSpec`.
+class _SpecOfProgram(Spec):
+    """Where it is defined, for messages."""
+
+    path = "the model"
+    loss_advice = "Pass a loss to `compile`, or let the model add its own losses."
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            with building:
+                return function(*args, **kwargs)
+        except ElasticCBError:
+            raise
+        except Exception as error:
+            raise ModelFileError(
+                f"{self.path} can't be used in this process: {describe(error)}", user_traceback(error)
+            ) from error
+
+
+class ProgramSpec(_SpecOfProgram):
+    """A serialized job where it runs.
 
     Args:
         data: result of `Program.dumps`.
         before: that of an earlier job, whose model nobody uses any more.
     """
 
-    path = _NAME
-    loss_advice = LOSS_ADVICE
-    feed = None
-    custom_data_reader = None
     is_built = True
 
     def __init__(self, data: bytes, before: ProgramSpec | None = None) -> None:
@@ -148,7 +160,7 @@ class ProgramSpec:
 
     @property
     def is_steady(self) -> bool:
-        """See `Spec.is_steady`. A hook of a callback may change anything."""
+        """A hook of a callback may change anything."""
         return self._graph is not None and self._graph.is_steady and not self._part("callbacks")
 
     def batch_source(self, mode: Mode) -> BatchSource | None:
@@ -168,18 +180,9 @@ class ProgramSpec:
         made: list[keras.optimizers.Optimizer] = self.call(carry.loads, self._job.optimizers)
         return made
 
-    def make_optimizer(self) -> keras.optimizers.Optimizer:
-        return self.make_optimizers()[0]
-
-    def make_eval_metrics(self) -> dict[str, Any]:
-        return {}  # the compiled model has them all
-
     def make_callbacks(self) -> list[keras.callbacks.Callback]:
         callbacks: list[keras.callbacks.Callback] = self._part("callbacks")
         return callbacks
-
-    def require_trainable(self, model: keras.Model) -> None:
-        """The caller of `fit` has checked it."""
 
     @property
     def variables(self) -> Mapping[int, Any]:
@@ -197,20 +200,9 @@ class ProgramSpec:
             for generator in seed_generators_of(layer):
                 process_state.diverge(generator, index)
 
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return call_user(function, *args, **kwargs)
 
-
-class CallerSpec:
+class CallerSpec(_SpecOfProgram):
     """The job in the process of its caller: the caller's own model and callbacks."""
-
-    path = _NAME
-    loss_advice = LOSS_ADVICE
-    feed = None
-    custom_data_reader = None
-    is_built = is_steady = False
-    rehearsal = None
-    variables: ClassVar[dict[int, Any]] = {}
 
     def __init__(self, program: Program, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         self._program = program
@@ -225,36 +217,8 @@ class CallerSpec:
     def make_optimizers(self) -> list[keras.optimizers.Optimizer]:
         return model_optimizers(self._program.model)
 
-    def make_optimizer(self) -> keras.optimizers.Optimizer:
-        return self.make_optimizers()[0]
-
-    def make_eval_metrics(self) -> dict[str, Any]:
-        return {}
-
     def make_callbacks(self) -> list[keras.callbacks.Callback]:
         return self._callbacks
-
-    def require_trainable(self, model: keras.Model) -> None:
-        """The caller of `fit` has checked it."""
-
-    def use_own_seeds(self, index: int) -> None:
-        """The caller's process draws its own numbers."""
-
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return call_user(function, *args, **kwargs)
-
-
-def call_user(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls the user's code; its errors become `ModelFileError`s."""
-    try:
-        with building:
-            return function(*args, **kwargs)
-    except ElasticCBError:
-        raise
-    except Exception as error:
-        raise ModelFileError(
-            f"{_NAME} can't be used in this process: {describe(error)}", user_traceback(error)
-        ) from error
 
 
 def _registered() -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from elasticcb.settings import Mode
 
@@ -31,64 +32,68 @@ def words_of(spec: Spec) -> Words:
     return Words("The model", "The data", "The program")
 
 
-class Spec(Protocol):
+class Spec(ABC):
     """Provides the model, its optimizers, metrics and callbacks, and the data unless it comes from files."""
 
-    @property
-    def path(self) -> Any:
-        """Where it is defined, for messages."""
-
-    @property
-    def loss_advice(self) -> str:
-        """Advice on how to add a loss to the model."""
-
-    @property
-    def is_built(self) -> bool:
-        """Whether its model needs no first batch: it is a copy of a built one."""
+    path: Any  # where it is defined, for messages
+    loss_advice: str  # how to add a loss to the model
+    is_built = False  # whether its model needs no first batch, because it is a copy of a built one
 
     @property
     def variables(self) -> Mapping[int, Any]:
         """Variables besides the weights that processes of the job share, by number (callbacks/shared_state.py)."""
+        return {}
 
     @property
     def rehearsal(self) -> Any:
         """What a worker is to compute before it trains (compute/rehearsal.py); None: nothing."""
+        return None
 
     @property
     def is_steady(self) -> bool:
         """Whether a later job with the same definition can use its model again, because only variables of it change."""
+        return False
 
     @property
     def feed(self) -> Callable[..., Any] | None:
         """Converts raw records to examples; None if not needed."""
+        return None
 
     @property
     def custom_data_reader(self) -> Callable[..., Any] | None:
         """Creates a custom reader; None for built-in formats."""
+        return None
 
     def batch_source(self, mode: Mode) -> BatchSource | None:
         """The batches of a mode; None if the data comes from a reader."""
+        return None
 
+    @abstractmethod
     def build_model(self) -> keras.Model:
         """The model, compiled if it will be trained."""
 
     def make_optimizer(self) -> keras.optimizers.Optimizer:
         """A new optimizer, the model's `optimizer`."""
+        return self.make_optimizers()[0]
 
+    @abstractmethod
     def make_optimizers(self) -> list[keras.optimizers.Optimizer]:
         """New instances of all optimizers of the model; `make_optimizer` creates a single one without the model."""
 
     def make_eval_metrics(self) -> dict[str, Any]:
         """Metrics in addition to the model's."""
+        return {}
 
+    @abstractmethod
     def make_callbacks(self) -> list[keras.callbacks.Callback]:
         """The callbacks of one process."""
 
-    def use_own_seeds(self, index: int) -> None:
+    def use_own_seeds(self, index: int) -> None:  # noqa: B027 a process may have seeds of its own
         """Makes random layers of the worker with this index draw other numbers than those of other workers."""
 
-    def require_trainable(self, model: keras.Model) -> None:
+    def require_trainable(self, model: keras.Model) -> None:  # noqa: B027 the caller of `fit` has checked it
         """Raises `ModelFileError` if `model` has no optimizer."""
 
+    @abstractmethod
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a function of the user; its errors become `ModelFileError`s."""

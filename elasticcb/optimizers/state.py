@@ -70,8 +70,6 @@ def read_optimizers(
     """Copies the state of the optimizers that train something, and builds those that are not built yet.
 
     Args:
-        model_optimizers: optimizers of the model.
-        model_variables: `model.weights`.
         specs: their specs, which say which optimizer trains them. Without them, several unbuilt optimizers are skipped,
             because they only have initial state.
 
@@ -107,9 +105,6 @@ def write_optimizers(
     """Sets the state of the optimizers that train something; those that are not built yet are built first.
 
     Slots of variables that are not trained are not changed.
-
-    Args:
-        model_optimizers, model_variables, specs: as in `read_optimizers`.
 
     Raises `ElasticCBError`, before anything is changed, if the state belongs to another optimizer or model.
     """

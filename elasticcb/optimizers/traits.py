@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from elasticcb.keras_private import REGISTERED_OBJS_TO_NAMES, layers_of, multiply_rate, rate_of, updates_of
+from elasticcb.keras_private import layers_of, multiply_rate, rate_of, updates_of
 from elasticcb.optimizers.rowwise_adagrad import RowWiseAdagrad
 from elasticcb.rpc.tensors import Array
 
@@ -33,8 +33,6 @@ _ELEMENTWISE = frozenset(
 MultiOptimizer: Any = getattr(keras.optimizers, "MultiOptimizer", ())
 _ScheduleFree = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
 
-# Attributes with the amount of momentum.
-_MOMENTUM = ("momentum", "beta_1")
 
 # Elementwise as well, but each update must include rows without a gradient, because it averages over steps.
 _ELEMENTWISE_BUT_NOT_LAZY = frozenset({_ScheduleFree})
@@ -48,15 +46,6 @@ def public_class(optimizer: keras.optimizers.Optimizer) -> type[keras.optimizers
 def is_own_class(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether the optimizer is of the user's own class, neither Keras's nor elasticcb's."""
     return public_class(unwrapped(optimizer)).__module__.partition(".")[0] not in ("keras", "elasticcb")
-
-
-def name_publicly(optimizers: Iterable[keras.optimizers.Optimizer]) -> None:
-    """Makes Keras serialize optimizers by their `public_class`, so that another framework can load them."""
-    for optimizer in map(unwrapped, optimizers):
-        for each in (optimizer, *(getattr(optimizer, "optimizers", None) or ())):
-            name = REGISTERED_OBJS_TO_NAMES.get(public_class(each))
-            if name is not None:
-                REGISTERED_OBJS_TO_NAMES.setdefault(type(each), name)
 
 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -154,12 +143,6 @@ def steps_made(optimizers: Iterable[keras.optimizers.Optimizer]) -> int:
     """The number of updates: the maximum over all optimizers, because a step need not apply all of them."""
     built = [unwrapped(optimizer) for optimizer in optimizers if optimizer.built]
     return max((int(updates_of(optimizer)) for optimizer in built), default=0)
-
-
-def kinds_with_momentum(optimizers: Iterable[keras.optimizers.Optimizer]) -> list[str]:
-    """The classes of optimizers, including those in a MultiOptimizer, whose updates have momentum; sorted."""
-    inner = [each for held in map(unwrapped, optimizers) for each in getattr(held, "optimizers", None) or [held]]
-    return sorted({type(each).__name__ for each in inner if any(getattr(each, name, 0) for name in _MOMENTUM)})
 
 
 def learning_rate_variable(optimizer: keras.optimizers.Optimizer | None) -> keras.Variable | None:

@@ -21,7 +21,6 @@ class Column:
     """One output for some records.
 
     Attributes:
-        name: name of the output.
         values: an array with one row per record; for a ragged output, its flat values.
         splits: for a ragged output, its row splits from the outermost to the innermost; () for others.
     """

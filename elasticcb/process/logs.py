@@ -81,11 +81,7 @@ def setup_logging(role: str, level: str, *handlers: logging.Handler) -> None:
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
-    """Prints a command's messages about its job; as JSON log lines if that is the format and there is no terminal.
-
-    Args:
-        stream: None: standard output.
-    """
+    """Prints a command's messages about its job; as JSON log lines if that is the format and there is no terminal."""
     stream = sys.stdout if stream is None else stream
     if _as_json() and not stream.isatty():
         record = logging.LogRecord(_OUTPUT, logging.INFO, "", 0, text.strip("\n"), None, None)

@@ -21,9 +21,6 @@ def follow_parent(parent_pid: int, last: Callable[[], None] = lambda: None) -> N
     """Makes this process end when its parent ends, even by SIGKILL.
 
     Call it before anything slow. If the parent is gone already, the process ends here.
-
-    Args:
-        last: called before.
     """
     if _watch is None and os.getppid() != parent_pid:
         _end(last)

@@ -35,10 +35,6 @@ class Histogram:
 
     Args:
         bounds: inclusive upper bounds of the buckets; the last bucket has no upper bound.
-
-    Attributes:
-        counts: counts by bucket.
-        sum: sum of the values.
     """
 
     __slots__ = ("bounds", "counts", "sum")
@@ -86,10 +82,8 @@ class Stats:
 
     Attributes:
         resident_bytes: memory usage; 0: unknown.
-        recovery_files_failed: number of failed writes of recovery files.
         refused_calls: number of refused calls, by text of the `Refusal`.
         certificate_expires: expiry of its TLS certificate, in seconds since the epoch; 0: it has none.
-        tables: tables of a server, by the path of the variable.
     """
 
     cpu_seconds: float = 0.0
@@ -140,9 +134,6 @@ class Measures:
     """The counters of this process.
 
     Attributes:
-        histograms: by name.
-        rows_looked_up: number of looked-up rows of embedding tables.
-        recovery_files_failed: number of failed writes of recovery files.
         refused_calls: returns the number of calls that its server refused, by reason.
         certificate_expires: returns the expiry of its TLS certificate, in seconds since the epoch; 0: it has none.
         tables: returns a server's parts of embedding tables, by path of the variable.

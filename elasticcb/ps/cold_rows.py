@@ -31,10 +31,6 @@ class ColdRows:
     """Rows by id, of one table.
 
     Not thread-safe, like the table; results of `hold` and `snapshot` may be read by other threads.
-
-    Args:
-        store: store of the server.
-        like: empty state with the arrays that every row has.
     """
 
     def __init__(self, store: ColdStore, like: TableState) -> None:
@@ -155,12 +151,7 @@ class ColdRows:
 
 
 class HeldColdRows:
-    """Rows at one moment, to be read one after another.
-
-    Args:
-        count: number of rows.
-        read_next: returns the next `count` rows.
-    """
+    """Rows at one moment, to be read one after another."""
 
     def __init__(self, count: int, read_next: Callable[[int], TableState]) -> None:
         self._count, self._read_next = count, read_next

@@ -19,12 +19,9 @@ class CompiledUpdate:
     """Applies pushes of the same variables; called with flat gradients by dtype, and pairs of ids and rows.
 
     Args:
-        push: an example of this kind of push.
         places: positions of its variables with dense gradients among all such variables, by index.
-        optimizers: optimizers of the server.
         row_updates: updates of variables whose rows are updated sparsely, by index; the gradients of others are made
             dense.
-        jit_compile: use XLA.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ Not thread-safe: the caller serializes calls, and has checked that ids are int64
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,13 +17,37 @@ from elasticcb.errors import TableError
 from elasticcb.ps.row_ages import RowAges
 from elasticcb.ps.stored_table import StoredTable
 from elasticcb.ps.table_candidates import Candidates
-from elasticcb.ps.table_growth import RowFlow
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_rows import TableRows
 from elasticcb.ps.table_snapshot import TableSnapshot
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.settings.choices import WhenFull
 from elasticcb.settings.table import TableOptions
+from elasticcb.sharding.table_counts import Growth
+
+WINDOW_SECONDS = 60.0
+_MARK_SECONDS = 5.0
+
+
+class RowFlow:
+    """Counts created and removed rows, and remembers the counts over the last minute."""
+
+    def __init__(self) -> None:
+        self.made = self.removed = 0
+        self._marks: deque[tuple[float, int, int]] = deque()  # time, and counts at that time
+
+    def tick(self, now: float) -> None:
+        """The time is `now`, in seconds; rates are unknown before the first call."""
+        if not self._marks or now - self._marks[-1][0] >= _MARK_SECONDS:
+            self._marks.append((now, self.made, self.removed))
+            while len(self._marks) > 1 and self._marks[1][0] <= now - WINDOW_SECONDS:
+                self._marks.popleft()
+
+    def lately(self, now: float) -> Growth:
+        """Rows created and removed in the last minute, or since the last tick if that is longer ago."""
+        begun, made, removed = self._marks[0] if self._marks else (now, 0, 0)
+        return Growth(now - begun, self.made - made, self.removed - removed)
+
 
 InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]
 
@@ -52,18 +77,12 @@ class EmbeddingTable(StoredTable):
     """Rows by id, which are trained, and evicted when there are too many.
 
     Args:
-        dim, dtype: dimension and dtype of a row.
         initial_values: returns initial rows of new ids; None if all rows are given (`load`) and stay.
         slots: initial row of each optimizer slot, [dim] or another width, by name.
-        limits: shared by all tables of the server; None: no limits.
-        name: for messages.
         options: unset options limit nothing; `max_rows` applies to this server.
         now: system clock in seconds, by which rows age if `max_age` is a time.
 
     Attributes:
-        ages: finds rows that are too old.
-        candidates: ids that have not been looked up often enough yet.
-        flow: counts created and evicted rows.
         max_rows: maximum number of rows in memory; 0: no limit.
     """
 
@@ -273,11 +292,6 @@ class EmbeddingTable(StoredTable):
         self.ages.begin(version)
 
     def take_over(self, before: EmbeddingTable, keeps: Callable[[Array], Array]) -> None:
-        """Adds the rows of `before`, which must not be used afterwards, including counts of ids without rows.
-
-        Args:
-            before: a table of the same dimension and slots.
-            keeps: returns which ids (int64 [n]) to take: bool [n]; none of them has a row here.
-        """
+        """Adds the rows of `before`, which must not be used afterwards, including counts of ids without rows."""
         self.candidates, self.ages, self.flow = before.candidates, before.ages, before.flow
         self._take_rows(before, keeps)

@@ -18,9 +18,6 @@ class GrowingArray:
     It owns its memory pages. The system allocates them at the first write, and moves them by remapping when the array
     grows, so neither growth nor reserved capacity costs anything per row.
 
-    Args:
-        row_shape, dtype: of one element along the first axis.
-
     Attributes:
         array: all reserved rows, [capacity, *row_shape]. Read it again after each `reserve`.
     """

@@ -47,12 +47,7 @@ class ServerOptions:
 
     Attributes:
         training: asynchronous or synchronous, and how many gradients make an update.
-        make_optimizers: creates fresh optimizers, as many as requested; None if nothing is trained.
-        access: credentials for calls to other servers.
-        limits: limits of embedding tables.
         recovery: folder for the recovery files of all servers, and the interval in seconds; None: no files are written.
-        warn: shows the user a warning about a non-fatal problem.
-        patience_seconds: timeout of calls to other servers.
         lost_workers: ids of workers whose pushes are refused; may grow.
         replicas: whether a neighbour keeps what the recovery files lack.
     """
@@ -75,7 +70,6 @@ class Holder:
         replay: replays a change of a lost server that its neighbour kept; returns whether that was possible.
 
     Attributes:
-        lock: serializes calls that read or change the model.
         model: None until the master has called `Initialize`.
     """
 
@@ -134,8 +128,7 @@ class Holder:
             tables = tables_from(frame.tensors)
         limits = replace(self._options.limits)  # which has no tables yet
         place = (request.index, buckets)
-        outer, make = self._options.training.outer_optimizer, self._options.make_optimizers
-        parameters = Parameters(specs, slices, make, values, version, place, limits, outer)
+        parameters = Parameters(specs, slices, self._options.make_optimizers, values, version, place, limits)
         parameters.tables.load(tables, max(version, request.version))
         if part is not None:
             parameters.restore_optimizers(part)
@@ -235,8 +228,7 @@ class Holder:
         own = [(part, specs[part.variable]) for part in slices]
         zeros = {part.variable: np.zeros(part.shape(spec), dtype_of(spec.dtype)) for part, spec in own}
         place, limits = (request.index, buckets), replace(self._options.limits)
-        outer, make = self._options.training.outer_optimizer, self._options.make_optimizers
-        parameters = Parameters(specs, slices, make, zeros, 0, place, limits, outer)
+        parameters = Parameters(specs, slices, self._options.make_optimizers, zeros, 0, place, limits)
         return self._model_of(request, buckets, parameters, Answered())
 
     def serve(self, model: ServedModel, request: pb.InitializeRequest) -> None:

@@ -24,14 +24,7 @@ MOST_ELEMENTS = 1 << 20
 
 
 class Piece:
-    """A variable of the model, or one of its slots, stored as a part of a flat variable.
-
-    Args:
-        whole: the flat variable.
-        offset: offset of its first element.
-        shape: shape of the part.
-        path: path of the model's variable.
-    """
+    """A variable of the model, or one of its slots, stored as a part of a flat variable."""
 
     def __init__(self, whole: keras.Variable, offset: int, shape: Sequence[int], path: str) -> None:
         self.whole, self.offset, self.shape, self.path = whole, offset, tuple(shape), path
@@ -60,12 +53,7 @@ def join(variables: Mapping[int, keras.Variable], group: Sequence[int], name: st
 
 
 def groups_of(kinds: Mapping[int, Any], sizes: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """Which variables to join: those of one kind, in order, up to `MOST_ELEMENTS` per group. A group has at least two.
-
-    Args:
-        kinds: kind of each variable; only variables of one kind are joined.
-        sizes: number of elements of each variable.
-    """
+    """Variables to join: those of one kind, in order, up to `MOST_ELEMENTS` per group. A group has at least two."""
     groups: list[list[int]] = []
     newest: dict[Any, list[int]] = {}
     for index, kind in kinds.items():

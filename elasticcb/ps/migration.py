@@ -45,12 +45,8 @@ class Move:
     Args:
         request: request of the step PREPARE.
         model: the current model; None: the server is new.
-        make_model: creates the new model from a request like that of `Initialize`, without weights.
-        lock: protects the model.
-        access: credentials of the job.
 
     Attributes:
-        version: version of the new map; identifies the move.
         next: the model to serve after the move; None: the server leaves.
     """
 
@@ -225,12 +221,7 @@ def _kind(spec: VariableSpec) -> tuple[object, ...]:
 
 
 class Moves:
-    """Handles the calls of a move.
-
-    Args:
-        holder: holder of the model to move.
-        access: credentials of the job.
-    """
+    """Handles the calls of a move."""
 
     def __init__(self, holder: Holder, access: Access) -> None:
         self._holder, self._access = holder, access

@@ -20,7 +20,6 @@ class ServerOptimizer:
     """An optimizer built on a server's variables.
 
     Args:
-        leaf: the unbuilt optimizer, and all variables of the model that it updates.
         make: creates the same leaf again, with a fresh optimizer.
         variables: variables to build on, with the weights' values, by index in the model.
         undecayed: indices of variables excluded from weight decay.
@@ -29,9 +28,6 @@ class ServerOptimizer:
     Attributes:
         name, optimizer: of the leaf. Global clipping and loss scaling are off: the worker does both, because it has all
             gradients.
-        updates: indices of all variables of the model that it updates, here or on another server.
-        variables: variables that it holds, by index.
-        groups: indices of the variables that it updates as one.
         slots, extras, shared: its variables, as in `OptimizerVariables`.
 
     Raises `ModelFileError` when the optimizer can't be built.

@@ -40,16 +40,8 @@ class _Outline(NamedTuple):
 class OptimizerSet:
     """The optimizers of a model, some of which may have no variables on this server.
 
-    Args:
-        make_optimizers: creates fresh optimizers.
-        specs: all variables of the model.
-        variables: variables of which this server holds at least a part, by index.
-        groups: groups of variables to update as one; None: as many as possible.
-
     Attributes:
         parts: the optimizers; those inside a MultiOptimizer individually.
-        variables: variables that the optimizers hold, by index.
-        groups: variables that are updated as one.
     """
 
     def __init__(
@@ -170,8 +162,6 @@ class OptimizerSet:
         """Moves the state towards that of a worker's optimizers, by the worker's share of all batches.
 
         Args:
-            state: checked state of the worker.
-            batches: batches of the worker.
             others: batches of other workers that the state does not include.
         """
         share = batches / (batches + others)

@@ -6,6 +6,7 @@ so readers need no lock.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,12 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from elasticcb.checkpoint.shard_file import Part
-from elasticcb.optimizers.outer import of_outer, with_outer, without_outer
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors
 from elasticcb.ps.joined import assign
 from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
-from elasticcb.ps.outer_update import OuterUpdate
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_snapshot import TableSnapshot
 from elasticcb.ps.tables import Tables
@@ -32,6 +31,9 @@ from elasticcb.sharding.flat_blocks import moved_state
 from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.sharding.push import Push
 from elasticcb.sharding.table_source import TableSource
+
+logger = logging.getLogger(__name__)
+
 
 # TensorFlow keeps XLA's compiled code for the life of the process, 0.9 MB for a small model: XLA is used only for
 # models trained beyond this version. It is a version rather than a number of calls so that a replacement server, or one
@@ -53,18 +55,10 @@ class Parameters:
     """The part of the model given by `slices`.
 
     Args:
-        specs: all variables of the model.
-        slices: this server's part.
-        make_optimizers: creates fresh optimizers; None if nothing is trained.
-        values: arrays of the part, in the shapes of its slices, by variable.
-        version: of the model.
         place: the server's index, and the map of embedding rows to servers; None: there is one server.
         limits: limits of embedding tables.
-        outer_optimizer: the setting; "": none.
 
     Attributes:
-        tables: the embedding tables.
-        version: number of updates applied to the weights.
         state_version: increases when a non-trainable variable changes.
     """
 
@@ -77,7 +71,6 @@ class Parameters:
         version: int = 0,
         place: tuple[int, BucketMap] | None = None,
         limits: TableLimits | None = None,
-        outer_optimizer: str = "",
     ) -> None:
         self.specs, self.slices = specs, slices
         self.version = self.state_version = version
@@ -86,9 +79,6 @@ class Parameters:
         self._rate: float | None = None
         self._make_optimizers = make_optimizers
         self._trained = TrainedPart(specs, slices, make_optimizers, values)
-        self._outer: OuterUpdate | None = None
-        if outer_optimizer and make_optimizers is not None:
-            self._outer = OuterUpdate(outer_optimizer, specs, slices, values)
         with tf.device("/CPU:0"):
             self.tables = Tables(specs, *(place or (0, even(1))), self.optimizers, limits or TableLimits())
 
@@ -186,8 +176,7 @@ class Parameters:
 
         Movements that started at the current version are weighted by their batches, so that the weights become the mean
         over the workers, as in local SGD (Stich 2019). Older ones are weighted less the more batches have been merged
-        since, as in asynchronous federated optimization (Xie et al. 2019). With an outer optimizer, its step determines
-        the weights.
+        since, as in asynchronous federated optimization (Xie et al. 2019).
         """
         optimizers = self._trained.need_optimizers()
         for push in pushes:
@@ -198,12 +187,7 @@ class Parameters:
             return
         total, done = sum(batches for _, batches, _ in moving), 0
         self._blocks = None  # TensorFlow copies variables before a change while previously read values are in use
-        movements = [(push.blocks, batches / (total + since)) for push, batches, since in moving]
-        if self._outer is None:
-            self._trained.move(movements)
-        else:
-            with tf.device("/CPU:0"):
-                self._outer.move(self._trained, movements, self._by_xla)
+        self._trained.move([(push.blocks, batches / (total + since)) for push, batches, since in moving])
         for push, batches, since in moving:  # sequentially, which also yields means
             others = done + since
             with tf.device("/CPU:0"):
@@ -241,9 +225,6 @@ class Parameters:
 
     def check_state(self, state: OptimizerState) -> None:
         """Raises `ElasticCBError` if the optimizers can't hold `state`; without optimizers it is ignored."""
-        if self._outer is not None:
-            self._outer.optimizers.check(of_outer(state))
-            state = without_outer(state)
         if self.optimizers is not None:
             self.optimizers.check(state)
 
@@ -260,8 +241,6 @@ class Parameters:
             assign([(variable, values[i]) for i, variable in self._trained.variables.items() if i in values])
             if self.optimizers is not None:
                 self.optimizers.load(state)
-            if self._outer is not None:
-                self._outer.optimizers.load(of_outer(state))
         if values:
             self._state = flat(values, self.specs, self.slices, trainable=False)
             self.state_version += 1
@@ -289,8 +268,6 @@ class Parameters:
         part = Part(version=self.version, weights=weights, ages=self.tables.ages())
         if self.optimizers is not None:
             state = self.optimizers.state()
-            if self._outer is not None:
-                state = with_outer(state, self._outer.optimizers.state())
             part.optimizer = ", ".join(state.optimizers)
             part.slots, part.extras, part.shared = state.slots, state.extras, state.shared
         return part
@@ -301,10 +278,8 @@ class Parameters:
         Raises `CheckpointError` when the state belongs to other optimizers.
         """
         if self.optimizers is not None:
-            self.optimizers.restore(without_outer(part.optimizers))
+            self.optimizers.restore(part.optimizers)
             self._rate = None
-        if self._outer is not None:
-            self._outer.restore(of_outer(part.optimizers))
 
 
 def flat(

@@ -21,7 +21,6 @@ class Peers:
 
     Args:
         addresses: "host:port" of servers 1, 2, …; empty if nothing is forwarded.
-        access: credentials of the job.
     """
 
     def __init__(self, addresses: Sequence[str], access: Access = OPEN, patience_seconds: float = 30.0) -> None:

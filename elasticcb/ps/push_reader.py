@@ -23,8 +23,6 @@ class PushReader:
     """Reads and checks the pushes for one server.
 
     Args:
-        specs: all variables of the model.
-        slices: slices of this server.
         check_ids: raises `WireError` for ids that an embedding table, given by index, does not hold here.
     """
 

@@ -51,7 +51,6 @@ class RecoveryLog:
     """The recovery files of one server in one training.
 
     Args:
-        folder: folder of this server; created if missing.
         run: name of the training; files of others are ignored.
     """
 
@@ -218,9 +217,6 @@ def read_by_older_map(
     map_version: int,
 ) -> Saved:
     """Content written under the map before `map_version`: of variables `slices`, of tables all rows.
-
-    Args:
-        split: whether variables may be split.
 
     Raises `CheckpointError` when files of a server are missing or damaged.
     """

@@ -21,9 +21,7 @@ class RecoveryWriter:
     """Writes changes at intervals, in a thread of its own.
 
     Args:
-        log: recovery files of this server.
         take: returns the server's content, in full or as changed after a version.
-        interval_seconds: interval between files.
         warn: called each time the files can't be written.
         replica: starts its log before a file is written, if it has none, and gets what the file contains.
     """

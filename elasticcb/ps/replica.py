@@ -41,10 +41,7 @@ class Replica:
     sent while the next is made, and changes of several workers may be sent together.
 
     Args:
-        origin: this server.
-        files: its recovery files, which tell a later process whether the log is valid.
         address: address of the neighbour, "host:port"; "" while that is also lost.
-        access: credentials of the job.
 
     Attributes:
         noted: number of the last change.

@@ -20,9 +20,6 @@ class Entry(NamedTuple):
 
     Attributes:
         number: number of the change, from 1.
-        method: method of the call.
-        header: protobuf header of the call.
-        tensors: tensors of the call, as received.
     """
 
     number: int

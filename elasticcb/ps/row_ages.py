@@ -80,11 +80,7 @@ class RowAges:
         return last + 1, seconds
 
     def export(self, version: int) -> Array | None:
-        """State for `restore`, versions and seconds, int64 [n, 2]; None: nothing to save.
-
-        Args:
-            version: current version of the model.
-        """
+        """State for `restore`, versions and seconds, int64 [n, 2]; None: nothing to save."""
         if not self._seconds:
             return None
         newest = self._before(version + 1)

@@ -23,16 +23,9 @@ _ROWS = 2  # rows of a clone's initial variable: not 1, which is also the shape 
 class RowClone:
     """A clone of an optimizer on a variable with only the rows to update.
 
-    Args:
-        optimizer: the original optimizer.
-        index: index of the full variable in the model.
-        shape, dtype, path: of the full variable, of rank 1 or more.
-        rate_multiplier: factor for the optimizer's learning rate.
-
     Attributes:
         slots: initial row of each slot, [dim] or another width, by name.
         shared: the clone's state of no single row, by key of `OptimizerState.shared`.
-        has_extras: whether the optimizer has state for a variable that is not per row.
     """
 
     def __init__(
@@ -84,13 +77,7 @@ class RowClone:
 
 
 class RowUpdate:
-    """The rows of one variable.
-
-    Args:
-        server: the optimizer with the variable's slots.
-        index: index of the variable in the model.
-        variable: this server's part of it, of rank 1 or more.
-    """
+    """The rows of one variable."""
 
     def __init__(self, server: ServerOptimizer, index: int, variable: keras.Variable) -> None:
         self.clone = RowClone(server, index, tuple(variable.shape), variable.dtype, variable.path)

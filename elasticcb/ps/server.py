@@ -28,14 +28,6 @@ _GRACE_SECONDS = 1.0  # for running calls
 class PSServer:
     """Serves one part of the model, which the master sends with `Initialize`.
 
-    Args:
-        settings: settings of the first job.
-        make_optimizers: creates fresh optimizers, as many as requested; None if nothing is trained.
-        host: interface to listen on.
-        port: 0 picks a free one.
-        access: credentials of the job; calls without them are refused.
-        warn, lost_workers: as in `ServerOptions`.
-
     Raises `ConnectionLostError` when the port is taken.
     """
 

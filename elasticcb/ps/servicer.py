@@ -6,12 +6,14 @@ all answers, so that the lock is held for little more than an update.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from elasticcb.ps.holder import Holder, ServerOptions
 from elasticcb.ps.migration import Moves
-from elasticcb.ps.once import Once
 from elasticcb.ps.replica import Neighbours, Replica
 from elasticcb.ps.served_model import ServedModel
 from elasticcb.ps.state_calls import ReadingCalls, load_state, snapshot
@@ -21,14 +23,61 @@ from elasticcb.rpc.frame_service import Handler
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame
 
+_KEPT = 256  # answers
+
+
+class Once:
+    """Executes each call once, by its number.
+
+    A repeated call gets the answer of the first one, waiting for it if necessary. A call that raised is executed again.
+    Answers with arrays are not kept: a later repetition executes the call again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: OrderedDict[int, Future[Frame[Any]]] = OrderedDict()  # running calls, and the latest answers
+
+    def do(self, call: int, function: Callable[[], Frame[Any]]) -> Frame[Any]:
+        """The result of `function`, which only the first call with this number runs; 0: no number, always runs.
+
+        Raises what `function` raises.
+        """
+        if not call:
+            return function()
+        with self._lock:
+            answer = self._calls.get(call)
+            is_first = answer is None
+            if answer is None:
+                answer = self._calls[call] = Future()
+        if is_first:
+            self._run(call, answer, function)
+        given = answer.result()
+        # A copy, because encoding a frame describes its arrays in the header.
+        header = type(given.header)()
+        header.CopyFrom(given.header)
+        return Frame(header, given.tensors)
+
+    def _run(self, call: int, answer: Future[Frame[Any]], function: Callable[[], Frame[Any]]) -> None:
+        try:
+            given = function()
+        except BaseException as error:
+            self._forget(call)
+            answer.set_exception(error)
+            return
+        answer.set_result(given)
+        if given.tensors:
+            self._forget(call)
+        with self._lock:
+            for old in [number for number, each in self._calls.items() if each.done()][:-_KEPT]:
+                del self._calls[old]
+
+    def _forget(self, call: int) -> None:
+        with self._lock:
+            self._calls.pop(call, None)
+
 
 class Servicer:
-    """The calls of one parameter server.
-
-    Attributes:
-        holder: holder of its model.
-        handlers: handler of each call, by method name.
-    """
+    """The calls of one parameter server."""
 
     def __init__(self, options: ServerOptions) -> None:
         training_calls = TrainingCalls(options.lost_workers)

@@ -6,7 +6,6 @@ from typing import Any
 
 from elasticcb.checkpoint import parts
 from elasticcb.errors import ElasticCBError, WireError
-from elasticcb.optimizers.outer import without_outer
 from elasticcb.optimizers.state_messages import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.holder import Holder
@@ -65,7 +64,7 @@ class ReadingCalls:
         if request.hold:
             return Frame(response, {})
         tensors = named(WEIGHTS, dense.weights) | named(STATE, dense.state)
-        optimizers = without_outer(part.optimizers)  # which only servers use
+        optimizers = part.optimizers
         response.optimizers.extend(optimizers.optimizers)
         response.rows.update({number: len(table) for number, table in part.held.items()})
         return Frame(response, tensors | to_tensors(optimizers))

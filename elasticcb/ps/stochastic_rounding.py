@@ -25,12 +25,7 @@ _CUT = 16  # bits
 
 
 def rounded(rows: Array, ids: Array, version: int) -> Array:
-    """`rows` (float32 [n, dim]) as bfloat16: each element becomes one of its two neighbours, or itself.
-
-    Args:
-        ids: int64 [n].
-        version: version of the model.
-    """
+    """`rows` (float32 [n, dim]) as bfloat16: each element becomes one of its two neighbours, or itself."""
     bits = np.ascontiguousarray(rows, np.float32).view(np.uint32)
     noise = _noise(ids, version, bits)
     noise += bits

@@ -27,13 +27,7 @@ _MOVED_AT_ONCE = 1 << 15  # rows moved to disk at a time
 
 
 class StoredTable:
-    """Rows by id. Training and limits are in `EmbeddingTable`.
-
-    Args:
-        rows: rows in memory, initially empty.
-        store: store for rows on disk; None: none.
-        name: for messages.
-    """
+    """Rows by id. Training and limits are in `EmbeddingTable`."""
 
     def __init__(self, rows: TableRows, store: ColdStore | None, name: str) -> None:
         self.name = name
@@ -185,7 +179,6 @@ class StoredTable:
         """Adds the rows of `before`, which must not be used afterwards.
 
         Args:
-            before: a table of the same dimension and slots.
             keeps: returns which ids (int64 [n]) to take: bool [n]; none of them has a row here.
         """
         own, own_cold = self._rows, self._cold

@@ -22,11 +22,7 @@ _MOST_TOP = 10_000  # maximum number of ids per answer
 
 
 class TableCalls:
-    """These calls take the lock repeatedly, but only briefly.
-
-    Args:
-        holder: holder of the model.
-    """
+    """These calls take the lock repeatedly, but only briefly."""
 
     def __init__(self, holder: Holder) -> None:
         self._holder = holder
@@ -62,11 +58,6 @@ class TableCalls:
 def count_table(table: EmbeddingTable, version: int, top: int, lock: AbstractContextManager[Any]) -> TableCounts:
     """Statistics of a table, collected in pieces while it may change: a row that is evicted meanwhile, or replaces
     another, may be missing or counted twice.
-
-    Args:
-        version: version of the model.
-        top: how many of the most frequently looked-up ids to return.
-        lock: protects the table.
     """
     counts, start = TableCounts(Top(top)), 0
     while True:

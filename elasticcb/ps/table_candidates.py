@@ -10,11 +10,7 @@ from elasticcb.rpc.tensors import Array
 
 
 class Candidates:
-    """Counts lookups of such ids.
-
-    Args:
-        min_count: number of lookups needed for a row.
-    """
+    """Counts lookups of such ids."""
 
     row_bytes = 32 + 4 + 8  # per id: its entry in the index, a count and a version
 

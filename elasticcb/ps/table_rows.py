@@ -32,14 +32,9 @@ class TableRows:
     """Rows at positions 0, 1, 2, … without gaps, found by id.
 
     Args:
-        dim, dtype: dimension and dtype of a row.
         slots: initial row of each slot, [dim] or another width, by name.
         held_dtype: dtype in memory: `dtype` or bfloat16; None: `dtype`. Trained rows are rounded stochastically, given
             rows to nearest.
-
-    Attributes:
-        initial_slots: same as `slots`.
-        snapshots: notified before a row changes.
     """
 
     def __init__(

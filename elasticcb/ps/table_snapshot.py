@@ -21,7 +21,6 @@ class TableSnapshot:
     """Copy on write: rows are copied when they change, and otherwise read from the table.
 
     Args:
-        rows: rows of the table.
         initial_rows: initial rows of ids; enables lookups by id. Without it, rows are read from first to last, with
             slots and counts.
         since: read only rows trained after this version; None: all.
@@ -144,7 +143,6 @@ class HeldTable:
     """A whole table at one moment, read in pieces by another thread.
 
     Args:
-        snapshot: snapshot of the whole table.
         lock: protects the table; held for one piece at a time.
     """
 

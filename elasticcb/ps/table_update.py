@@ -34,9 +34,6 @@ class TableUpdate:
 
     Args:
         optimizer: optimizer of the table. Its variables need not include the table.
-        index: index of the table in the model.
-        spec: spec of the table.
-        rate_multiplier: factor of the table for the optimizer's learning rate.
 
     Attributes:
         kind: the optimizer's class name.
@@ -71,11 +68,7 @@ class TableUpdate:
     def run(
         self, shared: Mapping[str, tf.Tensor], gradients: tf.Tensor, rows: tf.Tensor, *slots: tf.Tensor
     ) -> list[tf.Tensor]:
-        """New rows and slots, inside a compiled function: [n, …] each, slots in the order of `self.slots`.
-
-        Args:
-            shared: replaces values of `self.shared`.
-        """
+        """New rows and slots, inside a compiled function: [n, …] each, slots in the order of `self.slots`."""
         self._clone.copy_shared(shared)
         return self._clone.apply(gradients, rows, *slots)
 

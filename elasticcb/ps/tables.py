@@ -39,15 +39,7 @@ _IDS_AND_STARTS = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.uin
 
 
 class Tables:
-    """The tables among the variables `specs`.
-
-    Args:
-        specs: all variables of the model.
-        index: index of this server.
-        buckets: maps rows to servers.
-        optimizers: optimizers of the model; None if nothing is trained.
-        limits: memory limits.
-    """
+    """The tables among the variables `specs`."""
 
     def __init__(
         self,
@@ -163,7 +155,6 @@ class Tables:
         """By table, the rows [n, dim] of ids (int64 [n], unique), of a snapshot or current.
 
         Args:
-            wanted: ids by table.
             create: create missing rows; never in a snapshot.
         """
         tables = {number: self[number] for number in wanted}
@@ -220,11 +211,7 @@ class Tables:
         return {number: table.hold(lock, since) for number, table in self._tables.items()}
 
     def load(self, sources: Mapping[int, TableSource], version: int) -> None:
-        """Replaces the rows of the tables in `sources` by this server's part of these.
-
-        Args:
-            version: version of the model.
-        """
+        """Replaces the rows of the tables in `sources` by this server's part of these."""
         for number, source in sources.items():
             self[number].load(_OwnRows(source, self._owns, partial(self._own_part, number)), version)
 
@@ -257,12 +244,7 @@ class Tables:
 
 
 class _OwnRows:
-    """A `TableSource` restricted to this server's rows.
-
-    Args:
-        owns: returns which ids (int64 [n]) belong to this server: bool [n].
-        own_part: returns this server's part of a piece.
-    """
+    """A `TableSource` restricted to this server's rows."""
 
     def __init__(
         self, source: TableSource, owns: Callable[[Array], Array], own_part: Callable[[TableState], TableState]

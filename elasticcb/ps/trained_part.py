@@ -15,7 +15,7 @@ from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_trac
 from elasticcb.keras_private import set_path_of
 from elasticcb.optimizers.traits import may_update_rows
 from elasticcb.ps.compiled_update import CompiledUpdate
-from elasticcb.ps.joined import Piece, Run, add_run, assign, concatenated, parted
+from elasticcb.ps.joined import Piece, Run, add_run, concatenated, parted
 from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
 from elasticcb.ps.row_update import RowUpdate
 from elasticcb.rpc.tensors import Array
@@ -32,16 +32,8 @@ Movements = Sequence[tuple[Mapping[str, Array], float]]  # flat, by dtype, with 
 class TrainedPart:
     """Trainable variables with fresh optimizers.
 
-    Args:
-        specs: all variables of the model.
-        slices: this server's part.
-        make_optimizers: creates fresh optimizers; None if nothing is trained.
-        values: arrays of the part, in the shapes of its slices, by variable.
-        groups: groups of variables to update as one; None: as many as possible.
-
     Attributes:
         variables: trainable variables of the part, by index.
-        optimizers: None if nothing is trained.
     """
 
     def __init__(
@@ -142,25 +134,9 @@ class TrainedPart:
                 user_traceback(error),
             ) from error
 
-    def set_weights(self, blocks: Mapping[str, Array]) -> None:
-        """Sets all variables.
-
-        Args:
-            blocks: flat, by dtype.
-        """
-        with tf.device("/CPU:0"):
-            assign(
-                (
-                    self.variables[part.variable],
-                    blocks[dtype][offset : offset + part.elements].reshape(part.shape(spec)),
-                )
-                for part, dtype, offset in layout(self._specs, self._slices, True)
-                for spec in [self._specs[part.variable]]
-            )
-
     def move(self, movements: Movements) -> None:
         """Moves all variables. Constraints are applied afterwards."""
-        blocks = {dtype: total_movement(dtype, movements) for dtype in block_sizes(self._specs, self._slices, True)}
+        blocks = {dtype: _total_movement(dtype, movements) for dtype in block_sizes(self._specs, self._slices, True)}
         with tf.device("/CPU:0"):
             if self._add is None:
                 given = [tf.TensorSpec(block.shape, block.dtype) for block in blocks.values()]
@@ -202,7 +178,7 @@ class TrainedPart:
         return self._row_updates[index]
 
 
-def total_movement(dtype: str, movements: Movements) -> Array:
+def _total_movement(dtype: str, movements: Movements) -> Array:
     """The weighted sum; in float32 for half precision."""
     (blocks, share), *others = movements
     total = _share(blocks[dtype], share)

@@ -19,11 +19,7 @@ from elasticcb.sharding.wire_codec import narrowed, widened, wire_dtype_of
 
 
 class TrainingCalls:
-    """Handlers that are called with the model, under its lock.
-
-    Args:
-        lost_workers: ids of workers whose pushes are refused; may grow.
-    """
+    """Handlers that are called with the model, under its lock."""
 
     def __init__(self, lost_workers: Collection[int]) -> None:
         self._lost_workers = lost_workers

@@ -42,7 +42,6 @@ class UpdatePolicy(ABC):
     """How the pushes of a job are handled.
 
     Attributes:
-        name: name of the mode, for messages.
         first_decides: whether the first server decides for all, and the others keep pushes until then.
         workers_wait: whether a worker continues only when its push is part of the model.
     """
@@ -92,12 +91,7 @@ class Asynchronous(UpdatePolicy):
 
 
 class Synchronous(UpdatePolicy):
-    """An update is the mean of several pushes.
-
-    Args:
-        grads_to_wait: number of pushes per update.
-        version_tolerance: how many versions old the weights of a gradient may be.
-    """
+    """An update is the mean of several pushes."""
 
     name = "synchronous"
     first_decides = True
@@ -139,9 +133,6 @@ class Rounds(UpdatePolicy):
     After the first movement of a round, missing ones are awaited as long as the first movement usually takes after the
     previous round: the median of the last rounds, which a pause between two epochs does not change; at least
     `LEAST_SECONDS`. A worker whose movement came too late takes part again when it comes.
-
-    Args:
-        clock: seconds.
     """
 
     name = "local"
@@ -184,7 +175,6 @@ def policy_of(training: TrainingSettings, replicas: bool, clock: Callable[[], fl
     """The policy for a job's settings.
 
     Args:
-        clock: as in `Rounds`.
         replicas: whether changes are replayed from a neighbour's log, which does not record who waited for whom.
     """
     if training.is_synchronous:

@@ -77,9 +77,6 @@ def run_master(
 
     Args:
         settings: settings of the job; its directory must exist.
-        display: see `cli.progress.Display`.
-        resumed: continue the job that an earlier master started in this folder.
-        fork_server: the process that forked this one, and forks the others.
         since: time (`time.monotonic`) when an earlier master was killed, if its processes may be alive.
 
     Raises:
@@ -122,9 +119,7 @@ def running_cluster(
 
     Args:
         settings: settings of the first job; all jobs must have the same `cluster` and `directory`.
-        display: see `cli.progress.Display`.
         journal: opens the journal of the only job; None, and its result None: the job can't be resumed.
-        fork_server, since: as in `run_master`; without a fork server, the backend starts one if needed.
         wait_seconds: how long to wait for another master in this folder that is ending.
     """
     folder = Path(settings.directory)

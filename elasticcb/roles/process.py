@@ -64,11 +64,7 @@ def begin_job(settings: JobSettings) -> None:
 
 
 def open_spec(settings: JobSettings, client: MasterClient, before: Any = None) -> Spec | None:
-    """The model definition of a process's current job; None for functions without a model.
-
-    Args:
-        before: as for `ProgramSpec`.
-    """
+    """The model definition of a process's current job; None for functions without a model."""
     from elasticcb.model.model_file import ModelSpec
     from elasticcb.model.program import ProgramSpec
 

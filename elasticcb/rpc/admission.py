@@ -102,8 +102,6 @@ class Gate(grpc.ServerInterceptor):
     """Accepts calls with the right token and protocol number, up to a maximum number of running calls.
 
     Args:
-        token: the token that calls must carry; "": none.
-        threads: threads that answer the calls.
         control_threads: threads for the methods in `control` (full names; may grow) instead.
         refused: counts refused calls, refused here or by the method. gRPC itself refuses messages that are too large;
             these are not counted.

@@ -41,10 +41,8 @@ class Connection:
     Calls made without `call` must carry `metadata`.
 
     Args:
-        address: "host:port", or the address of a socket in a folder.
         name: name of the server in messages: "the master", "parameter server 1".
         patience_seconds: how long to retry before `ConnectionLostError`.
-        access: credentials of the job.
     """
 
     def __init__(self, address: str, name: str, patience_seconds: float = 30.0, access: Access = OPEN) -> None:
@@ -110,9 +108,6 @@ class Connection:
         patience_seconds: float | None = None,
     ) -> Any:
         """Calls `method` until it answers.
-
-        Args:
-            request: a frame or a message, depending on the method.
 
         Raises:
             ConnectionLostError: the server was unreachable for longer than the patience.

@@ -39,7 +39,6 @@ def in_pieces(frame: Frame[Any], call: Callable[[Frame[Any]], Frame[Any]], call_
 
     Args:
         call: makes the call with a frame; raises `grpc.RpcError`, as does `call_piece`.
-        fits: whether the request needs no pieces.
     """
     for last in (False, False, True):
         try:

@@ -32,15 +32,6 @@ _OPTIONS = [
 class HealthServer:
     """Starts answering `Check`.
 
-    Args:
-        host: interface to listen on.
-        port: 0 picks a free one.
-        service: name of the process's service for its job.
-        ready: returns whether that service is ready. Called at each check; must not wait for a lock.
-
-    Attributes:
-        address: "host:port".
-
     Raises `ConnectionLostError` when the port is taken.
     """
 

@@ -16,7 +16,6 @@ def message_service(methods: Mapping[str, Method], servicer: Any) -> grpc.Generi
     """A gRPC service of calls with plain protobuf messages.
 
     Args:
-        methods: by name.
         servicer: has a function for each method, from the request and gRPC's context to the response. Its
             `ElasticCBError`s are raised at the caller.
     """

@@ -26,14 +26,10 @@ class Server:
 
     Args:
         host: interface to listen on, or a folder of sockets.
-        port: 0 picks a free one.
         threads: how many calls it answers at once; a long poll occupies one all the time. Calls that never wait have
             other threads.
         access: credentials that calls must carry, and by which the server identifies itself.
         largest_message: maximum size of a message in bytes; -1: the limit of gRPC.
-
-    Attributes:
-        refused: counts refused calls.
 
     Raises `ConnectionLostError` when the port is taken, or other users can access the folder.
     """

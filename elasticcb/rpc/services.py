@@ -18,7 +18,6 @@ class Method:
 
     Attributes:
         framed: its messages are frames; otherwise plain messages.
-        service: its full name.
         request, response: its messages, or headers of the frames.
         transient: the handler keeps no array of a request after the call, so arrays need not be copied out of shared
             memory.

@@ -50,7 +50,6 @@ class ClientMemory:
     Args:
         attach: sends a message to the server's `Attach`; raises `ConnectionLostError` if it may work later, and another
             error if the server refuses.
-        is_alive: checks whether the server answers.
 
     Attributes:
         link: for frames without arrays, if available.
@@ -198,11 +197,7 @@ def _listener() -> Listener | None:
 
 
 class ServerMemory:
-    """The server's side of all its connections.
-
-    Args:
-        links: links to clients on this machine.
-    """
+    """The server's side of all its connections."""
 
     def __init__(self, links: ServerLinks) -> None:
         self._links = links

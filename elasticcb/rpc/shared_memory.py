@@ -34,8 +34,6 @@ class Segment:
 
     Attributes:
         path: path by which another process can open it while its creator lives.
-        inode: inode of the file.
-        size: size of each part in bytes.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:

@@ -41,11 +41,8 @@ class ClientStream:
     """The client's side of one connection; one call at a time.
 
     Args:
-        host: host of the server.
-        tls: TLS identity of this process; None: no TLS.
         attach: sends a message to the server's `Attach`; raises `ConnectionLostError` if it may work later, and another
             error if the server refuses.
-        is_alive: checks whether the server answers.
 
     Attributes:
         link: link to the server; None: frames are sent over gRPC.
@@ -126,11 +123,7 @@ class ClientStream:
 
 
 class StreamListener:
-    """The server's side: accepts connections of clients that have a key.
-
-    Args:
-        links: links that serve the connections.
-    """
+    """The server's side: accepts connections of clients that have a key."""
 
     def __init__(self, links: ServerLinks) -> None:
         self._links = links

@@ -93,12 +93,7 @@ class _Line(NamedTuple):
 
 
 class GrpcTransport(Transport):
-    """Sends whole frames, and plain messages, over gRPC to any machine.
-
-    Args:
-        address: address of the server.
-        own: identity of this process; None: no TLS.
-    """
+    """Sends whole frames, and plain messages, over gRPC to any machine."""
 
     def __init__(self, address: str, own: tls.TLS | None) -> None:
         self._address, self._tls = address, own
@@ -159,9 +154,6 @@ class GrpcTransport(Transport):
 class LinkedTransport(Transport):
     """Sends frames over a link to a server, with its shared memory or stream; over gRPC if that is not possible. Calls
     are serialized.
-
-    Args:
-        grpc_transport: transport to the same server.
 
     Attributes:
         side: this process's side: shared memory with a server on this machine, or a stream to another machine.

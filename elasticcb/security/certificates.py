@@ -31,9 +31,6 @@ def make_ca() -> bytes:
 def issue(ca: bytes) -> tuple[bytes, bytes, bytes]:
     """A certificate for `NAME`, its key, and the CA's certificate without its key, all as PEM.
 
-    Args:
-        ca: CA of a job, from `make_ca`.
-
     Raises `ValueError` if the CA can't be read, has no key, or has expired.
     """
     from cryptography import x509
@@ -101,14 +98,7 @@ def _signed(
     signs: bool,
     issuer: Any = None,
 ) -> bytes:
-    """A certificate as PEM.
-
-    Args:
-        key: key to certify.
-        life: its start and end.
-        signs: whether it is a CA certificate.
-        issuer: name of the CA; None: `name`.
-    """
+    """A certificate as PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.serialization import Encoding

@@ -16,9 +16,6 @@ def make_private(folder: Path, by_link: bool = True) -> None:
 
     An existing folder for all users (such as /tmp) is not changed.
 
-    Args:
-        by_link: whether `folder` may be a symbolic link to a folder.
-
     Raises:
         UsageError: it belongs to another user. Root may use any folder (for example one mounted into a container), and
             everyone may use root's.

@@ -95,9 +95,6 @@ def why_unsafe(host: str) -> str:
 def free_port(host: str, port: int) -> int:
     """The port at which a server can listen in a folder.
 
-    Args:
-        port: required port; 0: any.
-
     Raises `OSError` if another process listens there, or other users can enter the folder.
     """
     unsafe = why_unsafe(host)

@@ -44,16 +44,16 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 _TRACKED = tuple(kind for name, kind in vars(tracking).items() if name.startswith("Tracked") and isinstance(kind, type))
 _LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock, threading.local)}
 _TABLES = (tf.lookup.StaticHashTable, tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable)
-# What a framework has compiled in this process, and what a call of `fit` leaves behind.
-_LEFT_OUT: dict[str, Callable[[], Any]] = {
-    "train_function": lambda: None,
-    "test_function": lambda: None,
-    "predict_function": lambda: None,
-    "history": lambda: None,
-    "_losses": list,
-    "_loss_ids": set,
-    "_losses_override": list,
+# What a framework has compiled in this process, and what calls leave behind.
+_LEFT_OUT: dict[type, dict[str, Callable[[], Any]]] = {
+    keras.Model: dict.fromkeys(("train_function", "test_function", "predict_function", "history"), lambda: None),
+    keras.layers.Layer: {"_losses": list, "_loss_ids": set, "_losses_override": list},
 }
+# Attributes by which TensorFlow tracks an object. Others may begin like these: `_self_attention`.
+_OF_TRACKING = (
+    "_self_setattr_tracking", "_self_unconditional_", "_self_update_uid", "_self_name_based_restores",
+    "_self_saveable_object_factories",
+)  # fmt: skip
 _OF_FRAMEWORKS = ("keras.", "tensorflow.", "torch.", "builtins", "flax.")
 _NOT_SENT = {
     tf.data.Dataset: "create it in a function that each worker calls (elasticcb.DatasetFactory)",
@@ -169,12 +169,7 @@ def _dumped(
 
 
 class Copies:
-    """Makes copies of an object in this process. Keras objects in it, such as a model that data reads, are not copied.
-
-    Args:
-        value: the object.
-        name: how messages call it.
-    """
+    """Makes copies of an object in this process. Keras objects in it, such as a model that data reads, are shared."""
 
     def __init__(self, value: Any, name: str) -> None:
         self._kept: list[Any] = []
@@ -194,13 +189,10 @@ class Graph:
     """The objects of `dumps_graph`, where they are read.
 
     Args:
-        data: of a process that has the job's token.
-        known: as for `dumps`.
         before: an earlier graph, which nobody uses any more. If it can be used again and the first object is the same,
             it is that of this graph too, and its variables get the new values.
 
     Attributes:
-        parts, others: the objects.
         variables: those that travel with their values, by place.
         continues: whether `parts` is that of `before`.
         is_steady: whether `parts` can be used again: of its state, only variables change.
@@ -427,7 +419,7 @@ def _reduce_variable(pickler: _Pickler, variable: Any) -> Any:
     if id(variable) in hollow.absent:
         return _nothing, ()
     state = {
-        name: value for name, value in vars(variable).items() if name != "_value" and not name.startswith("_self_")
+        name: value for name, value in vars(variable).items() if name != "_value" and not name.startswith(_OF_TRACKING)
     }
     plain = {name: value for name, value in state.items() if isinstance(value, _PLAIN)}
     others = {name: value for name, value in state.items() if name not in plain and name != "_raw_value"}
@@ -463,14 +455,13 @@ def _make_variable(kind: Any, plain: dict[str, Any], shape: tuple[int, ...] | No
 
 
 def _reduce_tf_variable(pickler: _Pickler, variable: Any) -> Any:
-    free = None if variable.shape.is_fully_defined() else variable.shape.as_list()
-    value = variable.numpy()
+    value, shape = variable.numpy(), variable.shape
     if id(variable) in pickler.hollow.rows:
-        value = np.zeros((0, *value.shape[1:]), value.dtype)
+        value, shape = np.zeros((0, *value.shape[1:]), value.dtype), None
     else:
         value = pickler.listed(variable, value)
     name = variable.name.partition(":")[0].rpartition("/")[2]
-    return _make_tf_variable, (value, variable.dtype.name, variable.trainable, name, free, variable.aggregation)
+    return _make_tf_variable, (value, variable.dtype.name, variable.trainable, name, shape, variable.aggregation)
 
 
 def _make_tf_variable(value: Any, dtype: str, trainable: bool, name: str, shape: Any, aggregation: Any) -> Any:
@@ -503,10 +494,9 @@ def _reduce_keras(pickler: _Pickler, thing: Any) -> Any:
     state = dict(vars(thing))
     if _is_of_user(type(thing), "__getstate__"):
         state = dict(thing.__getstate__())
-    state = {name: value for name, value in state.items() if not name.startswith("_self_")}
-    for name, made in _LEFT_OUT.items():
-        if name in state:
-            state[name] = made()
+    state = {name: value for name, value in state.items() if not name.startswith(_OF_TRACKING)}
+    left_out = [item for kind, made in _LEFT_OUT.items() if isinstance(thing, kind) for item in made.items()]
+    state.update((name, make()) for name, make in left_out if name in state)
     state.pop("_outbound_nodes", None)
     if isinstance(thing, keras.Operation):
         state = _state_of_operation(state)
@@ -685,7 +675,7 @@ def _update(thing: Any, state: dict[str, Any]) -> None:
 
 def _reduce_weak(pickler: _Pickler, reference: Any) -> Any:
     target = reference()
-    return (_nothing, ()) if target is None else (weakref.ref, (target,))
+    return (functools.partial, (_nothing,)) if target is None else (weakref.ref, (target,))
 
 
 def _reduce_lock(pickler: _Pickler, lock: Any) -> Any:

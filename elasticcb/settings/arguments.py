@@ -33,12 +33,8 @@ _BY_FLAG = {setting.name: setting for setting in _SETTINGS if setting.path in _G
 class Arguments:
     """The arguments of a `Cluster`, as settings for all its calls.
 
-    Args:
-        given: common arguments and groups, by name.
-
     Attributes:
         settings: an invalid value is replaced by the default.
-        problems: messages about invalid values.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -121,11 +117,7 @@ def _as_literal(setting: Setting, text: str) -> str:
 
 
 def where_now(name: str, value: Any) -> str:
-    """How to pass a setting that `Cluster` takes in a group; "" if it is not such a setting.
-
-    Args:
-        name: of the flag, or of the field.
-    """
+    """How to pass a setting that `Cluster` takes in a group; "" if it is not such a setting."""
     for group, settings in GROUPED.items():
         for setting in settings:
             if name in (setting.name, setting.field):

@@ -76,7 +76,6 @@ FORGETS = (
 # Settings that apply only to some modes.
 _MEANT_FOR = {
     "training.local_steps": (Updates.LOCAL,),
-    "training.outer_optimizer": (Updates.LOCAL,),
     "training.grads_to_wait": (Updates.SYNC,),
     "training.sync_version_tolerance": (Updates.SYNC,),
     "training.max_staleness": (Updates.ASYNC, Updates.LOCAL),

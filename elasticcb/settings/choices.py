@@ -60,7 +60,6 @@ class WireDtype(str, Enum):
 
     SAME = "same"  # unchanged
     BFLOAT16 = "bfloat16"
-    INT8 = "int8"  # rows; the rest as bfloat16
 
 
 class RowsDtype(str, Enum):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import operator
 import os
@@ -50,7 +49,6 @@ class Kind(Enum):
     FOLDER = "FOLDER"
     FILE = "FILE"
     DATA = "DATA"
-    OPTIMIZER = "OPTIMIZER"  # a name, or JSON
     MAPPING = "YAML"  # of mappings
     AGE = "VERSIONS|TIME"
 
@@ -71,13 +69,7 @@ class Section:
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
-    """Declares a field of a section, with its flag.
-
-    Args:
-        default: of the field; `dict` for an empty mapping.
-        help: what it does; `--name` is another setting.
-        more: fields of `Setting` that do not follow from the field and its section.
-    """
+    """Declares a field of a section, with its flag."""
     described = {"setting": {"help": help, **more}}
     if default is dict:
         return field(default_factory=dict, metadata=described)
@@ -175,11 +167,6 @@ class Setting:
         if self.kind in (Kind.FILE, Kind.FOLDER) and value and isinstance(value, (str, os.PathLike)):
             path = os.fspath(value)
             return (path if "://" in path else os.path.abspath(path)), ""
-        if self.kind is Kind.OPTIMIZER and isinstance(value, Mapping):
-            try:
-                return json.dumps(value), ""
-            except (TypeError, ValueError):
-                return value, "Expected the result of keras.optimizers.serialize."
         if self.kind is Kind.MAPPING:
             return value, "" if isinstance(value, Mapping) else "Expected a mapping."
         return value, self.beyond_limits(value) if isinstance(value, str) else "Expected text."
@@ -187,11 +174,7 @@ class Setting:
 
 @cache
 def settings_of(section: type, prefix: str = "") -> tuple[Setting, ...]:
-    """All settings of a section and of the sections in it, in order of definition.
-
-    Args:
-        prefix: of their paths, with a dot.
-    """
+    """All settings of a section and of the sections in it, in order of definition."""
     return tuple(_walk(section, prefix))
 
 

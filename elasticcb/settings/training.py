@@ -49,8 +49,8 @@ class ExchangeOptions(Section):
     )
     wire_dtype: WireDtype = setting(
         WireDtype.SAME,
-        "Encoding of float32 weights, gradients and embedding rows on the wire in training: unchanged; rounded to "
-        "bfloat16; or rows and their gradients as 8-bit integers with a scale per row, and the rest as bfloat16.",
+        "Encoding of float32 weights, gradients and embedding rows on the wire in training: unchanged, or rounded to "
+        "bfloat16.",
     )
 
 
@@ -86,14 +86,6 @@ class TrainingSettings(ExchangeOptions):
         minimum=1,
         default_text=AUTO,
         argument="local_steps",
-    )
-    outer_optimizer: str = setting(
-        "",
-        "Local mode: Keras optimizer with which servers apply the mean of the workers' movements (its gradient is "
-        "the negative mean): a name such as sgd, or the JSON of keras.optimizers.serialize.",
-        kind=Kind.OPTIMIZER,
-        default_text="none: the mean is added",
-        argument="outer_optimizer",
     )
     # None: `updates` decides
     use_async: bool | None = setting(
@@ -162,12 +154,7 @@ class TrainingSettings(ExchangeOptions):
         return self.updates is Updates.LOCAL
 
     def batches_per_task(self, batches: int | None, workers: int) -> int:
-        """Number of batches in a task.
-
-        Args:
-            batches: of an epoch; None: unknown.
-            workers: number of workers.
-        """
+        """Number of batches in a task."""
         if self.num_minibatches_per_task is not None:
             return self.num_minibatches_per_task
         if batches is None:

@@ -15,7 +15,6 @@ from elasticcb.rpc.tensors import Array
 WEIGHTS, STATE, GRADIENTS, SHARES = "weights", "state", "gradients", "shares"
 # By variable: gradients of rows in a push; requested ids, and the data of an embedding table.
 ROWS, WANTED, TABLE = "rows", "lookup", "table"
-SCALES = "scales"  # of another array, whose full name follows
 # Of optimizers: by variable and name, and by name only.
 SLOTS, EXTRAS, SHARED = "slots", "extras", "shared"
 # Between servers: the part of a variable, all ids of a table to come, and the table ages.

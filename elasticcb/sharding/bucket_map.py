@@ -35,7 +35,6 @@ class BucketMap:
     """Assigns buckets to servers.
 
     Attributes:
-        servers: number of servers.
         owners: by bucket, the index of its server: uint16 [BUCKETS].
         version: increases with each map of a job.
     """
@@ -94,9 +93,5 @@ class BucketMap:
 
 
 def even(servers: int) -> BucketMap:
-    """The initial map of a job: balanced within one bucket.
-
-    Args:
-        servers: at least 1.
-    """
+    """The initial map of a job: balanced within one bucket."""
     return BucketMap(servers, (np.arange(BUCKETS) % servers).astype(np.uint16))

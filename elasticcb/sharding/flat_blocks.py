@@ -19,11 +19,7 @@ _ADDED = ("sum", "count", "only_first_replica")
 
 
 class PlacedBlocks(list[dict[str, Array]]):
-    """`Blocks` with their slices.
-
-    Attributes:
-        partition: slices by server.
-    """
+    """`Blocks` with their slices."""
 
     def __init__(self, blocks: Iterable[dict[str, Array]], partition: Sequence[Sequence[Slice]]) -> None:
         super().__init__(blocks)
@@ -41,7 +37,6 @@ def first_non_finite(
     """The path of a variable with NaN or infinity in a server's flat `blocks`; "" if there is none.
 
     Args:
-        slices, trainable, subset: of the blocks, as in `layout`.
         shares: by dtype; elements with a share of 0 are ignored.
     """
     if all(map(all_finite, blocks.values())):

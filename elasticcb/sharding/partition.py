@@ -114,8 +114,6 @@ def partition(specs: Sequence[VariableSpec], num_ps: int, split: bool) -> list[l
     (elasticcb/sharding/table_spec.py), are in no slice.
 
     Args:
-        specs: the model's variables, in the order of `model.weights`.
-        num_ps: number of servers, at least 1.
         split: whether variables may be cut between rows. Variables with a constraint never are.
     """
     if num_ps < 1:
@@ -216,7 +214,6 @@ def pack(
 
     Args:
         arrays: whole variables by index in the model, each of its spec's shape and dtype.
-        specs, slices, trainable, subset: as in `layout`.
     """
     blocks = {
         dtype: np.empty(size, dtype_of(dtype)) for dtype, size in block_sizes(specs, slices, trainable, subset).items()

@@ -130,7 +130,6 @@ class Gradients:
             dtypes.
         shares: likewise, how far it moved them, float32: 1 where it set them, 0 where it left them unchanged; `ADDED`
             where `state` is the difference that it made.
-        loss: loss of the batch.
         non_finite: what has NaN or infinity, as text: "the loss", "the gradient of 'dense/kernel'"; "" if nothing does.
         partition: slices of `gradients`, `state` and `shares`, by server; None: those of the client.
         batches: batches of local training that moved the weights by `gradients`; None: these are gradients.
@@ -220,6 +219,6 @@ def knows_result(request: pb.ExchangeRequest, version: int) -> bool:
     """Whether a server's version was made only by the worker's movement, from a version that the worker had pulled.
 
     Then the worker knows the server's state. It does not for the replacement of a lost server, from which it had
-    pulled nothing; with an outer optimizer, it claims the same of all servers (`known_version` -1).
+    pulled nothing (`known_version` -1).
     """
     return 0 <= request.known_version == request.state_base == version - request.batches

@@ -111,9 +111,6 @@ def _start_of(index: int) -> int:
 class Top:
     """The most frequently looked-up ids among those shown.
 
-    Args:
-        size: number of ids.
-
     Attributes:
         ids, hits: int64 [n], most frequent first; among equal ones, the smaller id first.
     """
@@ -182,11 +179,7 @@ class TableCounts:
     growth: Growth = field(default_factory=Growth)
 
     def count(self, ids: Array, hits: Array, used: Array, version: int) -> None:
-        """Counts rows by their ids, lookups and versions of last training, int64 [n].
-
-        Args:
-            version: version of the model.
-        """
+        """Counts rows by their ids, lookups and versions of last training, int64 [n]."""
         self.hits.count(hits)
         self.ages.count(np.maximum(version - used, 0))
         self.top.show(ids, hits)

@@ -20,7 +20,6 @@ class TableSpec:
         input_dim: upper bound (exclusive) of ids; None: any id from 0.
         initializer: of rows that nobody has set, as JSON of `keras.saving.serialize_keras_object`; "": all rows are
             given before training.
-        seed: seed of initial rows.
         options: how its rows are created, trained and evicted.
     """
 
@@ -43,11 +42,7 @@ class TableSpec:
 
 
 def tables_named(name: str, paths: Mapping[int, str]) -> list[int]:
-    """The tables that a name matches: the one with this path, or else those whose paths end with it.
-
-    Args:
-        paths: by table, of its layer, or of its variable.
-    """
+    """The tables that a name matches: the one with this path, or else those whose paths end with it."""
     wanted = layer_of(name)
     layers = {table: layer_of(path) for table, path in paths.items()}
     return [table for table, path in layers.items() if path == wanted] or [

@@ -20,7 +20,6 @@ class TableState:
 
     Attributes:
         ids: int64 [n], unique.
-        rows: [n, dim].
         slots: optimizer slots, by name: [n, dim] each, or of another width. Missing ones start fresh.
         hits: how often each was looked up in training, int64 [n]; None if not counted.
         used: the version at which each was last trained, int64 [n]; None if unknown.

@@ -35,8 +35,6 @@ class Checkpoint:
     """A complete checkpoint.
 
     Attributes:
-        path: where it was found.
-        kind: type of the checkpoint.
         version: model version; for a file, the optimizer's iterations; None if a file does not contain it.
         content: path to read; for a file, a copy, which exists until the next checkpoint is requested.
     """
@@ -60,7 +58,6 @@ class CheckpointFollower:
 
     Args:
         path: path of the folder, which need not exist yet; or of one `.keras` or `.weights.h5` file.
-        poll_seconds: polling interval.
         files: whether to follow Keras's files as well as versions of a job.
 
     Raises:
@@ -90,9 +87,6 @@ class CheckpointFollower:
 
     def next(self, timeout: float | None = None) -> Checkpoint | None:
         """Waits for the next checkpoint.
-
-        Args:
-            timeout: seconds to wait; None: until `stop`.
 
         Returns:
             None if none appeared in time, or `stop` was called.

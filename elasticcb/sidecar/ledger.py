@@ -47,12 +47,7 @@ class Ledger:
         self._settling: dict[str, tuple[Signature, float]] = {}  # first observed state of a file, and when
 
     def take(self, sightings: Iterable[ListedCheckpoint], now: float) -> ListedCheckpoint | None:
-        """Returns the next checkpoint and marks it as returned. None if no new one is settled.
-
-        Args:
-            sightings: all existing checkpoints.
-            now: seconds of a monotonic clock.
-        """
+        """Returns the next checkpoint and marks it as returned. None if no new one is settled."""
         ready = [sighting for sighting in sightings if self._is_new(sighting) and self._is_settled(sighting, now)]
         if not ready:
             return None

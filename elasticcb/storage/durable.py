@@ -46,7 +46,6 @@ def replacing(
     """Yields a path next to `path` to write a file to, which replaces `path` at the end of the block.
 
     Args:
-        path: path of a file.
         check: called with the unfinished file when it is on the disk; raises if its content is wrong.
         sync_names: whether the rename is durable afterwards; if not, the previous file may reappear after a crash of
             the machine until the caller has called `sync` for its folder.
@@ -77,7 +76,6 @@ def write(
 
     Args:
         mode: permissions, reduced by the umask: `PRIVATE`, or `SHARED` with other users.
-        sync_names: as for `replacing`.
 
     Raises `OSError`, as for `replacing`.
     """

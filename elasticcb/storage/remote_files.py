@@ -39,7 +39,6 @@ def opened(
     """Opens a new connection: returns the fsspec file system of a URL, and the path of its folder there.
 
     Args:
-        options: arguments for the file system.
         silence_seconds: how long one SFTP operation may go without an answer; for other protocols, use `options`.
 
     Raises the errors of the file system.

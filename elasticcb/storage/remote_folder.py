@@ -39,13 +39,7 @@ def local_files(folder: Path) -> dict[str, FileSum]:
 
 
 class RemoteFolder:
-    """Uploads folders to one URL; remembers uploaded files between attempts.
-
-    Args:
-        url: fsspec URL of the folder.
-        storage_options: arguments for the fsspec file system.
-        timeout_seconds: how long one SFTP operation may go without an answer.
-    """
+    """Uploads folders to one URL; remembers uploaded files between attempts."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any], timeout_seconds: float) -> None:
         self._url = url

@@ -19,9 +19,6 @@ _YOUNG_SECONDS = 60.0  # its owner may be about to lock it
 class TemporaryFolder:
     """A new folder that only this user can read, locked until it is removed or this process ends. A context manager
     that yields its path.
-
-    Args:
-        parent: an existing folder; None: the system's temporary folder.
     """
 
     def __init__(self, parent: Path | None = None) -> None:

@@ -30,11 +30,7 @@ class Outline(NamedTuple):
 
 
 class TensorFile:
-    """A file that is being written; a context manager. All methods may raise `OSError`.
-
-    Args:
-        path: path of the file, in a block of `durable.replacing`.
-    """
+    """A file that is being written; a context manager. All methods may raise `OSError`."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")

@@ -17,9 +17,6 @@ def flat_tensors(batch: Any, fixed: Fixed = ()) -> tuple[list[Any], Key]:
     """The tensors of a batch, with composite ones expanded, and a key for batches that need the same function.
 
     None values in a batch are skipped.
-
-    Args:
-        fixed: as in `specs_of`.
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
     if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
@@ -46,9 +43,6 @@ class Signatures(Generic[Function]):
 
     The first function for a structure is traced for the shapes of its batch, with a free batch dimension where it is
     not fixed. For other shapes, a function is traced in which all dimensions that have changed are free.
-
-    Args:
-        make: creates a function for the specs of a batch.
     """
 
     def __init__(self, make: Callable[[Any], Function]) -> None:

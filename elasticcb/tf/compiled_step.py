@@ -20,9 +20,7 @@ class CompiledStep:
     step if shapes always differ, as with batches that use different numbers of rows.
 
     Args:
-        step: a function of the batch and the other arguments of a call.
         fixed: which tensors of the batch have a fixed number of rows, as in `specs_of`; called for each batch.
-        jit_compile: as in `tf.function`.
     """
 
     def __init__(

@@ -19,7 +19,6 @@ class Exchanges:
     """A worker's calls to the servers during training.
 
     Args:
-        ps: the servers.
         max_staleness: batches that may be computed before the first of their pushes is answered.
         pull_with_rows: fetch newer weights with rows that did not come with a push.
     """
@@ -48,11 +47,7 @@ class Exchanges:
     def push(
         self, push: Gradients, learning_rate: float | None, pull: bool, coming: Sequence[Batch]
     ) -> Future[PushResult]:
-        """Sends gradients; see `PSClient.push`.
-
-        Args:
-            coming: the next batches; their rows are also fetched.
-        """
+        """Sends gradients; see `PSClient.push`."""
         wanted = [batch for batch in coming if batch.ids and id(batch) not in self._rows]
         first = wanted[0] if wanted else None
         answer = self._run(self._ps.push, push, learning_rate, pull, None if first is None else first.ids)

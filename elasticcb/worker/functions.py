@@ -58,8 +58,6 @@ class FunctionWorker:
     """One worker of a job of functions.
 
     Args:
-        settings: settings of the job.
-        client: client of the master.
         index: index to take; -1: the master chooses.
         spec: provides the model given to `Cluster.place`; None: there is none.
     """

@@ -10,12 +10,7 @@ from elasticcb.optimizers.traits import learning_rate_variable, not_cached
 
 
 class WorkerRate:
-    """Follows the base rate, and detects when the model's own rate differs.
-
-    Args:
-        model: model of the worker.
-        ps: the servers.
-    """
+    """Follows the base rate, and detects when the model's own rate differs."""
 
     def __init__(self, model: Any, ps: PSClient) -> None:
         self._model, self._ps = model, ps

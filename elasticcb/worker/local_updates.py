@@ -23,8 +23,7 @@ class LocalUpdates:
     """A worker that trains for some batches, and then merges the movement of its weights into the servers' model.
 
     The servers weight a movement by its share of all batches since the worker's last merge. A worker without others
-    continues with its own weights, which then are those of the servers; so without an outer optimizer it trains
-    bit-identically to `fit`.
+    continues with its own weights, which then are those of the servers, so it trains bit-identically to `fit`.
 
     Args:
         computation: computation of the model.
@@ -124,9 +123,6 @@ class LocalUpdates:
         The optimizer slots are merged too at the end of a task, for checkpoints and new workers; this worker continues
         with its own. They take as many bytes as the weights, or more, so workers that share a slow network skip this at
         times.
-
-        Args:
-            loss: loss of the last batch.
         """
         begun = time.perf_counter()
         with_slots = ends_task and (self._is_alone or self.length.slots_are_due)

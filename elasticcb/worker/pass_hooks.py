@@ -16,13 +16,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 
 
 class PassHooks:
-    """Calls `on_epoch_begin/end` and `on_test_begin/end` as this worker sees them.
-
-    Args:
-        metrics: metrics of the model; free to use between tasks.
-        wants: whether a callback here implements a hook.
-        call: calls a hook.
-    """
+    """Calls `on_epoch_begin/end` and `on_test_begin/end` as this worker sees them."""
 
     def __init__(self, metrics: ModelMetrics, wants: Callable[[str], bool], call: Callable[..., None]) -> None:
         self._metrics = metrics
@@ -86,3 +80,42 @@ class PassHooks:
             results, nested = self._metrics.results(states), self._metrics.nested_results(states)
             logs = HookLogs(sorted(results.items()), metrics=nested, version=self._round_version)
             self._call("on_test_end", logs)
+
+
+class RunningLogs:
+    """The metrics over what this worker has computed of an epoch or a pass."""
+
+    def __init__(self, metrics: ModelMetrics, wanted: bool) -> None:
+        self._metrics, self._wanted = metrics, wanted
+        self._merging = metrics.merging_units
+        self._states: States = {}
+
+    def begin(self) -> None:
+        """Another epoch or pass begins."""
+        self._states = {}
+
+    def add(self, states: States) -> None:
+        """The states of the metrics over some more batches."""
+        if self._wanted:
+            self._states = self._with(states)
+
+    def logs(self, logs: dict[str, Any], step: str) -> dict[str, Any]:
+        """`logs` of a batch, with the metrics over everything that was added."""
+        return {**logs, **self._metrics.results_of(self._states, step)}
+
+    def evaluated(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """Like `logs`, while the model's metrics have the states of the current task, which are not added yet."""
+        if not self._states:
+            return logs
+        return {**logs, **self._metrics.results_of(self._with(self._metrics.states()), "test")}
+
+    def _with(self, states: States) -> States:
+        return {
+            name: self._merged(name, self._states[name], values) if name in self._states else values
+            for name, values in states.items()
+        }
+
+    def _merged(self, name: str, before: Any, values: Any) -> list[Any]:
+        if name in self._merging:
+            return self._metrics.merge_states(name, [before, values])
+        return [old + new for old, new in zip(before, values, strict=True)]

@@ -28,15 +28,6 @@ logger = logging.getLogger(__name__)
 class PlacedModel:
     """Makes the optimizers of `model` send their gradients to the servers, and pull the weights after that.
 
-    Args:
-        model: built model with the caller's weights.
-        cluster: the master's `GetClusterResponse`.
-        client: client of the master.
-        settings: settings of the job.
-
-    Attributes:
-        error: error in the last call of an optimizer, if it failed.
-
     Raises:
         ModelFileError: the weights of `model` differ from the caller's.
     """

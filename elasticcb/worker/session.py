@@ -35,8 +35,7 @@ from elasticcb.worker.exchanges import Exchanges
 from elasticcb.worker.kept_models import KeptModel
 from elasticcb.worker.learning_rate import WorkerRate
 from elasticcb.worker.local_updates import LocalUpdates
-from elasticcb.worker.pass_hooks import PassHooks
-from elasticcb.worker.running_logs import RunningLogs
+from elasticcb.worker.pass_hooks import PassHooks, RunningLogs
 from elasticcb.worker.shared_callbacks import FollowedCallbacks
 from elasticcb.worker.state_changes import StateChanges
 from elasticcb.worker.table_files import whole_tables
@@ -51,7 +50,6 @@ class BatchOfEpoch:
     """A training batch, as hooks see it.
 
     Attributes:
-        index: its index in the epoch, on this worker.
         epoch_version: version of the model when the epoch began.
     """
 
@@ -62,12 +60,6 @@ class BatchOfEpoch:
 
 class BuiltModel:
     """The model and its data, before the worker joins the job.
-
-    Args:
-        settings: settings of the job.
-        client: client of the master.
-        spec: provides model, callbacks and, for a serialized job, the data.
-        before: the model of an earlier job, to which `spec` refers.
 
     Raises `ElasticCBError` when the model file or the data is unusable.
     """
@@ -119,7 +111,6 @@ class Session:
     """A worker that has joined a job whose servers hold the model.
 
     Args:
-        built: the model.
         cluster: the master's `pb.GetClusterResponse`.
 
     Attributes:
@@ -127,8 +118,6 @@ class Session:
         reports_batches, reports_predictions: whether the master wants batch events, and predictions.
         holds_predictions: whether callbacks here keep predictions in memory until the end.
         stop_told: whether the master knows that a callback requested the end of training.
-        local: local training; None if servers apply gradients.
-        state: how changes of non-trainable variables count.
     """
 
     def __init__(self, built: BuiltModel, cluster: Any) -> None:
@@ -242,7 +231,6 @@ class Session:
 
         Args:
             version: of the model; at the end of a batch, after its push.
-            logs: loss and metrics.
         """
         if not self.callbacks.is_due(hook):
             self.callbacks.skip(hook)
@@ -318,8 +306,7 @@ def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
         client.id,
         training.is_synchronous,
         client.measures,
-        bool(training.outer_optimizer),
-        Rounding(training.wire_dtype, weights=not training.is_local, seed=client.id) if trains else None,
+        Rounding(training.wire_dtype, weights=not training.is_local) if trains else None,
     )
 
 

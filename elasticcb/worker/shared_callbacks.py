@@ -18,9 +18,6 @@ class FollowedCallbacks:
     """The worker's side.
 
     Args:
-        client: client of the master.
-        callbacks: callbacks of this process.
-        settings: settings of the job.
         variables: variables of the program besides the weights, by number.
         warn: called with a subject and a text.
     """

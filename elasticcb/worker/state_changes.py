@@ -16,9 +16,6 @@ _WATCHED = 20  # steps; a check reads all non-trainable variables
 class StateChanges:
     """Determines how a worker's changes count, and warns once of variables that one process would compute otherwise.
 
-    Args:
-        warn: called with the subject and the text of a warning.
-
     Attributes:
         is_first: whether this worker is the first of those that are up.
     """

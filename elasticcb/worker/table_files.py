@@ -34,7 +34,6 @@ def collect(pieces: Iterable[tuple[Array, Array]], folder: str, input_dim: int) 
     """The ids (int64 [n], in order) and rows ([n, dim]) of a table.
 
     Args:
-        pieces: (ids, rows), in any order.
         folder: folder with enough space for the rows; the file is unnamed and disappears with the array.
         input_dim: number of rows of a table that has all of them; 0: unknown.
     """

@@ -78,10 +78,6 @@ Event = TaskStarted | Batch | TaskRead | Finished | Woken
 class TaskInput:
     """Iterates over events: tasks as they start, their batches, their ends.
 
-    Args:
-        pipeline_of: opens the input of a mode.
-        prepare: prepares a batch, as `Computation.prepare`.
-
     Attributes:
         leaving: whether this process was asked to stop.
     """

@@ -28,9 +28,6 @@ class Tally:
     Attributes:
         present: task type, epoch and evaluation pass of the last task.
         batches: batches run here, by these.
-        predicts: whether it has had a prediction task.
-        steps: training steps.
-        first_step_told: whether the first step has been logged.
         last_version: version of the model at the last batch.
     """
 
@@ -51,13 +48,7 @@ class Tally:
 class TaskProgress:
     """Progress of one task.
 
-    Args:
-        session: session of the worker.
-        tally: counters of the worker; updated.
-        started: the task.
-
     Attributes:
-        report: the task's report so far.
         units_done: records, or batches, that count as done.
         event: event of the current batch for the master's callbacks.
     """
@@ -112,12 +103,7 @@ class TaskProgress:
         return seconds if compiled and self.task.type == pb.TRAINING else 0.0
 
     def note_done(self, units: int, loss: float | None, seconds: float | None = None) -> None:
-        """Counts a batch as done, and reports to the master at intervals.
-
-        Args:
-            units: units of the batch.
-            seconds: duration of the batch, if already known.
-        """
+        """Counts a batch as done, and reports to the master at intervals."""
         self.units_done += units
         self.tell(
             loss=loss,
@@ -147,11 +133,7 @@ class Training(ABC):
 
     @abstractmethod
     def train(self, batch: Batch, index: int) -> None:
-        """Trains on a batch.
-
-        Args:
-            index: index of the batch in the epoch on this worker.
-        """
+        """Trains on a batch."""
 
     @abstractmethod
     def settle(self) -> None:

@@ -39,15 +39,9 @@ _FATAL = (NonFiniteError, ModelFileError, DataChangedError, TableError)
 class TaskRun:
     """Runs a task, and reports it.
 
-    Args:
-        session: session of the worker.
-        tally: counters of the worker; updated.
-        started: the task.
-
     Attributes:
         end: number of records to process here, if others do the rest.
         is_left: nothing more is done: it failed, was revoked, or is done up to `end`.
-        gave_up: an error here has failed the job.
     """
 
     def __init__(self, session: Session, tally: Tally, started: TaskStarted) -> None:

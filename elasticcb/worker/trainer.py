@@ -39,14 +39,7 @@ def train(
     rows: TableRows,
     moves: Moves = state_moves,
 ) -> TrainResult:
-    """Gradients of a batch, for the servers that hold `weights`.
-
-    Args:
-        computation: computation of the model.
-        specs: specs of `model.weights`.
-        batch, weights, version, rows: as in `Computation.train`.
-        moves: determines how changes of non-trainable variables count.
-    """
+    """Gradients of a batch, for the servers that hold `weights`."""
     step = computation.train(batch, weights, version, rows)
     state, shares = moves(weights, step.state, specs, weights.partition, step.decays)
     push = Gradients(

@@ -19,13 +19,6 @@ class WindowLength:
     Durations are medians of the last batches and merges. A merge includes waiting for other workers: random differences
     between workers grow slower than the window, and a worker faster than the others waits less if its own windows are
     longer.
-
-    Args:
-        given: batches per window; None: automatic.
-        clock: seconds.
-
-    Attributes:
-        batches: batches of the current window.
     """
 
     def __init__(self, given: int | None, clock: Callable[[], float] = time.monotonic) -> None:

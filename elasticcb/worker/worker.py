@@ -24,10 +24,8 @@ class Worker:
     """One worker of a job.
 
     Args:
-        settings: settings of the job.
         client: client of the master; the worker registers once its model is built.
         index: index to take; -1: the master chooses.
-        spec: provides model, callbacks and, for a serialized job, the data.
         before: the model of an earlier job, to which `spec` refers.
     """
 
@@ -57,11 +55,7 @@ class Worker:
 
 
 class TaskLoop:
-    """Runs the tasks of a session, one after another.
-
-    Args:
-        session: session of the worker.
-    """
+    """Runs the tasks of a session, one after another."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from reference import TABLES, update
 
 import elasticcb
 from elasticcb.cli.main import elasticcb as group
 from elasticcb.cli.main import main
 from elasticcb.cli.options import BASIC, options_of
-from elasticcb.cli.reference import TABLES, update
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted, ModelFileError
 from elasticcb.settings.definition import ALL
 
@@ -133,7 +133,7 @@ def test_the_tables_in_the_docs_are_those_of_the_code():
     marks = []
     for name in ("cli.md", "python_api.md", "embeddings.md", "metrics.md"):
         page = (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
-        assert page == update(page), "run: python -m elasticcb.cli.reference docs/*.md"
+        assert page == update(page), "run: python lint/reference.py docs/*.md"
         # What stands between "begin" and "end" is of benchmarks.
         marks += re.findall(r"^<!-- (?!begin |end )(.+) -->$", page, re.MULTILINE)
     assert sorted(marks) == sorted(TABLES)

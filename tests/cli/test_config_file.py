@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from elasticcb.settings import Updates
@@ -62,30 +60,21 @@ def test_tables_are_set_by_their_names(workplace, job):
     assert workplace.settings("--config", str(job), text).embedding.tables == {"users": {"max_age": 3}}
 
 
-def test_an_optimizer_is_a_name_or_a_mapping_that_arrives_as_json(workplace, job):
-    text = CONFIG.replace("use_async: false", "updates: local")
-    job.write_text(text + "outer_optimizer: {class_name: SGD, config: {learning_rate: 7e-1, nesterov: true}}\n")
-    given = workplace.settings("--config", str(job)).training.outer_optimizer
-    assert json.loads(given) == {"class_name": "SGD", "config": {"learning_rate": 0.7, "nesterov": True}}
-    assert workplace.settings("--config", str(job), "--outer_optimizer=sgd").training.outer_optimizer == "sgd"
-    assert workplace.settings("--config", str(job), f"--outer_optimizer={given}").training.outer_optimizer == given
-
-
 def test_an_empty_value_on_the_command_line_removes_that_of_the_file(workplace, job):
     job.write_text(
-        CONFIG + "output: export\njob_name: census\nmetrics_port: 1\nouter_optimizer: sgd\n"
+        CONFIG + "output: export\njob_name: census\nmetrics_port: 1\n"
         "embedding_tables: {users: {min_count: 3}}\nimage_pull_policy: Never\n"
     )
-    empty = ("output", "job_name", "metrics_port", "outer_optimizer", "embedding_tables", "image_pull_policy",
+    empty = ("output", "job_name", "metrics_port", "embedding_tables", "image_pull_policy",
              "use_async", "model_params", "init_from")  # fmt: skip
     settings = workplace.settings("--config", str(job), *(f"--{name}=" for name in empty))
-    assert settings.output == settings.checkpoint.init_from == settings.training.outer_optimizer == ""
+    assert settings.output == settings.checkpoint.init_from == ""
     assert settings.name == "linear"
     assert settings.cluster.metrics_port is None
     assert settings.embedding.tables == settings.model.params == {}
     assert settings.training.updates is Updates.LOCAL
-    assert workplace.settings("--config", str(job), "--outer_optimizer=", "--output= ").output == ""
-    given = workplace.settings("--config", str(job), "--output=", "--output=there", "--outer_optimizer=")
+    assert workplace.settings("--config", str(job), "--init_from=", "--output= ").output == ""
+    given = workplace.settings("--config", str(job), "--output=", "--output=there", "--init_from=")
     assert given.output == f"{workplace.root}/there"
 
 
@@ -126,9 +115,6 @@ def test_a_flag_of_another_command_is_passed_over(workplace, job, complaint):
         ("embedding_tables: [users]", "embedding_tables is a list. Expected a mapping."),
         ("embedding_tables: users", "'users' is not a mapping. Expected YAML such as '{users: {min_count: 3}}'."),
         ("embedding_tables: '{a: ]'", "is not valid YAML"),
-        ("outer_optimizer: [sgd]", "outer_optimizer is a list. Expected a name, or a mapping."),
-        ("outer_optimizer: {class_name: !!binary aGk=}", "is not the JSON of keras.optimizers.serialize"),
-        ('outer_optimizer: \'{"class_name": "SGD"\'', "is not the JSON of keras.optimizers.serialize"),
         ("x: [1", "invalid YAML"),
     ],
 )

@@ -21,8 +21,7 @@ from elasticcb.cluster.local.backend import LocalCluster
 from elasticcb.cluster.local.fork_server import can_fork
 from elasticcb.cluster.role import RoleProcess, common_environment
 from elasticcb.launch.fork_process import draw_own_random_numbers
-from elasticcb.process.cores import usable_cores
-from elasticcb.process.devices import gpus_hidden, visible_gpus
+from elasticcb.process.devices import gpus_hidden, usable_cores, visible_gpus
 from elasticcb.rpc import connection as connection_module
 from elasticcb.security.credentials import Access
 from elasticcb.security.tls import TLS

@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from elasticcb.dashboard.access import key_of, refusal
 from elasticcb.dashboard.broadcast import Broadcast
-from elasticcb.dashboard.server import make_app
+from elasticcb.dashboard.server import key_of, make_app, refusal
 from elasticcb.dashboard.view import JobView
 from elasticcb.settings import STATUS_FILE
 

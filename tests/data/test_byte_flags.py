@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticcb.data.byte_flags import count_before, odd_so_far
+from elasticcb.data.text_index import count_before, odd_so_far
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=300))

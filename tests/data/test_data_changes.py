@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import os
 from collections.abc import Callable
@@ -25,10 +24,6 @@ def write_text(path: Path, rows: int) -> None:
 
 def write_gzip(path: Path, rows: int) -> None:
     path.write_bytes(gzip.compress(b"".join(b"%d,%d\n" % (i, i) for i in range(rows))))
-
-
-def write_bzip2(path: Path, rows: int) -> None:
-    path.write_bytes(bz2.compress(b"".join(b"%d,%d\n" % (i, i) for i in range(rows))))
 
 
 def write_tfrecord(path: Path, rows: int) -> None:
@@ -63,7 +58,6 @@ def write_array_record(path: Path, rows: int) -> None:
 FORMATS = {
     "a.csv": write_text,
     "a.csv.gz": write_gzip,
-    "a.csv.bz2": write_bzip2,
     "a.tfrecord": write_tfrecord,
     "a.npy": write_numpy,
     "a.npz": write_archive,

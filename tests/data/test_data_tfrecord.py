@@ -80,13 +80,12 @@ def test_a_file_of_another_format_is_found_out(tmp_path: Path) -> None:
         open_reader(str(path)).sources()
 
 
-@pytest.mark.parametrize("params", [{}, {"verify_data": False}])
-def test_damaged_data_is_found_and_names_the_record(tmp_path: Path, params: dict[str, bool]) -> None:
+def test_damaged_data_is_found_and_names_the_record(tmp_path: Path) -> None:
     path = write_records(tmp_path / "a.tfrecord", [b"0123456789"] * 5)
     data = bytearray(path.read_bytes())
     data[3 * 26 + 15] ^= 1
     path.write_bytes(data)
-    reader = open_reader(str(path), params)
+    reader = open_reader(str(path))
     assert len(list(reader.read(str(path), 0, 3))) == 3
     with pytest.raises(DataError, match=r"Record 3 of .*a\.tfrecord does not match its checksum"):
         list(reader.read(str(path), 2, 5))

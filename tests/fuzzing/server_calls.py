@@ -118,8 +118,8 @@ class ServerFuzzer:
         dense = {index: value for index, value in gradients(0).items() if index}
         push = push_frame(dense, SLICES, WITH_TABLE, rows, pull=True, sequence=1, state={"float32": np.ones(6, "f4")})
         lookup = Frame(pb.ExchangeRequest(create_rows=True, pull=True), {f"lookup/{TABLE}": np.arange(9)})
-        small = narrowed(push_frame(dense, SLICES, WITH_TABLE, rows).tensors, WireDtype.INT8)
-        asked = {"rows_dtype": "int8", "weights_dtype": "bfloat16", "pull": True, "known_version": -1}
+        small = narrowed(push_frame(dense, SLICES, WITH_TABLE, rows).tensors, WireDtype.BFLOAT16)
+        asked = {"rows_dtype": "bfloat16", "weights_dtype": "bfloat16", "pull": True, "known_version": -1}
         small_push = pb.ExchangeRequest(dense_variables=sorted(dense), worker_id=2, sequence=1, **asked)
         small_lookup = pb.ExchangeRequest(create_rows=True, **asked)
         small_frames = Frame(small_push, small), Frame(small_lookup, lookup.tensors)

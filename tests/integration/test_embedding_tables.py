@@ -330,10 +330,10 @@ def test_synchronous_workers_make_one_update_of_rows() -> None:
         np.testing.assert_allclose(own, other, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("updates", "wire_dtype"), [("async", "bfloat16"), ("local", "int8")])
-def test_what_is_rounded_for_the_way_still_trains(updates: str, wire_dtype: str) -> None:
+@pytest.mark.parametrize("updates", ["async", "local"])
+def test_what_is_rounded_for_the_way_still_trains(updates: str) -> None:
     ours, plain = native_model(keras.optimizers.SGD(0.1)), native_model(keras.optimizers.SGD(0.1))
-    with cluster(updates=updates, exchange=elasticcb.ExchangeOptions(wire_dtype=wire_dtype)) as servers:
+    with cluster(updates=updates, exchange=elasticcb.ExchangeOptions(wire_dtype="bfloat16")) as servers:
         servers.fit(ours, IDS, LABELS, batch_size=32, shuffle=False, verbose=0)
         predicted = servers.predict(ours, IDS, verbose=0)
     np.testing.assert_allclose(predicted, ours.predict(IDS, verbose=0), rtol=1e-6, atol=1e-6)  # nothing is rounded

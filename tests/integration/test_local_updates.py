@@ -7,20 +7,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from safetensors import safe_open
 
 import elasticcb
 from elasticcb.cli.main import main
-from elasticcb.errors import JobFailedError, UsageError
+from elasticcb.errors import JobFailedError
 from elasticcb.worker.local_updates import LocalUpdates
 from jobs import (
     LINEAR_MODEL,
     PACE,
-    job_settings,
     linear_data,
     number,
     records_trained,
-    run_job,
     train_flags,
     write_model_file,
 )
@@ -77,69 +74,6 @@ def test_servers_become_more_and_fewer_while_workers_train_by_themselves(data, s
     assert number(job.output, "workers lost") == 0
     assert number(job.output, "duplicate records (at most)") == 0
     assert float(re.findall(r"Evaluation at version .*loss ([\d.e-]+)", job.output)[-1]) < 1e-6
-
-
-@pytest.mark.timeout(300)
-def test_a_server_that_is_killed_comes_back_with_what_its_outer_optimizer_holds(data, start_job, faults):
-    killed = faults.fail_at("ps", 1, "has applied a push", nth=100)
-    optimizer = '{"class_name": "SGD", "config": {"learning_rate": 0.9, "momentum": 0.3, "nesterov": true}}'
-    flags = {"num_ps": 2, "num_workers": 1, "local_steps": 5, "checkpoint_interval": 0.1}
-    folder = data / "checkpoints"
-    more = {"updates": "local", "outer_optimizer": optimizer, "checkpoint_dir": folder, **flags}
-    job = start_job("train", *train_flags(data, "linear", **more))
-    assert job.finish() == 0, job.output
-    assert killed()
-    assert float(re.findall(r"Evaluation at version .*loss ([\d.e-]+)", job.output)[-1]) < 1e-6
-    rounds = []
-    for path in sorted(next(folder.glob("version-*")).glob("*.safetensors")):
-        with safe_open(path, framework="np") as file:
-            rounds.append(int(file.get_tensor("shared/outer/iterations")))
-    assert rounds[0] == 150  # 6,000 records, by 8, in windows of 5
-    assert 100 < rounds[1] <= 150  # one that began afresh would have come to 50
-
-
-def test_an_outer_optimizer_goes_by_how_far_windows_move_the_model():
-    x = np.random.default_rng(5).normal(size=(384, 4)).astype("float32")
-    y = np.sin(x.sum(1, keepdims=True))
-
-    def model():
-        keras.utils.set_random_seed(4)
-        made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
-        made.compile(keras.optimizers.SGD(0.05, momentum=0.5), "mse")
-        return made
-
-    expected, found = model(), model()
-    outer = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
-    optimizer = keras.optimizers.SGD(**outer)
-    slow = [keras.Variable(weights) for weights in expected.get_weights()]
-    for start in [*range(0, 384, 64)] * 2:
-        window = slice(start, start + 64)
-        expected.fit(x[window], y[window], batch_size=16, shuffle=False, verbose=0)
-        optimizer.apply([held - now for held, now in zip(slow, expected.get_weights(), strict=True)], slow)
-        expected.set_weights([held.numpy() for held in slow])
-    with elasticcb.Cluster(
-        1, 2, kind="inprocess", updates="local", local_steps=4, outer_optimizer=keras.optimizers.SGD(**outer),
-        log_level="WARNING",
-    ) as cluster:  # fmt: skip
-        cluster.fit(found, x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    for mine, theirs in zip(found.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
-    assert int(found.optimizer.iterations) == 48
-
-
-def test_what_is_no_optimizer_is_refused_before_a_job_starts(data):
-    with pytest.raises(UsageError, match=r"^outer_optimizer='sdg' is invalid\. Expected one of Keras's optimizers"):
-        elasticcb.Cluster(updates="local", outer_optimizer="sdg")
-    with pytest.raises(UsageError, match=r"^--outer_optimizer=sdg is invalid\. Expected one of Keras's optimizers"):
-        run_job(
-            job_settings(
-                data / "linear.py",
-                data / "job",
-                training=str(data / "train.npz"),
-                updates="local",
-                outer_optimizer="sdg",
-            )
-        )
 
 
 class DCGAN(keras.Model):

@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from elasticcb.compute.movable import movable
+from elasticcb.compute.tensorflow.backend import problems_of
 from elasticcb.compute.tensorflow.capture import TensorFlowCapture
 from elasticcb.compute.tensorflow.lookups import TensorFlowTables
-from elasticcb.compute.tensorflow.table_uses import problems_of
 from elasticcb.layers import Embedding
 from elasticcb.layers.table_layers import is_own
 

@@ -50,7 +50,7 @@ def seen():
     calls.report_done(workers[0], first, TaskResult(11))  # the round
     third = calls.get_task(workers[0], (), 0.0).lease.id
     calls.report_done(workers[1], second, TaskResult(12, gradients_rejected=3, batches_skipped=4))
-    calls.report_progress(workers[0], third, 5, True, 13, (0.5, 1))
+    calls.report_progress(workers[0], third, 5, True, 13, 0.5)
     state.note_stats(server, Stats(rows_looked_up=17, recovery_files_failed=24, refused_calls={"malformed": 21}))
     desk.lost(workers[1], "killed")
     state.totals.recovered(2.5, updates_lost=19)

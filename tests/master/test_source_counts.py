@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 import random
 import textwrap
 import threading
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elasticcb.data import content, index_file, text
+from elasticcb.data import content, text
 from elasticcb.errors import DataError
 from elasticcb.master.source_counts import SourceCounts
 from elasticcb.model.input_pipeline import FeedPipeline, open_pipeline
@@ -91,13 +90,6 @@ def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Indexes of small files are kept for the next job."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(index_file, "_LEAST_BYTES", 1000)
-
-
 def test_the_next_master_scans_changed_files_alone(
     job: tuple[JobSettings, ModelSpec], scanned: list[str], tmp_path: Path
 ) -> None:
@@ -110,52 +102,15 @@ def test_the_next_master_scans_changed_files_alone(
     assert counts_of(*job).result()["training"][1][1] == 2
 
 
-def test_the_next_job_scans_no_file_that_is_the_same(
-    job: tuple[JobSettings, ModelSpec], cache: None, scanned: list[str], tmp_path: Path
+def test_a_reader_with_other_parameters_scans_again(
+    job: tuple[JobSettings, ModelSpec], scanned: list[str], tmp_path: Path
 ) -> None:
     settings, spec = job
-    expected = counts_of(settings, spec).result()
+    counts_of(settings, spec).result()
     scanned.clear()
-
-    def next_job(name: str, **parameters: Any) -> JobSettings:
-        data = replace(settings.data, reader_params=parameters)
-        return replace(settings, directory=str(tmp_path / name), data=data)
-
-    counts = counts_of(next_job("second"), spec)
-    assert counts.result() == expected
-    assert not scanned
-    assert counts.find_index("training", str(tmp_path / "a.csv"))
-
-    before = (tmp_path / "b.csv").stat()
-    (tmp_path / "b.csv").write_bytes((tmp_path / "b.csv").read_bytes().replace(b"\n10\n11\n", b"\n10011\n"))
-    os.utime(tmp_path / "b.csv", ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (tmp_path / "b.csv").stat().st_size == before.st_size
-    assert counts_of(next_job("third"), spec).result()["training"][1][1] == 99_999
-    assert scanned == ["b.csv"]
-
-    scanned.clear()
-    counts_of(next_job("fourth", skip_blank_lines=False), spec).result()
+    other = replace(settings, data=replace(settings.data, reader_params={"skip_blank_lines": False}))
+    counts_of(other, spec).result()
     assert sorted(scanned) == ["a.csv", "a.csv", "b.csv"]
-
-
-def test_a_reader_of_the_users_own_scans_its_files_again(
-    job: tuple[JobSettings, ModelSpec], cache: None, tmp_path: Path
-) -> None:
-    settings, _ = job
-    (tmp_path / "blank.csv").write_text("1\n\n" * 1000)
-    for skip, records in ((False, 1999), (True, 1000)):
-        reader = f"""
-    from elasticcb.data import TextReader
-
-    def custom_data_reader(data_origin):
-        return TextReader([data_origin], skip_blank_lines={skip})
-"""
-        (tmp_path / f"own_{skip}.py").write_text(textwrap.dedent(MODEL + reader))
-        model = ModelSettings(zoo=str(tmp_path), definition=f"own_{skip}.custom_model")
-        own = replace(settings, directory=str(tmp_path / f"own-{skip}"), model=model)
-        blank = str(tmp_path / "blank.csv")
-        own = replace(own, data=DataSettings(training=blank, validation=blank))
-        assert counts_of(own, ModelSpec(model)).result()["training"][0][1] == records
 
 
 @pytest.mark.parametrize("compress", [False, True])

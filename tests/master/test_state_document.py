@@ -40,7 +40,7 @@ def master():
     state_of(master).queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=5), training=[("a", 30)])
     state_of(master).cluster = ServedCluster([], [], False)
     lease = master.calls.get_task(worker, (), 0.0).lease
-    master.calls.report_progress(worker, lease.id, 5, True, 3, (float("inf"), 1))
+    master.calls.report_progress(worker, lease.id, 5, True, 3, float("inf"))
     return master
 
 

@@ -76,7 +76,7 @@ def surgery():
     )
 
 
-@whole("a clone as a target network, which is updated between two calls of `fit`")
+@case("Models within models", "a clone as a target network, which is updated between two calls of `fit`")
 def target_network():
     class Agent(keras.Model):
         def __init__(self, network):
@@ -191,7 +191,7 @@ def variational_autoencoder():
     return Given(model, normal(6), test=())
 
 
-@generative("a normalizing flow: coupling layers with masks, a loss of the log-determinant")
+@case("Generative models", "a normalizing flow: coupling layers with masks, a loss of the log-determinant")
 def normalizing_flow():
     class Flow(keras.Model):
         def __init__(self, couplings):

@@ -20,7 +20,7 @@ def rows(words: int, length: int) -> np.ndarray:
     return np.concatenate(picked).astype("int32") + 1
 
 
-@sequence("token and position embeddings with `compute_mask`, a transformer block, pooling")
+@case("Text and time series", "token and position embeddings with `compute_mask`, a transformer block, pooling")
 def text_transformer():
     class Tokens(layers.Layer):
         def __init__(self, words, length, size):

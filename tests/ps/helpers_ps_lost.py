@@ -44,10 +44,7 @@ ROUNDED = (
     ),
 )
 SIZES = (6, 6, 2)
-OUTER = {
-    "updates": "local",
-    "outer_optimizer": '{"class_name": "SGD", "config": {"learning_rate": 0.1, "momentum": 0.9, "nesterov": true}}',
-}
+LOCAL = {"updates": "local"}
 VALUES = [*(np.arange(size, dtype=np.float32) for size in SIZES), np.zeros((0, 3), np.float32)]
 IDS = np.arange(12)
 ON_DISK = EmbeddingOptions(memory_bytes=260, when_full=WhenFull.DISK)  # all rows but three
@@ -82,7 +79,6 @@ class Servers:
             client_id=1,
             ids=self.ids,
             find=self.find,
-            outer="outer_optimizer" in training,
             rounding=Rounding(WireDtype(self.settings.training.wire_dtype), not self.settings.training.is_local),
         )
         self.master.initialize(InitialModel(VALUES))

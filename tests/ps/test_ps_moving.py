@@ -27,7 +27,6 @@ from elasticcb.sharding.push import Gradients
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import joined
 from helpers_ps import RowNorms, alone, server_settings
-from helpers_ps_lost import OUTER
 
 IDS = 400
 AGED = TableSpec(None, '"zeros"', 1, TableOptions(max_age="7d"))
@@ -47,7 +46,6 @@ class Servers:
         training = {"updates": "async", **training}
         embedding = embedding or EmbeddingOptions()
         settings = server_settings(folder, training=TrainingSettings(**training), embedding=embedding)
-        self._outer = "outer_optimizer" in training
         self._new = lambda: PSServer(settings, alone(make_optimizer))
         self.servers = []
         self.changed = threading.Condition()
@@ -79,7 +77,7 @@ class Servers:
 
         places = self.places
         group = ServerGroup(places, SPECS, True, find=find, find_map=find_map)
-        client = PSClient(group, number, outer=self._outer)
+        client = PSClient(group, number)
         self.clients.append(client)
         return client
 
@@ -243,23 +241,6 @@ def test_rows_on_disk_move_along(start, tmp_path):
     for name, slot in kept.slots.items():
         np.testing.assert_array_equal(moved.slots[name], slot)
     np.testing.assert_array_equal(moved.hits, kept.hits)
-
-
-def test_what_an_outer_optimizer_holds_moves_along(start):
-    servers, still = (start(count, **OUTER) for count in (1, 2))
-    for each in (servers, still):
-        client = each.client(1)
-        client.pull()
-        for step in range(6):
-            push = replace(push_of(client, np.arange(0), 1.0 + step), rows={}, batches=2)
-            assert client.push(push, None).optimizers is not None  # what came of it, though no other joins
-            if each is servers and step in (1, 3):
-                servers.move(3 if step == 1 else 2)
-        for mine, held in zip(client.weights()[0], each.control.weights()[0], strict=True):
-            np.testing.assert_array_equal(mine, held)
-    for mine, other in zip(servers.control.weights()[0], still.control.weights()[0], strict=True):
-        np.testing.assert_array_equal(mine, other)
-    assert servers.control.export().optimizer.shared.keys() == {"iterations", "learning_rate"}  # the model's alone
 
 
 def test_a_move_that_fails_before_it_counts_leaves_all_as_it_was(start):

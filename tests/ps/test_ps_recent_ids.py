@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticcb.ps import recent_ids
+from elasticcb.ps import id_index
 from elasticcb.ps.embedding_table import EmbeddingTable
-from elasticcb.ps.recent_ids import RecentIds
+from elasticcb.ps.id_index import RecentIds
 
 
 def ids_of(*numbers):
@@ -42,7 +42,7 @@ def test_what_is_no_list_of_ids_is_not_found(given):
 
 
 def test_the_oldest_are_forgotten_where_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(recent_ids, "_MOST_IDS", 5)
+    monkeypatch.setattr(id_index, "_MOST_IDS", 5)
     recent = RecentIds()
     for first in (10, 20, 30):
         recent.note(ids_of(first, first + 1), ids_of(0, 1))

@@ -21,7 +21,7 @@ from elasticcb.master.checkpoint_failures import CheckpointFailures
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.once import Once
+from elasticcb.ps.servicer import Once
 from elasticcb.rpc.tensors import Frame
 from elasticcb.settings import CheckpointSettings
 from helpers_ps import SPECS, gradients, initial_values, push_frame, server_settings

@@ -13,7 +13,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import replica
 from elasticcb.ps.replica_log import Entry, Origin, ReplicaLogs
 from elasticcb.rpc.tensors import Frame
-from helpers_ps_lost import ON_DISK, OUTER, ROUNDED, SIZES, SPECS, assert_same
+from helpers_ps_lost import LOCAL, ON_DISK, ROUNDED, SIZES, SPECS, assert_same
 
 
 @pytest.fixture
@@ -26,10 +26,10 @@ def start(losing):
     [
         (2, {}),
         (3, {}),
-        (2, OUTER),
+        (2, LOCAL),
         (2, {"embedding": ON_DISK}),
         (2, {"specs": ROUNDED, "embedding": ON_DISK}),
-        (2, {"specs": ROUNDED, **OUTER}),
+        (2, {"specs": ROUNDED, **LOCAL}),
     ],
 )
 def test_replaced_servers_go_on_as_the_lost_ones_would_have(start, num_ps, training):

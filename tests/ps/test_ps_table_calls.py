@@ -11,8 +11,7 @@ from elasticcb.clients.live_tables import id_of, tables_of
 from elasticcb.errors import WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import table_calls
-from elasticcb.ps.embedding_table import EmbeddingTable
-from elasticcb.ps.table_growth import RowFlow
+from elasticcb.ps.embedding_table import EmbeddingTable, RowFlow
 from elasticcb.rpc.tensors import Frame, to_message
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.bucket_map import even

@@ -22,10 +22,6 @@ _VAIN_CALLS = 20  # in a row
 def follow_job(api: KubernetesAPI, name: str, lines: int | None = None, from_now: bool = False) -> int:
     """Shows a job's output until it ends; returns its exit code. Ctrl-C detaches and does not stop the job.
 
-    Args:
-        lines: number of earlier lines to show; None: all.
-        from_now: skip the output of masters that have ended.
-
     Raises:
         JobFailedError: the job failed without printing an error, or its master can't start.
         KubernetesError: the API server can't be reached.

@@ -70,9 +70,6 @@ class KubernetesAPI:
     """The API in one namespace, with the credentials of this process's pod or of the user's kubeconfig.
 
     Every method raises `KubernetesError`.
-
-    Args:
-        namespace: of all objects.
     """
 
     def __init__(self, namespace: str) -> None:

@@ -66,10 +66,7 @@ class KubernetesCluster(ClusterBackend):
     """Pods.
 
     Args:
-        settings: settings of the pods.
         directory: the job's folder; pods are named after it, unless this process is in a pod of a submitted job.
-        log_level: TensorFlow's own messages are kept quiet unless this is DEBUG.
-        say: shows a line to the user.
 
     Raises `UsageError` if no cluster is configured.
     """

@@ -78,13 +78,7 @@ class PodVerdict:
 
 
 def verdict(pod: Mapping[str, Any], events: Iterable[Mapping[str, Any]] = (), gone: bool = False) -> PodVerdict:
-    """The state of a pod.
-
-    Args:
-        pod: its last observed state.
-        events: known events of this pod.
-        gone: it no longer exists in the API.
-    """
+    """The state of a pod."""
     status = pod.get("status", {})
     state = _container(status).get("state", {})
     terminated, waiting = state.get("terminated"), state.get("waiting") or {}

@@ -23,12 +23,7 @@ LONGEST_NAME = 40  # of a job; its pods' names are longer, and Kubernetes allows
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume that all pods of a job mount at the same path.
-
-    Attributes:
-        source: its source, as in a pod's `volumes`.
-        mount_path: absolute.
-    """
+    """A volume that all pods of a job mount at the same path."""
 
     source: Mapping[str, Any]
     mount_path: str

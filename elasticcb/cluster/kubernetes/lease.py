@@ -38,9 +38,7 @@ class MasterLease:
     """A job's Lease, from the point of view of one of its masters.
 
     Args:
-        name: name of the job.
         holder: the pod of this process. Its previous container has ended.
-        clock: returns seconds.
     """
 
     def __init__(self, api: LeaseAPI, name: str, holder: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -130,10 +128,6 @@ def held(lease: MasterLease, say: Callable[[str], None], end: Callable[[int], ob
 
     If another pod takes the Lease, or it can't be renewed in time, this process exits at once, as if killed: its files
     and processes then belong to another master.
-
-    Args:
-        say: shows a line to the user.
-        end: ends this process with an exit code.
     """
     told = ""
     while (holder := lease.take_if_free()) != lease.holder:

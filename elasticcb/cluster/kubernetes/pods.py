@@ -7,6 +7,7 @@ restricted Pod Security Standard of Kubernetes.
 from __future__ import annotations
 
 import base64
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,6 @@ from elasticcb.cluster.kubernetes.flags import (
     parse_tolerations,
     parse_volumes,
 )
-from elasticcb.cluster.kubernetes.patch import patched
 from elasticcb.cluster.kubernetes.resources import resources
 from elasticcb.process.host import POD_NAME
 from elasticcb.rpc.services import LIVE_PATH, PS_SERVICE, READY_PATH
@@ -87,13 +87,7 @@ class PodPlan:
         }
 
     def pod(self, role: str, index: int, number: int, arguments: Sequence[str], ooms: int = 0) -> dict[str, Any]:
-        """The pod of a worker or a parameter server.
-
-        Args:
-            number: number of earlier pods in its slot.
-            arguments: arguments of the `elasticcb` command.
-            ooms: how many of the earlier pods ran out of memory.
-        """
+        """The pod of a worker or a parameter server."""
         manifest = self._template(role, index, arguments, ooms, probes=self._server_probes() if role == "ps" else {})
         metadata = manifest["metadata"]
         metadata["name"] = f"{self.job}-{role}-{index}" + (f"-{number}" if number else "")
@@ -114,11 +108,7 @@ class PodPlan:
         metrics_port: int = METRICS_PORT,
         health_port: int = HEALTH_PORT,
     ) -> dict[str, Any]:
-        """The Job that keeps the master's pod.
-
-        Args:
-            metrics_port, health_port: ports of the master.
-        """
+        """The Job that keeps the master's pod."""
         template = self._template("master", 0, arguments, 0, _master_probes(metrics_port, health_port))
         scraped = {"scrape": "true", "port": str(metrics_port), "path": "/metrics"}
         metadata = template["metadata"]
@@ -190,12 +180,7 @@ class PodPlan:
         return lease_with(self._metadata("master"))
 
     def event(self, text: str, name: str, now: str) -> dict[str, Any]:
-        """An event of the owner of the job's pods.
-
-        Args:
-            name: unique name among the job's events.
-            now: UTC time in ISO 8601.
-        """
+        """An event of the owner of the job's pods."""
         reason, kind = next((found for sign, *found in _REASONS if sign in text), ("Told", "Normal"))
         return {
             "apiVersion": "v1",
@@ -369,3 +354,26 @@ def _mount(name: str, volume: Volume) -> dict[str, Any]:
 def _on_exit_codes(action: str, codes: Sequence[int]) -> dict[str, Any]:
     on_exit_codes = {"containerName": CONTAINER, "operator": "In", "values": list(codes)}
     return {"action": action, "onExitCodes": on_exit_codes, "onPodConditions": []}  # 1.26 requires both
+
+
+def patched(manifest: Any, patch: Any) -> Any:
+    """Applies a patch to a manifest: mappings are merged, null removes a key, lists of named items are merged by name,
+    and everything else is replaced."""
+    if isinstance(manifest, Mapping) and isinstance(patch, Mapping):
+        merged = dict(manifest)
+        for key, value in patch.items():
+            if value is None:
+                merged.pop(key, None)
+            else:
+                merged[key] = patched(merged.get(key), value)
+        return merged
+    if isinstance(manifest, list) and _all_named([*manifest, *(patch if isinstance(patch, list) else [None])]):
+        by_name = {each["name"]: each for each in manifest}
+        for each in patch:
+            by_name[each["name"]] = patched(by_name.get(each["name"]), each)
+        return list(by_name.values())
+    return copy.deepcopy(patch)
+
+
+def _all_named(entries: Sequence[Any]) -> bool:
+    return all(isinstance(each, Mapping) and "name" in each for each in entries)

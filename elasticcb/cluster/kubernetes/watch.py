@@ -30,14 +30,7 @@ def follow_pods(
     see: Callable[[Manifest, bool], None],
     say: Callable[[str], None],
 ) -> None:
-    """Follows the pods until `stopped` is set.
-
-    Args:
-        selector: label selector.
-        see_all: called with each list of the pods.
-        see: called with a changed pod, and whether it is gone.
-        say: shows the user a line when the API server stops answering, and when it answers again.
-    """
+    """Follows the pods until `stopped` is set."""
     silent = False
     while not stopped.is_set():
         try:

@@ -27,12 +27,6 @@ class LocalCluster(ClusterBackend):
 
     Where the system supports it, they are forked by a process that has imported TensorFlow once for all of them
     (launch/fork_process.py).
-
-    Args:
-        settings: number of processes that share this machine.
-        directory: the job's folder; logs go to `logs/ROLE-INDEX.log` below it.
-        log_level: TensorFlow's own messages are kept quiet unless this is DEBUG.
-        fork_server: the process that forked this one; None: start one when processes are needed.
     """
 
     name = "local"

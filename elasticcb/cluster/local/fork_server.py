@@ -53,12 +53,7 @@ class ForkServer:
     and running ones continue.
 
     Args:
-        control: socket to the fork process.
         process: the fork process, if it ends with this object.
-        forked: processes that it started for another master, for this one to take over.
-
-    Attributes:
-        taken_over: the processes taken over, with their arguments.
     """
 
     def __init__(
@@ -84,7 +79,6 @@ class ForkServer:
 
         Args:
             environment: variables that must be set before TensorFlow is imported.
-            log: file for its own output.
             watch: file that becomes readable when it must end with all that it forked.
         """
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -123,9 +117,6 @@ class ForkServer:
 
     def start_master(self, request: dict[str, Any]) -> ForkedChild:
         """Starts a master, which writes to standard output and standard error of this process.
-
-        Args:
-            request: arguments of `cli.job.run_as_master`, and `arguments` as its visible command line.
 
         Raises `OSError` if the request can't be sent.
         """

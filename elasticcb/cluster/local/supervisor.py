@@ -32,12 +32,6 @@ def keep_master(
     """Starts the master of a training job, and restarts it when it is killed; returns the exit code of the last one.
 
     Call it from the main thread.
-
-    Args:
-        debug: show tracebacks of errors.
-        resumed: continue the job in its folder.
-        say: shows a line to the user.
-        begun: called for each master when it runs.
     """
     # If the fork process is killed, its children become children of this process.
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

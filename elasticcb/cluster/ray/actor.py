@@ -56,7 +56,6 @@ class PlaceOnNode:
             process: the master's specification; this node chooses the listening address and the paths of TLS files.
             directory: the job's folder, which is created on this node if it is not shared.
             marker: a file in it that the master created.
-            threads: number of TensorFlow threads.
 
         Raises `OSError` if the folder or the process can't be created, and `UsageError` if the folder belongs to
         another user, or other users could replace its TLS files.

@@ -49,9 +49,7 @@ class RayCluster(ClusterBackend):
 
     Args:
         directory: the job's folder, which nodes may share; otherwise each node creates it.
-        log_level: TensorFlow's own messages are kept quiet unless this is DEBUG.
         address: address of the Ray cluster, "HOST:PORT"; "": RAY_ADDRESS, or the Ray cluster of this machine.
-        say: shows a line to the user.
     """
 
     name = "ray"

@@ -20,15 +20,7 @@ _CALLS = 8  # to an actor at a time
 
 
 class Actor:
-    """The master's handle of a `PlaceOnNode`.
-
-    Args:
-        name: name in Ray's displays.
-        launch: arguments of `PlaceOnNode.launch`.
-
-    Attributes:
-        launched: the process, once it runs.
-    """
+    """The master's handle of a `PlaceOnNode`."""
 
     def __init__(self, name: str, launch: tuple[Any, ...]) -> None:
         import ray

@@ -18,12 +18,8 @@ class StatelessCapture:
     """Makes the optimizer of a model store the arguments of its `stateless_apply`.
 
     Args:
-        model: the model with this optimizer.
         kept: indices in `model.weights` of variables whose gradients are stored; the optimizer applies the others as
             usual. None: all are stored.
-
-    Attributes:
-        optimizer: optimizer of the model.
     """
 
     def __init__(self, model: keras.Model, kept: Collection[int] | None = None) -> None:

@@ -38,10 +38,6 @@ class JAXComputation(Computation):
 
     Its Keras variables hold the results of the last step; each step gets these values, and its results are written
     back.
-
-    Args:
-        held: the model.
-        capture: captures the gradients of its optimizer; None if nothing is trained.
     """
 
     def __init__(self, held: HeldModel, capture: StatelessCapture | None) -> None:
@@ -60,11 +56,7 @@ class JAXComputation(Computation):
         self._has_traced = False
 
     def _compiled(self, step: Step, donated: Sequence[int] = ()) -> Step:
-        """A compiled step, unless the model must not be compiled.
-
-        Args:
-            donated: arguments that are not needed afterwards.
-        """
+        """A compiled step, unless the model must not be compiled."""
         model = self._model
         compiled = not model.run_eagerly and model.jit_compile
         inner = jax.jit(step, donate_argnums=donated) if compiled else step

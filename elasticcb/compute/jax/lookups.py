@@ -52,8 +52,6 @@ class TracedIds:
 
     Args:
         step: the model's step; its layers call `recording`, which is given the placeholders.
-        recording: lookups of the layers.
-        data: a batch, as NumPy arrays.
 
     Attributes:
         tables: table of each lookup of the step, in order.

@@ -19,7 +19,6 @@ class StatelessStep(NamedTuple):
 
     Attributes:
         run: a function of its variables' values, by group, and a batch; returns the step's results.
-        variables: variables whose values it gets.
     """
 
     run: Callable[[Any, Any], Any]

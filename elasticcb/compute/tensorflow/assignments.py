@@ -20,9 +20,6 @@ def refused_assignments(trainable: Iterable[Any]) -> Iterator[None]:
 
     The assigned value would be lost: servers compute the weights after a step from the weights before it.
 
-    Args:
-        trainable: Keras variables.
-
     Raises:
         ModelFileError: it assigns to one of them.
     """

@@ -32,12 +32,7 @@ _NOT_COMPILABLE = re.compile(r"XLA|unsupported operations|compile-time constant|
 
 @dataclass(frozen=True)
 class _Steps:
-    """Functions of tensors.
-
-    Attributes:
-        jit: whether XLA compiles the model's own step.
-        model_step: the model's own step, within `train`.
-    """
+    """Functions of tensors."""
 
     jit: bool
     model_step: Callable[..., Any]
@@ -47,12 +42,7 @@ class _Steps:
 
 
 class TensorFlowComputation(Computation):
-    """Runs batches of one model.
-
-    Args:
-        held: the model.
-        capture: captures the gradients of its optimizers.
-    """
+    """Runs batches of one model."""
 
     def __init__(self, held: HeldModel, capture: OptimizerCapture) -> None:
         self._model, self._metrics, self._specs, self._partition = held

@@ -147,12 +147,7 @@ class _Sameness:
 def id_function(
     model: keras.Model, recorded: Callable[[Any], Recording], specs: Any
 ) -> tuple[Callable[[Sequence[tf.Tensor]], list[tf.Tensor]], Recording]:
-    """A function from the leaves of a batch to `Recording.outputs`, if there are no problems.
-
-    Args:
-        recorded: traces a step.
-        specs: specs of the batch.
-    """
+    """A function from the leaves of a batch to `Recording.outputs`, if there are no problems."""
     recording: Recording
     outputs: list[tf.Tensor] = []
 

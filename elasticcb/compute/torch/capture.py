@@ -79,9 +79,6 @@ def step_variables(model: keras.Model, batch: Any, refuses: bool = True) -> Step
     """Which variables `train_step` gives to optimizers.
 
     The step is run, and the model is restored.
-
-    Args:
-        refuses: as in `OptimizerCapture`.
     """
     capture = TorchCapture(model, refuses=refuses)
     try:

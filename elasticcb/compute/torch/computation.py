@@ -25,12 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchComputation(Computation):
-    """Runs batches of one model.
-
-    Args:
-        held: the model.
-        capture: captures the gradients of its optimizers.
-    """
+    """Runs batches of one model."""
 
     def __init__(self, held: HeldModel, capture: OptimizerCapture) -> None:
         self._model, self._metrics, self._specs, self._partition = held

@@ -28,7 +28,6 @@ class IdRecording:
     """Records the layers' lookups while a step runs, and returns placeholder rows.
 
     Args:
-        layers: by index in `model.weights`.
         calls: how often each is looked up, after which the step ends; None: run it completely.
     """
 

@@ -23,12 +23,9 @@ class ArraySource(PassSource):
     Args:
       arrays: leaves of any type that Keras accepts: NumPy arrays, tensors (dense, ragged, sparse), pandas frames and
         series, SciPy's sparse matrices; None stays None.
-      num_rows: number of rows of each array.
-      batch_size: number of rows in a batch.
       shuffle: True: all rows, again for each pass; "batch": rows within each batch; False: no shuffling.
       steps: see `PassSource`.
       limit: maximum number of batches in a pass.
-      folder: folder for the file.
     """
 
     def __init__(

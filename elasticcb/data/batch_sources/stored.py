@@ -29,7 +29,6 @@ class StoredSource(PassSource):
     Args:
       batches: an iterable; an endless one needs a `limit`.
       limit: maximum number of batches to read; None: all.
-      folder: folder for the file.
 
     Raises `ValueError` if there is no batch.
     """

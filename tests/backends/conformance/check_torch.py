@@ -153,10 +153,3 @@ def test_optimizers_of_a_loop_exchange_when_they_are_applied():
     assert len(given[0].gradients) == len(model.trainable_weights)
     assert given[0].usable
     assert all((each.numpy() == 2).all() for each in model.weights)
-
-
-def test_an_optimizer_is_written_down_by_the_name_that_other_frameworks_know():
-    model = dense(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
-    hold(model, next(batches()))
-    inner = keras.optimizers.serialize(model.optimizer)["config"]["inner_optimizer"]
-    assert (inner["module"], inner["class_name"]) == ("keras.optimizers", "Adam")

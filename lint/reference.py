@@ -1,6 +1,6 @@
 """Generates tables of the docs from the settings and from tables in the code.
 
-`python -m elasticcb.cli.reference docs/*.md` updates the pages; a test fails if they are outdated.
+`python lint/reference.py docs/*.md` updates the pages; a test fails if they are outdated.
 """
 
 from __future__ import annotations

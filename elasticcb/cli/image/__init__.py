@@ -1,1 +1,0 @@
-"""Container images: their names, and the engines that build them."""
