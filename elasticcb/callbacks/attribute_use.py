@@ -15,7 +15,7 @@ from elasticcb.serialization import own_modules
 
 # Attributes that the caller of the hooks sets.
 GIVEN = frozenset({"params", "model", "_model", "validation_data"})
-# Methods that change their object. Those of the user's classes may, too.
+# Methods that change their object. Those of the user's classes also may.
 _CHANGING = frozenset(
     {
         "add", "append", "appendleft", "assign", "assign_add", "assign_sub", "clear", "discard", "extend",
@@ -87,15 +87,15 @@ class Use:
 def use_of(callback: Any, hooks: Iterable[str]) -> Use:
     """What `hooks` of `callback` do."""
     use = Use()
-    seen: set[types.CodeType] = set()
+    seen: set[Any] = set()
     pending = [getattr(callback, name, None) for name in sorted(hooks)]
     while pending:
         method = pending.pop()
         function = inspect.unwrap(method) if callable(method) else None
         is_bound = inspect.ismethod(method)
         function = getattr(function, "__func__", function)
-        if isinstance(function, types.FunctionType) and function.__code__ not in seen:
-            seen.add(function.__code__)
+        if isinstance(function, types.FunctionType) and function not in seen:
+            seen.add(function)
             nodes = _nodes(function)
             use.is_whole = use.is_whole and bool(nodes)
             for node in nodes:
@@ -290,7 +290,9 @@ class _Reader(ast.NodeVisitor):
         self._bind(node.target, node.iter)
         self.generic_visit(node)
 
-    visit_comprehension = visit_For
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        self._locals |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
+        self.visit_For(node)
 
     def _bind(self, target: ast.AST, value: ast.AST) -> None:
         """`target` becomes `value`, or each of its elements."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from elasticcb.callbacks import hook_output
 from elasticcb.callbacks.attribute_use import uses_model
 from elasticcb.callbacks.batch_limit import batches_between
-from elasticcb.callbacks.hook_output import HookOutput
 from elasticcb.callbacks.hook_times import HookTimes
 from elasticcb.callbacks.placement import (
     TABLE,
@@ -49,7 +50,7 @@ class Dispatcher:
         warn: receives `CallbackWarning`s: errors with `OnError.WARN`, and slow batch hooks.
         in_program: see `hooks_at`.
         one_worker: see `hooks_at`.
-        print_text: receives what hooks print, as `HookOutput` sends it; None: it is only printed.
+        print_text: receives what hooks print, as in hook_output.py; None: it is only printed.
 
     Raises:
         ModelFileError: an item of `callbacks` is not a callback, or `place` is not a process.
@@ -80,7 +81,7 @@ class Dispatcher:
         self._on_error = on_error
         self._in_program = in_program
         self._times = HookTimes()
-        self._output = contextlib.nullcontext if print_text is None else HookOutput(print_text).read
+        self._output = contextlib.nullcontext if print_text is None else functools.partial(hook_output.sent, print_text)
         self._failures: set[str] = set()
         self._called_once: set[tuple[str, int]] = set()
         self._batches: Counter[tuple[str, int]] = Counter()  # that a callback limited by `every` has seen

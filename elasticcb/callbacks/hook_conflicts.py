@@ -1,7 +1,7 @@
 """Refuses callbacks whose hooks share what their processes do not: an error is better than another model.
 
-What one process changes, and a hook in another one uses, is refused. So is a hook of batches on several workers that
-sets something of the model and reads what it has changed itself.
+What a hook of batches changes, and a hook on the master uses, is refused. So is a hook of batches on several workers
+that sets something of the model and reads what it has changed itself.
 """
 
 from __future__ import annotations
@@ -74,6 +74,12 @@ def placed(callbacks: Iterable[Any], settings: JobSettings) -> list[Placed]:
         if batches:
             found.append(Placed(callback, batches, [name for name in master if name not in _BEGIN]))
     return found
+
+
+def sharing(callbacks: Iterable[Any], settings: JobSettings) -> list[Placed]:
+    """The callbacks whose state is sent to workers."""
+    found = [] if settings.model.definition else placed(callbacks, settings)
+    return found if shares_state(settings) or any(each.follows for each in found) else []
 
 
 def check_hooks(callbacks: Iterable[Any], settings: JobSettings) -> None:

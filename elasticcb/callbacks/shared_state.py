@@ -140,7 +140,7 @@ def _is_large(value: Any) -> bool:
 
 
 def _adopt(mine: Any, theirs: Any, adopted: dict[int, Any]) -> Any:
-    """`mine`, changed so that it equals `theirs` of another process; or `theirs`, if it can't be.
+    """`mine`, changed so that it equals `theirs` of another process; or `theirs`, if it is of another kind.
 
     Args:
         adopted: what is kept here, by the identities of what arrived and of what is kept.

@@ -112,10 +112,10 @@ class ProgressReporter:
         with self._lock:
             self._printed.add(text, is_error)
 
-    def flush(self) -> None:
-        """Sends all recorded batch events, warnings and printed text."""
-        self._ends_lines = True
-        while self._events or self._warnings or self._printed:
+    def flush(self, with_text: bool = True) -> None:
+        """Sends all recorded batch events and warnings, and printed text."""
+        self._ends_lines = with_text
+        while self._events or self._warnings or (with_text and self._printed):
             self.send()
         self._ends_lines = False
         with self._sending:  # waits for a report being sent by the other thread

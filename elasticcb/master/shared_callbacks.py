@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elasticcb.callbacks.attribute_use import use_of
-from elasticcb.callbacks.hook_conflicts import Placed, placed, shares_state
+from elasticcb.callbacks.hook_conflicts import Placed, shares_state, sharing
 from elasticcb.callbacks.placement import overridden_hooks
 from elasticcb.callbacks.shared_state import SharedState, SharedVariables, is_same
 from elasticcb.errors import UsageError
@@ -19,9 +19,7 @@ class SharedCallbacks:
 
     def __init__(self, callbacks: Iterable[Any], settings: JobSettings, model: Any) -> None:
         self._returns = shares_state(settings)
-        self._placed = placed(callbacks, settings) if not settings.model.definition else []
-        if not self._returns and not any(each.follows for each in self._placed):
-            self._placed = []
+        self._placed = sharing(callbacks, settings)
         self._model = model
         self.share({})
         self._lock = threading.Lock()  # protects what follows

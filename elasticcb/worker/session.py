@@ -250,6 +250,7 @@ class Session:
 
     def give_back_callbacks(self) -> None:
         """The hooks of an epoch or a pass have run: the master's continue from what they left."""
+        self.progress.flush()
         self.shared_callbacks.give_back(self.rate.changed() if self.settings.command is Command.TRAIN else None)
 
     # ------------------------------------------------------------ weights of the model

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elasticcb.callbacks.dispatch import Dispatcher
-from elasticcb.callbacks.hook_conflicts import placed, shares_state
+from elasticcb.callbacks.hook_conflicts import shares_state, sharing
 from elasticcb.callbacks.shared_state import SharedState, SharedVariables
 from elasticcb.clients.master import MasterClient
 from elasticcb.settings import JobSettings
@@ -33,9 +33,7 @@ class FollowedCallbacks:
         self._client, self._dispatcher, self._warn = client, callbacks, warn
         self._variables = SharedVariables(variables)
         self._returns = shares_state(settings)
-        found = [] if settings.model.definition else placed(callbacks.callbacks, settings)
-        if not self._returns and not any(each.follows for each in found):  # as on the master
-            found = []
+        found = sharing(callbacks.callbacks, settings)
         self._callbacks = [each.callback for each in found]
         self._state = SharedState(found, self._returns, callbacks.model, self._variables)
         self._has_state = False  # whether the master has sent that of callbacks
@@ -59,6 +57,11 @@ class FollowedCallbacks:
             self._variables.follow(sent.variables)
             self._number = answer.number
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether hooks on the master wait for `give_back`."""
+        return self._returns and (self._has_state or bool(self._variables))
+
     def give_back(self, learning_rate: float | None) -> None:
         """After the last hook of an epoch or a pass.
 
@@ -67,7 +70,7 @@ class FollowedCallbacks:
         """
         if not self._returns:
             self._warn_of_changes()
-        elif self._has_state or self._variables:
+        elif self.is_awaited:
             state, _ = self._state.dump()
             self._client.share_callbacks(self._number, state, learning_rate)
 

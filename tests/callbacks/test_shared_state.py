@@ -10,6 +10,15 @@ from elasticcb.callbacks.hook_conflicts import Placed
 from elasticcb.callbacks.shared_state import SharedState, SharedVariables
 
 totals: list[int] = []
+first: list[int] = []
+second: list[int] = []
+
+
+def counted(batches):
+    def hook(self, batch, logs=None):
+        batches.append(batch)
+
+    return hook
 
 
 class Tracker:
@@ -23,6 +32,8 @@ class Callback(keras.callbacks.Callback):
         self.given, self.data = given, np.zeros(1 << 18)
         self.tracker, self.weight = Tracker(), keras.Variable(1.0)
         self.last, self.mean = deque([1], maxlen=3), keras.metrics.Mean()
+
+    on_test_batch_end, on_predict_batch_end = counted(first), counted(second)
 
     def on_train_batch_end(self, batch, logs=None):
         self.given.append(batch)
@@ -50,9 +61,10 @@ def test_state_that_comes_back_changes_the_objects_that_others_refer_to() -> Non
     there.weight.assign(3.0)
     there.last.append(2)
     there.mean.update_state(4.0)
-    totals[:] = [5]
+    totals[:], first[:], second[:] = [5], [6], [7]
     data, left = _state(there).dump()
-    totals[:] = []
+    for each in (totals, first, second):
+        each.clear()
     before, here.data = here.data, here.data + 1
     state = _state(here)
     state.adopt(state.read(data))
@@ -66,7 +78,7 @@ def test_state_that_comes_back_changes_the_objects_that_others_refer_to() -> Non
     assert here.weight is weight
     assert float(weight) == 3.0
     assert here.last == deque([1, 2], maxlen=3)
-    assert totals == [5]
+    assert (totals, first, second) == ([5], [6], [7])
     assert here.mean is mean
     assert float(mean.result()) == 4.0
     np.testing.assert_array_equal(here.average[0], np.ones(2))
