@@ -205,6 +205,7 @@ class SharedVariables:
     def __init__(self, variables: Mapping[int, Any]) -> None:
         self._variables = dict(variables)
         self._known = self._read()
+        self._ever: set[int] = set()  # those that have changed, and may be back at the first value
 
     def __len__(self) -> int:
         return len(self._variables)
@@ -212,12 +213,17 @@ class SharedVariables:
     def _read(self) -> dict[int, Any]:
         return {number: np.array(variable.numpy()) for number, variable in self._variables.items()}
 
+    def differing(self) -> list[int]:
+        """Those that differ from what they were at first, or from what another process has sent."""
+        return [number for number, value in self._read().items() if not is_same(value, self._known[number])]
+
     def changed(self) -> dict[int, Any]:
-        """The values of those that differ from what they were at first."""
-        return {number: value for number, value in self._read().items() if not is_same(value, self._known[number])}
+        """The values of those that have ever differed."""
+        self._ever.update(self.differing())
+        return {number: value for number, value in self._read().items() if number in self._ever}
 
     def follow(self, values: Mapping[int, Any]) -> None:
-        """These values do not count as changed here."""
+        """These values of another process do not count as changed here."""
         self._known |= {number: value for number, value in values.items() if number in self._variables}
 
     def names_of(self, numbers: Iterable[int]) -> list[str]:

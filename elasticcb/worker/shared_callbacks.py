@@ -76,7 +76,7 @@ class FollowedCallbacks:
 
     def _warn_of_changes(self) -> None:
         """Of variables that each worker changes for itself, except the state of random generators."""
-        names = [name for name in self._variables.names_of(self._variables.changed()) if _SEED not in name]
+        names = [name for name in self._variables.names_of(self._variables.differing()) if _SEED not in name]
         if names and not self._has_warned:
             self._has_warned = True
             self._warn(
