@@ -121,7 +121,7 @@ def dumps(
 
 
 def dumps_graph(
-    parts: Any, others: Any, names: Mapping[str, Any], hollow: Hollow, folder: Path | None, elsewhere: bool
+    parts: Any, others: Any, names: Mapping[str, Any], hollow: Hollow, folder: Path | None, elsewhere: bool = True
 ) -> tuple[bytes, list[Any]]:
     """Pickles two objects that may share objects, for `Graph`; returns also the variables that travel with their
     values, in the order of `Graph.variables`. The bytes of the first depend neither on the second nor on the values of
