@@ -59,7 +59,7 @@ class MasterHooks:
     def in_order(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Logs of an epoch in Keras's order."""
         order = self._host.metrics.log_order
-        return dict(sorted(logs.items(), key=lambda item: order.get(item[0], item[0])))
+        return dict(sorted(logs.items(), key=lambda item: (order.get(item[0], item[0]), item[0])))
 
     def call(self, hook: str, *args: Any, **options: Any) -> None:
         """Calls a hook of training or prediction; `options` as in `Dispatcher.call`."""

@@ -394,9 +394,11 @@ class ModelMetrics:
 
     def _named(self, found: Mapping[str, tuple[_Unit, Any]], step: str) -> dict[str, float]:
         results: dict[str, Any] = {}
+        order = {}  # where Keras sorts the parts of a result
         for unit, result in found.values():
             if not unit.logged_by:
                 results.update(result if isinstance(result, dict) else {unit.key: result})
+                order.update(dict.fromkeys(result, unit.key) if isinstance(result, dict) else {})
         keys, logs = self._logs.get(step, (None, {}))
         if keys is not None and keys != self._metric_keys():
             results = {}
@@ -405,7 +407,9 @@ class ModelMetrics:
                     result = found[name][1]
                     results[key] = result if part is None else result[part]
         else:
-            results = dict(sorted(results.items()))
+            results = dict(sorted(results.items(), key=lambda item: (order.get(item[0], item[0]), item[0])))
+            if step == "train":
+                self.log_order = order
         return {name: to_number(value) for name, value in results.items()}
 
     def _metric_keys(self) -> set[str]:
