@@ -23,6 +23,7 @@ _PACKAGE = os.path.join(str(Path(__file__).resolve().parents[1]), "")
 def _installed() -> tuple[str, ...]:
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {*site.getsitepackages(), site.getusersitepackages()}
+    folders |= {folder for folder in sys.path if any(Path(folder).glob("*.dist-info"))}  # of `pip install --target`
     return tuple(os.path.join(os.path.realpath(folder), "") for folder in folders if folder)
 
 
