@@ -14,6 +14,7 @@ import keras
 
 from elasticcb.api.placed import PlacedWeights
 from elasticcb.api.remote import RemoteValue, sending_to
+from elasticcb.cluster.registry import backend_of
 from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, UsageError
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.job_state import JobState
@@ -63,6 +64,7 @@ class FunctionJob:
     ) -> None:
         self.owner = owner
         self.model: keras.Model | None = None if placed is None else placed.model
+        self.elsewhere = backend_of(settings.cluster.kind).separate
         self.failed = False  # whether the job can't continue
         self._desk, self._doubt = master.desk, master.watchdog.doubt
         self._placed = placed
@@ -94,7 +96,9 @@ class FunctionJob:
         """Raises `UsageError` if something can't be sent, and errors of earlier functions like `raise_error`."""
         name = name_of(function)
         with sending_to(self.owner) as needed:
-            function_data = carry.dumps(function, f"The function {name}", references(self.model))
+            function_data = carry.dumps(
+                function, f"The function {name}", references(self.model), elsewhere=self.elsewhere
+            )
             arguments = self._pickled_arguments(name, args, kwargs)
         for value in needed:
             if value.error is not None:
@@ -108,12 +112,18 @@ class FunctionJob:
             state.wake()
         return value
 
+    def dumps(self, value: Any, name: str) -> bytes:
+        """`value` for workers; raises `UsageError` if something in it can't be sent."""
+        return carry.dumps(value, name, references(self.model), elsewhere=self.elsewhere)
+
     def _pickled_arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         try:
-            return carry.dumps((args, kwargs), f"The arguments of {name}()", references(self.model))
+            return carry.dumps(
+                (args, kwargs), f"The arguments of {name}()", references(self.model), elsewhere=self.elsewhere
+            )
         except UsageError:
             for key, value in [*enumerate(args, 1), *kwargs.items()]:
-                carry.dumps(value, f"Argument {key} of {name}()", references(self.model))
+                self.dumps(value, f"Argument {key} of {name}()")
             raise
 
     def done(self) -> bool:

@@ -16,8 +16,6 @@ from elasticcb.api.placed import PlacedWeights
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
 from elasticcb.errors import UsageError
 from elasticcb.master.master import Master
-from elasticcb.serialization import carry
-from elasticcb.serialization.references import references
 from elasticcb.settings import JobSettings
 
 
@@ -56,7 +54,7 @@ class Functions:
             )
         job = self._present_job()
         number = self.next_number()
-        self._datasets[number] = carry.dumps(dataset_fn, f"The function {name_of(dataset_fn)}", references(job.model))
+        self._datasets[number] = job.dumps(dataset_fn, f"The function {name_of(dataset_fn)}")
         return PerWorkerDataset(self, number)
 
     def place(self, model: keras.Model) -> None:

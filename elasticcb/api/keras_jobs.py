@@ -179,7 +179,7 @@ class KerasJobs:
             return summary
         except LastCheckpointError as error:
             keep_results()
-            warnings.warn(in_a_program(str(error)), RuntimeWarning, stacklevel=4)  # where `fit` was called
+            warnings.warn(in_a_program(str(error)), RuntimeWarning, stacklevel=5)  # where `fit` was called
             return cast(JobSnapshot, error.summary)
         except (JobInterrupted, KeyboardInterrupt):
             with contextlib.suppress(ElasticCBError):

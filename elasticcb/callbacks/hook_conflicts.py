@@ -71,8 +71,10 @@ def placed(callbacks: Iterable[Any], settings: JobSettings) -> list[Placed]:
             for place in (Place.WORKER, Place.MASTER)
         )
         batches = [name for name in worker if TABLE[name].of_batch]
+        # On the command line, each worker ends its own predictions.
+        others = _BEGIN if in_program else _BEGIN | {"on_predict_end"}
         if batches:
-            found.append(Placed(callback, batches, [name for name in master if name not in _BEGIN]))
+            found.append(Placed(callback, batches, [name for name in master if name not in others]))
     return found
 
 

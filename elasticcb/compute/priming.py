@@ -34,9 +34,9 @@ def prime_training(
     return None
 
 
-def _forward(model: keras.Model, batch: Any) -> None:
+def _forward(model: keras.Model, data: Any) -> None:
     """Does everything that the stock `train_step` does to the model, without changing weights."""
-    x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
     predicted = model(x, training=True) if takes_training(model) else model(x)
     compute_loss(model, x, y, predicted, weight)
     model.compute_metrics(x, y, predicted, sample_weight=weight)

@@ -21,7 +21,9 @@ class SharedCallbacks:
         self._returns = shares_state(settings)
         self._placed = sharing(callbacks, settings)
         self._model = model
-        self.share({})
+        self._variables = SharedVariables({})
+        self._state = SharedState(self._placed, self._returns, self._model, self._variables)
+        self._sent: dict[int, Any] = {}  # values of variables that were sent last
         self._lock = threading.Lock()  # protects what follows
         self._number, self._data = 0, b""  # the newest state that was sent
         self._is_old = True  # whether hooks may have changed it since
@@ -31,8 +33,7 @@ class SharedCallbacks:
 
     def share(self, variables: Mapping[int, Any]) -> None:
         """Call before `prepare`, with variables of the program that workers read, by number."""
-        self._variables = SharedVariables(variables)
-        self._sent: dict[int, Any] = {}  # their values that were sent last
+        self._variables, self._sent = SharedVariables(variables), {}
         self._state = SharedState(self._placed, self._returns, self._model, self._variables)
 
     @property

@@ -103,6 +103,7 @@ def dumps(
     hollow: Hollow | None = None,
     keeps: tuple[type, ...] = (),
     folder: Path | None = None,
+    elsewhere: bool = True,
 ) -> bytes:
     """Pickles `value`.
 
@@ -112,12 +113,15 @@ def dumps(
         hollow: objects that travel without their content.
         keeps: objects of these kinds are added to `known`.
         folder: large arrays are written to a file in it, which readers map into memory.
+        elsewhere: whether other processes read it; otherwise own modules travel like installed ones.
 
     Raises:
         UsageError: something in it can't be pickled; the message has its path.
     """
     roots = {names: value} if isinstance(names, str) else names
-    return _dumped(lambda: _Pickler(known, hollow or Hollow(), keeps, folder is not None), [value], roots, folder)
+    return _dumped(
+        lambda: _Pickler(known, hollow or Hollow(), keeps, folder is not None), [value], roots, folder, elsewhere
+    )
 
 
 def dumps_graph(
@@ -127,10 +131,7 @@ def dumps_graph(
     values, in the order of `Graph.variables`. The bytes of the first depend neither on the second nor on the values of
     variables.
 
-    Args:
-        elsewhere: whether other processes read it; otherwise own modules travel like installed ones.
-
-    Other args, raised errors: as for `dumps`.
+    Args, raised errors: as for `dumps`.
     """
     picklers: list[_Pickler] = []
 

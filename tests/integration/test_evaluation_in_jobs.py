@@ -93,7 +93,7 @@ class KeepRounds(keras.callbacks.Callback):
     def on_test_end(self, logs=None):
         np.savez(f"FOLDER/round-{self.rounds}.npz", *self.model.get_weights())
         with open(f"FOLDER/round-{self.rounds}.json", "w") as file:
-            json.dump(logs, file)
+            json.dump({**logs, "metrics": logs["metrics"], "version": logs["version"]}, file)
         self.rounds += 1
 
 def callbacks():

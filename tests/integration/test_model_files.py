@@ -71,7 +71,7 @@ TWO_OUTPUTS = """
 
         def on_test_end(self, logs=None):
             with open("FOLDER/logs.json", "w") as file:
-                json.dump(logs, file)
+                json.dump({**logs, "metrics": logs["metrics"], "version": logs["version"]}, file)
 
         def on_predict_batch_end(self, batch, logs=None):
             predictions = logs["predictions"]

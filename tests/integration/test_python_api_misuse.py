@@ -148,9 +148,9 @@ def test_cluster_shows_what_it_has_and_does(cluster):
 
 def test_arguments_of_every_day_are_those_of_the_settings():
     taken = inspect.signature(elasticcb.Cluster).parameters
-    own = {name for name in taken if name not in GROUPS} - {"directory", "job_dir", "others"}
+    own = {name for name in taken if name not in GROUPS} - {"directory", "job_dir", "rehearsal", "others"}
     assert own == set(EVERYDAY)
-    assert len(taken) <= 21
+    assert len(taken) <= 22
     for name, setting in EVERYDAY.items():
         assert taken[name].default == (AUTO if setting.may_be_auto else setting.initial)
 

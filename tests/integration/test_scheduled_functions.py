@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import numpy as np
@@ -12,6 +13,7 @@ import elasticcb
 from elasticcb.errors import FunctionError, JobFailedError, UsageError
 
 GATE = threading.Event()
+CLIENT = socket.socket()
 
 
 def wait_at_gate():
@@ -108,8 +110,8 @@ def test_end_of_with_waits_for_functions_and_raises_an_error_that_nobody_has_see
 
 
 def test_what_a_function_returns_and_can_not_be_sent_is_an_error_of_it(cluster):
-    cluster.schedule(threading.Lock)
-    with pytest.raises(FunctionError, match=r"What \w+\(\) returned can't be sent"):
+    cluster.schedule(socket.socket)
+    with pytest.raises(FunctionError, match=r"What \w+\(\) returned: a socket can't be sent"):
         cluster.join()
 
 
@@ -143,15 +145,15 @@ def test_dataset_is_made_once_on_each_worker(gate):
 def test_mistakes_are_told_before_anything_is_sent(cluster):
     with pytest.raises(UsageError, match=r"`schedule` takes a function\. Received: 5"):
         cluster.schedule(5)
-    with pytest.raises(UsageError, match=r"Argument 2 of max\(\) can't be sent"):
-        cluster.schedule(max, 1, threading.Lock())
-    lock = threading.Lock()
+    with pytest.raises(UsageError, match=r"Argument 2 of max\(\): a socket can't be sent"):
+        cluster.schedule(max, 1, CLIENT)
+    client = CLIENT
 
-    def locked():
-        return lock
+    def connected():
+        return client
 
-    with pytest.raises(UsageError, match="The function locked can't be sent"):
-        cluster.schedule(locked)
+    with pytest.raises(UsageError, match=r"The function connected\.client: a socket can't be sent"):
+        cluster.schedule(connected)
     with pytest.raises(UsageError, match="takes a function that creates a dataset"):
         cluster.create_per_worker_dataset(tf.data.Dataset.range(3))
     with pytest.raises(UsageError, match="Pass the iterator to a function"):

@@ -143,7 +143,8 @@ def compiled(name: str, kind: str):
 def found_tables(model, step, batch, threshold_bytes=0, allowed=lambda index: True):
     """`movable`, on TensorFlow."""
     large = lambda index, size: size >= threshold_bytes and allowed(index)  # noqa: E731
-    return movable(model, step, batch, large, functools.partial(problems_of, model), lambda: (model.test_step, batch))
+    passes = None if step is model else lambda: (model.test_step, batch)
+    return movable(model, step, batch, large, functools.partial(problems_of, model), passes)
 
 
 def tables_of(model, batch):
