@@ -288,10 +288,3 @@ OPTIMIZERS = {
     "weight_decay_and_ema": "AdamW(0.05, weight_decay=0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2)",
 }
 MODELS |= {name: XY + DENSE_MODEL.format(optimizer=optimizer) for name, optimizer in OPTIMIZERS.items()}
-
-PLAIN_LOGS = {
-    "apply_with_variables": ("loss",),
-    "apply_gradients_of_watched_variables": ("norm", "loss"),
-    "decorated_with_tf_function": ("double",),
-    "run_eagerly": ("loss",),
-}

@@ -36,6 +36,7 @@ KEPT_EVERYWHERE = (
 # Servers apply gradients after the step (docs/keras_support.md).
 ONLY_LOCAL = {
     "accumulated_by_hand", "key_queue", "moving_average_network", "steps_around_keras", "wasserstein_gan",
+    "wrappers",
 }  # fmt: skip
 
 
