@@ -84,7 +84,7 @@ def seq2seq():
     return Given(compiled(model, loss="categorical_crossentropy", metrics=["accuracy"]), x, y)
 
 
-@sequence("`Bidirectional` and `Masking`, an `RNN` of cells of your own")
+@case("Text and time series", "`Bidirectional` and `Masking`, an `RNN` of cells of your own")
 def own_cells():
     class Cell(layers.Layer):
         def __init__(self, units):

@@ -68,17 +68,16 @@ def test_a_program_whose_gradients_servers_apply_ends_where_fit_ends(servers_app
 
 @pytest.mark.skipif(not ON_TENSORFLOW, reason="this is that process")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.deep)])
-@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize(
+    ("backend", "which"), [("jax", "some"), ("torch", "some"), pytest.param("jax", "all", marks=pytest.mark.deep)]
+)
 def test_programs_on_another_backend(backend, which):
     if find_spec(backend) is None:
         pytest.skip(f"the package {backend!r} is not installed")
     chosen = ["-m", "" if which == "all" else "not deep"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen, __file__]
-    # What JAX compiles runs a few times.
-    others = {
-        name: value for name, value in os.environ.items() if name != "CI"
-    }  # which allows skips for one reason only
+    # Without CI, where tests are skipped for few reasons. What JAX compiles runs a few times.
+    others = {name: value for name, value in os.environ.items() if name != "CI"}
     environment = others | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "KERAS_BACKEND": backend}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
