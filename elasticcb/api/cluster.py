@@ -56,21 +56,19 @@ class Cluster:
     interrupted, they end; the next call starts new ones.
 
     Args:
-        num_workers: processes that compute gradients, evaluate and predict.
-        num_ps: processes that hold the weights and apply gradients.
+        num_workers: processes that train, evaluate and predict.
+        num_ps: processes that hold the weights and embedding tables.
         kind: "local": processes on this machine; "inprocess": threads of this process, for debugging; "external":
             processes that you start, with the commands that `start` prints; "ray": processes on the nodes of a Ray
             cluster. External and Ray processes must see `directory` under the same path.
         directory: folder for logs, and for arrays on their way to the workers. None: `job_dir`, or a temporary folder.
         job_dir: folder for resuming. If the program was killed and runs again, completed fits return their results, and
             the interrupted fit is resumed. After `close`, the next run starts from scratch.
-        updates: how the updates of several workers are combined. "local": each worker trains alone for `local_steps`
-            batches, then its movement (weight change) is merged; "sync": the mean of `grads_to_wait` gradients is
-            applied; "async": each gradient is applied when it arrives.
-        local_steps: with "local", number of batches that a worker trains on before its movement is merged;
-            "auto": 4 to 64, so that merging takes about 5 % of the time.
-        grads_to_wait: with "sync", number of gradients per update.
-        use_async: earlier name of `updates`: True is "async", False is "sync".
+        updates: when the movement (weight change) of a worker that trains alone is merged into the model. "local":
+            after `local_steps` batches, with those of the other workers; "sync": after each batch, with those of all
+            others; "async": after each batch, or `local_steps`, when it arrives, so that nobody waits.
+        local_steps: number of batches that a worker trains on before its movement is merged; "auto": with "local" 4
+            to 64, so that merging takes about 5 % of the time; else 1.
         checkpoint_dir: folder for checkpoints of the servers at the end of `fit`; "": none are written.
         non_finite: "stop": NaN or infinity in the loss or in gradients ends `fit` with an error; "skip": skip the
             batch.
@@ -109,8 +107,6 @@ class Cluster:
         job_dir: str | os.PathLike[str] | None = None,
         updates: str = "local",
         local_steps: int | str = "auto",
-        grads_to_wait: int = 1,
-        use_async: bool | None = None,
         checkpoint_dir: str | os.PathLike[str] = "",
         non_finite: str = "stop",
         callback_errors: str = "stop",
@@ -375,17 +371,16 @@ class Cluster:
     def place(self, model: keras.Model) -> None:
         """Moves the weights of `model` and the state of its optimizers to the parameter servers.
 
-        Functions use the model as usual: on a worker, it has the newest weights when a function starts, and its
-        optimizers send gradients to the servers, which apply each one when it arrives. Waits for functions that were
-        scheduled before.
+        Functions use the model as usual: on a worker, it has the newest weights when a function starts, and what the
+        function changes is merged when it returns. Waits for functions that were scheduled before.
 
         Raises:
             UsageError: the model is not built, or has no optimizer.
         """
-        if self._settings.training.is_synchronous:
+        if self._settings.training.updates is Updates.SYNC:
             raise UsageError(
-                "`place` was called on a cluster with updates='sync'. Functions push gradients at any time and never "
-                "wait for each other. Remove updates, which applies only to `fit`."
+                "`place` was called on a cluster with updates='sync'. Functions never wait for each other. Remove "
+                "updates, which applies only to `fit`."
             )
         self._functions.place(model)
 

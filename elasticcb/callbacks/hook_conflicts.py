@@ -13,7 +13,7 @@ from elasticcb.callbacks.attribute_use import Slot, Use, in_words, use_of
 from elasticcb.callbacks.placement import TABLE, Place, hooks_at, overridden_hooks, place_of
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import UsageError
-from elasticcb.settings import Command, JobSettings, Updates
+from elasticcb.settings import Command, JobSettings
 
 _HOOKS = {Command.TRAIN: ("train", "epoch", "test"), Command.EVALUATE: ("test",), Command.PREDICT: ("predict",)}
 _BEGIN = frozenset({"on_train_begin", "on_predict_begin"})  # in each process, before everything else
@@ -93,13 +93,6 @@ def check_hooks(callbacks: Iterable[Any], settings: JobSettings) -> None:
 
 def _problems(each: Placed, settings: JobSettings) -> Iterator[str]:
     worker, master, in_program = each.on_workers, each.on_master, not settings.model.definition
-    updates = settings.training.updates
-    if "weights" in worker.sets and settings.command is Command.TRAIN and updates is not Updates.LOCAL:
-        yield (
-            f"{each.name}.{' and '.join(each.batches)} sets weights on a worker. With updates={updates.value!r}, the "
-            "weights of the servers replace them at the next batch. Use updates='local', or set them at the end of an "
-            "epoch."
-        )
     if shares_state(settings):
         return
     shared = worker.changes & _used(master)

@@ -30,7 +30,7 @@ from elasticcb.process.logs import may_reach_nobody, print_line
 from elasticcb.process.signals import sigterm_interrupts
 from elasticcb.security.private_folder import make_private
 from elasticcb.settings import JOURNAL_FILE, Command, JobSettings
-from elasticcb.settings.checks import completed
+from elasticcb.settings.checks import completed, earlier_flags
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 
 if TYPE_CHECKING:
@@ -188,7 +188,10 @@ def build_settings(command: Command, given: GivenFlags) -> JobSettings:
         UsageError: the message lists all problems.
     """
     origins = validate(command, given)
-    settings = completed(settings_from(command, given), SaidByFlags(command, given))
+    said = SaidByFlags(command, given)
+    settings = completed(settings_from(command, given), said)
+    for line in earlier_flags(settings, said):
+        _say(line)
     data: dict[str, Any] = {BY_NAME[name].field: origin for name, origin in origins.items()}
     name = settings.name or _default_name(settings.model.definition)
     directory = settings.directory or str(new_folder(given.working_directory / JOBS, command, name))

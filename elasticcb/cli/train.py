@@ -28,6 +28,6 @@ def train(context: click.Context, /, **values: Any) -> None:
           --num_epochs=15 --num_workers=2 --output=exported/iris
       elasticcb train --config model_zoo/iris/job.yaml --cluster=inprocess
       elasticcb train --config model_zoo/iris/job.yaml \\
-          --updates=sync --grads_to_wait=2
+          --updates=sync
     """
     run_job(Command.TRAIN, given_values(context), context.obj)

@@ -142,9 +142,9 @@ class MasterClient:
         """The parameter servers of a shard map of at least this version."""
         return places_of(self.wait_for_cluster(map_version=version))
 
-    def get_task(self, leases: Iterable[int]) -> Any:
-        """The `GetTaskResponse`; waits for a while when there is nothing to do."""
-        request = pb.GetTaskRequest(worker_id=self.id, leases=leases)
+    def get_task(self, leases: Iterable[int], at_once: bool = False) -> Any:
+        """The `GetTaskResponse`; when there is nothing to do, at once or after a while."""
+        request = pb.GetTaskRequest(worker_id=self.id, leases=leases, at_once=at_once)
         return self._call("GetTask", request, _LONG_POLL_SECONDS)
 
     def report_progress(self, progress: pb.ReportProgressRequest) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.clients.ps_rows import Ids, WantedRows
 from elasticcb.clients.ps_servers import KnownServer, MapChangedError, ServerGroup
 from elasticcb.clients.ps_tables import table_pieces, whole_table
@@ -18,9 +17,11 @@ from elasticcb.process.stats import LOOKUP, PULL, PUSH, Measures
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array, Frame
-from elasticcb.sharding.array_names import GRADIENTS, STATE, TABLE, WEIGHTS, by_index, named, of_kind
+from elasticcb.settings import WireDtype
+from elasticcb.sharding.array_names import MOVED, SHARED, STATE, TABLE, WEIGHTS, by_index, named, of_kind, only
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, moved_state, unpack_weights
-from elasticcb.sharding.push import Gradients, knows_result
+from elasticcb.sharding.push import Movement
+from elasticcb.sharding.wire_codec import narrowed, widened
 
 
 @dataclass
@@ -33,8 +34,6 @@ class PushResult:
             model since the worker's last exchange, so it already has them.
     """
 
-    status: int
-    reason: str
     version: int
     rows: dict[int, Array] = field(default_factory=dict)
     optimizers: OptimizerState | None = None
@@ -45,13 +44,11 @@ class PSClient:
 
     Args:
         client_id: id of the worker, part of the name of each push.
-        synchronous: whether pushes to several servers are staged, and decided on by the first server.
         measures: statistics of call durations and looked-up rows.
-        rounding: how arrays are rounded for transport; None: not at all.
+        wire_dtype: of movements, and of embedding rows for training, on the wire.
 
     Attributes:
         version: version of the model on the first server.
-        staged: pushes go to the other servers first, and the first one decides.
         learning_rate_version: increases when the master sets the base rate.
         snapshot_version: version of the weights last fetched by `pull_snapshot`.
 
@@ -62,12 +59,11 @@ class PSClient:
         self,
         servers: ServerGroup,
         client_id: int = 0,
-        synchronous: bool = False,
         measures: Measures | None = None,
-        rounding: Rounding | None = None,
+        wire_dtype: WireDtype = WireDtype.SAME,
     ) -> None:
         self.servers = servers
-        self._rounding = rounding or Rounding()
+        self._wire_dtype = wire_dtype
         self._measures = measures or Measures()
         self.version = 0
         self.learning_rate = 0.0
@@ -75,7 +71,6 @@ class PSClient:
         self.snapshot_version = 0
         self._client_id = client_id
         self._exchanging = threading.RLock()  # a worker may push in one thread and pull in another
-        self.staged = synchronous and len(servers.known) > 1
         self._sequence = 0
 
     @property
@@ -84,14 +79,14 @@ class PSClient:
         return self.servers.blocks
 
     @property
-    def weights_version(self) -> int:
-        """Version of the newest weights pulled from the first server; -1: none from its current process."""
-        return self.servers.known[0].version
-
-    @property
     def versions(self) -> list[int]:
         """Versions of the newest pulled weights, by server."""
         return [server.version for server in self.servers.known]
+
+    @property
+    def slots_versions(self) -> list[int]:
+        """By server, a number that increases when the master sets the optimizers' state."""
+        return [server.slots_version for server in self.servers.known]
 
     def _measured(self, call: str, function: Callable[[], Any]) -> Any:
         """Like `by_present_map`, and measures the duration."""
@@ -100,53 +95,61 @@ class PSClient:
         self._measures.histograms[call].observe(time.perf_counter() - begun)
         return answer
 
-    def pull(self, exact: bool = False) -> PlacedBlocks:
+    def pull(self, joins: bool = False) -> PlacedBlocks:
         """Fetches weights that are newer than the current ones.
 
         Args:
-            exact: fetch weights that were rounded for transport again, unrounded.
+            joins: rounds wait for this worker from now on, until it `rests`.
         """
         with self._exchanging:
-            self._measured(PULL, lambda: self._pull(exact=exact))
+            self._measured(PULL, lambda: self._pull(joins=joins))
             return self.blocks
 
     def pull_with_optimizers(self) -> tuple[PlacedBlocks, OptimizerState]:
         """Like `pull`, with the optimizer state except that of embedding tables."""
         with self._exchanging:
-            state: OptimizerState = self._measured(PULL, lambda: self._pull(with_optimizers=True))
-            return self.blocks, state
+            self._measured(PULL, lambda: self._pull(optimizers=True))
+            return self.blocks, self._optimizers_found()
 
-    def _pull(self, with_optimizers: bool = False, exact: bool = False) -> OptimizerState:
-        frames = [self._request(server, None, pull=True) for server in self.servers.known]
+    def rest(self) -> None:
+        """Rounds do not wait for this worker, until it joins or pushes."""
+
+        def rest() -> None:
+            frames = [self._request(server) for server in self.servers.known]
+            for frame in frames:
+                frame.header.rests = True
+            self._exchanged(self.servers.known, frames)
+
+        with self._exchanging:
+            self.servers.by_present_map(rest)
+
+    def _pull(self, optimizers: bool = False, joins: bool = False) -> None:
+        frames = [self._request(server, pull=True) for server in self.servers.known]
         for frame in frames:
-            frame.header.optimizers = with_optimizers
-            if exact:
-                self._rounding.ask_for_exact(frame.header)
+            frame.header.optimizers, frame.header.joins = optimizers, joins
         self._exchange(self.servers.known, frames)
-        return self._optimizers_found() if with_optimizers else OptimizerState()
 
     def _optimizers_found(self) -> OptimizerState:
         """The optimizer state of the last exchange."""
         states = [server.optimizers for server in self.servers.known]
         return join_states(states, self.servers.specs, self.servers.partition)
 
-    def lookup(self, ids: Ids, create: bool = False, evaluation_round: int = 0, pull: bool = False) -> dict[int, Array]:
+    def lookup(self, ids: Ids, create: bool = False, evaluation_round: int = 0) -> dict[int, Array]:
         """Rows of embedding tables, by variable: [n, dim] each.
 
         Args:
             ids: by variable, unique ids (int64 [n]).
             create: create missing rows, as in training.
             evaluation_round: read from the snapshot of this round; 0: current rows.
-            pull: also fetch newer weights.
         """
         with self._exchanging:
-            found: dict[int, Array] = self._measured(LOOKUP, lambda: self._lookup(ids, create, evaluation_round, pull))
+            found: dict[int, Array] = self._measured(LOOKUP, lambda: self._lookup(ids, create, evaluation_round))
             return found
 
-    def _lookup(self, ids: Ids, create: bool, evaluation_round: int, pull: bool) -> dict[int, Array]:
+    def _lookup(self, ids: Ids, create: bool, evaluation_round: int) -> dict[int, Array]:
         frames, wanted = [], WantedRows(ids, self.servers)
         for server in self.servers.known:
-            header = self._request(server, None, pull, create).header
+            header = self._request(server, creates=create).header
             header.snapshot = evaluation_round
             if evaluation_round:
                 header.pull = False
@@ -198,108 +201,45 @@ class PSClient:
         with self._exchanging:
             return self.servers.by_present_map(pull)
 
-    def push(
-        self, push: Gradients, learning_rate: float | None, pull: bool = True, ids: Ids | None = None
-    ) -> PushResult:
-        """Sends the gradients of one step on `blocks`, and by default fetches the weights after it.
+    def push(self, movement: Movement, bases: Sequence[int] = (), ids: Ids | None = None) -> PushResult:
+        """Sends a movement, and returns when it is merged, with the weights after that; or gradients of rows.
 
         Args:
-            learning_rate: for this push only; None: the servers' base rate.
+            bases: by server, versions on which the movement is based.
             ids: of embedding tables, by variable: rows to fetch after the update (created as in training); unique int64
                 [n].
         """
         with self._exchanging:
             self._sequence += 1
-            # Servers that applied the push under its name with the previous map don't apply it again.
+            # Servers that merged the push under its name with the previous map don't merge it again.
             result: PushResult = self._measured(
                 PUSH,
-                lambda: self._push(
-                    push.recut(self.servers.specs, self.servers.partition), learning_rate, pull, ids or {}
-                ),
+                lambda: self._push(movement.recut(self.servers.specs, self.servers.partition), bases, ids or {}),
             )
             return result
 
-    def _push(self, push: Gradients, learning_rate: float | None, pull: bool, ids: Ids) -> PushResult:
-        servers, wanted = self.servers, WantedRows(ids, self.servers)
-        # Staged pushes change the other servers only once the first one has decided.
-        pull_along = pull and not self.staged
-        # While an update propagates, a pull may find the servers at different versions.
-        oldest = min(server.version for server in servers.known) if self.staged else None
+    def _push(self, movement: Movement, bases: Sequence[int], ids: Ids) -> PushResult:
+        servers, wanted, is_movement = self.servers, WantedRows(ids, self.servers), movement.batches > 0
+        if len(bases) != len(servers.known):  # their number has changed since
+            bases = [min(bases, default=-1)] * len(servers.known)
         frames = []
-        for index, server in enumerate(servers.known):
-            header = self._request(server, push, pull_along, creates=not self.staged).header
-            header.version = server.version if oldest is None else oldest
-            header.staged = self.staged and index > 0
-            part = push.part(index, servers.specs, server.slices, servers.buckets, server.state_base, learning_rate)
-            tensors = self._rounding.sent(part.encode(header))
-            if not self.staged:
-                tensors |= wanted.of_server(index)
-            frames.append(Frame(header, tensors))
-        first = 1 if self.staged else 0
-        headers = self._exchange(servers.known[first:], frames[first:])
-        at_once = [True] * len(headers)
-        if push.batches:
-            for index, server in enumerate(servers.known):
-                headers[index], at_once[index] = self._merged(server, frames[index], headers[index])
-        refused = next((header for header in headers if header.status == pb.NON_FINITE), None)
-        if self.staged and refused is None:
-            headers = self._exchange(servers.known[:1], frames[:1])
-        decided = refused or headers[0]
-        if decided.status == pb.ACCEPTED and not pull and not frames[0].header.pull and push.batches is None:
-            # Until the next pull, the worker continues with its own state.
-            answers = [decided] * len(servers.known) if self.staged else headers
-            for server, answer, state, shares in zip(servers.known, answers, push.state, push.shares, strict=False):
-                server.state_base = answer.version
-                note_state(server, state, shares)
-        result = PushResult(decided.status, decided.reason, self.version)
-        if decided.status == pb.ACCEPTED and push.batches:
-            result.optimizers = self._after_movement(push, frames, at_once)
-        if not self.staged:
-            result.rows.update(self._found(wanted))
-        elif pull and ids:
-            result.rows.update(self.lookup(ids, create=True, pull=True))
-        elif pull:
-            self.pull()
+        for server, base in zip(servers.known, bases, strict=True):
+            header = self._request(server, pull=is_movement, creates=bool(ids)).header
+            header.sequence = self._sequence
+            part = movement.part(server.index, servers.specs, server.slices, servers.buckets, base)
+            tensors = narrowed(part.encode(header), self._wire_dtype)
+            frames.append(Frame(header, tensors | wanted.of_server(server.index)))
+        answers = self._exchange(servers.known, frames)
+        result = PushResult(self.version, self._found(wanted))
+        if is_movement:
+            alone = [answer.alone for answer in answers]
+            for server, frame, knows in zip(servers.known, frames, alone, strict=True):
+                if knows:
+                    note_movement(server, movement, widened(frame.tensors, servers.specs))
+            result.optimizers = None if all(alone) else self._optimizers_found()
         return result
 
-    def _merged(self, server: KnownServer, frame: Frame[Any], pushed: Any) -> tuple[Any, bool]:
-        """Waits until a server has merged a movement, which may wait for those of other workers.
-
-        Returns:
-            That header, or a new one if the movement had to be sent again; and whether no other answer came after it.
-        """
-        answer, pause = pushed, 0.0005
-        while answer.waits or answer.unknown:
-            if answer.unknown:  # the server has replaced a lost one
-                (answer,) = (pushed,) = self._exchange([server], [frame])
-                continue
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-            request = self._request(server, None, pull=True)
-            request.header.awaited = self._sequence
-            (answer,) = self._exchange([server], [request])
-        return pushed, answer is pushed
-
-    def _after_movement(
-        self, push: Gradients, frames: Sequence[Frame[Any]], at_once: Sequence[bool]
-    ) -> OptimizerState | None:
-        """The value of `PushResult.optimizers` after a movement.
-
-        Args:
-            at_once: by server, whether it merged the movement without making the worker wait. Other servers have sent
-                their state.
-        """
-        known = [
-            merged and knows_result(frame.header, server.version)
-            for merged, frame, server in zip(at_once, frames, self.servers.known, strict=True)
-        ]
-        for server, frame, is_known in zip(self.servers.known, frames, known, strict=True):
-            if is_known:
-                received = self._rounding.received(frame.tensors, self.servers.specs)
-                note_movement(server, self.servers, push, received)
-        return None if all(known) else self._optimizers_found()
-
-    def _request(self, server: KnownServer, push: Gradients | None, pull: bool, creates: bool = False) -> Frame[Any]:
+    def _request(self, server: KnownServer, pull: bool = False, creates: bool = False) -> Frame[Any]:
         header = pb.ExchangeRequest(
             worker_id=self._client_id,
             pull=pull or self.servers.has_moved,
@@ -307,20 +247,14 @@ class PSClient:
             known_state_version=server.state_version,
             map_version=self.servers.buckets.version,
             create_rows=creates,
+            rows_dtype=(self._wire_dtype if creates else WireDtype.SAME).value,
         )
-        self._rounding.ask(header)
-        if push is not None:
-            header.sequence = self._sequence
-            header.loss = push.loss
-            header.non_finite = push.non_finite
         return Frame(header, {})
 
     def _exchange(self, servers: Sequence[KnownServer], frames: Sequence[Frame[Any]]) -> list[Any]:
         answers = self._exchanged(servers, frames)
         for server, frame, answer in zip(servers, frames, answers, strict=True):
             header = answer.header
-            if header.waits or header.unknown:
-                continue
             if server is self.servers.known[0]:
                 self.version, self.learning_rate = header.version, header.learning_rate
                 self.learning_rate_version = header.base_learning_rate_version
@@ -336,27 +270,20 @@ class PSClient:
         moved = [answer.header.map_version for answer in answers if answer.header.status == pb.MOVED]
         if moved:
             raise MapChangedError(max(moved))
-        return self._rounding.answers(answers, self.servers.specs)
+        if self._wire_dtype is WireDtype.SAME:
+            return answers
+        return [Frame(answer.header, widened(answer.tensors, self.servers.specs)) for answer in answers]
 
 
-def note_state(server: KnownServer, state: Mapping[str, Array], shares: Mapping[str, Array]) -> None:
-    """Updates the state of layers after a step."""
-    before = of_kind(STATE, server.blocks)
-    after = {dtype: moved_state(before[dtype], state[dtype], shares[dtype], 0) for dtype in shares}
-    server.blocks = {**server.blocks, **named(STATE, after)}
-
-
-def note_movement(
-    server: KnownServer, servers: ServerGroup, movement: Gradients, received: Mapping[str, Array]
-) -> None:
-    """Updates everything except embedding tables, and the optimizer state, after a worker's movement.
+def note_movement(server: KnownServer, movement: Movement, sent: Mapping[str, Array]) -> None:
+    """Adds a worker's movement to what is known of a server, except to embedding tables.
 
     Args:
-        received: arrays of the movement's frame as the server got them, rounded for transport.
+        sent: arrays of the movement's frame as the server got them, rounded for transport.
     """
-    moved = of_kind(GRADIENTS, received)
-    after = {dtype: block + moved[dtype] for dtype, block in of_kind(WEIGHTS, server.blocks).items()}
-    note_state(server, movement.state[server.index], movement.shares[server.index])
-    server.blocks = {**server.blocks, **named(WEIGHTS, after)}
-    part = movement.part(server.index, servers.specs, server.slices, servers.buckets)
-    server.optimizers = from_tensors(part.optimizers)
+    moved, before = of_kind(MOVED, sent), of_kind(STATE, server.blocks)
+    weights = {dtype: block + moved[dtype] for dtype, block in of_kind(WEIGHTS, server.blocks).items()}
+    values, shares = movement.state[server.index], movement.shares[server.index]
+    state = {dtype: moved_state(before[dtype], values[dtype], shares[dtype], 0) for dtype in shares}
+    server.blocks = {**server.blocks, **named(WEIGHTS, weights), **named(STATE, state)}
+    server.optimizers = from_tensors(only(movement.optimizers, SHARED))

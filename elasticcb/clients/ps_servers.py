@@ -56,19 +56,19 @@ class KnownServer:
     blocks: dict[str, Array] = field(default_factory=dict)
     version: int = -1
     state_version: int = -1
-    state_base: int = -1  # the last version on which the state in `blocks` is based
+    slots_version: int = 0
     rows: dict[int, Array] = field(default_factory=dict)  # of embedding tables, from the last exchange
     optimizers: OptimizerState = field(default_factory=OptimizerState)  # from the last exchange
     pulled: bool = False  # whether `blocks` are valid
 
     def note_answer(self, request: pb.ExchangeRequest, answer: Frame[Any]) -> None:
         """Stores the results of an exchange."""
+        self.slots_version = answer.header.slots_version
         if request.pull:
             self.version, self.state_version = answer.header.version, answer.header.state_version
-            self.state_base = answer.header.version
             self.pulled = True
         self.rows = by_index(TABLE, answer.tensors)
-        if request.optimizers or request.batches or request.awaited:
+        if request.optimizers or request.batches:
             self.optimizers = from_tensors(only(answer.tensors, SLOTS, EXTRAS, SHARED))
         blocks = only(answer.tensors, WEIGHTS, STATE)
         if blocks:
@@ -177,13 +177,6 @@ class ServerGroup:
         """The headers of all servers' answers, by index."""
         return self.each(lambda server: self.call(server, method, header).header, self.known)
 
-    def first_then_others(self, method: str, header: Any) -> Any:
-        """For calls that the first server forwards to the others; its answer's header."""
-        first, *others = self.known
-        answer = self.call(first, method, header).header
-        self.each(lambda server: self.call(server, method, header), others)
-        return answer
-
     def call(self, server: KnownServer, method: str, header: Any) -> Frame[Any]:
         """A server's answer to a frame without arrays; `header` is not modified."""
         return self.send(server, Frame(copy.deepcopy(header), {}), method)
@@ -195,6 +188,9 @@ class ServerGroup:
             link = server.link
             try:
                 answer = link.call(method, frame, None if self._find is None else 0.0)
+                if method == "Exchange" and answer.header.status == pb.WAITS:
+                    begun = time.monotonic()  # other workers may take their time
+                    continue
                 if method == "Exchange" and answer.header.status == pb.MOVING:
                     time.sleep(_MOVING_PAUSE_SECONDS)
                     continue
@@ -235,7 +231,7 @@ class ServerGroup:
             logger.info("Parameter server %d is now at %s", server.index, address)
             server.link = self.link(server.index, address, id)
             # The new process counts versions by itself.
-            server.version = server.state_version = server.state_base = -1
+            server.version = server.state_version = -1
             failed.close()
             return True
 

@@ -95,20 +95,15 @@ class CheckpointWriter:
 
     def _written(self, version: int, tasks: dict[str, Any]) -> tuple[Path, int]:
         """Writes a complete checkpoint; returns its folder and version."""
-        begun: list[Path] = []
-
-        def take() -> list[Any]:
-            begun.append(begin_version(self._folder, version))
-            return self._control.save(str(begun[-1]))
-
+        begun = begin_version(self._folder, version)
         try:
-            answers = self._control.in_step(take, lambda answer: int(answer.version))
+            answers = self._control.save(str(begun))
             version = int(answers[0].version)
             self._check_may_write()
             if self._uploads is not None:  # else the same version might change during its upload
                 self._uploads.let_go(self._folder / version_folder(version))
             path = finish_version(
-                begun[-1],
+                begun,
                 version=version,
                 specs=self._control.servers.specs,
                 parts=self._control.servers.partition,
@@ -117,8 +112,7 @@ class CheckpointWriter:
                 extra={"job": self._job, "run": self._control.run, "tasks": tasks},
             )
         finally:
-            for folder in begun:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(begun, ignore_errors=True)
         return path, version
 
     @property

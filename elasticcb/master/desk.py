@@ -300,14 +300,8 @@ class Desk:
 
 
 def _recovers_ps(settings: JobSettings) -> bool:
-    """Whether a replacement can restore a lost server: from recovery files, or from weights that never change.
-
-    In synchronous mode, several servers must be at the same version, which recovery files can't guarantee.
-    """
-    if settings.command in (Command.EVALUATE, Command.PREDICT):
-        return True
-    consistent = not settings.training.is_synchronous or settings.cluster.num_ps == 1
-    return consistent and settings.checkpoint.interval_seconds > 0
+    """Whether a replacement can restore a lost server: from recovery files, or from weights that never change."""
+    return settings.command in (Command.EVALUATE, Command.PREDICT) or settings.checkpoint.interval_seconds > 0
 
 
 def _print(text: str, is_error: bool) -> None:

@@ -89,7 +89,7 @@ class ModelHost:
                 pipelines[Mode.EVALUATION] = open_pipeline(settings, self.spec, Mode.EVALUATION)
             self._counts = SourceCounts(settings, pipelines)
             on_error.callback(self._counts.stop)  # the user may have interrupted the job
-            self._is_local = settings.training.is_local
+            self._is_local = True
             batch, step = self._build(pipelines, mode)
             self.sources: dict[str, Sources] = self._counts.result()
             # With metrics as the first batch has built them.

@@ -58,7 +58,7 @@ def records_to_train(settings: JobSettings, queue: TaskQueue) -> int:
     """Total over all epochs."""
     training = settings.training
     total = queue.records_per_epoch * training.num_epochs
-    return min(total, training.max_batches * training.minibatch_size) if training.max_step else total
+    return min(total, training.max_step * training.minibatch_size) if training.max_step else total
 
 
 def _of_settings(state: JobState, settings: JobSettings | None, now: float) -> dict[str, Any]:

@@ -216,7 +216,7 @@ def _new_queue(order: Order, host: Any, initial_epoch: int) -> TaskQueue:
             records_per_task=training.minibatch_size * per_task,
             minibatch_size=training.minibatch_size,
             num_epochs=training.num_epochs,
-            max_batches=training.max_batches,
+            max_batches=training.max_step,
             shuffle_seed=training.shuffle_seed,
             max_retries=training.max_task_retries,
             lease_seconds=cluster.lease_seconds,

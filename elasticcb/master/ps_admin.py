@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,9 +25,6 @@ from elasticcb.sharding.table_state import gathered
 
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
-
-_TAKES = 3  # attempts to read one consistent version
 _SUMMARY_SECONDS = 5.0  # timeout for a server's count of refused calls
 
 _PERSIST_SECONDS = 2.0  # timeout for a server to acknowledge the request; writing happens later
@@ -152,26 +149,8 @@ class PSControl:
             tensors = source.part(servers, server.index)
         return Frame(header, tensors)
 
-    def in_step(self, take: Callable[[], Sequence[Answer]], version_of: Callable[[Answer], int]) -> Sequence[Answer]:
-        """Calls `take`, which returns an answer per server; in synchronous mode, of one version of the model.
-
-        All servers are asked again when versions differ: some may have been updated in between.
-
-        Raises `CheckpointError` when the versions still differ.
-        """
-        for _ in range(_TAKES):
-            answers = take()
-            versions = [version_of(answer) for answer in answers]
-            if not self.client.staged or len(set(versions)) == 1:
-                return answers
-            logger.warning("The parameter servers returned different model versions: %s", versions)
-        raise CheckpointError(
-            f"The parameter servers returned different model versions in {_TAKES} attempts, by server: "
-            f"{', '.join(map(str, versions))}. In synchronous mode they must be the same."
-        )
-
     def export(self) -> ModelState:
-        """Everything that the servers hold, consistent as in `in_step`. Training may continue."""
+        """Everything that the servers hold. Training may continue."""
         while True:
             try:
                 with contextlib.suppress(ServerReplacedError):
@@ -181,7 +160,7 @@ class PSControl:
 
     def _exported(self) -> ModelState:
         servers = self.servers
-        answers = self.in_step(self._hold_export, lambda answer: int(answer.header.version))
+        answers = self._hold_export()
         states = [
             from_tensors(answer.tensors, answer.header.optimizers if index == 0 else ())
             for index, answer in enumerate(answers)
@@ -205,7 +184,6 @@ class PSControl:
         """Makes all servers hold their state for an export; their answers contain the dense part."""
         self._export_id = secrets.randbits(62) + 1
         servers, id = self.servers, self._export_id
-        servers.call(servers.known[0], "Export", pb.ExportRequest(id=id, hold=True))
         return servers.each(lambda server: servers.call(server, "Export", pb.ExportRequest(id=id)), servers.known)
 
     def release_held(self) -> None:
@@ -222,8 +200,6 @@ class PSControl:
         self, weights: Sequence[Array] | None, optimizer_state: OptimizerState | None, ids: Ids | None = None
     ) -> int:
         """Sets weights, optimizer state, or both; returns the new version.
-
-        Pending gradients that become too old by the rules of synchronous mode are dropped.
 
         Args:
             weights: of the whole model; None: unchanged.
@@ -242,10 +218,7 @@ class PSControl:
             frame = Frame(header, model.part(self.servers, server.index))
             return int(self.servers.send(server, frame, "LoadState").header.version)
 
-        # In synchronous mode the first server tells the others to apply what they received.
-        first, *others = self.servers.known
-        self.servers.each(load, others)
-        self.client.version = load(first)
+        self.client.version = self.servers.each(load, self.servers.known)[0]
         self.servers.free_memory()
         return self.client.version
 
@@ -254,7 +227,7 @@ class PSControl:
         servers = self.servers
         if weights is None:
             request = pb.SnapshotRequest(evaluation_round=evaluation_round)
-            return int(servers.first_then_others("Snapshot", request).version)
+            return int(servers.on_all("Snapshot", request)[0].version)
 
         def keep(server: KnownServer) -> int:
             header = pb.SnapshotRequest(evaluation_round=evaluation_round)
@@ -273,13 +246,12 @@ class PSControl:
         Args:
             directory: an empty, never used folder, because a server may still be writing for an earlier call.
         """
-        self.servers.call(self.servers.known[0], "Save", pb.SaveRequest(directory=directory, hold=True))
         return self.servers.on_all("Save", pb.SaveRequest(directory=directory))
 
     def finish_training(self, finalize: bool = True) -> int:
-        """Applies pending gradients and finalizes the optimizers; returns the new version."""
+        """Merges pending movements and finalizes the optimizers; returns the new version."""
         request = pb.FinishTrainingRequest(finalize=finalize)
-        return int(self.servers.first_then_others("FinishTraining", request).version)
+        return int(self.servers.on_all("FinishTraining", request)[0].version)
 
     def persist(self) -> None:
         """Asks the servers to write recovery files soon, in the background. Unresponsive servers are skipped."""

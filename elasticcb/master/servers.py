@@ -69,7 +69,6 @@ class Servers:
                 state.lost_ps.clear()  # none of them holds the model yet
                 self._places = [ServerPlace(member.address, member.id) for member in state.roster.up(Role.PS)]
         self._has_replicas = settings is not None and bool(settings.cluster.ps_replicas)
-        self._synchronous = settings is not None and settings.training.is_synchronous
         self._patience = desk.cluster.patience_seconds
         run = run or secrets.token_hex(8)
         servers = ServerGroup(
@@ -81,7 +80,7 @@ class Servers:
             self._find,
         )
         desk.end_calls = servers.end_calls
-        self.control = PSControl(PSClient(servers, synchronous=self._synchronous), run)
+        self.control = PSControl(PSClient(servers), run)
         if places:
             end_earlier_move(self.control)
             for index in range(len(places)):  # the other master may not have done it
@@ -169,18 +168,13 @@ class Servers:
     def adopt(self, version: int) -> None:
         """Restores the servers of a new cluster from the previous cluster's recovery files, as `version` of the model,
         or a later one that some of them have."""
-        held = []
         for index in range(len(self._places)):
             place, restored = self._give_back(index, version, 0)
             self._set_place(index, place)
-            held.append(max(version, restored.version))
             lost = _lost(version, restored)
             with self._desk.state() as state:
                 state.totals.updates_lost += lost
             self._say(f"Parameter server {index} resumes from {restored.source}; {_how_many_lost(lost)}.")
-        if self._synchronous:  # all must be at the same version
-            for index in [index for index, own in enumerate(held) if own < max(held)]:
-                self._set_place(index, self._give_back(index, max(held), 0)[0])
         self.control.client.pull()
 
     def _find(self, index: int, unreachable: int) -> tuple[str, int]:

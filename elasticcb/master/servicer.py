@@ -99,7 +99,8 @@ class MasterServicer:
         )
 
     def GetTask(self, request: Any, context: Any) -> pb.GetTaskResponse:
-        decision = self._calls.get_task(request.worker_id, request.leases, LONG_POLL_SECONDS, context.is_active)
+        seconds = 0.0 if request.at_once else LONG_POLL_SECONDS
+        decision = self._calls.get_task(request.worker_id, request.leases, seconds, context.is_active)
         answer = pb.GetTaskResponse(kind=_KINDS[decision.kind], reason=decision.reason)
         if decision.lease is not None:
             with self._desk.state() as state:

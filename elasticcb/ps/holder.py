@@ -19,15 +19,14 @@ from elasticcb.optimizers.state_messages import from_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.parameters import Parameters
-from elasticcb.ps.peers import Peers
 from elasticcb.ps.push_reader import PushReader
 from elasticcb.ps.recovery import RecoveryLog, Saved, forget_older, log_folder, read_by_older_map
 from elasticcb.ps.recovery_writer import RecoveryWriter
 from elasticcb.ps.replica import Replica
 from elasticcb.ps.replica_log import Entry, Origin
-from elasticcb.ps.served_model import PushAnswer, ServedModel, values_of
+from elasticcb.ps.served_model import ServedModel, values_of
 from elasticcb.ps.table_limits import TableLimits
-from elasticcb.ps.update_policy import Answered, policy_of
+from elasticcb.ps.update_policy import policy_of
 from elasticcb.rpc.tensors import Frame, dtype_of
 from elasticcb.security.credentials import Access
 from elasticcb.settings import TrainingSettings
@@ -46,7 +45,7 @@ class ServerOptions:
     """Options of a job for each of its parameter servers.
 
     Attributes:
-        training: asynchronous or synchronous, and how many gradients make an update.
+        training: how movements are merged.
         recovery: folder for the recovery files of all servers, and the interval in seconds; None: no files are written.
         lost_workers: ids of workers whose pushes are refused; may grow.
         replicas: whether a neighbour keeps what the recovery files lack.
@@ -85,17 +84,15 @@ class Holder:
     def ready(self) -> bool:
         """Whether it holds and serves its part of the model."""
         model = self.model
-        return model is not None and not model.failure
+        return model is not None
 
     def present(self) -> ServedModel:
-        """The model. Raises `ElasticCBError` when there is none yet, or an update of it has failed."""
+        """The model. Raises `ElasticCBError` when there is none yet."""
         if self.model is None:
             raise ElasticCBError(
                 "This parameter server has no model yet; the master must call Initialize first. The server may have "
                 "been restarted."
             )
-        if self.model.failure:
-            raise ElasticCBError(self.model.failure)
         return self.model
 
     def initialize(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
@@ -112,13 +109,13 @@ class Holder:
         specs, slices, buckets = _part_of(request)
         part, log, saved = None, self._recovery_log(request), None
         continues = False  # whether the server continues the files of its recovery log
-        answered: Answered[PushAnswer] = Answered()
+        taken: dict[int, int] = {}
         if request.recover:
             if self._writer is not None:  # another master has also called this
                 self._writer.close()
             saved, continues = self._recovered(log, request, specs, slices)
             part = saved.part
-            answered.forget_up_to(saved.answered)
+            taken.update(saved.answered)
             values, version, tables = part.weights, part.version, part.tables
         elif request.checkpoint:
             part = parts.load_slices(request.checkpoint, specs, slices, request.index, buckets)
@@ -137,7 +134,7 @@ class Holder:
             state = from_tensors(frame.tensors, request.optimizers)
             parameters.check_state(state)
             parameters.load({}, state, version)
-        model = self._model_of(request, buckets, parameters, answered)
+        model = self._model_of(request, buckets, parameters, taken)
         self.close()  # of the previous model
         complete = False
         if log is not None and not continues:
@@ -180,33 +177,23 @@ class Holder:
 
     def close(self) -> None:
         """Releases what the model needs, and stops writing recovery files."""
-        # Without the lock: an update may wait for another server, which this interrupts.
         self._hang_up()
         if self._writer is not None:
             self._writer.close()
 
     def _hang_up(self) -> None:
-        """Closes the model's connections to other servers."""
+        """Lets workers wait no more, and closes the connection to the neighbour."""
         if self.model is not None:
-            self.model.peers.close()
+            self.model.is_closed = True
             if self.model.replica is not None:
                 self.model.replica.close()
 
     def _model_of(
-        self, request: pb.InitializeRequest, buckets: BucketMap, parameters: Parameters, answered: Answered[PushAnswer]
+        self, request: pb.InitializeRequest, buckets: BucketMap, parameters: Parameters, taken: dict[int, int]
     ) -> ServedModel:
         self._models += 1
         if self._models % _MODELS_WITH_KERNELS == 0:
             forget_kernels()  # of models that no longer exist
-        options, training = self._options, self._options.training
-        use_peers = request.index == 0 and training.is_synchronous
-        if use_peers and len(request.ps_addresses) != request.num_ps:
-            if request.num_ps > 1:
-                raise WireError(
-                    f"Initialize of the first of {request.num_ps} servers has {len(request.ps_addresses)} addresses; "
-                    "in synchronous mode it needs all of them, to forward updates."
-                )
-            use_peers = False
         return ServedModel(
             specs=parameters.specs,
             slices=parameters.slices,
@@ -215,21 +202,19 @@ class Holder:
             buckets=buckets,
             parameters=parameters,
             reader=PushReader(parameters.specs, parameters.slices, parameters.tables.check_ids),
-            peers=Peers(list(request.ps_addresses)[1:] if use_peers else [], options.access, options.patience_seconds),
-            policy=policy_of(training, options.replicas, time.monotonic),
-            answered=answered,
+            policy=policy_of(self._options.training, self._options.replicas, time.monotonic),
+            merged=threading.Condition(self.lock),
+            taken=taken,
         )
 
     def empty_model(self, request: pb.InitializeRequest) -> ServedModel:
         """An empty model, which a move fills."""
-        if self._options.training.is_synchronous:
-            raise ElasticCBError("The number of parameter servers can't change in synchronous mode.")
         specs, slices, buckets = _part_of(request)
         own = [(part, specs[part.variable]) for part in slices]
         zeros = {part.variable: np.zeros(part.shape(spec), dtype_of(spec.dtype)) for part, spec in own}
         place, limits = (request.index, buckets), replace(self._options.limits)
         parameters = Parameters(specs, slices, self._options.make_optimizers, zeros, 0, place, limits)
-        return self._model_of(request, buckets, parameters, Answered())
+        return self._model_of(request, buckets, parameters, {})
 
     def serve(self, model: ServedModel, request: pb.InitializeRequest) -> None:
         """Serves the result of a move. The lock must be held."""
@@ -306,7 +291,7 @@ class Holder:
             if model is not self.model:
                 raise CheckpointError("Another shard map is in use now.")
             noted = 0 if model.replica is None else model.replica.noted
-            return Saved(model.parameters.hold(self.lock, since), model.answered.last(), noted)
+            return Saved(model.parameters.hold(self.lock, since), dict(model.taken), noted)
 
 
 def _part_of(request: pb.InitializeRequest) -> tuple[list[VariableSpec], list[Slice], BucketMap]:

@@ -194,7 +194,7 @@ class Move:
         parameters.check_state(part.optimizers)
         parameters.load(part.weights, part.optimizers, version)
         parameters.tables.restore_ages(part.ages, version)
-        self.next.answered.forget_up_to(self._taken)
+        self.next.taken.update(self._taken)
         for number in parameters.tables.numbers:
             held = [ids for (_, table), ids in self._held.items() if table == number]
             parameters.tables[number].keep(np.concatenate([np.empty(0, np.int64), *held]))
@@ -208,7 +208,8 @@ class Move:
             tables[number].take_over(
                 self._model.parameters.tables[number], lambda ids: self.buckets.owns(self._index, ids)
             )
-        self.next.rate_version, self.next.loaded = self._model.rate_version, self._model.loaded
+        self.next.rate_version, self.next.slots_version = self._model.rate_version, self._model.slots_version
+        self.next.loaded = self._model.loaded
 
     def close(self) -> None:
         """Closes the connections."""
@@ -278,9 +279,8 @@ class Moves:
             if model is None:
                 return pb.MoveResponse()
             model.gate = model.gate or MoveGate()
-            if model.policy.workers_wait:
-                model.flush()
-            return pb.MoveResponse(pushes=_names(model.answered.last().items()), version=model.parameters.version)
+            model.flush()
+            return pb.MoveResponse(pushes=_names(model.taken.items()), version=model.parameters.version)
 
     def _drain(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
         with self._holder.lock:
@@ -288,7 +288,7 @@ class Moves:
             if model is None or model.gate is None:
                 return pb.MoveResponse()
             model.gate.allowed = {push.worker_id: push.sequence for push in request.pushes}
-            return pb.MoveResponse(pushes=_names(model.gate.missing(model.answered.last())))
+            return pb.MoveResponse(pushes=_names(model.gate.missing(model.taken)))
 
     def _hand_over(self, request: pb.MoveRequest, move: Move) -> pb.MoveResponse:
         size = move.hand_over({push.worker_id: push.sequence for push in request.pushes})

@@ -35,12 +35,6 @@ from elasticcb.sharding.table_source import TableSource
 logger = logging.getLogger(__name__)
 
 
-# TensorFlow keeps XLA's compiled code for the life of the process, 0.9 MB for a small model: XLA is used only for
-# models trained beyond this version. It is a version rather than a number of calls so that a replacement server, or one
-# that resumes from a checkpoint, produces bit-identical updates.
-FIRST_VERSION_BY_XLA = 10
-
-
 class Snapshot(NamedTuple):
     """The flat blocks, by dtype, at one version. Read-only."""
 
@@ -87,22 +81,6 @@ class Parameters:
         """None if nothing is trained."""
         return self._trained.optimizers
 
-    def _part_groups(self, push: Push) -> None:
-        """Removes from their groups variables that `push` does not update together with the group."""
-        groups = self._trained.groups_for(push, self._by_xla)
-        if groups is not None:
-            values, state = self._arrays(), self._trained.need_optimizers().state()
-            self._trained = TrainedPart(self.specs, self.slices, self._make_optimizers, values, groups)
-            optimizers = self._trained.need_optimizers()
-            with tf.device("/CPU:0"):
-                optimizers.load(state)
-                self.tables.train_by(optimizers)
-            self._blocks = None
-
-    @property
-    def _by_xla(self) -> bool:
-        return self.version >= FIRST_VERSION_BY_XLA
-
     # -------------------------------------------------------------- reading
 
     def weights(self) -> Mapping[str, Array]:
@@ -142,41 +120,15 @@ class Parameters:
         self._trained.need_optimizers().set_learning_rate(learning_rate)
         self._rate = None
 
-    def check_learning_rate(self, push: Push) -> None:
-        """Raises `ElasticCBError` when `push` requests a rate that can't be set."""
-        if push.learning_rate is not None and not self._trained.need_optimizers().can_set_learning_rate:
-            self._trained.need_optimizers().set_learning_rate(push.learning_rate)
-
-    def apply(self, push: Push) -> None:
-        """Applies a checked push as one update; increases the version by one."""
-        self._part_groups(push)
-        optimizers = self._trained.need_optimizers()
-        base = None
-        self._blocks = None
-        if push.learning_rate is not None and push.learning_rate != self.learning_rate:
-            base = self.learning_rate
-            optimizers.set_learning_rate(push.learning_rate)
-        try:
-            with tf.device("/CPU:0"):
-                dense, tables = push, {i: rows for i, rows in push.rows.items() if self.specs[i].table}
-                self.tables.update(tables, self.version + 1)  # before the iterations increase
-                if tables:
-                    dense = replace(push, rows={i: rows for i, rows in push.rows.items() if i not in tables})
-                self._trained.apply(dense, self._by_xla)
-        finally:
-            if base is not None:
-                optimizers.set_learning_rate(base)
-        self._move_state(push, self._batches_since(push))
-        self.version += 1
-        if optimizers.has_schedule:
-            self._rate = None
-
-    def merge(self, pushes: Sequence[Push]) -> None:
+    def merge(self, pushes: Sequence[Push], workers: int = 1) -> None:
         """Merges the local training of some workers into the model; increases the version by their batches.
 
         Movements that started at the current version are weighted by their batches, so that the weights become the mean
         over the workers, as in local SGD (Stich 2019). Older ones are weighted less the more batches have been merged
         since, as in asynchronous federated optimization (Xie et al. 2019).
+
+        Args:
+            workers: each movement counts at most as one of this number.
         """
         optimizers = self._trained.need_optimizers()
         for push in pushes:
@@ -187,7 +139,9 @@ class Parameters:
             return
         total, done = sum(batches for _, batches, _ in moving), 0
         self._blocks = None  # TensorFlow copies variables before a change while previously read values are in use
-        self._trained.move([(push.blocks, batches / (total + since)) for push, batches, since in moving])
+        self._trained.move(
+            [(push.moved, batches / max(total + since, workers * batches)) for push, batches, since in moving]
+        )
         for push, batches, since in moving:  # sequentially, which also yields means
             others = done + since
             with tf.device("/CPU:0"):
@@ -200,7 +154,7 @@ class Parameters:
 
     def _batches_since(self, push: Push) -> int:
         """Versions since the one that a push is based on, as far as known."""
-        return max(0, self.version - push.state_base) if push.state_base >= 0 else 0
+        return max(0, self.version - push.base) if push.base >= 0 else 0
 
     def _move_state(self, push: Push, lag: float) -> None:
         if any(shares.any() for shares in push.shares.values()):

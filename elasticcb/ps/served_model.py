@@ -1,54 +1,27 @@
-"""A server's state besides weights: pending pushes, answers, snapshots, and its place among the servers."""
+"""A server's state besides weights: movements that wait, snapshots, and its place among the servers."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.errors import ElasticCBError
-from elasticcb.optimizers.state import OptimizerState
-from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.parameters import Parameters, Snapshot, flat
-from elasticcb.ps.peers import Peers
 from elasticcb.ps.push_reader import PushReader
 from elasticcb.ps.replica import Replica
-from elasticcb.ps.update_policy import Answered, PushName, UpdatePolicy
+from elasticcb.ps.update_policy import AtOnce, PushName
 from elasticcb.rpc.tensors import Array, all_finite
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import Slice, VariableSpec, check_blocks, layout
 from elasticcb.sharding.partition import block_sizes as sizes_of
 from elasticcb.sharding.push import Push
-from elasticcb.sharding.table_state import TableState
 
 logger = logging.getLogger(__name__)
-
-
-class PushAnswer(NamedTuple):
-    """The answer to a push and its retries."""
-
-    status: int
-    reason: str = ""
-
-
-class Staged(NamedTuple):
-    """A push that waits for the first server's decision."""
-
-    push: Push
-    version: int  # version of the weights it was computed on
-
-
-class Change(NamedTuple):
-    """A checked `LoadState` request."""
-
-    id: int
-    values: Mapping[int, Array]  # of all variables, or of none
-    optimizers: OptimizerState
-    tables: Mapping[int, TableState]
 
 
 class Exported(NamedTuple):
@@ -93,7 +66,18 @@ class MoveGate:
 
 @dataclass
 class ServedModel:
-    """The result of `Initialize`."""
+    """The result of `Initialize`.
+
+    Attributes:
+        merged: notified when movements were merged; of the lock.
+        waiting: movements that are not merged yet.
+        taken: by worker, the sequence number of its last push that is part of the model; earlier ones are, too.
+        snapshots: by evaluation pass.
+        loaded: id of the last change by the master, and the version it made.
+        rate_version, slots_version: increase when the master sets the base rate, or the optimizers' state.
+        replica: of this server, on its neighbour.
+        gate: while it hands over its data.
+    """
 
     specs: Sequence[VariableSpec]
     slices: Sequence[Slice]
@@ -102,71 +86,36 @@ class ServedModel:
     buckets: BucketMap
     parameters: Parameters
     reader: PushReader
-    peers: Peers
-    policy: UpdatePolicy
-    answered: Answered[PushAnswer]
-    staged: dict[PushName, Staged] = field(default_factory=dict)  # synchronous mode: pushes waiting for an update
-    snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by evaluation pass
-    held: dict[str, Part] = field(default_factory=dict)  # by checkpoint folder, data to write there
+    policy: AtOnce
+    merged: threading.Condition
+    taken: dict[int, int] = field(default_factory=dict)
+    waiting: dict[PushName, Push] = field(default_factory=dict)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
     exported: Exported | None = None
-    change: Change | None = None  # synchronous mode: a change that waits for the first server
-    loaded: tuple[int, int] = (0, 0)  # id of the last change, and the version it made
-    rate_version: int = 0  # increases when the master sets the base rate
-    replica: Replica | None = None  # of this server, on its neighbour
-    failure: str = ""  # an update that only some servers have applied
-    gate: MoveGate | None = None  # while it hands over its data
+    loaded: tuple[int, int] = (0, 0)
+    rate_version: int = 0
+    slots_version: int = 0
+    replica: Replica | None = None
+    gate: MoveGate | None = None
+    is_closed: bool = False
 
-    @contextlib.contextmanager
-    def all_or_none(self, version: int) -> Iterator[None]:
-        """Blocks everything after a change that not all servers have made."""
-        try:
-            yield
-        except Exception as error:
-            if self.peers:
-                self.failure = (
-                    f"The update to version {version} failed on some of the {self.num_ps} parameter servers: {error} "
-                    "The others may have applied it, so training can't continue. Start again from the last checkpoint."
-                )
-            raise
+    def has(self, name: PushName) -> bool:
+        """Whether the push has come before."""
+        return name in self.waiting or name.sequence <= self.taken.get(name.worker, 0)
 
-    def update(self, names: Sequence[PushName]) -> None:
-        """Applies staged pushes as one update; on all servers, if this is the first of several."""
-        pushes = [self.staged.pop(name).push for name in names]
-        if not pushes:
-            return
-        if pushes[0].batches is not None:
-            self.parameters.merge(pushes)
-            for name in names:
-                self.answered.remember(name, PushAnswer(pb.ACCEPTED, "merged"))
-            return
-        push, version = self.reader.mean(pushes), self.parameters.version + 1
-        with self.all_or_none(version):
-            named = [pb.PushName(worker_id=name.worker, sequence=name.sequence) for name in names]
-            self.peers.call("Apply", pb.ApplyRequest(pushes=named, version=version))
-            self.parameters.apply(push)
+    def merge(self, names: Sequence[PushName], leave_out: Collection[int] = ()) -> None:
+        """Merges movements that wait, except those of the workers to leave out."""
+        pushes = {name: self.waiting.pop(name) for name in names}
+        used = {name: push for name, push in pushes.items() if name.worker not in leave_out}
+        if used:
+            self.parameters.merge(list(used.values()), self.policy.workers)
+            self.taken.update({name.worker: name.sequence for name in used})
+        if pushes:
+            self.merged.notify_all()
 
     def flush(self) -> None:
-        """Applies the pending pushes as an update."""
-        names = self.policy.flush().pushes
-        if names:
-            self.update(names)
-
-    def release_held(self) -> None:
-        """Drops what was held for a checkpoint."""
-        for part in self.held.values():
-            part.release()
-        self.held = {}
-
-    def drop_stale(self) -> None:
-        """Drops staged pushes that are too old: the first server will not use them, and updates of several pushes leave
-        them out."""
-        for name, staged in list(self.staged.items()):
-            reason = self.policy.too_old(staged.version, self.parameters.version)
-            if reason:
-                if name in self.policy.waiting:
-                    logger.warning("Dropped a waiting gradient: %s", reason)
-                del self.staged[name]
-        self.policy.keep(self.staged)
+        """Merges all movements that wait."""
+        self.merge(self.policy.flush())
 
     def snapshot_of(self, evaluation_round: int) -> Snapshot:
         """Raises `ElasticCBError` when there is none."""

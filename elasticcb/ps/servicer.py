@@ -92,7 +92,6 @@ class Servicer:
         tables = TableCalls(self.holder)
         answers: dict[str, Handler] = {
             "Exchange": locked(training.exchange),
-            "Apply": locked(training.apply),
             "Snapshot": locked(snapshot),
             "FinishTraining": saved(locked(training.finish_training)),
             "SetLearningRate": locked(training.set_learning_rate),

@@ -9,9 +9,9 @@ from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.optimizers.state_messages import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.holder import Holder
-from elasticcb.ps.served_model import Change, Exported, ServedModel, values_of
+from elasticcb.ps.served_model import Exported, ServedModel, values_of
 from elasticcb.rpc.tensors import Array, Frame
-from elasticcb.sharding.array_names import STATE, WEIGHTS, named, only
+from elasticcb.sharding.array_names import EXTRAS, SHARED, SLOTS, STATE, WEIGHTS, named, only
 from elasticcb.sharding.table_state import TableState
 from elasticcb.sharding.table_state import from_tensors as tables_from
 from elasticcb.sharding.table_state import to_tensors as tables_to
@@ -29,13 +29,7 @@ class ReadingCalls:
             raise WireError(f"Save has an invalid path: {directory!r}.")
         with self._holder.lock:
             model = self._holder.present()
-            if frame.header.hold:
-                model.peers.call("Save", frame.header)
-                model.release_held()
-                model.held = {directory: model.parameters.hold(self._holder.lock)}
-                return Frame(pb.SaveResponse(version=model.parameters.version), {})
-            held = model.held.pop(directory, None)
-            part = model.parameters.hold(self._holder.lock) if held is None else held
+            part = model.parameters.hold(self._holder.lock)
         try:  # others continue while the file is written
             saved = parts.save_part(directory, part, model.slices, model.index, model.num_ps)
         finally:
@@ -52,17 +46,11 @@ class ReadingCalls:
                 model.exported.part.release()
                 model.exported = None
             if request.release:
-                if not request.id:
-                    model.release_held()
                 return Frame(pb.ExportResponse(version=parameters.version), {})
-            if request.hold:
-                model.peers.call("Export", request)
             if model.exported is None:
                 model.exported = Exported(request.id, parameters.hold(self._holder.lock), parameters.snapshot())
             part, dense = model.exported.part, model.exported.dense
         response = pb.ExportResponse(version=part.version)
-        if request.hold:
-            return Frame(response, {})
         tensors = named(WEIGHTS, dense.weights) | named(STATE, dense.state)
         optimizers = part.optimizers
         response.optimizers.extend(optimizers.optimizers)
@@ -99,7 +87,6 @@ def snapshot(frame: Frame[pb.SnapshotRequest], model: ServedModel) -> Frame[Any]
             tables=model.parameters.tables.snapshot()
         )
     elif evaluation_round not in model.snapshots:
-        model.peers.call("Snapshot", frame.header)
         model.snapshots[evaluation_round] = model.parameters.kept_snapshot()
     return Frame(pb.SnapshotResponse(version=model.snapshots[evaluation_round].version), {})
 
@@ -108,40 +95,16 @@ def load_state(frame: Frame[pb.LoadStateRequest], model: ServedModel) -> Frame[A
     request = frame.header
     if request.id == model.loaded[0]:  # a retry
         return Frame(pb.LoadStateResponse(version=model.loaded[1]), {})
-    parameters = model.parameters
-    if request.version:
-        change = model.change
-        if change is None or change.id != request.id or request.version != parameters.version + 1:
-            raise ElasticCBError(
-                f"Server {model.index} can't follow the first server to version {request.version}: it is at "
-                f"version {parameters.version}, and has {'another' if change else 'no'} pending state. It may "
-                "have been restarted. Start the job again from its last checkpoint."
-            )
-        _set(change, model)
-        return Frame(pb.LoadStateResponse(version=parameters.version), {})
-    change = _read_change(frame, model)
-    if model.policy.first_decides and model.index > 0:
-        model.change = change
-        return Frame(pb.LoadStateResponse(version=parameters.version), {})
-    with model.all_or_none(parameters.version + 1):
-        model.peers.call("LoadState", pb.LoadStateRequest(id=request.id, version=parameters.version + 1))
-        _set(change, model)
-    return Frame(pb.LoadStateResponse(version=parameters.version), {})
-
-
-def _read_change(frame: Frame[pb.LoadStateRequest], model: ServedModel) -> Change:
     values: dict[int, Array] = {}
     if only(frame.tensors, WEIGHTS, STATE):
         values = values_of(frame.tensors, model.specs, model.slices, "LoadState")
-    state = from_tensors(frame.tensors, frame.header.optimizers)
-    model.parameters.check_state(state)
-    return Change(frame.header.id, values, state, tables_from(frame.tensors))
-
-
-def _set(change: Change, model: ServedModel) -> None:
-    version = model.parameters.version + 1
-    model.parameters.load(change.values, change.optimizers, version, change.tables)
-    model.change, model.loaded = None, (change.id, version)
-    model.drop_stale()
+    state = from_tensors(frame.tensors, request.optimizers)
+    parameters = model.parameters
+    parameters.check_state(state)
+    parameters.load(values, state, parameters.version + 1, tables_from(frame.tensors))
+    model.loaded = request.id, parameters.version
+    if only(frame.tensors, SLOTS, EXTRAS, SHARED):
+        model.slots_version += 1
     if model.replica is not None:
         model.replica.note("LoadState", pb.LoadStateRequest(), {})  # recovery files contain it before it is answered
+    return Frame(pb.LoadStateResponse(version=parameters.version), {})

@@ -73,47 +73,51 @@ FORGETS = (
     "two."
 )
 
-# Settings that apply only to some modes.
-_MEANT_FOR = {
-    "training.local_steps": (Updates.LOCAL,),
-    "training.grads_to_wait": (Updates.SYNC,),
-    "training.sync_version_tolerance": (Updates.SYNC,),
-    "training.max_staleness": (Updates.ASYNC, Updates.LOCAL),
-    "training.get_model_steps": (Updates.SYNC, Updates.ASYNC),
-}
-
 
 def _mode_path(said: Said) -> str:
-    """Which of the two mode settings the user gave."""
-    return "training.use_async" if "training.use_async" in said else "training.updates"
+    """The setting by which the user chose the mode."""
+    given = ("training.use_async", "training.grads_to_wait", "training.get_model_steps")
+    return next((path for path in given if path in said), "training.updates")
 
 
 def _mode(settings: JobSettings, said: Said) -> Iterator[str]:
     training, path = settings.training, _mode_path(said)
-    if "training.use_async" in said and "training.updates" in said:
+    if path != "training.updates" and "training.updates" in said:
         yield (
-            f"{said.with_value('training.use_async')} and {said.with_value('training.updates')} set the same thing. "
-            f"Remove {said.name('training.use_async')}, which is the earlier name."
+            f"{said.with_value(path)} and {said.with_value('training.updates')} set the same thing. Remove "
+            f"{said.name(path)}, which is ElasticDL's name."
         )
-        return
-    for name, modes in _MEANT_FOR.items():
-        if name in said and training.updates not in modes:
-            wanted = " or ".join(said.as_given("training.updates", mode.value) for mode in modes)
-            yield (
-                f"{said.with_value(name)} applies only to {wanted}, and this job has {said.with_value(path)}. Set "
-                f"{wanted}, or remove {said.name(name)}."
-            )
-    if not training.is_synchronous or training.grads_to_wait < 1:
-        return
-    tolerance = "training.sync_version_tolerance"
-    age = (training.get_model_steps - 1) // training.grads_to_wait
-    if age > training.sync_version_tolerance:
-        steps = "training.get_model_steps"
+    steps = next((steps for steps in ("training.get_model_steps", "training.local_steps") if steps in said), "")
+    if steps and training.updates is Updates.SYNC:
         yield (
-            f"{said.with_value(steps)} makes weights {age} versions old even with one worker, but "
-            f"{said.with_value(tolerance)} rejects gradients older than {training.sync_version_tolerance}. Lower "
-            f"{said.name(steps)}, or raise {said.name(tolerance)}."
+            f"{said.with_value(steps)} can't be combined with {said.with_value(path)}, which merges after each batch. "
+            f"Set {said.as_given('training.updates', 'local')} or {said.as_given('training.updates', 'async')}, or "
+            f"remove {said.name(steps)}."
         )
+    if training.updates is Updates.ASYNC and "training.grads_to_wait" in said:
+        yield (
+            f"{said.with_value('training.grads_to_wait')} can't be combined with {said.with_value(path)}, where nobody "
+            f"waits. Remove one of the two."
+        )
+    if "training.sync_version_tolerance" in said:
+        yield (
+            f"{said.with_value('training.sync_version_tolerance')} has no equivalent: no update is rejected as too "
+            "old; a late one counts less. Remove it."
+        )
+
+
+def earlier_flags(settings: JobSettings, said: Said) -> Iterator[str]:
+    """A line for each flag of ElasticDL that was given: what it is now."""
+    updates = said.as_given("training.updates", settings.training.updates.value)
+    steps = said.as_given("training.local_steps", settings.training.local_steps)
+    now = {
+        "training.use_async": f"{updates} now.",
+        "training.grads_to_wait": f"{updates} now: a round waits for one batch of each worker.",
+        "training.get_model_steps": f"{updates} {steps} now.",
+    }
+    for path, text in now.items():
+        if path in said:
+            yield f"{said.with_value(path)} is {text}"
 
 
 def _autoscale(settings: JobSettings, said: Said) -> Iterator[str]:
@@ -180,8 +184,8 @@ def _conflicts_with_replicas(settings: JobSettings, mode: str) -> Iterator[tuple
     embedding = settings.embedding
     if settings.cluster.num_ps < 2:
         yield "cluster.num_ps", "a server's replica is kept by the next server. Start at least 2 servers."
-    if settings.training.is_synchronous:
-        yield mode, "in synchronous mode, all servers restart when one is lost. Remove one of the two."
+    if settings.training.updates is Updates.SYNC:
+        yield mode, "a replica does not record whose movements were merged together. Remove one of the two."
     if not settings.checkpoint.interval_seconds:
         why = "a replica holds only the updates since the last recovery files. Set an interval of a few seconds."
         yield "checkpoint.interval_seconds", why

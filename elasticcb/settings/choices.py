@@ -34,11 +34,11 @@ class Mode(str, Enum):
 
 
 class Updates(str, Enum):
-    """How the updates of several workers are combined."""
+    """After how many batches a worker's movement is merged, and whether workers wait for each other."""
 
-    LOCAL = "local"  # each worker trains alone for some batches; then its movement is merged
-    SYNC = "sync"  # the mean of several gradients is applied
-    ASYNC = "async"  # each gradient is applied when it arrives
+    LOCAL = "local"  # after some batches, with those of the others
+    SYNC = "sync"  # after each batch, with those of all others
+    ASYNC = "async"  # when it arrives
 
 
 class NonFinite(str, Enum):
@@ -56,7 +56,7 @@ class CallbackErrors(str, Enum):
 
 
 class WireDtype(str, Enum):
-    """How float32 weights, rows and gradients are encoded on the wire in training."""
+    """How float32 movements, rows and gradients of rows are encoded on the wire in training."""
 
     SAME = "same"  # unchanged
     BFLOAT16 = "bfloat16"

@@ -25,32 +25,28 @@ _MOST_BATCHES_PER_TASK = 64
 _BATCHES_PER_TASK_OF_UNKNOWN = 16  # the epoch may be short
 _TASKS_PER_WORKER = 4  # at least, in each epoch, so that workers end at about the same time
 
+# ElasticDL's settings, which become others.
+EARLIER = ("use_async", "grads_to_wait", "get_model_steps", "sync_version_tolerance")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions(Section):
-    """How workers and parameter servers exchange weights and gradients."""
+    """How workers and parameter servers exchange movements of weights, and rows of embedding tables."""
 
     PANEL = TRAINING
     COMMANDS = TRAIN
 
-    sync_version_tolerance: int = setting(
-        0,
-        "Synchronous mode: maximum age of a gradient; older ones are rejected and computed again.",
-        unit="VERSIONS",
-        minimum=0,
-    )
-    get_model_steps: int = setting(1, "A worker pulls the weights every N batches.", unit="BATCHES", minimum=1)
     max_staleness: int = setting(
         0,
-        "How many batches a worker may compute before it waits for the servers' answers; 0: strictly pull, compute, "
-        "push. With local updates, it applies to the rows of embedding tables. Not available in synchronous mode.",
+        "Embedding tables: how many batches a worker may compute before it waits for the servers' answers to its "
+        "gradients of rows; 0: strictly look up, compute, push.",
         unit="BATCHES",
         minimum=0,
     )
     wire_dtype: WireDtype = setting(
         WireDtype.SAME,
-        "Encoding of float32 weights, gradients and embedding rows on the wire in training: unchanged, or rounded to "
-        "bfloat16.",
+        "Encoding of float32 movements, embedding rows and their gradients on the wire in training: unchanged, or "
+        "rounded to bfloat16.",
     )
 
 
@@ -61,7 +57,7 @@ class TrainingSettings(ExchangeOptions):
     num_epochs: int = setting(1, "Number of passes over the training data.", unit="EPOCHS", minimum=1)
     max_step: int = setting(
         0,
-        "Stop after N model versions (accepted gradient pushes); 0: no limit.",
+        "Stop after N model versions (batches of all workers); 0: no limit.",
         unit="VERSIONS",
         minimum=0,
     )
@@ -73,36 +69,46 @@ class TrainingSettings(ExchangeOptions):
     )
     updates: Updates = setting(
         Updates.LOCAL,
-        "How the updates of several workers are combined. local: each worker trains alone for --local_steps batches, "
-        "then its movement (weight change) is merged. sync: the mean of --grads_to_wait gradients is applied. async: "
-        "each gradient is applied when it arrives.",
+        "When the movement (weight change) of a worker that trains alone is merged into the model. local: after "
+        "--local_steps batches, with those of the other workers. sync: after each batch, with those of all others: the "
+        "mean. async: after each batch, or --local_steps, when it arrives; nobody waits.",
         argument="updates",
     )
     local_steps: int | None = setting(
         None,
-        "Local mode: number of batches that a worker trains on before its movement is merged; it is also merged "
-        "at the end of a task. auto: 4 to 64, so that merging takes about 5 % of the time.",
+        "Number of batches that a worker trains on before its movement is merged; it is also merged at the end of a "
+        "task. auto: with --updates=local 4 to 64, so that merging takes about 5 % of the time; else 1.",
         unit="BATCHES",
         minimum=1,
         default_text=AUTO,
         argument="local_steps",
     )
-    # None: `updates` decides
+    # ElasticDL's flags, which become others (settings/checks.py).
     use_async: bool | None = setting(
         None,
-        "Earlier name of --updates: true is --updates=async, false is --updates=sync.",
-        argument="use_async",
+        "ElasticDL's flag: true is --updates=async, false is --updates=sync.",
     )
-    grads_to_wait: int = setting(
-        1,
-        "Synchronous mode: number of gradients per update; may exceed the number of workers.",
+    grads_to_wait: int | None = setting(
+        None,
+        "ElasticDL's flag: --updates=sync, whose rounds wait for one batch of each worker.",
         unit="GRADIENTS",
         minimum=1,
-        argument="grads_to_wait",
+    )
+    get_model_steps: int | None = setting(
+        None,
+        "ElasticDL's flag: --updates=async --local_steps=N.",
+        unit="BATCHES",
+        minimum=1,
+    )
+    sync_version_tolerance: int | None = setting(
+        None,
+        "ElasticDL's flag; refused, because no update is rejected as too old.",
+        unit="VERSIONS",
+        minimum=0,
     )
     non_finite: NonFinite = setting(
         NonFinite.STOP,
-        "What to do when a loss or a gradient contains NaN or infinity: stop the job, or skip and count the batch.",
+        "What to do when a loss, or a weight after a batch, is NaN or infinity: stop the job, or skip and count the batch.",
         argument="non_finite",
     )
     callback_errors: CallbackErrors = setting(
@@ -139,19 +145,23 @@ class TrainingSettings(ExchangeOptions):
     validation_freq: int | tuple[int, ...] = 1  # evaluate every N epochs, or after these (counted from 1)
 
     def __post_init__(self) -> None:
-        updates = self.updates if self.use_async is None else (Updates.ASYNC if self.use_async else Updates.SYNC)
+        updates, steps = self.updates, self.local_steps
+        if self.use_async is not None:
+            updates = Updates.ASYNC if self.use_async else Updates.SYNC
+        elif self.grads_to_wait is not None:
+            updates = Updates.SYNC
+        if self.get_model_steps is not None:
+            steps = self.get_model_steps
+            updates = Updates.ASYNC if self.updates is Updates.LOCAL and self.use_async is None else updates
         object.__setattr__(self, "updates", Updates(updates))
-        object.__setattr__(self, "use_async", None)
+        object.__setattr__(self, "local_steps", steps)
+        for earlier in EARLIER:
+            object.__setattr__(self, earlier, None)
 
     @property
-    def is_synchronous(self) -> bool:
-        """Whether all servers together apply the mean of several gradients."""
-        return self.updates is Updates.SYNC
-
-    @property
-    def is_local(self) -> bool:
-        """Whether workers run their own optimizers."""
-        return self.updates is Updates.LOCAL
+    def window(self) -> int | None:
+        """Batches after which a worker's movement is merged; None: as measured."""
+        return self.local_steps if self.updates is Updates.LOCAL else self.local_steps or 1
 
     def batches_per_task(self, batches: int | None, workers: int) -> int:
         """Number of batches in a task."""
@@ -160,15 +170,10 @@ class TrainingSettings(ExchangeOptions):
         if batches is None:
             return _BATCHES_PER_TASK_OF_UNKNOWN
         per_task = max(batches // (workers * _TASKS_PER_WORKER), 1)
-        window = self.local_steps if self.is_local and self.local_steps else 1
+        window = self.window or 1
         if per_task <= window:
             return per_task
         return -(-min(per_task, _MOST_BATCHES_PER_TASK) // window) * window  # whole windows
-
-    @property
-    def max_batches(self) -> int:
-        """Training batches that `max_step` versions take; 0: no limit."""
-        return self.max_step * (self.grads_to_wait if self.is_synchronous else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from elasticcb.errors import WireError
 from elasticcb.rpc.tensors import Array
 
 # By dtype, flat: a server's part of the trainable and of the non-trainable variables, and of a push.
-WEIGHTS, STATE, GRADIENTS, SHARES = "weights", "state", "gradients", "shares"
+WEIGHTS, STATE, MOVED, SHARES = "weights", "state", "moved", "shares"
 # By variable: gradients of rows in a push; requested ids, and the data of an embedding table.
 ROWS, WANTED, TABLE = "rows", "lookup", "table"
 # Of optimizers: by variable and name, and by name only.

@@ -14,7 +14,7 @@ from elasticcb.sharding.partition import Slice, VariableSpec, layout, pack, unpa
 
 Blocks = list[dict[str, Array]]  # by server: "weights/DTYPE" and "state/DTYPE", flat
 
-ADDED = 2.0  # the share of an element of `Gradients.state` that is a difference, to be added
+ADDED = 2.0  # the share of an element of `Movement.state` that is a difference, to be added
 _ADDED = ("sum", "count", "only_first_replica")
 
 
@@ -85,7 +85,7 @@ def state_moves(
     decays: Mapping[int, float],
     is_first: bool = True,
 ) -> tuple[list[dict[str, Array]], list[dict[str, Array]]]:
-    """How a step that started with the state in `blocks` changed it: as `Gradients.state` and `Gradients.shares`.
+    """How a step that started with the state in `blocks` changed it: as `Movement.state` and `Movement.shares`.
 
     A variable's `aggregation`, as of Keras's variables, decides how changes by several workers count: differences add
     up ("sum"; "count": unless they are negative, as when a counter restarts), only those of the first worker count
@@ -134,7 +134,7 @@ def moved_state(block: Array, values: Array, shares: Array, lag: float) -> Array
 
     Args:
         block: current values, flat.
-        values, shares: as in `Gradients.state` and `Gradients.shares`.
+        values, shares: as in `Movement.state` and `Movement.shares`.
         lag: updates since the values with which the step started. For values that steps set, steps with the same start
             count as one, as their mean.
     """

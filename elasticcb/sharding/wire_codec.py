@@ -1,7 +1,7 @@
 """Arrays in reduced precision for transfer (`--wire_dtype`), in both directions; used by workers and servers.
 
-Gradients, movements, weights and rows in float32 are sent as bfloat16. The receiver converts them back to float32; the
-servers keep float32.
+Movements, embedding rows and gradients of rows are sent as bfloat16 where they are float32. The receiver converts them
+back to float32; the servers keep float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from elasticcb.errors import WireError
 from elasticcb.rpc.tensors import Array, aligned, dtype_of
 from elasticcb.settings import WireDtype
-from elasticcb.sharding.array_names import GRADIENTS, ROWS, TABLE, WEIGHTS, kind_of
+from elasticcb.sharding.array_names import MOVED, ROWS, TABLE, kind_of
 from elasticcb.sharding.partition import VariableSpec
 
 
@@ -23,7 +23,7 @@ def narrowed(arrays: Mapping[str, Array], wire_dtype: WireDtype) -> dict[str, Ar
         return dict(arrays)
     return {
         name: array.astype(dtype_of(WireDtype.BFLOAT16.value))
-        if array.dtype == np.float32 and (_is_rows(name) or kind_of(name) in (GRADIENTS, WEIGHTS))
+        if array.dtype == np.float32 and (_is_rows(name) or kind_of(name) == MOVED)
         else array
         for name, array in arrays.items()
     }
@@ -64,7 +64,7 @@ def _is_rows(name: str) -> bool:
 
 def _dtype_before(name: str, specs: Sequence[VariableSpec]) -> str:
     key = name.split("/")[1] if "/" in name else ""
-    if kind_of(name) in (GRADIENTS, WEIGHTS):
+    if kind_of(name) == MOVED:
         return key
     is_known = _is_rows(name) and key.isdecimal() and int(key) < len(specs)
     return specs[int(key)].dtype if is_known else ""

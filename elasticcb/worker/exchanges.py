@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from elasticcb.clients.ps import PSClient, PushResult
-from elasticcb.sharding.push import Gradients
+from elasticcb.sharding.push import Movement
 from elasticcb.worker.task_input import Batch
 
 
@@ -20,13 +20,11 @@ class Exchanges:
 
     Args:
         max_staleness: batches that may be computed before the first of their pushes is answered.
-        pull_with_rows: fetch newer weights with rows that did not come with a push.
     """
 
-    def __init__(self, ps: PSClient, max_staleness: int, pull_with_rows: bool) -> None:
+    def __init__(self, ps: PSClient, max_staleness: int) -> None:
         self._ps = ps
         self._max_staleness = max_staleness
-        self._pull_with_rows = pull_with_rows
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="exchange") if max_staleness else None
         # By id of an upcoming batch: the batch, and the answer to its prefetch.
         self._rows: dict[int, tuple[Batch, Future[PushResult | dict[int, Any]]]] = {}
@@ -39,18 +37,16 @@ class Exchanges:
     def rows_of(self, batch: Batch) -> dict[int, Any]:
         """The rows of embedding tables that a training batch needs."""
         _, answer = self._rows.pop(id(batch), (None, None))
-        found = {} if answer is None else answer.result()
-        if isinstance(found, PushResult):
-            found = found.rows  # none with a refused push
-        return found or self._run(self._lookup, batch).result()
+        if answer is None:
+            answer = self._run(self._lookup, batch)
+        found = answer.result()
+        return found.rows if isinstance(found, PushResult) else found
 
-    def push(
-        self, push: Gradients, learning_rate: float | None, pull: bool, coming: Sequence[Batch]
-    ) -> Future[PushResult]:
-        """Sends gradients; see `PSClient.push`."""
+    def push(self, rows: Movement, coming: Sequence[Batch]) -> Future[PushResult]:
+        """Sends gradients of rows, and prefetches those of the coming batches."""
         wanted = [batch for batch in coming if batch.ids and id(batch) not in self._rows]
         first = wanted[0] if wanted else None
-        answer = self._run(self._ps.push, push, learning_rate, pull, None if first is None else first.ids)
+        answer = self._run(self._ps.push, rows, (), None if first is None else first.ids)
         if first is not None:
             self._rows[id(first)] = first, answer
         if self._pool is not None:
@@ -67,7 +63,7 @@ class Exchanges:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _lookup(self, batch: Batch) -> dict[int, Any]:
-        return self._ps.lookup(batch.ids, create=True, pull=self._pull_with_rows) if batch.ids else {}
+        return self._ps.lookup(batch.ids, create=True) if batch.ids else {}
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         if self._pool is not None:

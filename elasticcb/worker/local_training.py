@@ -14,14 +14,14 @@ from elasticcb.clients.ps import PushResult
 from elasticcb.compute.backend import StepResult, TableRows
 from elasticcb.errors import NonFiniteError
 from elasticcb.model.metric_messages import States
-from elasticcb.process.stats import STALENESS
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.shared_memory import aligned_copy
+from elasticcb.rpc.tensors import all_finite
 from elasticcb.settings import NonFinite
-from elasticcb.worker.local_updates import LocalUpdates
+from elasticcb.worker.local_updates import LocalUpdates, NotFiniteError
 from elasticcb.worker.session import BatchOfEpoch, Session
 from elasticcb.worker.task_input import Batch
-from elasticcb.worker.task_progress import Tally, TaskProgress, Training
+from elasticcb.worker.task_progress import Tally, TaskProgress
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,11 @@ class _Trained:
     rows: TableRows = field(default_factory=dict)
 
 
-class LocalTraining(Training):
-    """Arguments as in `TaskProgress`; `progress` is that of the task, `local` that of the session."""
+class LocalTraining:
+    """Trains on the batches of a task.
+
+    Arguments as in `TaskProgress`; `progress` is that of the task, `local` that of the session.
+    """
 
     def __init__(self, session: Session, tally: Tally, progress: TaskProgress, local: LocalUpdates) -> None:
         self._session, self._tally, self._progress, self._local = session, tally, progress, local
@@ -60,13 +63,14 @@ class LocalTraining(Training):
             result = local.train(batch.inputs, rows)
             if not math.isfinite(result.loss) and skips and self._redo():
                 result = local.train(batch.inputs, rows)  # earlier batches had ruined the weights
-            loss = result.loss
-            if math.isfinite(loss):
+            reason = self._ruined_by(result)
+            if not reason:
                 self._push_rows(result)
         session.forget_shown()
-        if not math.isfinite(loss):
-            self._leave_out(of_epoch, batch, f"The loss is {loss} (version {local.version})", result.logs)
+        if reason:
+            self._leave_out(of_epoch, batch, f"{reason} (version {local.version})", result.logs)
             return
+        loss = result.loss
         local.count()
         self._tally.steps += 1
         progress.note_event(batch, local.version, result.logs)
@@ -82,11 +86,24 @@ class LocalTraining(Training):
         self._window.append(trained)
         progress.tell(seconds=progress.lap())  # the batch is done once it is merged
 
+    def _ruined_by(self, result: StepResult) -> str:
+        """What has NaN or infinity; "" if nothing has."""
+        if not math.isfinite(result.loss):
+            return f"The loss is {result.loss}"
+        path = self._non_finite_rows(result)
+        # A step whose scaled loss has overflowed changes nothing, as in Keras, and the scale is lowered.
+        return f"The gradient of {path!r} holds NaN or infinity" if path and not self._session.scales_loss else ""
+
+    def _non_finite_rows(self, result: StepResult) -> str:
+        specs = self._session.ps.servers.specs
+        found = (specs[index].path for index, (_, values) in result.rows.items() if not all_finite(values))
+        return next(found, "")
+
     def _push_rows(self, result: StepResult) -> None:
-        if result.rows:
+        if result.rows and not self._non_finite_rows(result):
             exchanges = self._session.exchanges
             coming = self._session.input.coming(exchanges.batches_ahead)
-            self._pushed.append(exchanges.push(self._local.rows(result), None, False, coming))
+            self._pushed.append(exchanges.push(self._local.rows(result), coming))
             self._await_pushes(self._session.settings.training.max_staleness)
 
     def _await_pushes(self, most: int) -> None:
@@ -129,18 +146,17 @@ class LocalTraining(Training):
 
     def _merge(self, ends_task: bool = False) -> None:
         session, progress = self._session, self._progress
-        version = self._local.version
         with session.progress.computing(progress.task.lease):  # other workers may take their time
             self._await_pushes(0)  # a merged batch is done, with its rows
-            answer = self._local.merge(self._last_loss, ends_task)
-            if answer.status == pb.NON_FINITE:
+            try:
+                self._local.merge(ends_task)
+            except NotFiniteError as error:
                 if session.settings.training.non_finite is NonFinite.STOP:
                     self.drop()
-                    raise NonFiniteError.of(answer.reason)
+                    raise NonFiniteError.of(f"{error} (version {self._local.version})") from None
                 self._redo()
-                answer = self._local.merge(self._last_loss, ends_task)
+                self._local.merge(ends_task)
         self._tally.tell_first_step()
-        session.client.measures.histograms[STALENESS].observe(max(0, answer.version - version))
         session.rate.adopt_base()
         window, self._window = self._window, []
         for trained in window:
@@ -149,21 +165,18 @@ class LocalTraining(Training):
             progress.note_done(trained.units, trained.loss, seconds=0.0)
         progress.lap()  # waiting for others does not count as batch time
 
-    @property
-    def _last_loss(self) -> float:
-        """Of the window."""
-        return next((trained.loss for trained in reversed(self._window) if trained.loss is not None), 0.0)
-
     def settle(self) -> None:
+        """Waits until all started batches are part of the servers' model."""
         if self._window:
             self._merge(ends_task=True)
 
     @property
     def units_begun(self) -> int:
+        """Records, or batches, that are started but not part of it yet."""
         return sum(trained.units for trained in self._window)
 
     def drop(self) -> None:
+        """Drops what is not part of it yet: others repeat it."""
         self._pushed.clear()
-        if self._window:
-            self._window = []
-            self._local.forget()
+        self._window = []
+        self._local.forget()

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from elasticcb.clients.ps import PSClient, PushResult
+from elasticcb.clients.ps import PSClient
 from elasticcb.compute.backend import LocalComputation, Prepared, StepResult, TableRows
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import to_tensors
-from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.process.stats import STALENESS, Measures
 from elasticcb.rpc.tensors import Array, all_finite
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
 from elasticcb.sharding.flat_blocks import PlacedBlocks, first_non_finite, state_moves
-from elasticcb.sharding.partition import VariableSpec
-from elasticcb.sharding.push import Gradients
-from elasticcb.worker.trainer import Moves
+from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.sharding.push import Movement
 from elasticcb.worker.window_length import WindowLength
+
+Moves = Callable[..., tuple[list[dict[str, Array]], list[dict[str, Array]]]]  # as `state_moves`
 
 
 class LocalUpdates:
@@ -31,22 +32,35 @@ class LocalUpdates:
         computation: computation of the model.
         ps: the servers.
         length: length of the windows of batches that are merged.
+        measures: get how many batches of others were merged since the worker's last merge.
+        finalizes: whether the optimizers' slots become weights at the end, so that the servers always need them.
         moves: determines how changes of non-trainable variables count.
 
     Attributes:
         may_go_back: whether `go_back` may be called.
+        is_resting: whether rounds do not wait for this worker.
     """
 
     def __init__(
-        self, computation: LocalComputation, ps: PSClient, length: WindowLength, moves: Moves = state_moves
+        self,
+        computation: LocalComputation,
+        ps: PSClient,
+        length: WindowLength,
+        measures: Measures,
+        finalizes: bool = False,
+        moves: Moves = state_moves,
     ) -> None:
         self._computation, self._ps, self.length, self._moves = computation, ps, length, moves
+        self._measures, self._finalizes = measures, finalizes
         self._base = PlacedBlocks((), ())  # the servers' weights after the last merge
         self._versions: Sequence[int] = ()  # version of these, by server
+        self._slots_versions: Sequence[int] = ()  # of the optimizer state, by server
         self._batches = 0  # batches trained since
         self.may_go_back = False
+        self.is_resting = True
         self._optimizers = OptimizerState()  # state after the last merge, if it may go back
         self._is_alone = True  # whether no other worker has changed the model since the last merge
+        self._slots_sent = False
 
     @property
     def version(self) -> int:
@@ -56,18 +70,31 @@ class LocalUpdates:
     @property
     def is_behind(self) -> bool:
         """Whether the model here must be updated before training continues."""
-        return not self._versions
+        return not self._versions or self.is_resting
 
     def follow(self, overwritten: bool = False) -> None:
-        """Adopts the servers' weights where they differ from what this worker last merged.
+        """Adopts the servers' weights where they differ from what this worker last merged, and takes part in rounds.
 
         Args:
             overwritten: the model here holds other weights meanwhile.
         """
-        self._ps.pull()
-        if overwritten or self._ps.versions != self._versions:
+        self._ps.pull(joins=True)
+        self.is_resting = False
+        if overwritten or self._ps.versions != self._versions or self._has_new_slots:
             _, optimizers = self._ps.pull_with_optimizers()
-            self._take(optimizers if self.is_behind else OptimizerState(shared=optimizers.shared))
+            takes_all = not self._versions or self._has_new_slots
+            self._take(optimizers if takes_all else OptimizerState(shared=optimizers.shared))
+
+    @property
+    def _has_new_slots(self) -> bool:
+        """Whether a callback of the master has set the optimizers' state."""
+        return self._ps.slots_versions != self._slots_versions
+
+    def rest(self) -> None:
+        """This worker has no batches to train on: the others shall not wait for it."""
+        if not self.is_resting:
+            self._ps.rest()
+            self.is_resting = True
 
     def forget(self) -> None:
         """Discards unmerged work: others repeat it."""
@@ -91,6 +118,7 @@ class LocalUpdates:
             self._computation.set_optimizer_state(optimizers)
             self._computation.set_weights(self._ps.blocks)
         self._base, self._versions, self._batches = self._ps.blocks, self._ps.versions, 0
+        self._slots_versions = self._ps.slots_versions
         self._keep()
 
     def train(self, batch: Prepared, rows: TableRows) -> StepResult:
@@ -103,67 +131,80 @@ class LocalUpdates:
 
     @property
     def is_finite(self) -> bool:
-        """Whether this worker's trained weights are finite."""
-        weights = self._computation.weights(self._base.partition)
-        return all(all_finite(block) for server in weights for block in of_kind(WEIGHTS, server).values())
+        """Whether what this worker has trained could be merged."""
+        try:
+            self._movement(with_slots=False)
+        except NotFiniteError:
+            return False
+        return True
 
-    def rows(self, result: StepResult) -> Gradients:
+    def rows(self, result: StepResult) -> Movement:
         """A push of gradients of embedding rows, which servers apply at once.
 
         They use the rate and steps that the optimizers had here.
         """
-        servers = self._ps.servers.partition
-        nothing: list[dict[str, Array]] = [{} for _ in servers]
         shared = to_tensors(OptimizerState(shared=dict(result.shared)))
-        return Gradients(
-            nothing, (), result.rows, nothing, nothing, result.loss, partition=servers, batches=0, optimizers=shared
-        )
+        return Movement.of_rows(result.rows, shared, self._ps.servers.partition)
 
-    def merge(self, loss: float, ends_task: bool) -> PushResult:
+    def merge(self, ends_task: bool) -> None:
         """Merges the movement since the last merge, and continues from the result.
 
-        The optimizer slots are merged too at the end of a task, for checkpoints and new workers; this worker continues
-        with its own. They take as many bytes as the weights, or more, so workers that share a slow network skip this at
-        times.
+        The optimizer slots are merged too by the first merge and at the end of a task, for checkpoints and new workers;
+        this worker continues with its own. They take as many bytes as the weights, or more, so workers that share a
+        slow network skip this at times.
+
+        Raises `NotFiniteError`, and has sent nothing, if the weights here are not finite.
         """
-        begun = time.perf_counter()
-        with_slots = ends_task and (self._is_alone or self.length.slots_are_due)
-        push, is_current = self._movement(loss, with_slots), self._ps.versions == self._versions
-        answer = self._ps.push(push, None, pull=True)
-        if answer.status == pb.NON_FINITE:
-            self.forget()
-            return answer
+        if not self._batches:
+            return
+        begun, version = time.perf_counter(), self.version
+        is_due = self._finalizes or self._is_alone or self.length.slots_are_due
+        with_slots = not self._slots_sent or (ends_task and is_due)
+        movement, is_current = self._movement(with_slots), self._ps.versions == self._versions
+        answer = self._ps.push(movement, self._versions)
+        self.is_resting = False
+        self._slots_sent = True
         self._is_alone = answer.optimizers is None
-        if is_current or answer.optimizers is not None:
+        if is_current and not self._has_new_slots:
             self._take(answer.optimizers)
         else:  # other weights were pulled meanwhile, as when the number of servers changes
             self.follow(overwritten=True)
         self.length.note_merge(time.perf_counter() - begun, with_slots)
-        return answer
+        self._measures.histograms[STALENESS].observe(max(0, answer.version - version))
 
-    def _movement(self, loss: float, with_slots: bool) -> Gradients:
+    def _movement(self, with_slots: bool) -> Movement:
         base, specs = self._base, self._ps.servers.specs
         present = self._computation.weights(base.partition)
         moved = []
-        for before, now in zip(base, present, strict=True):
+        for before, now, slices in zip(base, present, base.partition, strict=True):
             old = of_kind(WEIGHTS, before)
             moved.append({dtype: _difference(block, old[dtype]) for dtype, block in of_kind(WEIGHTS, now).items()})
+            _check_finite(moved[-1], specs, slices, True)
         decays = {index: decay**self._batches for index, decay in self._computation.decays.items()}
         state, shares = self._moves(base, [of_kind(STATE, now) for now in present], specs, base.partition, decays)
+        for values, share, slices in zip(state, shares, base.partition, strict=True):
+            _check_finite(values, specs, slices, False, share)
         shared = OptimizerState(shared=dict(self._computation.shared_optimizer_state()))
         held = self._computation.optimizer_state() if with_slots else shared
-        return Gradients(
-            moved,
-            tuple(index for index, spec in enumerate(specs) if spec.trainable and not spec.table),
-            {},
-            state,
-            shares,
-            loss,
-            _non_finite(moved, present, specs),
-            base.partition,
-            self._batches,
-            to_tensors(_trained(held, specs)),
+        return Movement(
+            self._batches, base.partition, moved, state, shares, optimizers=to_tensors(_trained(held, specs))
         )
+
+
+class NotFiniteError(Exception):
+    """The weights of this worker hold NaN or infinity."""
+
+
+def _check_finite(
+    blocks: Mapping[str, Array],
+    specs: Sequence[VariableSpec],
+    slices: Sequence[Slice],
+    trainable: bool,
+    shares: Mapping[str, Array] | None = None,
+) -> None:
+    path = first_non_finite(blocks, specs, slices, trainable, shares=shares)
+    if path:
+        raise NotFiniteError(f"The new value of {path!r} holds NaN or infinity")
 
 
 def _difference(now: Array, before: Array) -> Array:
@@ -181,12 +222,3 @@ def _trained(state: OptimizerState, specs: Sequence[VariableSpec]) -> OptimizerS
         return {key: each for key, each in arrays.items() if specs[key[0]].trainable and not specs[key[0]].table}
 
     return OptimizerState(own(state.slots), own(state.extras), state.shared)
-
-
-def _non_finite(moved: Sequence[dict[str, Array]], present: PlacedBlocks, specs: Sequence[VariableSpec]) -> str:
-    """The part of the model with NaN or infinity; "" if there is none."""
-    for blocks, slices in zip(moved, present.partition, strict=True):
-        path = first_non_finite(blocks, specs, slices, True)
-        if path:
-            return f"the new value of {path!r}"
-    return ""

@@ -20,7 +20,7 @@ from elasticcb.rpc.tensors import Array, all_finite
 from elasticcb.settings import JobSettings, NonFinite
 from elasticcb.sharding.flat_blocks import state_moves, unpack_weights
 from elasticcb.sharding.partition import VariableSpec, pack
-from elasticcb.sharding.push import Gradients
+from elasticcb.sharding.push import Movement as Gradients
 
 logger = logging.getLogger(__name__)
 

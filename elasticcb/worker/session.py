@@ -15,10 +15,9 @@ from elasticcb.callbacks.placement import Place, holds_predictions
 from elasticcb.clients.master import MasterClient, places_of
 from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient
-from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.cluster.registry import backend_of
-from elasticcb.compute.backend import Computation, GradientComputation, HeldModel, LocalComputation
+from elasticcb.compute.backend import Computation, HeldModel, LocalComputation
 from elasticcb.compute.registry import backend
 from elasticcb.compute.rehearsal import Rehearsal, digest_of, rehearsed
 from elasticcb.errors import ModelFileError
@@ -27,8 +26,9 @@ from elasticcb.model.job_callbacks import callback_params, job_callbacks
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec, words_of
 from elasticcb.model.weights import variable_specs
+from elasticcb.optimizers.traits import model_optimizers, sets_final_weights, unwrapped
 from elasticcb.process.generated_files import remove_generated_files
-from elasticcb.settings import Command, JobSettings, Mode, NonFinite
+from elasticcb.settings import Command, JobSettings, Mode, NonFinite, WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.worker.exchanges import Exchanges
@@ -77,7 +77,7 @@ class BuiltModel:
         self.first_mode = Mode.of(settings.command)
         if not spec.is_built or self.metrics.own_steps:
             batch = self.pipeline(self.first_mode).first_batch()
-            backend().build(spec, self.model, batch, self.first_mode, settings.training.is_local)
+            backend().build(spec, self.model, batch, self.first_mode, True)
             validates = settings.data.validation or spec.batch_source(Mode.EVALUATION) is not None
             if self.first_mode is Mode.TRAINING and validates and self.metrics.own_steps:
                 backend().build(spec, self.model, self.pipeline(Mode.EVALUATION).first_batch(), Mode.EVALUATION)
@@ -135,7 +135,7 @@ class Session:
         self.ps = _client_of(built, cluster)
         servers = self.ps.servers
         self.local: LocalUpdates | None = None
-        is_local = settings.command is Command.TRAIN and training.is_local
+        is_local = settings.command is Command.TRAIN
         self._kept = built.before
         if self._kept is None or self._kept.specs != servers.specs:
             held = HeldModel(self.model, self.metrics, servers.specs, servers.partition)
@@ -144,10 +144,17 @@ class Session:
         self.computation: Computation = self._kept.computation
         if is_local:
             assert isinstance(self.computation, LocalComputation)
-            window = WindowLength(training.local_steps)
-            self.local = LocalUpdates(self.computation, self.ps, window, self.state.moves)
-        pulls_with_rows = self.local is None and training.get_model_steps == 1
-        self.exchanges = Exchanges(self.ps, training.max_staleness, pulls_with_rows)
+            optimizers = list(map(unwrapped, model_optimizers(self.model)))
+            self.local = LocalUpdates(
+                self.computation,
+                self.ps,
+                WindowLength(training.window),
+                client.measures,
+                any(map(sets_final_weights, optimizers)),
+                self.state.moves,
+            )
+            self.scales_loss = any(each is not own for each, own in zip(model_optimizers(self.model), optimizers, strict=True))
+        self.exchanges = Exchanges(self.ps, training.max_staleness)
         self.ps.pull()
         self.show(self.ps.blocks)  # data may read the model
         if built.before is None and not any(spec.table for spec in servers.specs):
@@ -204,12 +211,6 @@ class Session:
         """What a later job with the same program can use again; None: nothing."""
         return self._kept if self._kept is not None and self._kept.is_usable else None
 
-    @property
-    def gradient_computation(self) -> GradientComputation:
-        """Computes gradients, if servers apply them."""
-        assert isinstance(self.computation, GradientComputation)
-        return self.computation
-
     # ------------------------------------------------------------ hooks
 
     def call(self, hook: str, *args: Any) -> None:
@@ -235,8 +236,6 @@ class Session:
         if not self.callbacks.is_due(hook):
             self.callbacks.skip(hook)
             return
-        if self.local is None:
-            self.show(self.ps.blocks)
         number = version
         if self._as_keras:
             at_end = int(hook == "on_train_batch_end")
@@ -281,12 +280,21 @@ class Session:
 
     def begin_training_pass(self) -> None:
         """The master's callbacks may have set the learning rate at the end of the previous epoch."""
-        self.ps.pull()
         self.exchanges.forget_rows()
-        self.rate.adopt_base()
         if self.local is not None:
             self.local.follow(overwritten=self._assigned is not None)
             self.forget_shown()
+        self.rate.adopt_base()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the model must be updated before training continues."""
+        return self.local is not None and self.local.is_behind
+
+    def rest(self) -> None:
+        """There are no batches to train on here, so other workers shall not wait for this one."""
+        if self.local is not None:
+            self.local.rest()
 
 
 def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
@@ -300,14 +308,8 @@ def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
         client.find_server,
         client.find_map,
     )
-    training, trains = settings.training, settings.command is Command.TRAIN
-    return PSClient(
-        servers,
-        client.id,
-        training.is_synchronous,
-        client.measures,
-        Rounding(training.wire_dtype, weights=not training.is_local) if trains else None,
-    )
+    wire_dtype = settings.training.wire_dtype if settings.command is Command.TRAIN else WireDtype.SAME
+    return PSClient(servers, client.id, client.measures, wire_dtype)
 
 
 def _checked_variables(built: BuiltModel, cluster: Any) -> list[VariableSpec]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array
-from elasticcb.settings import JobSettings, Updates
+from elasticcb.settings import JobSettings
 from elasticcb.sharding.flat_blocks import Blocks, state_moves
 from elasticcb.sharding.partition import Slice, VariableSpec, layout
 
@@ -21,14 +21,8 @@ class StateChanges:
     """
 
     def __init__(self, settings: JobSettings, warn: Callable[[str, str], None]) -> None:
-        training, cluster = settings.training, settings.cluster
-        # Synchronous steps follow each other, unless several are averaged, or may be based on older weights.
-        in_turn = (
-            training.updates is Updates.SYNC
-            and training.grads_to_wait == 1
-            and not (training.sync_version_tolerance or training.max_staleness)
-        )
-        self._left = 0 if in_turn or (cluster.autoscale.most or cluster.num_workers) < 2 else _WATCHED
+        cluster = settings.cluster
+        self._left = 0 if (cluster.autoscale.most or cluster.num_workers) < 2 else _WATCHED
         self._warn = warn
         self.is_first = True
 
@@ -66,5 +60,5 @@ class StateChanges:
                 "that follows the weights, but differs from training in one process for counts, sums and queues. "
                 "Create such a variable with add_weight(..., aggregation='sum') to add up the changes, "
                 "'only_first_replica' to ignore all workers but the first, or 'mean' if averaging is right, which ends "
-                "this warning; or use one worker, or updates='sync'.",
+                "this warning; or use one worker.",
             )

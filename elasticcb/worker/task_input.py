@@ -68,11 +68,16 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """The master has no task for this worker now."""
+
+
+@dataclass(frozen=True)
 class Woken:
     """Nothing was read, but the consumer should check its state."""
 
 
-Event = TaskStarted | Batch | TaskRead | Finished | Woken
+Event = TaskStarted | Batch | TaskRead | Finished | Idle | Woken
 
 
 class TaskInput:
@@ -157,13 +162,18 @@ class TaskInput:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
+            is_idle = False
             while not self._stopped.is_set():
-                answer = self._client.get_task(sorted(self._leases))
+                answer = self._client.get_task(sorted(self._leases), at_once=not is_idle)
                 if answer.kind == pb.GetTaskResponse.FINISHED:
                     break
                 if answer.kind == pb.GetTaskResponse.TASK:
+                    is_idle = False
                     self._leases.add(answer.task.lease)
                     self._read(answer.task)
+                elif not is_idle:
+                    is_idle = True
+                    self._put(Idle())
         except BaseException as caught:  # including sys.exit() in a model file: the consumer must be notified
             error = caught
         self._put(Finished(error))

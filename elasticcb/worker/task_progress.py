@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -126,24 +125,3 @@ class TaskProgress:
         last, self._tally.last_version = self._tally.last_version, version
         every = (settings.training.evaluation_steps, settings.checkpoint.steps)
         return any(steps and version // steps > last // steps for steps in every)
-
-
-class Training(ABC):
-    """How the batches of a training task are trained on."""
-
-    @abstractmethod
-    def train(self, batch: Batch, index: int) -> None:
-        """Trains on a batch."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Waits until all started batches are part of the servers' model."""
-
-    @property
-    @abstractmethod
-    def units_begun(self) -> int:
-        """Records, or batches, that are started but not part of it yet."""
-
-    @abstractmethod
-    def drop(self) -> None:
-        """Drops what is not part of it yet: others repeat it."""

@@ -23,11 +23,10 @@ from elasticcb.model.metrics import MetricTransport
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Command
-from elasticcb.worker.gradient_training import GradientTraining
 from elasticcb.worker.local_training import LocalTraining
 from elasticcb.worker.session import Session
 from elasticcb.worker.task_input import Batch, TaskStarted
-from elasticcb.worker.task_progress import Tally, TaskProgress, Training
+from elasticcb.worker.task_progress import Tally, TaskProgress
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,8 @@ class TaskRun:
     def __init__(self, session: Session, tally: Tally, started: TaskStarted) -> None:
         self._session, self._tally, self.task = session, tally, started.task
         self._progress = TaskProgress(session, tally, started)
-        self._training = _training_of(session, tally, self._progress)
+        local = session.local
+        self._training = None if local is None else LocalTraining(session, tally, self._progress, local)
         self._outputs: list[Outputs] = []  # by batch, for the master
         self.end: int | None = None
         self.is_left = False
@@ -66,8 +66,10 @@ class TaskRun:
             session.shared_callbacks.fetch()
             if task.type == pb.TRAINING:
                 session.begin_training_pass()
-        elif task.type == pb.TRAINING and session.local is not None and session.local.is_behind:
+        elif task.type == pb.TRAINING and session.is_behind:
             session.begin_training_pass()
+        if task.type != pb.TRAINING:
+            session.rest()
         session.passes.leave(task)
         if task.type == pb.EVALUATION:
             session.show_snapshot(task.evaluation_round)
@@ -88,7 +90,7 @@ class TaskRun:
         # The heartbeat that keeps the lease alive while a callback runs.
         session.progress.update(self.task.lease, 0, session.ps.version)
         if session.callbacks.wants("on_train_end"):
-            session.show(session.ps.pull(exact=True))
+            session.show(session.ps.pull())
             session.show_tables()
         session.call("on_train_end", {})
 
@@ -104,6 +106,7 @@ class TaskRun:
         self._tally.batches[self._tally.present] += 1
         self._progress.event = None
         if self.task.type == pb.TRAINING:
+            assert self._training is not None
             self._training.train(batch, index)
             return
         if self.task.type == pb.EVALUATION:
@@ -147,11 +150,12 @@ class TaskRun:
 
     @property
     def units_begun(self) -> int:
-        return self._progress.units_done + self._training.units_begun
+        return self._progress.units_done + (self._training.units_begun if self._training is not None else 0)
 
     def settle(self) -> None:
         """Waits until started batches are part of the servers' model."""
-        self._training.settle()
+        if self._training is not None:
+            self._training.settle()
 
     def end_early(self) -> None:
         """Reports the task if this worker's part of it is started completely."""
@@ -209,16 +213,11 @@ class TaskRun:
     def leave(self) -> None:
         """Stops working on the task here."""
         self.is_left = True
-        self._training.drop()
+        if self._training is not None:
+            self._training.drop()
         self._session.exchanges.forget_rows()
         self._session.progress.clear()
         self._session.input.release(self.task.lease)
-
-
-def _training_of(session: Session, tally: Tally, progress: TaskProgress) -> Training:
-    if session.local is None:
-        return GradientTraining(session, tally, progress)
-    return LocalTraining(session, tally, progress, session.local)
 
 
 def _check_size(task: Any, outputs: Sequence[Outputs], packed: Sequence[Array]) -> None:

@@ -13,7 +13,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import JobSettings, Mode
 from elasticcb.worker.kept_models import KeptModel
 from elasticcb.worker.session import BuiltModel, Session
-from elasticcb.worker.task_input import Batch, Event, Finished, TaskRead, TaskStarted
+from elasticcb.worker.task_input import Batch, Event, Finished, Idle, TaskRead, TaskStarted
 from elasticcb.worker.task_progress import Tally
 from elasticcb.worker.task_run import TaskRun
 
@@ -83,6 +83,7 @@ class TaskLoop:
                     return
             if session.input.leaving and self._may_leave(event):
                 self._put_down()
+        session.rest()
         session.passes.end()
         self._end_predictions()
 
@@ -102,6 +103,8 @@ class TaskLoop:
                 self._run.begin()
             return
         run = self._run
+        if isinstance(event, Idle):
+            self._session.rest()
         if run is None or run.is_left:
             return
         if isinstance(event, Batch):
@@ -123,6 +126,7 @@ class TaskLoop:
         logger.info("Stop requested: the rest of the current task is requeued")
         if self._run is not None:
             self._run.settle()
+        self._session.rest()
         if self._tally.predicts:
             self._end_predictions()
             if self._run is not None:
