@@ -60,7 +60,6 @@ def test_settings_of_another_release_are_refused_in_words(text):
 def test_single_values_are_checked_by_the_limits_of_their_fields():
     given = {
         "num_workers": 1.5,
-        "use_async": "false",
         "checkpoint_dir": 3,
         "exchange": ExchangeOptions(max_staleness=-1),
         "recovery": RecoveryOptions(lease_seconds=float("inf"), ps_replicas=2),
@@ -71,7 +70,6 @@ def test_single_values_are_checked_by_the_limits_of_their_fields():
         "RecoveryOptions(ps_replicas=2) is invalid. Expected at most 1.",
         "checkpoint_dir=3 is invalid. Expected text.",
         "num_workers=1.5 is invalid. Expected a whole number.",
-        "use_async='false' is invalid. Expected True or False.",
     ]
 
 
@@ -90,10 +88,10 @@ def test_settings_of_tables_are_checked_by_the_limits_of_their_fields():
 
 
 def test_contradictions_are_told_by_the_names_of_arguments():
-    arguments = Arguments({"num_ps": 2, "use_async": False, "recovery": RecoveryOptions(ps_replicas=1)})
+    arguments = Arguments({"num_ps": 2, "updates": "sync", "recovery": RecoveryOptions(ps_replicas=1)})
     assert arguments.problems == []
     (problem,) = problems_of(arguments.settings, arguments)
-    assert problem.startswith("RecoveryOptions(ps_replicas=1) can't be combined with use_async=False: in sync")
+    assert problem.startswith("RecoveryOptions(ps_replicas=1) can't be combined with updates='sync': a replica")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_contradictions_are_told_by_the_names_of_arguments():
             "Allow more (--embedding_memory_bytes), or more servers (--num_ps)",
             "(EmbeddingOptions.memory_bytes), or more servers (num_ps)",
         ),
-        ("(--use_async=false) can't", "(use_async=False) can't"),
+        ("(--dashboard=false) can't", "(dashboard=False) can't"),
         ("It continues: --callback_errors=warn.", "It continues: callback_errors='warn'."),
         ("--checkpoint_dir=/data/points/", "checkpoint_dir='/data/points/'"),
         ("No argument: --model_def, --no_such_flag", "No argument: --model_def, --no_such_flag"),
@@ -131,7 +129,7 @@ def test_every_setting_says_what_it_does():
         assert each.help.endswith((".", "…"))
         help_text = in_a_program(each.help) if each.owner in GROUPS.values() else each.help
         assert f"{each.field}: {help_text}" in each.owner.__doc__
-    assert "max_staleness: How many batches" in ExchangeOptions.__doc__
+    assert "max_staleness: Embedding tables: how many batches" in ExchangeOptions.__doc__
 
 
 @pytest.mark.parametrize(
@@ -145,17 +143,32 @@ def test_every_setting_says_what_it_does():
         ({"local_steps": 10}, 1000, 70),  # whole windows
         ({"local_steps": 100}, 1000, 100),
         ({"local_steps": 16}, 100, 12),
-        ({"updates": "async", "local_steps": 10}, 1000, 64),
+        ({"updates": "async", "local_steps": 10}, 1000, 70),
     ],
 )
 def test_tasks_are_as_long_as_lets_workers_end_together(given, batches, expected):
     assert TrainingSettings(**given).batches_per_task(batches, 2) == expected
 
 
-def test_max_step_counts_updates_and_so_takes_several_batches_each_in_synchronous_mode():
-    assert TrainingSettings(max_step=10).max_batches == 10
-    assert TrainingSettings(max_step=10, use_async=False, grads_to_wait=4).max_batches == 40
-    assert TrainingSettings().max_batches == 0
+@pytest.mark.parametrize(
+    ("given", "updates", "window"),
+    [
+        ({}, "local", None),
+        ({"local_steps": 8}, "local", 8),
+        ({"updates": "sync"}, "sync", 1),
+        ({"updates": "async"}, "async", 1),
+        ({"updates": "async", "local_steps": 8}, "async", 8),
+        ({"use_async": True}, "async", 1),
+        ({"use_async": False}, "sync", 1),
+        ({"grads_to_wait": 2}, "sync", 1),
+        ({"get_model_steps": 8}, "async", 8),
+        ({"use_async": True, "get_model_steps": 8}, "async", 8),
+    ],
+)
+def test_modes_and_the_flags_of_elasticdl_are_windows(given, updates, window):
+    settings = TrainingSettings(**given)
+    assert (settings.updates.value, settings.window) == (updates, window)
+    assert JobSettings.from_json(JobSettings(command=Command.TRAIN, training=settings).to_json()).training == settings
 
 
 def test_settings_of_a_release_whose_lease_was_one_of_training_are_read():

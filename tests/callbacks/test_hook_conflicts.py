@@ -112,11 +112,6 @@ def of_functions():
         (of_functions, TWO, "share the variable seen"),
         (OneCycle, TWO, r"OneCycle.on_train_batch_end sets the learning rate .* keeps self.step.*num_workers=1"),
         (OfEpochs, COMMAND, "share self.epoch"),
-        (
-            Clips,
-            dataclasses.replace(ONE, training=TrainingSettings(updates=Updates.ASYNC)),
-            "Clips.on_train_batch_end sets weights.*updates='local'",
-        ),
     ],
 )
 def test_what_would_differ_is_refused_with_hooks_attribute_and_what_to_do(make, settings, words) -> None:

@@ -57,7 +57,6 @@ def test_dashes_and_underscores_are_the_same(workplace):
         "--use-async=false",
     )
     assert settings.cluster.num_workers == 3
-    assert settings.training.grads_to_wait == 2
     assert settings.training.updates is Updates.SYNC
 
 

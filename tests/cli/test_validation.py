@@ -111,28 +111,14 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         (["--training_data=data/train.csv,,"], "has an empty part"),
         (["--output="], "--output is empty"),
         (["--evaluation_steps=5"], "there is no evaluation data. Add --validation_data"),
-        (["--grads_to_wait=2"], "this job has --updates=local. Set --updates=sync, or remove --grads_to_wait."),
-        (["--sync_version_tolerance=1"], "Set --updates=sync, or remove --sync_version_tolerance."),
-        (["--use_async=true", "--grads_to_wait=1"], "this job has --use_async=true. Set --updates=sync"),
+        (["--sync_version_tolerance=1"], "--sync_version_tolerance=1 has no equivalent: no update is rejected as too old"),
+        (["--use_async=true", "--grads_to_wait=1"], "--grads_to_wait=1 can't be combined with --use_async=true, where"),
         (
             ["--updates=local", "--use_async=true"],
-            "--use_async=true and --updates=local set the same thing. Remove",
+            "--use_async=true and --updates=local set the same thing. Remove --use_async, which is ElasticDL's name.",
         ),
-        (
-            ["--updates=sync", "--max_staleness=2"],
-            "--max_staleness=2 applies only to --updates=async or --updates=local",
-        ),
-        (
-            ["--updates=local", "--get_model_steps=2"],
-            "Set --updates=sync or --updates=async, or remove --get_model",
-        ),
-        (["--wire_dtype=int4"], "'int4' is not one of 'same', 'bfloat16'"),
-        (
-            ["--updates=async", "--local_steps=4"],
-            "--local_steps=4 applies only to --updates=local, and this job has --updates=async.",
-        ),
-        (["--updates=locally"], "'locally' is not one of 'local', 'sync', 'async'"),
-        (["--use_async=false", "--get_model_steps=3"], "makes weights 2 versions old"),
+        (["--updates=sync", "--local_steps=4"], "--local_steps=4 can't be combined with --updates=sync, which merges"),
+        (["--use_async=false", "--get_model_steps=3"], "--get_model_steps=3 can't be combined with --use_async=false"),
         (["--autoscale=4"], "--autoscale=4: '4' is not a range of workers. Expected MIN..MAX"),
         (["--autoscale=8..1"], "Expected MIN..MAX"),
         (["--autoscale=0..2"], "from 1 to 256"),
@@ -202,9 +188,17 @@ def test_an_export_replaces_an_earlier_savedmodel_but_not_the_checkpoints_in_it(
     assert "Choose two separate folders" in message
 
 
-def test_synchronous_mode_takes_its_flags(workplace):
-    flags = ["--use_async=false", "--grads_to_wait=4", "--get_model_steps=3", "--sync_version_tolerance=0"]
-    assert workplace.settings(*workplace.train, *flags).training.grads_to_wait == 4
+@pytest.mark.parametrize(
+    ("flag", "line"),
+    [
+        ("--use_async=true", "--use_async=true is --updates=async now."),
+        ("--grads_to_wait=4", "--grads_to_wait=4 is --updates=sync now: a round waits for one batch of each worker."),
+        ("--get_model_steps=3", "--get_model_steps=3 is --updates=async --local_steps=3 now."),
+    ],
+)
+def test_flags_of_elasticdl_are_answered_with_what_they_became(workplace, capsys, flag, line):
+    workplace.settings(*workplace.train, flag)
+    assert capsys.readouterr().err == f"{line}\n"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -61,7 +61,7 @@ class Comparison:
         arrays = self.arrays = self.module.arrays()
         np.savez(tmp_path / "data.npz", **arrays)
         count = len(next(iter(arrays.values())))
-        settings = {"use_async": False, "num_ps": 1} | settings
+        settings = {"updates": "sync", "num_ps": 1} | settings
         self.validates = "validation" in settings
         if self.validates:
             settings["validation"] = str(tmp_path / "data.npz")

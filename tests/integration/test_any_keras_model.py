@@ -127,7 +127,7 @@ def custom_model():
 
 
 def test_batch_normalization_of_two_workers_is_right_in_the_weights_that_come_back(tmp_path):
-    job = Comparison(tmp_path, RESNET, batch=16, epochs=3, fits=False, use_async=True, num_workers=2)
+    job = Comparison(tmp_path, RESNET, batch=16, epochs=3, fits=False, updates="async", num_workers=2)
     model = job.module.custom_model()
     model.set_weights(job.weights)
     data = job.module.arrays()

@@ -173,7 +173,7 @@ def callbacks():
 class TestStopping:
     def test_max_step_is_exact_in_synchronous_mode_though_updates_and_epochs_do_not_end_together(self, tmp_path):
         path = model_file(tmp_path, "", "synchronous")
-        parts = {"use_async": False, "grads_to_wait": 5, "sync_version_tolerance": 9, "max_step": 6}
+        parts = {"updates": "sync", "max_step": 6}
         summary, _ = run_job(small_job(tmp_path, path, num_workers=1, num_epochs=9, **parts))
         assert RECORDS // 8 % 5 != 0
         assert summary.version == 6

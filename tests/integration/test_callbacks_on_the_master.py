@@ -33,7 +33,7 @@ def callbacks():
 """
 
     @pytest.mark.parametrize(
-        "parts", [{}, {"use_async": True}, {"use_async": False, "num_ps": 2, "sync_version_tolerance": 3}]
+        "parts", [{}, {"updates": "async"}, {"updates": "sync", "num_ps": 2}]
     )
     def test_they_see_the_batches_of_all_workers_in_order_of_version(self, tmp_path, parts):
         path = model_file(tmp_path, RECORDER + self.FOLLOWS, f"follows_{len(parts)}")
@@ -48,7 +48,7 @@ def callbacks():
         if parts:  # with local updates, those of a window are counted from the merge before it
             assert versions[-1] == summary.version
         assert [steps for steps, _ in calls(tmp_path, "steps", "master")] == versions
-        if parts == {"use_async": True}:
+        if parts == {"updates": "async"}:
             assert versions == list(range(1, 3 * batches + 1))
         assert all(sorted(logs) == ["+size", "+version", "loss", "mae"] for *_, logs in ends)
         assert all(sorted(logs) == ["+size", "+version"] for *_, logs in begins)
@@ -85,7 +85,7 @@ def callbacks():
     return [Stops()]
 """
         path = model_file(tmp_path, text, "stops_by_batch")
-        summary, _ = run_job(small_job(tmp_path, path, num_epochs=200, validation="", use_async=True))
+        summary, _ = run_job(small_job(tmp_path, path, num_epochs=200, validation="", updates="async"))
         assert "Stops.on_train_batch_end" in summary.stopped_early
         seen = calls(tmp_path, "seen", "master")
         assert seen[:2] == [[3, 4], [7, 8]]

@@ -185,7 +185,7 @@ def test_slots_of_rows_go_on_where_the_next_fit_makes_more_rows(make: Any) -> No
     whole.layers[-1].set_weights(model.layers[-1].get_weights())
     whole.layers[1].set_rows(np.arange(200))
     whole.compile(make(0.1), "mse", metrics=["mae"])
-    with cluster(use_async=False) as servers:
+    with cluster(updates="sync") as servers:
         for ids in (first, second):
             given = {"batch_size": 5, "shuffle": False, "verbose": 0}
             servers.fit(model, ids, np.ones((len(ids), 1)), **given)
@@ -321,7 +321,7 @@ def test_strings_are_ids_without_a_vocabulary(kind: str) -> None:
 
 def test_synchronous_workers_make_one_update_of_rows() -> None:
     ours, plain = native_model(keras.optimizers.SGD(0.1)), native_model(keras.optimizers.SGD(0.1))
-    with cluster(num_workers=2, use_async=False, grads_to_wait=2) as servers:
+    with cluster(num_workers=2, updates="sync") as servers:
         servers.evaluate(ours, IDS, LABELS, batch_size=160, verbose=0)
         assert float(ours.optimizer.learning_rate.numpy()) == pytest.approx(0.1)  # which evaluation leaves alone
         servers.fit(ours, IDS, LABELS, batch_size=160, epochs=3, shuffle=False, verbose=0)

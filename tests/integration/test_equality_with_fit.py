@@ -74,7 +74,7 @@ def train_both(tmp_path, optimizer, shape, num_ps=1):
         training=str(tmp_path / "data.npz"),
         minibatch_size=module.BATCH,
         num_minibatches_per_task=module.BATCHES,
-        use_async=False,
+        updates="sync",
         num_ps=num_ps,
         directory=str(tmp_path / "checkpoints"),
     )

@@ -33,7 +33,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "keras_support.md"
 
 @pytest.fixture(scope="module")
 def cluster():
-    with elasticcb.Cluster(1, 1, use_async=False, log_level="WARNING") as cluster:
+    with elasticcb.Cluster(1, 1, updates="sync", log_level="WARNING") as cluster:
         yield cluster
 
 

@@ -57,7 +57,7 @@ def test_compiled_model_with_weights_regularizers_and_moving_statistics(tmp_path
         minibatch_size=16,
         num_minibatches_per_task=2,
         num_epochs=2,
-        use_async=False,
+        updates="sync",
         shuffle_seed=2,
     )
     settings = with_params(settings, units=5)
@@ -133,7 +133,7 @@ def test_subclass_named_as_model_with_loss_of_three_arguments(tmp_path):
         training=data,
         minibatch_size=16,
         num_minibatches_per_task=RECORDS // 16,
-        use_async=False,
+        updates="sync",
     )
     run_job(with_params(settings, definition="subclass_file.Net", width=7))
 

@@ -18,7 +18,7 @@ from keras_calls import LABELS, Keras, Sequence, X, Y, classifier, dataset, gene
 
 @pytest.fixture(scope="module")
 def cluster():
-    with elasticcb.Cluster(kind="inprocess", log_level="ERROR", use_async=False) as cluster:
+    with elasticcb.Cluster(kind="inprocess", log_level="ERROR", updates="sync") as cluster:
         yield cluster
 
 

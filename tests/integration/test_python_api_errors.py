@@ -13,7 +13,7 @@ from keras_calls import Keras, Sequence, X, Y, dataset, generator, make
 
 @pytest.fixture(scope="module")
 def cluster():
-    with elasticcb.Cluster(kind="inprocess", log_level="ERROR", use_async=False) as cluster:
+    with elasticcb.Cluster(kind="inprocess", log_level="ERROR", updates="sync") as cluster:
         yield cluster
 
 

@@ -73,13 +73,8 @@ def test_numbers_of_numpy_make_a_cluster():
     [
         ("NetworkOptions(port=70000) is invalid. Expected at most 65535.", {"network": NetworkOptions(port=70000)}),
         ("CheckpointOptions(steps=-1) is invalid. Expected at least 0.", {"checkpoint": CheckpointOptions(steps=-1)}),
-        ("use_async='false' is invalid. Expected True or False.", {"use_async": "false"}),
         ("log_level='LOUD' is invalid. Expected one of 'DEBUG', 'INFO'", {"log_level": "LOUD"}),
-        (
-            "raise ExchangeOptions.sync_version_tolerance.",
-            {"use_async": False, "exchange": ExchangeOptions(get_model_steps=3)},
-        ),
-        ("Set updates='sync', or remove grads_to_wait.", {"grads_to_wait": 2}),
+        ("local_steps=3 can't be combined with updates='sync'", {"updates": "sync", "local_steps": 3}),
         ("exchange=3 is invalid. Expected an elasticcb.ExchangeOptions, such as", {"exchange": 3}),
         (
             "RecoveryOptions(ps_replicas=1) can't be combined with num_ps=1: a server's replica",

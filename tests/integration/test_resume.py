@@ -215,7 +215,7 @@ def test_processes_killed_with_the_master_are_replaced_and_all_when_the_one_that
 
 
 def test_synchronous_servers_outlive_the_master_and_are_started_anew_together(data, start_job):
-    more = {"use_async": "false", "grads_to_wait": 2, "sync_version_tolerance": 1}
+    more = {"updates": "sync"}
     job = start_job(*flags(data, num_epochs=3, **more))
     job.wait_for_line(r"Evaluation at version")
     before = others(job)

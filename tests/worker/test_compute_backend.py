@@ -121,7 +121,7 @@ def test_a_job_on_another_backend_comes_to_the_same(in_numpy):
         loss, predicted = cluster.evaluate(model, X, Y, verbose=0), cluster.predict(model, X, verbose=0)
         return history.history, model.get_weights(), loss, predicted
 
-    with elasticcb.Cluster(1, 2, kind="inprocess", use_async=False, log_level="ERROR") as cluster:
+    with elasticcb.Cluster(1, 2, kind="inprocess", updates="sync", log_level="ERROR") as cluster:
         expected = results()
         in_numpy()
         assert isinstance(registry.backend(), NumPyBackend)

@@ -31,7 +31,7 @@ class Master:
             self.tasks.put(lease)
         self.held: queue.Queue[list[int]] = queue.Queue()  # what each `get_task` named
 
-    def get_task(self, leases: list[int]) -> pb.GetTaskResponse:
+    def get_task(self, leases: list[int], at_once: bool = False) -> pb.GetTaskResponse:
         self.held.put(leases)
         lease = self.tasks.get(timeout=30)
         if lease is None:
@@ -100,7 +100,7 @@ def test_an_error_of_the_reader_ends_its_task_alone() -> None:
 
 @pytest.mark.parametrize("error", [ConnectionLostError("gone"), SystemExit(3)])
 def test_whatever_ends_the_input_reaches_who_waits_for_it(error: BaseException) -> None:
-    def get_task(leases: list[int]) -> Any:
+    def get_task(leases: list[int], at_once: bool) -> Any:
         raise error
 
     events = list(TaskInput(SimpleNamespace(get_task=get_task), lambda mode: pipeline(two_batches), prepared))
