@@ -32,9 +32,7 @@ def callbacks():
     return [Follows(), Keeps(), Steps()]
 """
 
-    @pytest.mark.parametrize(
-        "parts", [{}, {"updates": "async"}, {"updates": "sync", "num_ps": 2}]
-    )
+    @pytest.mark.parametrize("parts", [{}, {"updates": "async"}, {"updates": "sync", "num_ps": 2}])
     def test_they_see_the_batches_of_all_workers_in_order_of_version(self, tmp_path, parts):
         path = model_file(tmp_path, RECORDER + self.FOLLOWS, f"follows_{len(parts)}")
         summary, _ = run_job(small_job(tmp_path, path, num_epochs=3, num_minibatches_per_task=1, **parts))
@@ -45,11 +43,8 @@ def callbacks():
         assert [index for _, index, _ in ends] == [index for _, index, _ in begins] == [*range(batches)] * 3
         versions = [logs["+version"] for *_, logs in ends]
         assert versions == sorted(versions)
-        if parts:  # with local updates, those of a window are counted from the merge before it
-            assert versions[-1] == summary.version
+        assert versions[-1] <= summary.version == 3 * batches  # they are counted from the worker's last merge
         assert [steps for steps, _ in calls(tmp_path, "steps", "master")] == versions
-        if parts == {"updates": "async"}:
-            assert versions == list(range(1, 3 * batches + 1))
         assert all(sorted(logs) == ["+size", "+version", "loss", "mae"] for *_, logs in ends)
         assert all(sorted(logs) == ["+size", "+version"] for *_, logs in begins)
         # An epoch's batches come between its beginning and its end.
@@ -88,7 +83,7 @@ def callbacks():
         summary, _ = run_job(small_job(tmp_path, path, num_epochs=200, validation="", updates="async"))
         assert "Stops.on_train_batch_end" in summary.stopped_early
         seen = calls(tmp_path, "seen", "master")
-        assert seen[:2] == [[3, 4], [7, 8]]
+        assert [batch for batch, _ in seen[:2]] == [3, 7]
         assert len(seen) <= summary.version // 4
 
 
