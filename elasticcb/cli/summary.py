@@ -72,7 +72,6 @@ FAULTS: Mapping[str, Callable[[JobSnapshot], int]] = {
     "updates lost with them": lambda job: job.updates_lost,
     "task retries": lambda job: job.tasks_retried,
     "duplicate records (at most)": lambda job: job.records_repeated,
-    "gradients rejected as too old": lambda job: job.gradients_rejected,
     "batches skipped (NaN or infinity)": lambda job: job.batches_skipped,
     "checkpoints not written": lambda job: job.checkpoints_failed,
     "errors in callbacks": lambda job: job.callback_errors,

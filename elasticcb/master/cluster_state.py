@@ -33,7 +33,6 @@ class ServedCluster:
 class Totals:
     """Totals over the whole job, besides the task queue's accounting."""
 
-    gradients_rejected: int = 0
     batches_skipped: int = 0
     callback_errors: int = 0
     checkpoints_failed: int = 0  # that could not be written; training continued

@@ -51,7 +51,6 @@ class TaskResult:
     version: int
     states: States = field(default_factory=dict)
     outputs: list[Outputs] = field(default_factory=list)
-    gradients_rejected: int = 0
     batches_skipped: int = 0
     ended_after: int | None = None
     function_result: bytes = b""
@@ -281,7 +280,6 @@ class JobState(JobRecord):
         task = outcome.task
         if outcome.counts and task is not None:
             self.past.ended(lease, "done", task)
-            self.totals.gradients_rejected += result.gradients_rejected
             self.totals.batches_skipped += result.batches_skipped
             self._take_in(task, result)
             self.note(**({"states": [(task.epoch, result.states)]} if task.type is TaskType.TRAINING else {}))

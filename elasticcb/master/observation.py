@@ -33,7 +33,6 @@ def observe(state: JobState, refused: Mapping[str, int], now: float) -> JobSnaps
         seconds=now - state.started,
         version=state.version,
         loss=state.loss,
-        gradients_rejected=totals.gradients_rejected,
         batches_skipped=totals.batches_skipped,
         callback_errors=totals.callback_errors,
         checkpoints_failed=totals.checkpoints_failed,

@@ -59,7 +59,6 @@ def _job(seen: JobSnapshot) -> Iterator[Metric]:
     yield _counter("records", "Records that workers reported as done, counted once each.", records, ("type",))
     repeated = seen.records_repeated
     yield _counter("records_repeated", "Records trained or predicted more than once (upper bound).", repeated)
-    yield _counter("gradients_rejected", "Gradients rejected as too old, in synchronous mode.", seen.gradients_rejected)
     yield _counter("batches_skipped", "Batches skipped because of NaN or infinity.", seen.batches_skipped)
     yield _counter("callback_errors", "Callback errors after which the job continued.", seen.callback_errors)
     yield _counter("checkpoints_failed", "Checkpoints that could not be written.", seen.checkpoints_failed)
@@ -124,8 +123,8 @@ def _calls(seen: JobSnapshot) -> Iterator[Metric]:
     exchanges = {call: seen.histograms[call] for call in (PUSH, PULL, LOOKUP)}
     text = "Duration of a worker's calls to all servers. A push also pulls the new weights, so there are few pulls."
     yield _histogram("exchange_duration_seconds", text, exchanges, "call")
-    text = "Staleness of gradients: updates by others between the pull and the push."
-    yield _histogram("gradient_staleness_versions", text, {"": seen.histograms[STALENESS]})
+    text = "Batches of other workers that were merged between two merges of a worker."
+    yield _histogram("staleness_versions", text, {"": seen.histograms[STALENESS]})
     refused = {(reason.name.lower(),): seen.refused_calls.get(reason.value, 0) for reason in Refusal}
     yield _counter("refused_calls", "Calls refused by the master and the servers.", refused, ("reason",))
 

@@ -150,7 +150,6 @@ class MasterServicer:
                 version=request.version,
                 states=from_metric_states(request.metrics),
                 outputs=from_outputs(request.outputs),
-                gradients_rejected=request.gradients_rejected,
                 batches_skipped=request.batches_skipped,
                 ended_after=request.records_done if request.exhausted else None,
                 function_result=request.result,

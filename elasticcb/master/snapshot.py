@@ -101,8 +101,7 @@ class JobSnapshot:
     tasks_taken_over: int = 0
     tasks_split: int = 0  # times a worker handed the rest of its task to an idle worker
     reports_refused: int = 0  # for tasks that had been reassigned
-    gradients_rejected: int = 0  # too old, recomputed on fresh weights (synchronous mode)
-    batches_skipped: int = 0  # NaN or infinity in loss or gradients, with --non_finite=skip
+    batches_skipped: int = 0  # NaN or infinity, with --non_finite=skip
     callback_errors: int = 0  # with --callback_errors=warn
     checkpoints_failed: int = 0  # that could not be written; training continued
     # seconds since the newest checkpoint, or the start; None: no regular checkpoints

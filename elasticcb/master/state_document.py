@@ -57,7 +57,6 @@ def document(seen: JobSnapshot, error: BaseException | None = None, over: bool =
         "processes": [_process(process) for process in seen.processes],
         "tables": _tables(seen.tables),
         "latencies": {name: _latency(seen.histograms[name]) for name in SECONDS if name in seen.histograms},
-        "gradients_rejected": seen.gradients_rejected,
         "batches_skipped": seen.batches_skipped,
         "callback_errors": seen.callback_errors,
         "checkpoints_failed": seen.checkpoints_failed,

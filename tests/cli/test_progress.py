@@ -50,7 +50,6 @@ SUMMARY = JobSnapshot(
     records_evaluated=297,
     records_repeated=64,
     tasks_retried=1,
-    gradients_rejected=2,
     workers=ProcessCounts(lost=1, replaced=1),
     version=47,
     metrics={"accuracy": 0.95},
@@ -300,7 +299,6 @@ def test_the_summary_has_metrics_and_paths_first_then_the_accounting_then_faults
         "  workers lost                      1 (1 replaced)",
         "  task retries                      1",
         "  duplicate records (at most)       64",
-        "  gradients rejected as too old     2",
         "",
         "Logs: /tmp/jobs/digits/logs",
     ]

@@ -81,7 +81,7 @@ def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
     assert before.find("elasticcb_records_total", type="training") > 0
     assert before.find("elasticcb_records_total", type="evaluation") >= TESTED
     assert before.find("elasticcb_exchange_duration_seconds_count", call="push") > 0
-    assert before.find("elasticcb_gradient_staleness_versions_count") > 0
+    assert before.find("elasticcb_staleness_versions_count") > 0
     for role, index in (("worker", "0"), ("worker", "1"), ("master", "0")):
         assert before.find("elasticcb_cpu_seconds_total", role=role, index=index) > 0
         assert before.find("elasticcb_resident_memory_bytes", role=role, index=index) > 1e6

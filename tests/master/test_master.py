@@ -93,11 +93,10 @@ def test_totals_of_an_earlier_master_are_counted_on(lines, tmp_path):
             state.resume(memory)
         worker = join(master)
         lease = master.calls.get_task(worker, (), 0.0).lease
-        master.calls.report_done(worker, lease.id, TaskResult(5, gradients_rejected=2, batches_skipped=1))
+        master.calls.report_done(worker, lease.id, TaskResult(5, batches_skipped=1))
         master.desk.warn(CallbackWarning("subject", "text", 3))
         state.totals.recovered(4.0 - number, 7)
         master.desk.lost(worker, "killed")
-        assert state.totals.gradients_rejected == 2 * number
         assert (state.totals.batches_skipped, state.totals.callback_errors) == (number, 3 * number)
         assert state.roster.losses.lost[Role.WORKER] == number
         assert (state.totals.longest_recovery, state.totals.updates_lost) == (3.0, 9 * number - 2)

@@ -49,7 +49,7 @@ def seen():
     first, second = (calls.get_task(worker, (), 0.0).lease.id for worker in workers)
     calls.report_done(workers[0], first, TaskResult(11))  # the round
     third = calls.get_task(workers[0], (), 0.0).lease.id
-    calls.report_done(workers[1], second, TaskResult(12, gradients_rejected=3, batches_skipped=4))
+    calls.report_done(workers[1], second, TaskResult(12, batches_skipped=4))
     calls.report_progress(workers[0], third, 5, True, 13, 0.5)
     state.note_stats(server, Stats(rows_looked_up=17, recovery_files_failed=24, refused_calls={"malformed": 21}))
     desk.lost(workers[1], "killed")
@@ -91,7 +91,6 @@ def test_all_that_is_shown_of_a_job_has_the_same_numbers(seen):
         (0, workers["replaced"], metric("recoveries_total", role="worker")),
         (2.5, servers["longest_recovery_seconds"]),
         (19, servers["updates_lost"], summary["updates lost with them"], metric("updates_lost_total")),
-        (3, state["gradients_rejected"], summary["gradients rejected as too old"], metric("gradients_rejected_total")),
         (4, state["batches_skipped"], summary["batches skipped (NaN or infinity)"], metric("batches_skipped_total")),
         (22, state["callback_errors"], summary["errors in callbacks"], metric("callback_errors_total")),
         (23, state["checkpoints_failed"], summary["checkpoints not written"], metric("checkpoints_failed_total")),
