@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import keras
 
-from elasticcb.compute.registry import backend
 from elasticcb.errors import UsageError
 from elasticcb.keras_private import layers_of, trained_by
 from elasticcb.layers import Embedding
@@ -23,15 +22,13 @@ class PlacedWeights:
         model: a built model with an optimizer.
 
     Raises:
-        UsageError: the model is not built or has no optimizer; one of several optimizers is not built; it has
-            ElasticCB's own embedding layers; or the Keras backend does not support it.
+        UsageError: the model is not built or has no optimizer; one of several optimizers is not built; or it has
+            ElasticCB's own embedding layers.
     """
 
     def __init__(self, model: keras.Model) -> None:
         if not isinstance(model, keras.Model):
             raise UsageError(f"`place` takes a keras.Model. Received: {model!r} (of type {type(model).__name__})")
-        if backend().not_placed:
-            raise UsageError(backend().not_placed)
         optimizers = model_optimizers(model)
         if not model.built or not optimizers:
             missing = "has no optimizer: call compile()" if model.built else "is not built: call the model on a batch"

@@ -1,8 +1,7 @@
 """The interface to the framework that computes: a few operations on batches and NumPy arrays.
 
-If servers apply gradients, a `GradientComputation` is used: its optimizers hand over gradients instead of applying
-them. Variables that are changed in other ways, such as moving averages, are returned as they are after the step. With
-local updates, a `LocalComputation` trains as Keras does, and its weights are read afterwards.
+A `Computation` trains a model as Keras does, and its weights are read afterwards. Only gradients of rows of embedding
+tables leave a step.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import numpy as np
 from elasticcb.compute.movable import Allowed
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.served_tables import ServedTables
-from elasticcb.errors import UsageError
 from elasticcb.layers.install import install
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import ModelMetrics
@@ -59,14 +57,14 @@ class StepResult:
     Attributes:
         logs: logs of this batch, as Python numbers.
         states: metric states of this batch only.
-        rows: gradients of some rows of a variable.
-        shared: `OptimizerState.shared` before the step, in local training with gradients of rows.
+        rows: by embedding table, gradients of the rows of the batch.
+        shared: `OptimizerState.shared` before the step, for a model with tables.
     """
 
     logs: dict[str, Any]
     states: States
     rows: RowGradients
-    shared: Mapping[str, Array] = field(default_factory=dict, kw_only=True)
+    shared: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -75,106 +73,21 @@ class StepResult:
         return float(np.mean(loss)) if isinstance(loss, list) else float(loss)
 
 
-@dataclass
-class GradientResult(StepResult):
-    """The result of a step whose gradients go to the servers. Flat arrays are in the order of
-    `sharding.partition.layout`.
-
-    Attributes:
-        gradients: by server and dtype, gradients of `dense_variables`, flat; of the plain loss, clipped, in the dtype
-            used for transfer.
-        dense_variables: indices of variables, in the order of the model.
-        state: by server and dtype, the variables that no optimizer updates, after the step, flat.
-        decays: of moving averages, by variable: the weight of the old value in the new one.
-        overflow: why the gradients are unusable: those of the scaled loss are not finite; "" if they are usable.
-    """
-
-    gradients: list[dict[str, Array]]
-    dense_variables: tuple[int, ...]
-    state: list[dict[str, Array]]
-    decays: Mapping[int, float]
-    overflow: str = ""
-
-
-class Computation(ABC):
-    """The steps of one model. Only `prepare` may be called by several threads."""
-
-    _model: keras.Model
-    _served: ServedTables  # its embedding tables
-
-    @abstractmethod
-    def prepare(self, data: Any, mode: Mode, fixed: Sequence[bool] = ()) -> Prepared:
-        """Prepares a batch of the input pipeline for a step. May be called in another thread, during a step.
-
-        Args:
-            data: the batch as Keras passes it to the model's step, for `keras.utils.unpack_x_y_sample_weight`.
-            fixed: as in `Pipeline`; a step that is traced before it runs sees these sizes as numbers, as in Keras.
-
-        Raises:
-            ModelFileError: its ids can't be determined, or are out of range.
-        """
-
-    @abstractmethod
-    def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
-        """Adds a batch to the metrics, with the current weights.
-
-        Returns:
-            Current logs, and `(labels, predictions[, weight])` if a metric needs them on the master; else `()`.
-        """
-
-    @abstractmethod
-    def predict(self, batch: Prepared, rows: TableRows) -> Any:
-        """The result of the model's `predict_step` for a batch: a structure of NumPy arrays."""
-
-    @abstractmethod
-    def set_weights(self, weights: PlacedBlocks) -> None:
-        """Sets the model to `weights`; its variables are Keras variables, readable by anyone."""
-
-    def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
-        """Loads all rows of the embedding tables into the model; no more steps follow.
-
-        Args:
-            tables: (variable, ids [n], rows [n, dim]). The arrays do not change afterwards.
-        """
-        self._served.release()
-        for index, ids, rows in tables:
-            install(self._model, index, ids, rows)
-
-
-class GradientComputation(Computation):
-    """A model whose gradients are applied by servers."""
-
-    @abstractmethod
-    def train(self, batch: Prepared, weights: PlacedBlocks, version: int, rows: TableRows) -> GradientResult:
-        """Gradients of a batch at `weights`, to which the model is set.
-
-        Args:
-            version: version of the weights; used as `iterations` of the optimizers.
-            rows: rows of the embedding tables, for the ids of the batch.
-        """
-
-
-class LocalComputation(Computation):
-    """A model trained by its own optimizers, except the rows of embedding tables."""
-
-    _averages: MovingAverages
-
-    @abstractmethod
-    def train(self, batch: Prepared, rows: TableRows) -> StepResult:
-        """Trains the model on a batch, like Keras.
-
-        Args:
-            rows: rows of the embedding tables, for the ids of the batch. Only their gradients are returned.
-        """
+class TrainedModel(ABC):
+    """A model that is trained in this process by its own optimizers, except the rows of embedding tables."""
 
     @property
+    @abstractmethod
     def decays(self) -> Mapping[int, float]:
         """Of moving averages, by variable: the weight of the old value in the value after a batch."""
-        return self._averages.decays
 
     @abstractmethod
     def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
         """The model's current weights, cut for servers."""
+
+    @abstractmethod
+    def set_weights(self, weights: PlacedBlocks) -> None:
+        """Sets the model to `weights`; its variables are Keras variables, readable by anyone."""
 
     @abstractmethod
     def optimizer_state(self) -> OptimizerState:
@@ -189,32 +102,58 @@ class LocalComputation(Computation):
         """Sets the optimizer state; missing parts stay unchanged, and so does the learning rate."""
 
 
-class PlacedComputation(ABC):
-    """A model whose optimizers exchange with the servers whenever they are applied, in any code."""
+class Computation(TrainedModel):
+    """The steps of one model. Only `prepare` may be called by several threads."""
+
+    _model: keras.Model
+    _served: ServedTables  # its embedding tables
+    _averages: MovingAverages
 
     @abstractmethod
-    def set_weights(self, weights: Sequence[Array]) -> None:
-        """Sets the weights, in the order of `model.weights`."""
+    def prepare(self, data: Any, mode: Mode, fixed: Sequence[bool] = ()) -> Prepared:
+        """Prepares a batch of the input pipeline for a step. May be called in another thread, during a step.
 
+        Args:
+            data: the batch as Keras passes it to the model's step, for `keras.utils.unpack_x_y_sample_weight`.
+            fixed: as in `Pipeline`; a step that is traced before it runs sees these sizes as numbers, as in Keras.
 
-@dataclass(frozen=True)
-class Applied:
-    """The arguments of an optimizer of a `PlacedComputation`.
+        Raises:
+            ModelFileError: its ids can't be determined, or are out of range.
+        """
 
-    Attributes:
-        gradients: dense gradients, by variable; of the plain loss, clipped.
-        rows: gradients of some rows of a variable.
-        state: current values of the variables that no optimizer updates, by index.
-        usable: whether gradients are finite, according to the loss scale.
-    """
+    @abstractmethod
+    def train(self, batch: Prepared, rows: TableRows) -> StepResult:
+        """Trains the model on a batch, like Keras.
 
-    gradients: dict[int, Array]
-    rows: RowGradients
-    state: dict[int, Array]
-    usable: bool
+        Args:
+            rows: rows of the embedding tables, for the ids of the batch. Only their gradients are returned.
+        """
 
+    @abstractmethod
+    def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
+        """Adds a batch to the metrics, with the current weights.
 
-Exchange = Callable[[Applied], Sequence[Array]]  # all weights after an update, in the order of `model.weights`
+        Returns:
+            Current logs, and `(labels, predictions[, weight])` if a metric needs them on the master; else `()`.
+        """
+
+    @abstractmethod
+    def predict(self, batch: Prepared, rows: TableRows) -> Any:
+        """The result of the model's `predict_step` for a batch: a structure of NumPy arrays."""
+
+    @property
+    def decays(self) -> Mapping[int, float]:
+        return self._averages.decays
+
+    def hold_tables(self, tables: Iterable[tuple[int, Array, Array]]) -> None:
+        """Loads all rows of the embedding tables into the model; no more steps follow.
+
+        Args:
+            tables: (variable, ids [n], rows [n, dim]). The arrays do not change afterwards.
+        """
+        self._served.release()
+        for index, ids, rows in tables:
+            install(self._model, index, ids, rows)
 
 
 class HeldModel(NamedTuple):
@@ -225,12 +164,14 @@ class HeldModel(NamedTuple):
         metrics: metrics of the model.
         specs: specs of `model.weights`, as sent by the master.
         partition: initial slices of `model.weights`, by server.
+        trains: whether it is trained here; otherwise its optimizers are not built.
     """
 
     model: keras.Model
     metrics: ModelMetrics
     specs: Sequence[VariableSpec]
     partition: Sequence[Sequence[Slice]]
+    trains: bool = True
 
     @property
     def tables(self) -> list[int]:
@@ -242,17 +183,13 @@ class Backend(ABC):
     """A framework.
 
     Attributes:
-        not_placed: why it has no `placed`, and what to do instead; "" if it has.
         forks_with_gpus: whether a process may import it, and then fork processes that use GPUs.
     """
 
-    not_placed = ""
     forks_with_gpus = True
 
     @abstractmethod
-    def build(
-        self, spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False
-    ) -> StepVariables | None:
+    def build(self, spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> StepVariables | None:
         """Builds what Keras builds lazily (weights of a subclass model, metrics), with one real batch.
 
         Afterwards, metrics include that batch: reset them.
@@ -260,7 +197,6 @@ class Backend(ABC):
         Args:
             model: the model of `spec`, compiled unless `mode` is `PREDICTION`.
             batch: a batch of the input pipeline.
-            local: in training, workers apply gradients themselves, so steps may do everything that Keras allows.
 
         Returns:
             In training, for a model with its own step: what the step gives to optimizers.
@@ -284,14 +220,13 @@ class Backend(ABC):
         batch: Any,
         mode: Mode,
         allowed: Allowed,
-        local: bool = False,
         validation: Callable[[], Any] | None = None,
     ) -> dict[int, TableSpec]:
         """The embedding tables of a model, by index in `model.weights`: all `elasticcb.layers.Embedding`, and each
         `keras.layers.Embedding` that is allowed and gives the same results with its rows on servers.
 
         Args:
-            model, batch, mode, local: as in `build`, which must be called before.
+            model, batch, mode: as in `build`, which must be called before.
             allowed: whether a keras.layers.Embedding may become a table.
             validation: in training, a batch of the validation data, if there is any.
 
@@ -301,20 +236,10 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def computation(self, held: HeldModel) -> GradientComputation:
-        """The steps of a model. The rows of its embedding tables are provided for each step from now on.
+    def computation(self, held: HeldModel) -> Computation:
+        """The steps of a model, whose variables hold the servers' weights. The rows of its embedding tables are provided
+        for each step from now on.
 
         Raises:
-            ModelFileError: the model can't be trained with this number of servers.
+            ModelFileError: the model can't be trained.
         """
-
-    @abstractmethod
-    def local_computation(self, held: HeldModel) -> LocalComputation:
-        """The steps of a model that is trained here. Raises the same errors as `computation`."""
-
-    def placed(
-        self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange
-    ) -> PlacedComputation:
-        """Replaces the optimizers' updates of a built model by `exchange`. Raises the same errors as `computation`, and
-        `UsageError` if `not_placed`."""
-        raise UsageError(self.not_placed)

@@ -1,11 +1,10 @@
-"""Captures the gradients that a model's `train_step` passes to its optimizers, instead of applying them."""
+"""Captures the gradients of some variables that a model's `train_step` passes to its optimizers."""
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import keras
 
@@ -13,57 +12,27 @@ from elasticcb.errors import ModelFileError
 from elasticcb.keras_private import product_of, updates_of, value_of
 from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.optimizers.traits import MultiOptimizer, model_optimizers, unwrapped
-from elasticcb.optimizers.variables import chosen_optimizer
-from elasticcb.sharding.partition import VariableSpec
-
-
-class Update(NamedTuple):
-    """The gradient of one variable, as computed by the model: of the scaled loss, if the optimizer scales it."""
-
-    optimizer: int  # index in `model_optimizers(model)`
-    gradient: Any  # in the framework's form
-
-
-class ReadWatch(Protocol):
-    """Watches a step from the first time that it passes gradients to an optimizer.
-
-    Servers apply gradients after the step, so later reads in the step see values from before the update.
-    """
-
-    def refused(self) -> contextlib.AbstractContextManager[None]:
-        """Inside the context, it is an error if a step reads such a variable: `ModelFileError`."""
-
-    def given(self, variables: Sequence[Any], optimizer: str) -> None:
-        """The optimizer called `optimizer` was given gradients of these variables."""
+from elasticcb.optimizers.variables import StepVariables, chosen_optimizer
 
 
 class OptimizerCapture(ABC):
-    """Makes all optimizers of a model store the gradients that they are given.
+    """Makes the optimizers of a model store gradients of some variables instead of applying them.
 
     Args:
-        variables: indices in `model.weights` of variables whose gradients are stored; the optimizers apply the others
-            as usual. None: all are stored.
-        refuses: whether to refuse steps that can't be done by gradients on servers. Otherwise they may do everything
-            that Keras allows.
+        tables: indices in `model.weights` of these variables, embedding tables; the optimizers apply the others as
+            usual. None: gradients of all variables are stored, and nothing is applied.
 
     Attributes:
-        optimizers: optimizers of the model, indexed by `Update.optimizer`.
-        given: variables that the last step gave to optimizers, as `StepVariables.given`.
+        optimizers: optimizers of the model, as indexed by `StepVariables`.
+        variables: what the last step gave to optimizers.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        late_reads: ReadWatch,
-        variables: Collection[int] | None = None,
-        refuses: bool = True,
-    ) -> None:
-        self._model, self._late_reads = model, late_reads
-        self._variables, self._refuses = variables, refuses
+    def __init__(self, model: keras.Model, tables: Collection[int] | None = None) -> None:
+        self._model, self._tables = model, tables
         self.optimizers = model_optimizers(model)
-        self.given: dict[int, int] = {}
+        self.variables = StepVariables({}, {})
         self._given: list[tuple[int, Any, Any, Any]] = []  # (optimizer, gradient, variable, place)
-        if variables is None or variables:
+        if tables is None or tables:
             for index in range(len(self.optimizers)):
                 self._replace_apply(index)
 
@@ -95,20 +64,18 @@ class OptimizerCapture(ABC):
                 )
             place = self._place()
             pairs = list(zip(grads, trainable_variables, strict=True))
-            if self._variables is not None:
-                pairs = self._apply_others(optimizer, pairs)
+            if self._tables is not None:
+                pairs = self._apply_others(optimizer, self._tables, pairs)
             self._given += [(index, gradient, variable, place) for gradient, variable in pairs]
-            if self._refuses:
-                self._late_reads.given(
-                    [variable for gradient, variable in pairs if gradient is not None], optimizer.name
-                )
 
         # Keras's own `apply_gradients` calls it. Bypasses Keras's __setattr__, which tracks values.
         object.__setattr__(optimizer, "apply", apply)
 
-    def _apply_others(self, optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    def _apply_others(
+        self, optimizer: Any, tables: Collection[int], pairs: list[tuple[Any, Any]]
+    ) -> list[tuple[Any, Any]]:
         """Applies the gradients that are not stored; returns the others, for the plain loss."""
-        keys = {key_of(self._model.weights[index]) for index in self._variables or ()}
+        keys = {key_of(self._model.weights[index]) for index in tables}
         kept = [
             (self._plain(optimizer, gradient), variable)
             for gradient, variable in pairs
@@ -130,87 +97,49 @@ class OptimizerCapture(ABC):
         for optimizer in self.optimizers:
             vars(optimizer).pop("apply", None)
 
-    def train_step(self, batch: Any) -> tuple[dict[str, Any], dict[int, Update]]:
-        """The logs of the model's `train_step`, and its gradients, by index in `model.weights`.
+    def train_step(self, batch: Any) -> tuple[dict[str, Any], dict[int, Any]]:
+        """The logs of the model's `train_step`, and the stored gradients, by index in `model.weights`.
 
         Raises:
-            ModelFileError: there are none, or servers can't apply them as `train_step` intends.
+            ModelFileError: a table's gradient can't be captured, or is given twice.
         """
         self._given.clear()
-        with self._late_reads.refused():
-            logs = self._model.train_step(batch)
-            updates = self._take()  # report its errors first
-        return flat_logs(logs), updates
+        logs = self._model.train_step(batch)
+        return flat_logs(logs), self._take()
 
-    def _take(self) -> dict[int, Update]:
+    def _take(self) -> dict[int, Any]:
         given, self._given = self._given, []
         # Only now, because layers may have been built in the step.
         indices = {key_of(variable): index for index, variable in enumerate(self._model.weights)}
-        updates: dict[int, Update] = {}
-        self.given = {}
+        found: dict[int, Any] = {}
+        self.variables = StepVariables({}, {})
         for optimizer, gradient, variable, place in given:
             index = indices.get(key_of(variable))
-            if index is not None:
-                self.given.setdefault(index, optimizer)
+            if index is None:
+                continue
+            self.variables.given.setdefault(index, optimizer)
             if gradient is None:
                 continue
-            if not self._refuses and self._variables is None:
-                if index is not None:
-                    updates.setdefault(index, Update(optimizer, gradient))
-                continue
-            self._check_place(optimizer, place)
-            if index is None:
-                raise ModelFileError(
-                    f"The optimizer {self.named(optimizer)} was given a gradient of {path_of(variable)!r}, which is "
-                    "not a weight of the model, so no server holds it. Make it a keras.Variable that is an attribute "
-                    "of the model or of one of its layers."
-                )
-            if index in updates:
-                raise self._second_update(updates[index].optimizer, optimizer, variable)
-            updates[index] = Update(optimizer, gradient)
-        if not updates and self._refuses:
-            raise ModelFileError(
-                "The model's train_step gave the optimizer no gradients. Either no layer is trainable, or the loss "
-                "does not depend on the weights, or the optimizer is not an attribute of the model: it must be "
-                "`model.optimizer`, or an attribute of the model or of one of its layers."
-            )
-        return updates
+            if self._tables is not None:
+                self._check_place(optimizer, place)
+                if index in found:
+                    raise self._second_update(self.variables.updated[index], optimizer, variable)
+            found.setdefault(index, gradient)
+            self.variables.updated.setdefault(index, optimizer)
+        return found
 
-    def _second_update(self, first: int, second: int, variable: Any) -> ModelFileError:
+    def _second_update(self, first: int, second: int, variable: keras.Variable) -> ModelFileError:
         which = f"to the optimizer {self.named(first)} twice"
         if first != second:
             which = f"to two optimizers, {self.named(first)} and {self.named(second)}"
         return ModelFileError(
-            f"The model's train_step gives gradients of {path_of(variable)!r} {which}. A step runs on weights that "
-            "were pulled before it, and servers apply its gradients after it, so a variable can be updated only once "
-            "per step. Add up the gradients and apply them once; or do one update per batch (if a critic must be "
-            "updated more often than a generator, train it on every batch, and multiply the generator's gradients by "
-            "zero in the others)."
+            f"The model's train_step gives gradients of {variable.path!r} {which}. Servers hold the rows of this "
+            "embedding table and apply their gradients after the step, so they can be updated only once per step. Add "
+            "up the gradients and apply them once, or use keras.layers.Embedding."
         )
 
     def named(self, index: int) -> str:
         return f"{self.optimizers[index].name!r}"
-
-
-@contextlib.contextmanager
-def unchanged(variables: Sequence[keras.Variable]) -> Iterator[None]:
-    """Restores the variables' values at the end."""
-    before = [(variable, variable.numpy()) for variable in variables]
-    try:
-        yield
-    finally:
-        for variable, value in before:
-            variable.assign(value)
-
-
-def check_updated(updates: Iterable[int], specs: Sequence[VariableSpec]) -> None:
-    """Raises `ModelFileError` when a step updates other variables than when the model was built."""
-    unexpected = [specs[index].path for index in updates if not specs[index].trainable]
-    if unexpected:
-        raise ModelFileError(
-            f"The model's train_step gives an optimizer gradients of {', '.join(map(repr, unexpected))} now, which it "
-            "did not when the job started. Which variables a step updates must be the same for every batch."
-        )
 
 
 def _by_optimizer(optimizer: Any, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, list[tuple[Any, Any]]]]:
@@ -238,8 +167,3 @@ def count_step(optimizer: Any) -> None:
 def key_of(variable: Any) -> int:
     """A key shared by a Keras variable and its framework variable, which a GradientTape lists."""
     return id(value_of(variable) if isinstance(variable, keras.Variable) else variable)
-
-
-def path_of(variable: Any) -> str:
-    """The name of either in messages."""
-    return str(getattr(variable, "path", None) or variable.name)

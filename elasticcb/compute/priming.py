@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 
-from elasticcb.compute.capture import unchanged
 from elasticcb.keras_private import compute_loss, layers_of, takes_training
 from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.optimizers.variables import StepVariables
@@ -18,18 +17,12 @@ from elasticcb.optimizers.variables import StepVariables
 def prime_training(
     model: keras.Model,
     batch: Any,
-    local: bool,
     run_unchanged: Callable[[keras.Model, Callable[[Any], Any], Any], None],
-    step_variables: Callable[[keras.Model, Any, bool], StepVariables],
+    step_variables: Callable[[keras.Model, Any], StepVariables],
 ) -> StepVariables | None:
-    """Builds everything needed for training; returns the result of `Backend.build`.
-
-    Args:
-        step_variables: called with a model, a batch, and whether to refuse steps that can't be done by gradients on
-            servers.
-    """
+    """Builds everything needed for training; returns the result of `Backend.build`."""
     if is_overridden(model, "train_step"):
-        return step_variables(model, batch, not local)
+        return step_variables(model, batch)
     run_unchanged(model, functools.partial(_forward, model), batch)
     return None
 
@@ -40,6 +33,17 @@ def _forward(model: keras.Model, data: Any) -> None:
     predicted = model(x, training=True) if takes_training(model) else model(x)
     compute_loss(model, x, y, predicted, weight)
     model.compute_metrics(x, y, predicted, sample_weight=weight)
+
+
+@contextlib.contextmanager
+def unchanged(variables: Sequence[keras.Variable]) -> Iterator[None]:
+    """Restores the variables' values at the end."""
+    before = [(variable, variable.numpy()) for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)
 
 
 def kept(model: keras.Model) -> contextlib.AbstractContextManager[None]:

@@ -89,7 +89,6 @@ class ModelHost:
                 pipelines[Mode.EVALUATION] = open_pipeline(settings, self.spec, Mode.EVALUATION)
             self._counts = SourceCounts(settings, pipelines)
             on_error.callback(self._counts.stop)  # the user may have interrupted the job
-            self._is_local = True
             batch, step = self._build(pipelines, mode)
             self.sources: dict[str, Sources] = self._counts.result()
             # With metrics as the first batch has built them.
@@ -126,7 +125,7 @@ class ModelHost:
         """Builds the model with its first batch; returns the batch, and what its step gives to optimizers."""
         try:
             batch = pipelines[mode].first_batch()
-            step = backend().build(self.spec, self.model, batch, mode, self._is_local)
+            step = backend().build(self.spec, self.model, batch, mode)
             if mode is Mode.TRAINING and Mode.EVALUATION in pipelines and self.metrics.own_steps:
                 validation = pipelines[Mode.EVALUATION].first_batch()
                 backend().build(self.spec, self.model, validation, Mode.EVALUATION)
@@ -183,14 +182,14 @@ class ModelHost:
             if not is_table or not self.trains:
                 return is_table
             optimizer = optimizers[0 if step is None else step.updated.get(index, 0)]
-            if self._is_local and unwrapped(optimizer).global_clipnorm:  # over all gradients, which a worker clips
+            if unwrapped(optimizer).global_clipnorm:  # over all gradients, which a worker clips
                 return False
             return may_serve_rows(optimizer, num_ps) and (step is None or index in step.updated)
 
         mode = Mode.of(settings.command)
         validates = mode is Mode.TRAINING and Mode.EVALUATION in pipelines
         validation = pipelines[Mode.EVALUATION].first_batch if validates else None
-        found = backend().find_tables(self.model, batch, mode, allowed, self._is_local, validation)
+        found = backend().find_tables(self.model, batch, mode, allowed, validation)
         paths = {index: self.model.weights[index].path.rpartition("/")[0] for index in found}
         return with_settings(found, paths, settings)
 

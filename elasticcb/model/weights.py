@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from elasticcb.keras_private import decays
 from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.optimizers.variables import StepVariables, leaves
+from elasticcb.sharding.flat_blocks import PlacedBlocks, unpack_weights
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
 
@@ -49,6 +51,14 @@ def variable_specs(
         )
         for index, variable in enumerate(model.weights)
     ]
+
+
+def assign_dense(model: keras.Model, specs: Sequence[VariableSpec], blocks: PlacedBlocks) -> None:
+    """Sets the model to the servers' weights, except embedding tables."""
+    values = unpack_weights(blocks, specs, blocks.partition)
+    for variable, spec, value in zip(model.weights, specs, values, strict=True):
+        if not spec.table:
+            variable.assign(np.array(value))  # a copy: frameworks may use the memory of what they are given
 
 
 def _undecayed(model: keras.Model, updated: Mapping[int, int]) -> set[int]:

@@ -50,7 +50,7 @@ _known: dict[str, tuple[Any, bool]] = {}  # modules by name, and whether they ar
 
 
 def _all_own() -> Iterator[tuple[str, Any]]:
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # other threads may import
         known = _known.get(name)
         if known is None or known[0] is not module:
             known = _known[name] = module, is_own(name)

@@ -116,28 +116,25 @@ class FunctionWorker:
         adopt_path(call.sys_path)
         try:
             if self._placed is not None:
-                self._placed.pull()
+                self._placed.begin()
             function = self._function(call.function)
             args, kwargs = carry.loads(call.arguments, references(self._model))
             value = keras.tree.map_structure(_without_tensors, function(*args, **kwargs))
-            return Result(value=carry.dumps(value, f"What {call.name}() returned", references(self._model)))
+            pickled = carry.dumps(value, f"What {call.name}() returned", references(self._model))
+            if self._placed is not None:
+                self._placed.merge()
+            return Result(value=pickled)
         except ConnectionLostError:
             raise
         except (Exception, SystemExit) as caught:
             return self._failure(call, caught)
 
     def _failure(self, call: FunctionCall, caught: BaseException) -> Result:
-        error = caught
-        if self._placed is not None and self._placed.error is not None:
-            error = self._placed.error  # a tf.function only passes on its text
-            if isinstance(error, ConnectionLostError):
-                raise error
-            self._placed.error = None
-        message = str(error) if isinstance(error, ElasticCBError) else describe(error)
+        message = str(caught) if isinstance(caught, ElasticCBError) else describe(caught)
         trace = user_traceback(caught)
         logger.info("%s() failed: %s\n%s", call.name, message, trace)
         try:
-            cause = carry.dumps(error.with_traceback(None), "The error", references(self._model))
+            cause = carry.dumps(caught.with_traceback(None), "The error", references(self._model))
             carry.loads(cause, references(self._model))  # some exception classes can't be recreated from their `args`
         except Exception:
             cause = b""
@@ -188,4 +185,7 @@ def value_here(number: int) -> Any:
 
 
 def _without_tensors(leaf: Any) -> Any:
-    return leaf.numpy() if hasattr(leaf, "numpy") else leaf
+    """Arrays instead of tensors and variables of any framework."""
+    if hasattr(leaf, "numpy") and not hasattr(leaf, "detach"):
+        return leaf.numpy()
+    return keras.ops.convert_to_numpy(leaf) if keras.ops.is_tensor(leaf) else leaf

@@ -13,7 +13,7 @@ import keras
 from elasticcb.compute.backend import Computation
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
-from elasticcb.optimizers.traits import model_optimizers, unwrapped
+from elasticcb.optimizers.traits import model_optimizers, sets_final_weights, unwrapped
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.settings import Command, JobSettings
 from elasticcb.sharding.partition import VariableSpec
@@ -45,10 +45,13 @@ class KeptModel:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the program says that only variables of the model change, and the servers hold no tables."""
+        """Whether the program says that only variables of the model change, the servers hold no tables, and no
+        optimizer begins with a copy of the weights."""
         size = sum(math.prod(spec.shape) * dtype_of(spec.dtype).itemsize for spec in self.specs)
         has_tables = any(spec.table for spec in self.specs)
-        return self.spec.is_steady and not self.model.run_eagerly and not has_tables and size <= _MOST_BYTES
+        copies = any(map(sets_final_weights, model_optimizers(self.model)))
+        is_steady = self.spec.is_steady and not self.model.run_eagerly and not copies
+        return is_steady and not has_tables and size <= _MOST_BYTES
 
     def fits(self, settings: JobSettings) -> bool:
         """Whether a job with these settings can use it."""

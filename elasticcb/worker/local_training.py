@@ -60,9 +60,9 @@ class LocalTraining:
         started = time.perf_counter()
         with session.progress.computing(progress.task.lease):
             rows = session.exchanges.rows_of(batch) if batch.ids else {}
-            result = local.train(batch.inputs, rows)
+            result = session.computation.train(batch.inputs, rows)
             if not math.isfinite(result.loss) and skips and self._redo():
-                result = local.train(batch.inputs, rows)  # earlier batches had ruined the weights
+                result = session.computation.train(batch.inputs, rows)  # earlier batches had ruined the weights
             reason = self._ruined_by(result)
             if not reason:
                 self._push_rows(result)
@@ -135,7 +135,8 @@ class LocalTraining:
         self._local.go_back()
         for place, trained in enumerate(self._window):
             if trained.batch is not None:
-                self._local.train(trained.batch.inputs, trained.rows)  # the servers have the gradients of its rows
+                # the servers have the gradients of its rows
+                self._session.computation.train(trained.batch.inputs, trained.rows)
                 self._local.count()
                 if not self._local.is_finite:
                     self._window[place] = _Trained(trained.units)

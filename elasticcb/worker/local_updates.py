@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from elasticcb.clients.ps import PSClient
-from elasticcb.compute.backend import LocalComputation, Prepared, StepResult, TableRows
+from elasticcb.compute.backend import StepResult, TrainedModel
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import to_tensors
 from elasticcb.process.stats import STALENESS, Measures
@@ -29,7 +29,7 @@ class LocalUpdates:
     continues with its own weights, which then are those of the servers, so it trains bit-identically to `fit`.
 
     Args:
-        computation: computation of the model.
+        model: the model here.
         ps: the servers.
         length: length of the windows of batches that are merged.
         measures: get how many batches of others were merged since the worker's last merge.
@@ -43,14 +43,14 @@ class LocalUpdates:
 
     def __init__(
         self,
-        computation: LocalComputation,
+        model: TrainedModel,
         ps: PSClient,
         length: WindowLength,
         measures: Measures,
         finalizes: bool = False,
         moves: Moves = state_moves,
     ) -> None:
-        self._computation, self._ps, self.length, self._moves = computation, ps, length, moves
+        self._model, self._ps, self.length, self._moves = model, ps, length, moves
         self._measures, self._finalizes = measures, finalizes
         self._base = PlacedBlocks((), ())  # the servers' weights after the last merge
         self._versions: Sequence[int] = ()  # version of these, by server
@@ -105,25 +105,21 @@ class LocalUpdates:
         kept = self._optimizers
         self.forget()
         self.follow()
-        self._computation.set_optimizer_state(OptimizerState(kept.slots, kept.extras))  # the servers may lack these
+        self._model.set_optimizer_state(OptimizerState(kept.slots, kept.extras))  # the servers may lack these
         self._keep()
 
     def _keep(self) -> None:
         if self.may_go_back:
-            self._optimizers = self._computation.optimizer_state()
+            self._optimizers = self._model.optimizer_state()
 
     def _take(self, optimizers: OptimizerState | None) -> None:
         """Sets the model and its optimizers to the servers' state; None: they already have it."""
         if optimizers is not None:
-            self._computation.set_optimizer_state(optimizers)
-            self._computation.set_weights(self._ps.blocks)
+            self._model.set_optimizer_state(optimizers)
+            self._model.set_weights(self._ps.blocks)
         self._base, self._versions, self._batches = self._ps.blocks, self._ps.versions, 0
         self._slots_versions = self._ps.slots_versions
         self._keep()
-
-    def train(self, batch: Prepared, rows: TableRows) -> StepResult:
-        """Trains on a batch, which is counted once its result is known to be usable."""
-        return self._computation.train(batch, rows)
 
     def count(self) -> None:
         """The model was trained on one more batch."""
@@ -174,18 +170,18 @@ class LocalUpdates:
 
     def _movement(self, with_slots: bool) -> Movement:
         base, specs = self._base, self._ps.servers.specs
-        present = self._computation.weights(base.partition)
+        present = self._model.weights(base.partition)
         moved = []
         for before, now, slices in zip(base, present, base.partition, strict=True):
             old = of_kind(WEIGHTS, before)
             moved.append({dtype: _difference(block, old[dtype]) for dtype, block in of_kind(WEIGHTS, now).items()})
             _check_finite(moved[-1], specs, slices, True)
-        decays = {index: decay**self._batches for index, decay in self._computation.decays.items()}
+        decays = {index: decay**self._batches for index, decay in self._model.decays.items()}
         state, shares = self._moves(base, [of_kind(STATE, now) for now in present], specs, base.partition, decays)
         for values, share, slices in zip(state, shares, base.partition, strict=True):
             _check_finite(values, specs, slices, False, share)
-        shared = OptimizerState(shared=dict(self._computation.shared_optimizer_state()))
-        held = self._computation.optimizer_state() if with_slots else shared
+        shared = OptimizerState(shared=dict(self._model.shared_optimizer_state()))
+        held = self._model.optimizer_state() if with_slots else shared
         return Movement(
             self._batches, base.partition, moved, state, shares, optimizers=to_tensors(_trained(held, specs))
         )

@@ -17,7 +17,7 @@ from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.cluster.registry import backend_of
-from elasticcb.compute.backend import Computation, HeldModel, LocalComputation
+from elasticcb.compute.backend import Computation, HeldModel
 from elasticcb.compute.registry import backend
 from elasticcb.compute.rehearsal import Rehearsal, digest_of, rehearsed
 from elasticcb.errors import ModelFileError
@@ -25,7 +25,7 @@ from elasticcb.model.input_pipeline import Pipeline, open_pipeline
 from elasticcb.model.job_callbacks import callback_params, job_callbacks
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec, words_of
-from elasticcb.model.weights import variable_specs
+from elasticcb.model.weights import assign_dense, variable_specs
 from elasticcb.optimizers.traits import model_optimizers, sets_final_weights, unwrapped
 from elasticcb.process.generated_files import remove_generated_files
 from elasticcb.settings import Command, JobSettings, Mode, NonFinite, WireDtype
@@ -77,7 +77,7 @@ class BuiltModel:
         self.first_mode = Mode.of(settings.command)
         if not spec.is_built or self.metrics.own_steps:
             batch = self.pipeline(self.first_mode).first_batch()
-            backend().build(spec, self.model, batch, self.first_mode, True)
+            backend().build(spec, self.model, batch, self.first_mode)
             validates = settings.data.validation or spec.batch_source(Mode.EVALUATION) is not None
             if self.first_mode is Mode.TRAINING and validates and self.metrics.own_steps:
                 backend().build(spec, self.model, self.pipeline(Mode.EVALUATION).first_batch(), Mode.EVALUATION)
@@ -135,15 +135,17 @@ class Session:
         self.ps = _client_of(built, cluster)
         servers = self.ps.servers
         self.local: LocalUpdates | None = None
-        is_local = settings.command is Command.TRAIN
+        trains = settings.command is Command.TRAIN
+        self.ps.pull()
         self._kept = built.before
         if self._kept is None or self._kept.specs != servers.specs:
-            held = HeldModel(self.model, self.metrics, servers.specs, servers.partition)
-            computation = backend().local_computation(held) if is_local else backend().computation(held)
+            assign_dense(self.model, servers.specs, self.ps.blocks)  # some optimizers are built on the weights
+            self._assigned = self.ps.blocks
+            held = HeldModel(self.model, self.metrics, servers.specs, servers.partition, trains)
+            computation = backend().computation(held)
             self._kept = KeptModel(built.spec, settings, self.model, self.metrics, computation, servers.specs)
         self.computation: Computation = self._kept.computation
-        if is_local:
-            assert isinstance(self.computation, LocalComputation)
+        if trains:
             optimizers = list(map(unwrapped, model_optimizers(self.model)))
             self.local = LocalUpdates(
                 self.computation,
@@ -153,9 +155,10 @@ class Session:
                 any(map(sets_final_weights, optimizers)),
                 self.state.moves,
             )
-            self.scales_loss = any(each is not own for each, own in zip(model_optimizers(self.model), optimizers, strict=True))
+            self.scales_loss = any(
+                each is not own for each, own in zip(model_optimizers(self.model), optimizers, strict=True)
+            )
         self.exchanges = Exchanges(self.ps, training.max_staleness)
-        self.ps.pull()
         self.show(self.ps.blocks)  # data may read the model
         if built.before is None and not any(spec.table for spec in servers.specs):
             self._rehearse(built)

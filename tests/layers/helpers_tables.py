@@ -189,7 +189,7 @@ def gradients(model, run):
     """What `run(step)` gives for the training step: by variable, gradients as they are."""
     capture = TensorFlowCapture(model)
     try:
-        return run(lambda batch: {index: update.gradient for index, update in capture.train_step(batch)[1].items()})
+        return run(lambda batch: capture.train_step(batch)[1])
     finally:
         capture.release()
 

@@ -7,41 +7,9 @@ import tensorflow as tf
 
 from check_steps import hold, tensors
 from elasticcb.compute.registry import backend
-from elasticcb.compute.tensorflow.gradients import SMALL_BYTES, sort_gradients
 from elasticcb.settings import Mode
-from elasticcb.sharding.partition import VariableSpec
 
 DIM = 4
-LARGEST_SMALL = SMALL_BYTES // (4 * DIM)  # rows
-
-
-def sorted_rows(rows, dtype="float32"):
-    """What is pushed of gradients [[1, …]], [[2, …]], [[4, …]] of the rows 3, 0, 3 of a variable."""
-    spec = VariableSpec("words/embeddings", (rows, DIM), dtype, True)
-    values = tf.constant([[1.0], [2.0], [4.0]]) * tf.ones([1, DIM])
-    gradient = tf.IndexedSlices(values, tf.constant([3, 0, 3]), tf.constant([rows, DIM]))
-    dense, pairs, _ = sort_gradients({0: gradient}, [spec], ())
-    return dense, pairs
-
-
-@pytest.mark.parametrize(
-    ("rows", "dtype"), [(4, "float32"), (LARGEST_SMALL, "float32"), (2 * LARGEST_SMALL, "float16")]
-)
-def test_those_of_a_small_variable_are_made_dense(rows, dtype):
-    dense, pairs = sorted_rows(rows, dtype)
-    assert not pairs
-    assert dense[0].dtype == dtype
-    expected = np.zeros((rows, DIM), dtype)
-    expected[0], expected[3] = 2, 5
-    np.testing.assert_array_equal(dense[0], expected)
-
-
-def test_those_of_a_larger_variable_stay_rows_with_one_gradient_for_each():
-    dense, pairs = sorted_rows(LARGEST_SMALL + 1)
-    assert not dense
-    ids, values = pairs[0]
-    assert ids.dtype == tf.int64
-    assert dict(zip(ids.numpy().tolist(), values.numpy()[:, 0].tolist(), strict=True)) == {3: 5.0, 0: 2.0}
 
 
 class Total(keras.layers.Layer):
@@ -59,7 +27,7 @@ def trained_beside_a_table(optimizer):
     batch = np.array([[1, 1, 1]]), np.array([1.0])
     held = hold(model, tensors(batch), threshold=10 * 4 * DIM)
     assert [bool(spec.table) for spec in held.specs] == [True, False]
-    computation = backend().local_computation(held)
+    computation = backend().computation(held)
     prepared = computation.prepare(tensors(batch), Mode.TRAINING)
     result = computation.train(prepared, {0: np.zeros((1, DIM), "float32")})
     return result.rows[0][1], on_workers.embeddings.numpy()

@@ -2,93 +2,107 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 
-from elasticcb.compute.backend import Backend, HeldModel, Prepared, StepResult, TableRows
-from elasticcb.compute.dense_batches import arrays_of
-from elasticcb.compute.jax.build import build, sized
-from elasticcb.compute.jax.capture import StatelessCapture
-from elasticcb.compute.jax.computation import JAXComputation, Metrics, numbers, put, rows_of, states_of
-from elasticcb.compute.jax.gradient_computation import JAXGradients
-from elasticcb.compute.jax.steps import step_of, test_step, values
-from elasticcb.compute.jax.tables import problems_of
-from elasticcb.compute.local_optimizers import HoldsOptimizers, prepared
+from elasticcb.compute.backend import Backend
+from elasticcb.compute.dense_batches import arrays_of, repeated
+from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
+from elasticcb.compute.jax.capture import StatelessCapture, one_optimizer
+from elasticcb.compute.jax.computation import JAXComputation
+from elasticcb.compute.jax.explain import explain
+from elasticcb.compute.jax.lookups import problems_of
+from elasticcb.compute.jax.steps import predict_step, step_of, test_step, train_step, values
 from elasticcb.compute.movable import Allowed, movable
-from elasticcb.compute.moving_averages import MovingAverages
-from elasticcb.errors import ModelFileError
+from elasticcb.keras_private import build_symbolically, layers_of
 from elasticcb.layers.table_layers import without_rows
+from elasticcb.model.model_file import building
+from elasticcb.model.spec import Spec
+from elasticcb.optimizers.step_logs import is_overridden
+from elasticcb.optimizers.variables import StepVariables
 from elasticcb.settings import Mode
-from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
-from elasticcb.sharding.partition import Slice
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.tf.devices import leave_gpus
 
 
-class JAXLocal(JAXComputation, HoldsOptimizers):
-    """For the arguments, see `Backend.local_computation`."""
-
-    def __init__(self, held: HeldModel) -> None:
-        capture = StatelessCapture(held.model, held.tables)
-        if held.tables:
-            _check_scale(capture.optimizer)
-        HoldsOptimizers.__init__(self, prepared(held, [capture.optimizer]))
-        JAXComputation.__init__(self, held, capture)
-        self._averages = MovingAverages(held.model)
-        self._state: Sequence[Any] = capture.optimizer.variables
-        # The previous state is not needed after a step, whose results replace it.
-        self._train = self._compiled(self._train_step, donated=(0, 1, 2))
-
-    def train(self, batch: Prepared, rows: TableRows) -> StepResult:
-        # Values before the step, which a push of row gradients needs.
-        shared = self.shared_optimizer_state() if batch.ids else {}
-        others, optimizer = values(self._others, self._state)
-        given = self._with_rows(rows), others, optimizer
-        logs, given, states, gradients = self._train(*given, self._fresh_metrics(), batch.places, batch.data)
-        self._put_trained(given[0])
-        put(self._others, given[1])
-        put(self._state, given[2])
-        logs, states, gradients = jax.device_get((logs, states, gradients))
-        return StepResult(
-            logs=numbers(logs), states=states_of(states), rows=rows_of(gradients, batch.ids), shared=shared
-        )
-
-    def _train_step(
-        self, trained: Any, others: Any, optimizer: Any, metrics: Metrics, places: Any, data: Any
-    ) -> tuple[Any, ...]:
-        with self._averages.counted():
-            found: tuple[Any, ...] = self._traced_train_step((trained, others, optimizer), metrics, places, data)
-        return found
-
-    def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
-        arrays = jax.device_get([variable.value for variable in self._model.weights])
-        return PlacedBlocks((pack_weights(arrays, self._specs, slices) for slices in partition), partition)
+def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> StepVariables | None:
+    """See `Backend.build`."""
+    check_batch(spec, model, batch, mode)
+    with told_with_batch(spec, batch, mode, explain), building, without_rows(model):
+        data = sized(model, arrays_of(batch))
+        if mode is Mode.PREDICTION:
+            _build_layers(model, data)
+            predict_step(model).trace(data)
+            return None
+        _build_all(model, data)
+        if mode is Mode.EVALUATION:
+            test_step(model).trace(data)
+            return None
+        _build_scale(model)
+        _trace_training(model, data)
+        if not is_overridden(model, "train_step"):
+            return None
+        own = {index: 0 for index, variable in enumerate(model.weights) if variable.trainable}
+        return StepVariables(own, own)
 
 
-def _check_scale(optimizer: Any) -> None:
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ModelFileError(
-            f"The optimizer {optimizer.name!r} scales the loss, as with mixed_float16, and the model has embedding "
-            "tables on the servers. JAX does not support this: use mixed_bfloat16, or keras.layers.Embedding."
-        )
+def sized(model: keras.Model, data: Any) -> Any:
+    """The arrays of a batch, in the size that the model accepts."""
+    size = fixed_batch_size(model)
+    return data if size is None else repeated(data, size)
+
+
+def _build_scale(model: keras.Model) -> None:
+    """Builds an optimizer that scales the loss: its scale is a variable."""
+    optimizer = one_optimizer(model)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+
+
+def _trace_training(model: keras.Model, data: Any) -> None:
+    capture = StatelessCapture(model)
+    try:
+        train_step(model, capture).trace(data)
+    finally:
+        capture.release()
+
+
+def _build_layers(model: keras.Model, data: Any) -> None:
+    if not all(layer.built for layer in layers_of(model)):
+        features = keras.utils.unpack_x_y_sample_weight(data)[0]
+        with keras.StatelessScope():
+            model(features)
+
+
+def _build_all(model: keras.Model, data: Any) -> None:
+    """Builds layers, loss and metrics, like `fit`, but not the optimizer, whose slots are as large as the model."""
+    with _left_out(getattr(model, "optimizer", None)):
+        build_symbolically(model, data)
+
+
+@contextlib.contextmanager
+def _left_out(optimizer: Any) -> Iterator[None]:
+    if optimizer is None or optimizer.built:
+        yield
+        return
+    optimizer.built = True
+    try:
+        yield
+    finally:
+        optimizer.built = False
 
 
 class JAXBackend(Backend):
     """Keras on JAX."""
 
     build = staticmethod(build)
-    computation = JAXGradients
-    local_computation = JAXLocal
-
-    not_placed = (
-        "Cluster.place needs Keras on TensorFlow or PyTorch, whose optimizers can be called from any code; on JAX a "
-        "step is a pure function of its state. Use Cluster.fit, whose workers run the model's train_step."
-    )
+    computation = JAXComputation
 
     def __init__(self) -> None:
         leave_gpus()
@@ -108,7 +122,6 @@ class JAXBackend(Backend):
         batch: Any,
         mode: Mode,
         allowed: Allowed,
-        local: bool = False,
         validation: Callable[[], Any] | None = None,
     ) -> dict[int, TableSpec]:
         capture = StatelessCapture(model) if mode is Mode.TRAINING else None

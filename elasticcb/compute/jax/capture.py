@@ -1,4 +1,4 @@
-"""Captures the gradients that a model's `train_step` passes to its optimizer, instead of applying them."""
+"""Captures the gradients of some variables that a model's `train_step` passes to its optimizer."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from elasticcb.optimizers.traits import model_optimizers
 
 
 class StatelessCapture:
-    """Makes the optimizer of a model store the arguments of its `stateless_apply`.
+    """Makes the optimizer of a model store gradients that its `stateless_apply` is given.
 
     Args:
-        kept: indices in `model.weights` of variables whose gradients are stored; the optimizer applies the others as
-            usual. None: all are stored.
+        tables: indices in `model.weights` of variables whose gradients are stored, embedding tables; the optimizer
+            applies the others as usual. None: gradients of all variables are stored, and nothing is applied.
     """
 
-    def __init__(self, model: keras.Model, kept: Collection[int] | None = None) -> None:
+    def __init__(self, model: keras.Model, tables: Collection[int] | None = None) -> None:
         self._model = model
         self.optimizer = one_optimizer(model)
         indices = {id(variable): index for index, variable in enumerate(model.weights)}
         self._indices = [indices[id(variable)] for variable in model.trainable_variables]
-        self._kept = set(self._indices) if kept is None else set(kept)
-        self._counts = kept is not None  # a step that stores all gradients also counts
+        self._kept = set(self._indices) if tables is None else set(tables)
+        self._applies = tables is not None
         self._given: dict[int, Any] | None = None
         if self._kept:
             # Bypasses Keras's __setattr__, which tracks values.
@@ -58,10 +58,11 @@ class StatelessCapture:
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         name = self.optimizer.name
-        if self._given is not None:
+        if self._given is not None and self._applies:
             raise ModelFileError(
-                f"The model's train_step gives the optimizer {name!r} gradients twice. A step runs on weights that "
-                "were pulled before it, and servers apply its gradients after it. Add them up and apply them once."
+                f"The model's train_step gives the optimizer {name!r} gradients twice. Servers hold rows of the "
+                "model's embedding tables and apply their gradients after the step, so they can be updated only once "
+                "per step. Add up the gradients and apply them once, or use keras.layers.Embedding."
             )
         if len(grads) != len(self._indices):
             raise ModelFileError(
@@ -73,9 +74,9 @@ class StatelessCapture:
             for index, gradient in zip(self._indices, grads, strict=True)
             if index in self._kept and gradient is not None
         }
-        others = [place for place, index in enumerate(self._indices) if index not in self._kept]
-        if not others and not self._counts:
+        if not self._applies:
             return list(trainable_variables), list(optimizer_variables)
+        others = [place for place, index in enumerate(self._indices) if index not in self._kept]
         if not others:
             with keras.StatelessScope(list(zip(self.optimizer.variables, optimizer_variables, strict=True))) as scope:
                 count_step(self.optimizer)

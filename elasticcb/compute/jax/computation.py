@@ -1,4 +1,4 @@
-"""The common part of all steps: passes state from Keras's variables to a step, and its results back."""
+"""Passes state from Keras's variables to a model's compiled steps, and their results back."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ import jax
 import keras
 import numpy as np
 
-from elasticcb.compute.backend import Computation, HeldModel, Prepared, RowGradients, TableRows
+from elasticcb.compute.backend import Computation, HeldModel, Prepared, RowGradients, StepResult, TableRows
 from elasticcb.compute.dense_batches import arrays_of, records_in
 from elasticcb.compute.jax.capture import StatelessCapture
 from elasticcb.compute.jax.explain import explained
-from elasticcb.compute.jax.steps import step_of
-from elasticcb.compute.jax.tables import JAXTables
+from elasticcb.compute.jax.lookups import JAXTables
+from elasticcb.compute.jax.steps import step_of, values
+from elasticcb.compute.moving_averages import MovingAverages
+from elasticcb.compute.optimizers import HoldsOptimizers, prepared
+from elasticcb.errors import ModelFileError
 from elasticcb.keras_private import set_value_of
 from elasticcb.model.metric_messages import States, with_outputs
 from elasticcb.model.metrics import to_number
+from elasticcb.model.weights import assign_dense
+from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
-from elasticcb.sharding.flat_blocks import PlacedBlocks, unpack_weights
+from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
+from elasticcb.sharding.partition import Slice
 
 Step = Callable[..., Any]
 
@@ -33,16 +39,24 @@ class Metrics(NamedTuple):
     carried: dict[str, list[Any]]
 
 
-class JAXComputation(Computation):
-    """Runs batches of one model.
+class JAXComputation(HoldsOptimizers, Computation):
+    """For the arguments, see `Backend.computation`.
 
     Its Keras variables hold the results of the last step; each step gets these values, and its results are written
     back.
     """
 
-    def __init__(self, held: HeldModel, capture: StatelessCapture | None) -> None:
-        self._model, self._metrics, self._specs, self._partition = held
-        self._capture = capture
+    def __init__(self, held: HeldModel) -> None:
+        self._model, self._metrics, self._specs = held.model, held.metrics, held.specs
+        self._capture = capture = StatelessCapture(held.model, held.tables) if held.trains else None
+        variables, self._state = OptimizerState(), ()
+        if capture is not None:
+            if held.tables:
+                _check_scale(capture.optimizer)
+            variables = prepared(held.model, held.specs, [capture.optimizer])
+            self._state = capture.optimizer.variables
+        super().__init__(variables)
+        self._averages = MovingAverages(held.model)
         self._trained: Sequence[keras.Variable] = held.model.trainable_variables
         self._others: Sequence[keras.Variable] = held.model.non_trainable_variables
         self._served: JAXTables = JAXTables(held.model, held.tables)
@@ -51,6 +65,8 @@ class JAXComputation(Computation):
         self._trained_places = [indices[id(variable)] for variable in self._trained]  # positions in `model.weights`
         pairs = zip(self._trained, self._trained_places, strict=True)
         self._dense = [variable for variable, index in pairs if not held.specs[index].table]
+        # The previous state is not needed after a step, whose results replace it.
+        self._train = self._compiled(self._train_step, donated=(0, 1, 2))
         self._test, self._predict = self._compiled(self._test_step), self._compiled(self._predict_step)
         self._fresh: Metrics | None = None  # states without any batch
         self._has_traced = False
@@ -90,10 +106,6 @@ class JAXComputation(Computation):
         found = dict(zip(self._trained_places, trained, strict=True))
         return {index: found[index] for index, spec in enumerate(self._specs) if spec.table and index in found}
 
-    def _put_trained(self, found: Sequence[Any]) -> None:
-        own = [value for index, value in zip(self._trained_places, found, strict=True) if not self._specs[index].table]
-        put(self._dense, own)
-
     # ------------------------------------------------------------ evaluation and prediction
 
     def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
@@ -131,25 +143,45 @@ class JAXComputation(Computation):
 
     # ------------------------------------------------------------ training
 
-    def _traced_train_step(self, state: Any, metrics: Metrics, places: Any, data: Any) -> Any:
-        """The model's own train step, to be traced.
+    def train(self, batch: Prepared, rows: TableRows) -> StepResult:
+        # Values before the step, which a push of row gradients needs.
+        shared = self.shared_optimizer_state() if batch.ids else {}
+        others, optimizer = values(self._others, self._state)
+        given = self._with_rows(rows), others, optimizer
+        logs, (trained, others, optimizer), states, gradients = self._train(
+            *given, self._fresh_metrics(), batch.places, batch.data
+        )
+        own = [each for index, each in zip(self._trained_places, trained, strict=True) if not self._specs[index].table]
+        put(self._dense, own)
+        put(self._others, others)
+        put(self._state, optimizer)
+        logs, states, gradients = jax.device_get((logs, states, gradients))
+        return StepResult(
+            logs={name: to_number(value) for name, value in logs.items()},
+            states=_states_of(states),
+            rows=_rows_of(gradients, batch.ids),
+            shared=shared,
+        )
 
-        Args:
-            state: values of trained variables, of other variables, and of optimizer variables.
+    def _train_step(
+        self, trained: Any, others: Any, optimizer: Any, metrics: Metrics, places: Any, data: Any
+    ) -> tuple[Any, ...]:
+        """The model's own train step, to be traced.
 
         Returns:
             Its logs, the state after it, metric states by unit with `(labels, predictions[, weight])` if metrics need
-            these, and the stored gradients.
+            these, and gradients of rows.
         """
         assert self._capture is not None
         with (
-            self._served.serving(self._rows_in(state[0]), places),
+            self._averages.counted(),
+            self._served.serving(self._rows_in(trained), places),
             self._metrics.kept_outputs(Mode.TRAINING) as outputs,
             self._metrics.carried(metrics.carried) as carried,
         ):
             self._has_traced = True
             self._capture.begin()
-            logs, (*state, of_model) = self._model.train_step((*state, metrics.of_model), data)
+            logs, (*state, of_model) = self._model.train_step((trained, others, optimizer, metrics.of_model), data)
             states = self._by_unit(of_model, carried), tuple(outputs)
             return flat_logs(logs), state, states, self._capture.gradients()
 
@@ -178,12 +210,12 @@ class JAXComputation(Computation):
 
     # ------------------------------------------------------------ weights
 
+    def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
+        arrays = jax.device_get([variable.value for variable in self._model.weights])
+        return PlacedBlocks((pack_weights(arrays, self._specs, slices) for slices in partition), partition)
+
     def set_weights(self, weights: PlacedBlocks) -> None:
-        arrays = unpack_weights(weights, self._specs, weights.partition)
-        for variable, spec, array in zip(self._model.weights, self._specs, arrays, strict=True):
-            if not spec.table:
-                # A copy: JAX may use the array's memory directly, and the next pull changes it.
-                variable.assign(np.array(array))
+        assign_dense(self._model, self._specs, weights)
 
 
 def put(variables: Iterable[keras.Variable], found: Iterable[Any]) -> None:
@@ -195,16 +227,19 @@ def put(variables: Iterable[keras.Variable], found: Iterable[Any]) -> None:
         set_value_of(variable, value)
 
 
-def numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Fetched logs as Python numbers."""
-    return {name: to_number(value) for name, value in logs.items()}
+def _check_scale(optimizer: Any) -> None:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ModelFileError(
+            f"The optimizer {optimizer.name!r} scales the loss, as with mixed_float16, and the model has embedding "
+            "tables on the servers. JAX does not support this: use mixed_bfloat16, or keras.layers.Embedding."
+        )
 
 
-def states_of(fetched: tuple[Mapping[str, Sequence[Any]], Any]) -> States:
+def _states_of(fetched: tuple[Mapping[str, Sequence[Any]], Any]) -> States:
     by_unit, outputs = fetched
     return with_outputs({name: [np.asarray(value) for value in found] for name, found in by_unit.items()}, outputs)
 
 
-def rows_of(gradients: Mapping[int, Array], ids: Mapping[int, Array]) -> RowGradients:
+def _rows_of(gradients: Mapping[int, Array], ids: Mapping[int, Array]) -> RowGradients:
     """Converts gradients of padded rows to those of the rows of `ids`, by table."""
     return {index: (ids[index], gradient[: len(ids[index])]) for index, gradient in gradients.items() if index in ids}

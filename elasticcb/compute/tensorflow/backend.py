@@ -3,73 +3,36 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from elasticcb.compute.backend import Applied, Backend, Exchange
+from elasticcb.compute.backend import Backend
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
 from elasticcb.compute.movable import Allowed, Step, movable
-from elasticcb.compute.placed import PlacedOptimizers
 from elasticcb.compute.priming import kept, prime_training
 from elasticcb.compute.tensorflow.capture import TensorFlowCapture, step_variables
-from elasticcb.compute.tensorflow.gradient_computation import TensorFlowGradients
-from elasticcb.compute.tensorflow.gradients import sort_gradients
+from elasticcb.compute.tensorflow.computation import TensorFlowComputation
 from elasticcb.compute.tensorflow.id_graph import Recording, id_function
-from elasticcb.compute.tensorflow.local_computation import TensorFlowLocal
-from elasticcb.compute.tensorflow.loss_scale import TensorFlowScale
 from elasticcb.keras_private import layers_of
 from elasticcb.layers.table_layers import TableLayer, answered
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
 from elasticcb.optimizers.variables import StepVariables
-from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
-from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.tf.batch_signatures import specs_of
 
 
-class TensorFlowPlaced(PlacedOptimizers):
-    """For the arguments, see `Backend.placed`."""
-
-    def __init__(self, model: keras.Model, specs: Sequence[VariableSpec], num_ps: int, exchange: Exchange) -> None:
-        super().__init__(model, specs, num_ps, exchange, TensorFlowScale)
-        self._state = [index for index, spec in enumerate(specs) if not spec.trainable]
-
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        for variable, value, spec in zip(self._model.weights, weights, self._specs, strict=True):
-            variable.assign(tf.ensure_shape(value, spec.shape))
-
-    def _update(self, gradients: dict[int, Any], usable: Any) -> None:
-        dense, rows, _ = sort_gradients(gradients, self._specs, self._clipped)
-        # As inputs, so that in a graph the state is read after preceding operations, and weights are set before later
-        # ones.
-        state = [tf.identity(self._model.weights[index].value) for index in self._state]
-        inputs = [usable, *state, *dense.values(), *(part for pair in rows.values() for part in pair)]
-        exchange = functools.partial(self._exchanged, tuple(dense), tuple(rows))
-        if tf.executing_eagerly():
-            self.set_weights(exchange(*(tensor.numpy() for tensor in inputs)))
-        else:
-            self.set_weights(tf.numpy_function(exchange, inputs, [tf.as_dtype(spec.dtype) for spec in self._specs]))
-
-    def _exchanged(self, dense: tuple[int, ...], rows: tuple[int, ...], usable: Any, *inputs: Array) -> list[Array]:
-        given = iter(inputs)
-        state = dict(zip(self._state, given, strict=False))
-        gradients = {index: next(given) for index in dense}
-        pairs = {index: (next(given), next(given)) for index in rows}
-        return list(self._exchange(Applied(gradients, pairs, state, bool(usable))))
-
-
-def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, local: bool = False) -> StepVariables | None:
+def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> StepVariables | None:
     """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
     batch = _of_fixed_size(model, batch)
     with told_with_batch(spec, batch, mode), building:
         if mode is Mode.TRAINING:
-            return prime_training(model, batch, local, _run_unchanged, step_variables)
+            return prime_training(model, batch, _run_unchanged, step_variables)
         _run_unchanged(model, model.test_step if mode is Mode.EVALUATION else model.predict_step, batch)
     return None
 
@@ -122,9 +85,7 @@ class TensorFlowBackend(Backend):
     """Keras on TensorFlow."""
 
     build = staticmethod(build)
-    computation = TensorFlowGradients
-    local_computation = TensorFlowLocal
-    placed = TensorFlowPlaced
+    computation = TensorFlowComputation
 
     def outputs(self, model: keras.Model, batch: Any) -> Any:
         return model.predict_step(batch)
@@ -135,14 +96,13 @@ class TensorFlowBackend(Backend):
         batch: Any,
         mode: Mode,
         allowed: Allowed,
-        local: bool = False,
         validation: Callable[[], Any] | None = None,
     ) -> dict[int, TableSpec]:
         problems = functools.partial(problems_of, model)
         if mode is not Mode.TRAINING:
             step = model.test_step if mode is Mode.EVALUATION else model.predict_step
             return movable(model, step, batch, allowed, problems)
-        capture = TensorFlowCapture(model, refuses=not local)
+        capture = TensorFlowCapture(model)
         try:
             passes = None if validation is None else (lambda: (model.test_step, validation()))
             return movable(model, capture.train_step, batch, allowed, problems, passes)

@@ -2,110 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.framework import op_callbacks  # there is no public API to observe each operation
 
-from elasticcb.compute.capture import OptimizerCapture, Update, path_of, unchanged
-from elasticcb.compute.refusals import late_read
-from elasticcb.compute.tensorflow.assignments import ASSIGN
-from elasticcb.compute.tensorflow.gradients import WORKER_BYTES, made_dense
-from elasticcb.compute.tensorflow.loss_scale import plain_gradient
+from elasticcb.compute.capture import OptimizerCapture
+from elasticcb.compute.priming import unchanged
 from elasticcb.errors import ModelFileError
 from elasticcb.optimizers.traits import is_own_class
 from elasticcb.optimizers.variables import StepVariables
 
-_NO_READS = ("VariableShape", "VarIsInitializedOp", *ASSIGN)  # prefixes of operations that don't read values
-# In gradients of loops and conditions, TensorFlow passes variables of which only the shapes are used.
-_BACKWARDS, _CALLS = "gradient_tape/", ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase")
-
-
-class LateReads:
-    """Watches a step from the first time that it passes gradients to an optimizer.
-
-    Servers apply gradients after the step, so later reads in the step see values from before the update.
-    """
-
-    def __init__(self) -> None:
-        # (handle, variable, optimizer, number of operations before it)
-        self._given: list[tuple[Any, str, str, int]] = []
-        self._found: list[tuple[str, str]] = []  # (variable, optimizer) of reads that were executed
-        self._running = contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def refused(self) -> Iterator[None]:
-        """Inside the context, it is an error if a step, traced or run, reads such a variable.
-
-        Raises:
-            ModelFileError: it reads one.
-        """
-        self._given.clear()
-        self._found.clear()
-        with self._running:
-            yield
-        found = self._found if tf.executing_eagerly() else self._traced()
-        if found:
-            raise late_read(found)
-
-    def given(self, variables: Sequence[Any], optimizer: str) -> None:
-        """The optimizer called `optimizer` was given gradients of these variables: Keras variables, or tf.Variables."""
-        eager = tf.executing_eagerly()
-        if eager and not self._given:
-            op_callbacks.add_op_callback(self._note)
-            self._running.callback(op_callbacks.remove_op_callback, self._note)
-        before = 0 if eager else len(tf.compat.v1.get_default_graph().get_operations())
-        for variable in variables:
-            inner = getattr(variable, "_value", variable)
-            self._given.append((inner.handle, path_of(variable), optimizer, before))
-
-    def _note(
-        self, kind: Any, inputs: Sequence[Any], attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None
-    ) -> None:
-        """Called by TensorFlow after each operation."""
-        if graph is None and not tf.compat.as_str(kind).startswith(_NO_READS):
-            self._found += [
-                (path, optimizer)
-                for handle, path, optimizer, _ in self._given
-                if any(handle is tensor for tensor in inputs)
-            ]
-
-    def _traced(self) -> list[tuple[str, str]]:
-        if not self._given:
-            return []
-        graph = tf.compat.v1.get_default_graph()
-        places = {id(outer): id(own) for outer, own in getattr(graph, "captures", ())}
-        given = {places.get(id(handle)): (path, name, before) for handle, path, name, before in self._given}
-        found = []
-        for number, operation in enumerate(graph.get_operations()):
-            if operation.type.startswith(_NO_READS):
-                continue
-            if operation.type in _CALLS and operation.name.startswith(_BACKWARDS):
-                continue
-            for tensor in operation.inputs:
-                if id(tensor) in given:
-                    path, name, before = given[id(tensor)]
-                    if number >= before:
-                        found.append((path, name))
-        return found
+# Row gradients of variables up to this size in bytes are made dense: for gradients of rows, Keras's optimizers also
+# read the whole variable, with conditions that TensorFlow runs slowly.
+_SMALL_BYTES = 2 << 20
 
 
 class TensorFlowCapture(OptimizerCapture):
     """For the arguments, see `OptimizerCapture`."""
 
-    def __init__(self, model: keras.Model, variables: Collection[int] | None = None, refuses: bool = True) -> None:
-        super().__init__(model, LateReads(), variables, refuses)
-
     def _plain(self, optimizer: keras.optimizers.Optimizer, gradient: Any) -> Any:
-        return plain_gradient(optimizer, gradient)
+        dynamic = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        scale = tf.convert_to_tensor(optimizer.dynamic_scale.value) if dynamic else optimizer.loss_scale_factor
+        if scale is None:
+            return gradient
+        # At least in single precision, like Keras: a scale may exceed the range of float16.
+        if isinstance(gradient, tf.IndexedSlices):
+            values = keras.ops.divide(gradient.values, scale)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return keras.ops.divide(tf.convert_to_tensor(gradient), scale)
 
     def _applied(self, optimizer: keras.optimizers.Optimizer, gradient: Any, variable: Any) -> Any:
         if is_own_class(optimizer):  # which may update only the rows given
             return gradient
-        return made_dense(gradient, variable.shape, variable.dtype, WORKER_BYTES)
+        return _made_dense(gradient, variable.shape, variable.dtype)
 
     def _place(self) -> Any:
         return _graph()
@@ -114,33 +46,45 @@ class TensorFlowCapture(OptimizerCapture):
         if place is not _graph():
             raise ModelFileError(
                 f"The optimizer {self.named(optimizer)} is applied inside a tf.cond, a loop or a separate function "
-                "(@tf.function, keras.ops.cond), where its gradients can't be captured. Call it directly in "
-                "train_step: remove the decorator (the whole step is compiled anyway), and instead of a condition "
-                "multiply the gradients by 0 or 1."
+                "(@tf.function, keras.ops.cond), where gradients of rows of an embedding table can't be captured. Call "
+                "it directly in train_step: remove the decorator (the whole step is compiled anyway), and instead of a "
+                "condition multiply the gradients by 0 or 1. Or use keras.layers.Embedding."
             )
 
 
-def step_variables(model: keras.Model, batch: Any, refuses: bool = True) -> StepVariables:
+def rows_gradient(gradient: Any, rows: Any) -> Any:
+    """The gradient of each of the rows [n, dim] of a table that were given to a step."""
+    if isinstance(gradient, tf.IndexedSlices):
+        places = tf.reshape(gradient.indices, [-1])
+        gradient = tf.math.unsorted_segment_sum(gradient.values, places, tf.shape(rows)[0])
+    return tf.cast(gradient, rows.dtype)
+
+
+def _made_dense(gradient: Any, shape: Sequence[int], dtype: Any) -> Any:
+    """The dense gradient of a small variable, if `gradient` is one of rows; those of equal rows are summed. Any other
+    gradient is returned as it is."""
+    kind = tf.as_dtype(dtype)
+    if not isinstance(gradient, tf.IndexedSlices) or math.prod(shape) * kind.size > _SMALL_BYTES:
+        return gradient
+    rows = tf.reshape(gradient.indices, [-1])
+    return tf.math.unsorted_segment_sum(tf.cast(gradient.values, kind), rows, shape[0])
+
+
+def step_variables(model: keras.Model, batch: Any) -> StepVariables:
     """Which variables `train_step` gives to optimizers.
 
     The step is traced, not run; code run by `run_eagerly` leaves the model unchanged.
     """
-    capture = TensorFlowCapture(model, refuses=refuses)
-    found: dict[int, Update] = {}
-
-    def step(data: Any) -> None:
-        found.clear()
-        found.update(capture.train_step(data)[1])
-
+    capture = TensorFlowCapture(model)
     try:
         if model.run_eagerly:
             with unchanged(model.variables):
-                step(batch)
+                capture.train_step(batch)
         else:
-            tf.function(step, autograph=False).get_concrete_function(batch)
+            tf.function(lambda data: capture.train_step(data)[0], autograph=False).get_concrete_function(batch)
     finally:
         capture.release()
-    return StepVariables({index: update.optimizer for index, update in found.items()}, capture.given)
+    return capture.variables
 
 
 def _graph() -> Any:

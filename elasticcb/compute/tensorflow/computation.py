@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from elasticcb.compute.backend import Computation, HeldModel, Prepared, TableRows
-from elasticcb.compute.capture import OptimizerCapture
+from elasticcb.compute.backend import Computation, HeldModel, Prepared, StepResult, TableRows
+from elasticcb.compute.moving_averages import MovingAverages
+from elasticcb.compute.optimizers import prepared
+from elasticcb.compute.tensorflow.capture import TensorFlowCapture, rows_gradient
 from elasticcb.compute.tensorflow.lookups import TensorFlowTables
 from elasticcb.model.input_pipeline import records_in
 from elasticcb.model.metric_messages import States, with_outputs
 from elasticcb.model.metrics import to_number
+from elasticcb.optimizers.state import OptimizerState
+from elasticcb.rpc.shared_memory import aligned_copy
+from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
-from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, cut_by_dtype, pieces_of
+from elasticcb.sharding.array_names import STATE, WEIGHTS, named
+from elasticcb.sharding.flat_blocks import PlacedBlocks, cut_by_dtype, pieces_of
 from elasticcb.sharding.partition import Slice
 from elasticcb.tf.batch_signatures import Fixed
 from elasticcb.tf.compiled_step import CompiledStep
@@ -42,12 +47,22 @@ class _Steps:
 
 
 class TensorFlowComputation(Computation):
-    """Runs batches of one model."""
+    """For the arguments, see `Backend.computation`."""
 
-    def __init__(self, held: HeldModel, capture: OptimizerCapture) -> None:
-        self._model, self._metrics, self._specs, self._partition = held
-        self._capture = capture
+    def __init__(self, held: HeldModel) -> None:
+        self._model, self._metrics, self._specs, self._partition, self._trains = held
+        self._capture = TensorFlowCapture(held.model, held.tables if held.trains else ())
+        variables = OptimizerState()
+        if held.trains:
+            variables = prepared(held.model, held.specs, self._capture.optimizers)
+        self._averages = MovingAverages(held.model)
+        self._optimizer_names, self._optimizer_variables = variables.optimizers, _by_kind(variables)
+        # Returned by a step, because a push of its row gradients needs it.
+        self._shared: Mapping[str, Any] = variables.shared if held.tables else {}
+        self._read_shared, self._read_all = _reader(variables.shared), _reader(self._optimizer_variables)
+        self._set: dict[tuple[Any, ...], Callable[[Any], Any]] = {}  # by the variables that it sets
         self._assign: Callable[[Any], Any] | None = None
+        self._pack_all = CompiledLater(self._packed)
         self._served = TensorFlowTables(held.model, held.tables)
         steps: dict[str, Callable[[Any], Any]] = {
             Mode.TRAINING: self._capture.train_step,
@@ -109,23 +124,68 @@ class TensorFlowComputation(Computation):
         ids = {table: array_of(found) for table, (found, _) in wanted.items()}
         return Prepared(data, records_in(data), ids, {table: places for table, (_, places) in wanted.items()})
 
+    # ------------------------------------------------------------ training
+
+    def train(self, batch: Prepared, rows: TableRows) -> StepResult:
+        shared, logs, states, outputs, served = self._run("train", batch.data, _table_tensors(rows), batch.places)
+        return StepResult(
+            logs={name: to_number(value) for name, value in logs.items()},
+            states=_states_of(states, outputs),
+            rows={index: (batch.ids[index], array_of(values)) for index, values in served.items()},
+            shared={name: array_of(value) for name, value in shared.items()},
+        )
+
+    def _train_step(self, batch: Any, rows: Any, places: Any) -> Any:
+        """The function behind `train`, on tensors."""
+        # Identities, because a read may share the variable's memory, which the step changes.
+        shared = {name: tf.identity(variable.value) for name, variable in self._shared.items()}
+        self._metrics.reset()
+        logs, outputs, found = self._steps.model_step(batch, rows, places)
+        served = {index: rows_gradient(found[index], rows[index]) for index in rows if index in found}
+        return shared, logs, self._metric_states(), outputs, served
+
+    def _model_step(self, batch: Any, rows: Any, places: Any) -> tuple[Any, Any, dict[int, Any]]:
+        """The part of it that XLA may compile."""
+        with (
+            self._served.serving(rows, places),
+            self._averages.counted(),
+            self._metrics.kept_outputs(Mode.TRAINING) as outputs,
+        ):
+            logs, gradients = self._capture.train_step(batch)
+        return logs, tuple(outputs), gradients
+
+    def _metric_states(self) -> dict[str, list[Any]]:
+        """The current states of all metrics, as tensors."""
+        units = self._metrics.units().items()
+        return {name: [tf.convert_to_tensor(variable.value) for variable in unit.variables] for name, unit in units}
+
+    # ------------------------------------------------------------ evaluation and prediction
+
     def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
-        logs, outputs = self._run("test", batch.data, table_tensors(rows), batch.places)
+        logs, outputs = self._run("test", batch.data, _table_tensors(rows), batch.places)
         return {name: to_number(value) for name, value in logs.items()}, tf.nest.map_structure(_as_array, outputs)
 
-    @staticmethod
-    def _states(tensors: Mapping[str, Sequence[Any]], outputs: Any) -> States:
-        """The states after a training step."""
-        states = {name: [tensor.numpy() for tensor in own] for name, own in tensors.items()}
-        return with_outputs(states, tf.nest.map_structure(_as_array, outputs))
-
     def predict(self, batch: Prepared, rows: TableRows) -> Any:
-        return tf.nest.map_structure(_as_array, self._run("predict", batch.data, table_tensors(rows), batch.places))
+        return tf.nest.map_structure(_as_array, self._run("predict", batch.data, _table_tensors(rows), batch.places))
+
+    def _test_step(self, batch: Any) -> Any:
+        with self._metrics.kept_outputs(Mode.EVALUATION) as outputs:
+            return self._model.test_step(batch), tuple(outputs)
+
+    # ------------------------------------------------------------ weights
+
+    def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
+        self._follow(partition)
+        weights, state = map(_to_arrays, self._pack_all())
+        blocks = (named(WEIGHTS, own) | named(STATE, others) for own, others in zip(weights, state, strict=True))
+        return PlacedBlocks(blocks, partition)
 
     def set_weights(self, weights: PlacedBlocks) -> None:
         self._follow(weights.partition)
         names = [sorted(server) for server in weights]
-        tensors = [tensor_of(server[name]) for server, own in zip(weights, names, strict=True) for name in own]
+        blocks = [server[name] for server, own in zip(weights, names, strict=True) for name in own]
+        # TensorFlow variables take over the memory of assigned values, and training writes to it.
+        tensors = [tensor_of(aligned_copy(block) if self._trains else block) for block in blocks]
         if self._assign is None:
 
             def assign(*flat: Any) -> None:
@@ -135,57 +195,77 @@ class TensorFlowComputation(Computation):
             self._assign = CompiledLater(assign, [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
         self._assign(tensors)
 
-    @abstractmethod
-    def _train_step(self, batch: Any, *args: Any) -> Any:
-        """The function behind `train`, on tensors."""
-
-    @abstractmethod
-    def _model_step(self, batch: Any, rows: Any, places: Any) -> Any:
-        """The part of it that XLA may compile."""
-
-    def _follow(self, partition: Sequence[Sequence[Slice]]) -> bool:
-        """Switches to the servers of the weights; returns whether these are different."""
-        if partition == self._partition:
-            return False
-        self._partition = partition
-        self._assign = None
-        return True
-
-    def _test_step(self, batch: Any) -> Any:
-        with self._metrics.kept_outputs(Mode.EVALUATION) as outputs:
-            return self._model.test_step(batch), tuple(outputs)
-
-    def _metric_states(self) -> dict[str, list[Any]]:
-        """The current states of all metrics, as tensors."""
-        units = self._metrics.units().items()
-        return {name: [tf.convert_to_tensor(variable.value) for variable in unit.variables] for name, unit in units}
+    def _follow(self, partition: Sequence[Sequence[Slice]]) -> None:
+        """Switches to the servers of the weights."""
+        if partition != self._partition:
+            self._partition = partition
+            self._assign = None
+            self._pack_all = CompiledLater(self._packed)
 
     def _assign_blocks(self, blocks: Any) -> None:
         for index, pieces in pieces_of(blocks, self._specs, self._partition).items():
             whole = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
             self._model.weights[index].assign(tf.reshape(whole, self._specs[index].shape))
 
-    def _values(self, trainable: bool) -> dict[int, Any]:
-        """Of the model's variables, by index."""
-        weights = enumerate(self._model.weights)
-        return {index: each.value for index, each in weights if self._specs[index].trainable is trainable}
+    def _packed(self) -> Any:
+        return tuple(self._pack(trainable) for trainable in (True, False))
 
-    def _pack(self, values: Mapping[int, Any], trainable: bool) -> list[dict[str, Any]]:
+    def _pack(self, trainable: bool) -> list[dict[str, Any]]:
         """Flat blocks by server, like those of `sharding.partition.pack` for arrays."""
-        flat = {index: tf.reshape(value, [-1]) for index, value in values.items()}
+        weights = enumerate(self._model.weights)
+        flat = {i: tf.reshape(each.value, [-1]) for i, each in weights if self._specs[i].trainable is trainable}
         cut = [cut_by_dtype(flat, self._specs, slices, trainable) for slices in self._partition]
         return [{dtype: tf.concat(own, 0) if len(own) > 1 else own[0] for dtype, own in each.items()} for each in cut]
 
+    # ------------------------------------------------------------ optimizers
 
-def table_tensors(rows: TableRows) -> dict[int, Any]:
+    def optimizer_state(self) -> OptimizerState:
+        held: dict[str, dict[Any, Array]] = {"slots": {}, "extras": {}, "shared": {}}
+        for (kind, key), array in self._read_all().items():
+            held[kind][key] = array
+        return OptimizerState(**held, optimizers=self._optimizer_names)
+
+    def shared_optimizer_state(self) -> Mapping[str, Array]:
+        return self._read_shared()
+
+    def set_optimizer_state(self, state: OptimizerState) -> None:
+        given = {key: value for key, value in _by_kind(state).items() if key in self._optimizer_variables}
+        given = {key: value for key, value in given.items() if not str(key[1]).endswith("learning_rate")}
+        targets = [self._optimizer_variables[key] for key in given]
+
+        def assign(*values: Any) -> None:
+            for target, value in zip(targets, values, strict=True):
+                target.assign(value)
+
+        if tuple(given) not in self._set:
+            signature = [tf.TensorSpec(value.shape, value.dtype) for value in given.values()]
+            self._set[tuple(given)] = CompiledLater(assign, signature)
+        # TensorFlow variables take over the memory of assigned values, and training writes to it.
+        self._set[tuple(given)]([tensor_of(aligned_copy(value)) for value in given.values()])
+
+
+def _by_kind(state: OptimizerState) -> dict[tuple[str, Any], Any]:
+    """All optimizer variables, by attribute and key."""
+    return {(kind, key): value for kind in ("slots", "extras", "shared") for key, value in getattr(state, kind).items()}
+
+
+def _reader(variables: Mapping[Any, Any]) -> Callable[[], dict[Any, Array]]:
+    """Reads all variables at once, as arrays that do not change later."""
+    read = CompiledLater(lambda: [tf.convert_to_tensor(variable.value) for variable in variables.values()])
+    return lambda: dict(zip(variables, map(array_of, read()), strict=True))
+
+
+def _table_tensors(rows: TableRows) -> dict[int, Any]:
     return {index: tensor_of(values) for index, values in rows.items()}
 
 
-def to_tensors(blocks: Blocks) -> Any:
-    return [{name: tensor_of(block) for name, block in server.items()} for server in blocks]
+def _states_of(tensors: Mapping[str, Sequence[Any]], outputs: Any) -> States:
+    """The metric states after a training step."""
+    states = {name: [tensor.numpy() for tensor in own] for name, own in tensors.items()}
+    return with_outputs(states, tf.nest.map_structure(_as_array, outputs))
 
 
-def to_arrays(servers: Any) -> Any:
+def _to_arrays(servers: Any) -> Any:
     return [{name: array_of(tensor) for name, tensor in server.items()} for server in servers]
 
 

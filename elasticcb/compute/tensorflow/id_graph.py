@@ -10,11 +10,11 @@ import keras
 import tensorflow as tf
 
 from elasticcb.compute import unknown_ids
-from elasticcb.compute.tensorflow.assignments import ASSIGN
 from elasticcb.keras_private import embeddings_of, value_of
 from elasticcb.layers.table_layers import TableLayer
 from elasticcb.optimizers.traits import model_optimizers
 
+_ASSIGN = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign")  # prefixes of the operations' names
 # Stateful for TensorFlow, but with the same result at every run: they only read, or check.
 _HARMLESS = {
     "Assert", "LookupTableFindV2", "LookupTableSizeV2", "PartitionedCall", "ReadVariableOp", "ResourceGather",
@@ -83,7 +83,7 @@ class Recording:
                 variable = weights.get(id(inner.get(id(own))))
                 if variable is not None and variable.trainable:
                     return unknown_ids.by_weights(variable.path)
-                if any(consumer.type.startswith(ASSIGN) for consumer in own.consumers()):
+                if any(consumer.type.startswith(_ASSIGN) for consumer in own.consumers()):
                     name = getattr(variable, "path", "a variable, as the seed of random numbers")
                     return unknown_ids.by_changed(name)
             elif operation.op_def is not None and operation.op_def.is_stateful and operation.type not in _HARMLESS:

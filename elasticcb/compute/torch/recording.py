@@ -8,15 +8,17 @@ from typing import Any
 
 import keras
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode  # there is no public API to observe each operation
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from elasticcb.compute import unknown_ids
-from elasticcb.compute.torch.operations import Operations, is_random, is_view, memory_of, tells_nothing
 from elasticcb.keras_private import embeddings_of, set_value_of, value_of
 from elasticcb.layers.table_layers import TableLayer
 from elasticcb.optimizers.traits import model_optimizers
 
 Step = Callable[[Any], Any]
+# Called with an operation, its input tensors, and its outputs.
+_Note = Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 _ROWS, _RANDOM = "rows", "random"  # what a tensor depends on; otherwise the path of a variable
 
 
@@ -85,22 +87,22 @@ class Uses(IdRecording):
             tables = {id(embeddings_of(layer)): index for index, layer in self._layers.items()}
             self._sources = {}
             for variable in model.variables:
-                self._sources[memory_of(variable.value)] = tables.get(id(variable), variable.path)
-            stack.enter_context(Operations(self._note))
+                self._sources[_memory_of(variable.value)] = tables.get(id(variable), variable.path)
+            stack.enter_context(_Operations(self._note))
             step(batch)
             self._changed = {
                 variable.path for variable in model.variables if scope.get_current_value(variable) is not None
             }
 
     def _note(self, operation: Any, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-        if tells_nothing(operation) or self._answers:
+        if _tells_nothing(operation) or self._answers:
             return
-        found = frozenset({_RANDOM} if is_random(operation) else ())
+        found = frozenset({_RANDOM} if _is_random(operation) else ())
         for tensor in given:
-            source = self._sources.get(memory_of(tensor))
+            source = self._sources.get(_memory_of(tensor))
             if isinstance(source, str):
                 found |= {source}
-            elif source is not None and not is_view(operation):
+            elif source is not None and not _is_view(operation):
                 self._other_uses.add(source)
             found |= self._depends.get(tensor, frozenset())
         if found:
@@ -159,3 +161,46 @@ def _one_row(layer: TableLayer) -> Iterator[None]:
         yield
     finally:
         set_value_of(variable, before)
+
+
+class _Operations(TorchDispatchMode):
+    """Reports each operation in the context, including those that compute gradients."""
+
+    def __init__(self, note: _Note) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._note(func, _tensors((args, kwargs)), _tensors(result))
+        return result
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory: the same for views."""
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _tells_nothing(operation: Any) -> bool:
+    """Whether an operation's result does not depend on its inputs' values, like a shape."""
+    return operation.overloadpacket in _SHAPES
+
+
+def _is_view(operation: Any) -> bool:
+    """Whether it only creates a view of its input's memory, without reading it."""
+    return operation.overloadpacket in _NAMES
+
+
+def _is_random(operation: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in operation.tags
+
+
+def _tensors(structure: Any) -> list[torch.Tensor]:
+    return [value for value in torch.utils._pytree.tree_leaves(structure) if isinstance(value, torch.Tensor)]
+
+
+_SHAPES = {
+    torch.ops.aten.zeros_like, torch.ops.aten.ones_like, torch.ops.aten.full_like, torch.ops.aten.empty_like,
+    torch.ops.aten.new_zeros, torch.ops.aten.new_ones, torch.ops.aten.new_full, torch.ops.aten.new_empty,
+}  # fmt: skip
+_NAMES = {torch.ops.aten.detach, torch.ops.aten.alias}

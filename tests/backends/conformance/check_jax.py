@@ -6,14 +6,13 @@ import pytest
 import tensorflow as tf
 
 import elasticcb
-from check_steps import assert_same, hold
+from check_steps import assert_same, hold, train
 from check_tables import IDS, hold_tables, with_own_table
 from compiled_models import BATCH, X, Y, batches, dense, fit
 from deep_cases import deep_but
-from elasticcb.api.placed import PlacedWeights
 from elasticcb.callbacks import runs_on
 from elasticcb.compute.registry import backend
-from elasticcb.errors import ModelFileError, UsageError
+from elasticcb.errors import ModelFileError
 from elasticcb.settings import Mode
 
 
@@ -53,9 +52,22 @@ def test_an_id_that_looks_like_padding_in_32_bits_is_refused():
         computation.prepare((np.array([[0, 1, 2**40]]), Y[:1]), Mode.EVALUATION)
 
 
-def test_place_is_refused():
-    with pytest.raises(UsageError, match=r"Cluster\.place needs Keras on"):
-        PlacedWeights(dense())
+def test_a_step_may_apply_its_optimizer_twice():
+    class Twice(keras.Sequential):
+        def train_step(self, state, data):
+            _, state = super().train_step(state, data)
+            return super().train_step(state, data)
+
+    def make():
+        keras.utils.set_random_seed(1)
+        model = Twice([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        return model
+
+    reference, model = make(), make()
+    fit(reference)
+    train(hold(model, next(batches())), batches())
+    assert_same([each.numpy() for each in model.weights], [each.numpy() for each in reference.weights])
 
 
 class Counter(keras.layers.Layer):

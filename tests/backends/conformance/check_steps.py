@@ -18,7 +18,7 @@ from elasticcb.optimizers.state import read_optimizers
 from elasticcb.serialization import carry
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights, unpack_weights
-from elasticcb.sharding.partition import partition, unpack
+from elasticcb.sharding.partition import partition
 from own_steps import own_step
 
 SPEC = SimpleNamespace(path="the model", loss_advice="Give it one.")
@@ -29,13 +29,13 @@ def tensors(batch):
     return tuple(None if each is None else keras.tree.map_structure(tf.constant, each) for each in batch)
 
 
-def hold(model, batch, local=True, eval_metrics=None, mode=Mode.TRAINING, threshold=sys.maxsize):
+def hold(model, batch, eval_metrics=None, mode=Mode.TRAINING, threshold=sys.maxsize):
     metrics = ModelMetrics(model, eval_metrics or {})
-    updated = backend().build(SPEC, model, tensors(batch), mode, local)
+    updated = backend().build(SPEC, model, tensors(batch), mode)
     metrics.reset()
-    tables = backend().find_tables(model, tensors(batch), mode, lambda index, size: size >= threshold, local)
+    tables = backend().find_tables(model, tensors(batch), mode, lambda index, size: size >= threshold)
     specs = variable_specs(model, updated, tables)
-    return HeldModel(model, metrics, specs, partition(specs, SERVERS, True))
+    return HeldModel(model, metrics, specs, partition(specs, SERVERS, True), mode is Mode.TRAINING)
 
 
 def added_up(held, results):
@@ -47,36 +47,11 @@ def added_up(held, results):
     return held.metrics.results(step="train")
 
 
-def train_locally(held, data):
-    computation = backend().local_computation(held)
+def train(held, data):
+    computation = backend().computation(held)
     results = [computation.train(computation.prepare(tensors(batch), Mode.TRAINING), {}) for batch in data]
     weights = unpack_weights(computation.weights(held.partition), held.specs, held.partition)
     return computation, results, weights
-
-
-def train_by_gradients(held, data, servers):
-    """Trains `servers`, a model of the same architecture, whose optimizer does what parameter servers do."""
-    computation = backend().computation(held)
-    results = []
-    servers.optimizer.build(servers.trainable_variables)
-    for version, batch in enumerate(data):
-        values = [np.array(variable.numpy()) for variable in servers.weights]
-        blocks = [pack_weights(values, held.specs, slices) for slices in held.partition]
-        prepared = computation.prepare(tensors(batch), Mode.TRAINING)
-        result = computation.train(prepared, PlacedBlocks(blocks, held.partition), version, {})
-        gradients = {i: np.zeros(spec.shape, spec.dtype) for i, spec in enumerate(held.specs) if spec.trainable}
-        state = dict(enumerate(values))
-        for flat, own, slices in zip(result.gradients, result.state, held.partition, strict=True):
-            unpack(flat, held.specs, slices, True, gradients)
-            unpack(own, held.specs, slices, False, state)
-        for index, variable in enumerate(servers.weights):
-            if not held.specs[index].trainable:
-                variable.assign(state[index])
-        order = [index for index, spec in enumerate(held.specs) if spec.trainable]
-        given = [keras.ops.convert_to_tensor(gradients[index]) for index in order]
-        servers.optimizer.apply(given, [servers.weights[index] for index in order])
-        results.append(result)
-    return results
 
 
 def assert_same(found, expected, tolerance=1e-5):
@@ -97,12 +72,12 @@ DEEP = (pytest.param("subclass of dicts", marks=pytest.mark.deep), "own train_st
 
 
 @pytest.mark.parametrize("name", ["functional", *DEEP])
-def test_local_training_is_that_of_fit(name):
+def test_training_is_that_of_fit(name):
     make, features = MODELS[name]
     reference, model = make(), make()
     history = fit(reference, features(X))
     held = hold(model, next(batches(features(X))))
-    computation, results, weights = train_locally(held, batches(features(X)))
+    computation, results, weights = train(held, batches(features(X)))
     assert_same(weights, [variable.numpy() for variable in reference.weights])
     if name != "own train_step":  # whose logs `fit` shows of the last batch
         assert_same(added_up(held, results), {key: values[-1] for key, values in history.items()})
@@ -115,38 +90,7 @@ def test_local_training_is_that_of_fit(name):
     assert computation.shared_optimizer_state()["iterations"] == len(results)
 
 
-@pytest.mark.parametrize("name", ["functional", *DEEP])
-def test_gradients_that_servers_apply_train_as_fit(name):
-    make, features = MODELS[name]
-    reference, model, servers = make(), make(), make()
-    for each in (reference, servers):
-        each(features(X[:1]))
-    for variable, other in zip(servers.weights, reference.weights, strict=True):
-        variable.assign(np.array(other.numpy()))
-    history = fit(reference, features(X))
-    held = hold(model, next(batches(features(X))), local=False)
-    results = train_by_gradients(held, batches(features(X)), servers)
-    assert_same(
-        [variable.numpy() for variable in servers.weights], [variable.numpy() for variable in reference.weights]
-    )
-    if name != "own train_step":
-        assert_same(added_up(held, results), {key: values[-1] for key, values in history.items()})
-
-
-@pytest.mark.deep
-def test_gradients_are_clipped_by_their_global_norm_where_the_worker_sees_all():
-    def make():
-        return dense(keras.optimizers.Adam(0.01, global_clipnorm=0.1))
-
-    reference, model, servers = make(), make(), dense(keras.optimizers.Adam(0.01))
-    fit(reference)
-    train_by_gradients(hold(model, next(batches()), local=False), batches(), servers)
-    assert_same(
-        [variable.numpy() for variable in servers.weights], [variable.numpy() for variable in reference.weights]
-    )
-
-
-def test_local_training_leaves_out_of_weight_decay_what_the_master_says():
+def test_training_leaves_out_of_weight_decay_what_the_master_says():
     reference, model = (dense(keras.optimizers.AdamW(0.01, weight_decay=0.5)) for _ in range(2))
     for each in (reference, model):
         each.optimizer.exclude_from_weight_decay(var_names=["bias"])
@@ -154,7 +98,7 @@ def test_local_training_leaves_out_of_weight_decay_what_the_master_says():
     held = hold(model, next(batches()))
     assert {spec.no_weight_decay for spec in held.specs} == {False, True}
     model.optimizer.exclude_from_weight_decay(var_list=[])  # a worker's knows objects of another process
-    _, _, weights = train_locally(held, batches())
+    _, _, weights = train(held, batches())
     assert_same(weights, [variable.numpy() for variable in reference.weights])
 
 
@@ -167,12 +111,19 @@ def test_a_model_that_says_nothing_about_how_it_was_made_travels_with_the_layers
     assert_same(restored.predict(X, verbose=0), expected)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_only_training_builds_optimizers(trains):
+    model = dense()
+    backend().computation(hold(model, next(batches()), mode=Mode.TRAINING if trains else Mode.EVALUATION))
+    assert model.optimizer.built is trains
+
+
 def test_sample_weights_count_as_in_fit():
     weight = np.linspace(0, 2, RECORDS, dtype="float32")
     reference, model = subclass(), subclass()
     history = fit(reference, halves(X), sample_weight=weight)
     held = hold(model, next(batches(halves(X), Y, weight)))
-    _, results, weights = train_locally(held, batches(halves(X), Y, weight))
+    _, results, weights = train(held, batches(halves(X), Y, weight))
     assert_same(weights, [variable.numpy() for variable in reference.weights])
     assert_same(added_up(held, results), {key: values[-1] for key, values in history.items()})
 
@@ -223,11 +174,11 @@ def test_outputs_of_a_batch_travel_to_metrics_that_need_them():
 
 def test_a_model_holds_the_weights_and_the_state_that_it_is_given():
     held = hold(dense(), next(batches()))
-    computation, _, weights = train_locally(held, batches())
+    computation, _, weights = train(held, batches())
     state = computation.optimizer_state()
     again = dense()
     other_held = hold(again, next(batches()))
-    other = backend().local_computation(other_held)
+    other = backend().computation(other_held)
     blocks = [pack_weights(weights, held.specs, slices) for slices in held.partition]
     other.set_weights(PlacedBlocks(blocks, held.partition))
     other.set_optimizer_state(state)

@@ -12,7 +12,6 @@ from elasticcb.errors import ModelFileError
 from elasticcb.layers import Embedding
 from elasticcb.layers.table_layers import NotServableError
 from elasticcb.settings import Mode
-from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
 
 IDS = np.random.default_rng(0).integers(0, 40, (RECORDS, 3))
 DIM = 4
@@ -40,50 +39,30 @@ def with_native_tables():
     return model
 
 
-def hold_tables(model, batch, local=True):
+def hold_tables(model, batch):
     """As `check_steps.hold`, with all embedding layers as tables; their rows, before they are given up."""
     rows = {i: np.array(each.numpy()) for i, each in enumerate(model.weights) if each.path.endswith("/embeddings")}
-    held = hold(model, batch, local=local, threshold=0)
+    held = hold(model, batch, threshold=0)
     assert {index for index, spec in enumerate(held.specs) if spec.table} == set(rows)
     return held, rows
 
 
-@pytest.mark.parametrize("local", [True, False])
-def test_rows_of_a_batch_train_as_whole_tables_in_fit(local):
+def test_rows_of_a_batch_train_as_whole_tables_in_fit():
     reference, model = with_native_tables(), with_native_tables()
     fit(reference, IDS, Y)
-    held, tables = hold_tables(model, tensors(next(batches(IDS))), local)
-    dense = {i: np.array(v.numpy()) for i, v in enumerate(model.weights) if i not in tables}
-    computation = (backend().local_computation if local else backend().computation)(held)
-    slots = {i: np.full_like(values, 0.1) for i, values in {**tables, **dense}.items()}
-
-    def apply(values, index, places, gradients):
-        slots[index][places] += gradients**2
-        values[index][places] -= 0.1 * gradients / np.sqrt(slots[index][places] + 1e-7)
-
+    held, tables = hold_tables(model, tensors(next(batches(IDS))))
+    computation = backend().computation(held)
+    slots = {index: np.full_like(values, 0.1) for index, values in tables.items()}
     for version, batch in enumerate(batches(IDS)):
         prepared = computation.prepare(tensors(batch), Mode.TRAINING)
-        rows = {index: tables[index][ids] for index, ids in prepared.ids.items()}
-        if local:
-            result = computation.train(prepared, rows)
-            assert result.shared["iterations"] == version
-        else:
-            weights = [dense.get(i, np.zeros((0, DIM), "float32")) for i in range(len(held.specs))]
-            blocks = [pack_weights(weights, held.specs, slices) for slices in held.partition]
-            result = computation.train(prepared, PlacedBlocks(blocks, held.partition), version, rows)
-            from elasticcb.sharding.partition import unpack
-
-            gradients = {i: np.zeros(spec.shape, spec.dtype) for i, spec in enumerate(held.specs) if i in dense}
-            for flat, slices in zip(result.gradients, held.partition, strict=True):
-                unpack(flat, held.specs, slices, True, gradients)
-            for index, gradient in gradients.items():
-                apply(dense, index, slice(None), gradient)
+        result = computation.train(prepared, {index: tables[index][ids] for index, ids in prepared.ids.items()})
+        assert result.shared["iterations"] == version
         assert set(result.rows) == set(tables)
         for index, (ids, gradients) in result.rows.items():
             assert len(np.unique(ids)) == len(ids)
-            apply(tables, index, ids, gradients)
-    if local:
-        dense = {i: np.array(v.numpy()) for i, v in enumerate(model.weights) if i not in tables}
+            slots[index][ids] += gradients**2
+            tables[index][ids] -= 0.1 * gradients / np.sqrt(slots[index][ids] + 1e-7)
+    dense = {i: np.array(v.numpy()) for i, v in enumerate(model.weights) if i not in tables}
     assert_same([{**tables, **dense}[i] for i in range(len(held.specs))], [v.numpy() for v in reference.weights])
 
 
@@ -93,7 +72,7 @@ def test_a_model_of_nothing_but_tables_counts_its_steps():
     model = keras.Model(ids, keras.layers.Dot(1)(parts))
     model.compile(keras.optimizers.Nadam(0.1), "mse")
     held, tables = hold_tables(model, tensors(next(batches(IDS))))
-    computation = backend().local_computation(held)
+    computation = backend().computation(held)
     product = 1.0
     for version, batch in enumerate(batches(IDS)):
         prepared = computation.prepare(tensors(batch), Mode.TRAINING)

@@ -8,29 +8,42 @@ from typing import Any
 import keras
 import numpy as np
 
-from elasticcb.compute.backend import HeldModel, LocalComputation
-from elasticcb.compute.clipping import check_local_clipping
+from elasticcb.compute.backend import TrainedModel
+from elasticcb.errors import ModelFileError
 from elasticcb.keras_private import set_decays
 from elasticcb.optimizers.state import OptimizerState, held_variables
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.rpc.tensors import Array
+from elasticcb.sharding.partition import VariableSpec
 
 
-def prepared(held: HeldModel, optimizers: Sequence[keras.optimizers.Optimizer]) -> OptimizerState:
+def prepared(
+    model: keras.Model, specs: Sequence[VariableSpec], optimizers: Sequence[keras.optimizers.Optimizer]
+) -> OptimizerState:
     """Builds the optimizers for training; returns their variables. Raises `ModelFileError` when that fails."""
-    if held.tables:
-        check_local_clipping(optimizers)
-    weights = held.model.weights
-    variables = held_variables(optimizers, weights, held.specs)
+    if any(spec.table for spec in specs):
+        _check_clipping(optimizers)
+    variables = held_variables(optimizers, model.weights, specs)
     for optimizer in map(unwrapped, optimizers):
         # The master has resolved `exclude_from_weight_decay`.
-        pairs = zip(weights, held.specs, strict=True)
+        pairs = zip(model.weights, specs, strict=True)
         set_decays(optimizer, ((variable, not spec.no_weight_decay) for variable, spec in pairs))
     return variables
 
 
-class HoldsOptimizers(LocalComputation):
-    """A computation whose optimizer variables can be read and set at any time."""
+def _check_clipping(optimizers: Sequence[keras.optimizers.Optimizer]) -> None:
+    """Raises `ModelFileError` for clipping across gradients applied by worker and servers."""
+    for optimizer in map(unwrapped, optimizers):
+        if optimizer.global_clipnorm:
+            raise ModelFileError(
+                f"The optimizer {optimizer.name!r} has global_clipnorm, and the model has embedding tables on the "
+                "servers. A worker applies all gradients except those of their rows, so it can't clip them together. "
+                "Use clipnorm or clipvalue, or keras.layers.Embedding."
+            )
+
+
+class HoldsOptimizers(TrainedModel):
+    """A model whose optimizer variables can be read and set at any time."""
 
     def __init__(self, variables: OptimizerState) -> None:
         self._held = variables
