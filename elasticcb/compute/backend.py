@@ -73,7 +73,7 @@ class StepResult:
         return float(np.mean(loss)) if isinstance(loss, list) else float(loss)
 
 
-class TrainedModel(ABC):
+class LocalModel(ABC):
     """A model that is trained in this process by its own optimizers, except the rows of embedding tables."""
 
     @property
@@ -102,7 +102,7 @@ class TrainedModel(ABC):
         """Sets the optimizer state; missing parts stay unchanged, and so does the learning rate."""
 
 
-class Computation(TrainedModel):
+class Computation(LocalModel):
     """The steps of one model. Only `prepare` may be called by several threads."""
 
     _model: keras.Model
@@ -237,8 +237,8 @@ class Backend(ABC):
 
     @abstractmethod
     def computation(self, held: HeldModel) -> Computation:
-        """The steps of a model, whose variables hold the servers' weights. The rows of its embedding tables are provided
-        for each step from now on.
+        """The steps of a model, whose variables hold the servers' weights. The rows of its embedding tables are
+        provided for each step from now on.
 
         Raises:
             ModelFileError: the model can't be trained.

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from elasticcb.compute.backend import TrainedModel
+from elasticcb.compute.backend import LocalModel
 from elasticcb.errors import ModelFileError
 from elasticcb.keras_private import set_decays
 from elasticcb.optimizers.state import OptimizerState, held_variables
@@ -42,7 +42,7 @@ def _check_clipping(optimizers: Sequence[keras.optimizers.Optimizer]) -> None:
             )
 
 
-class HoldsOptimizers(TrainedModel):
+class HoldsOptimizers(LocalModel):
     """A model whose optimizer variables can be read and set at any time."""
 
     def __init__(self, variables: OptimizerState) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from elasticcb.clients.ps import PSClient
-from elasticcb.compute.backend import StepResult, TrainedModel
+from elasticcb.compute.backend import StepResult, LocalModel
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import to_tensors
 from elasticcb.process.stats import STALENESS, Measures
@@ -43,7 +43,7 @@ class LocalUpdates:
 
     def __init__(
         self,
-        model: TrainedModel,
+        model: LocalModel,
         ps: PSClient,
         length: WindowLength,
         measures: Measures,

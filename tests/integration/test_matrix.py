@@ -206,17 +206,11 @@ def test_the_callers_model_keeps_its_own_methods(cluster):
 # ---------------------------------------------------------------- what is not supported
 
 
-@pytest.fixture(scope="module")
-def sending_gradients():
-    with elasticcb.Cluster(2, 2, kind="inprocess", updates="async", log_level="WARNING") as cluster:
-        yield cluster
-
-
 @pytest.mark.parametrize("what", UNSUPPORTED)
-def test_what_is_not_supported_says_so(sending_gradients, what):
+def test_what_is_not_supported_says_so(what):
     make, kind, message, _ = UNSUPPORTED[what]
-    with pytest.raises(kind, match=message):
-        sending_gradients.fit(make(), X, Y, **FIT)
+    with elasticcb.Cluster(kind="inprocess", log_level="WARNING") as cluster, pytest.raises(kind, match=message):
+        cluster.fit(make(), X, Y, **FIT)
 
 
 # ---------------------------------------------------------------- the page

@@ -6,7 +6,7 @@ import pytest
 
 import elasticcb
 from check_steps import assert_same
-from compiled_models import BATCH, X, Y, dense, fit
+from compiled_models import BATCH, X, Y, batches, dense, fit
 
 SAME = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
 
@@ -57,9 +57,26 @@ def test_two_workers_evaluate_and_predict_as_keras(tmp_path):
         assert len(np.unique(cluster.predict(model, {"id": WIDE_IDS[:, None]}, verbose=0))) == len(WIDE_IDS)
 
 
+def test_functions_train_a_placed_model_as_keras_does(tmp_path):
+    reference, model = dense(), dense()
+
+    def step(x, y):
+        return keras.ops.convert_to_tensor(model.train_on_batch(x, y))
+
+    with elasticcb.Cluster(1, 1, directory=tmp_path) as cluster:
+        cluster.place(model)
+        values = [cluster.schedule(step, x, y) for x, y in batches()]
+        cluster.join()
+        assert all(isinstance(value, np.ndarray) for value in cluster.fetch(values))
+    for x, y in batches():
+        reference.train_on_batch(x, y)
+    assert_same([each.numpy() for each in model.weights], [each.numpy() for each in reference.weights])
+    assert int(model.optimizer.iterations) == int(reference.optimizer.iterations)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("updates", ["sync", "async"])
-def test_one_worker_whose_gradients_servers_apply_trains_as_fit(updates, tmp_path):
+def test_one_worker_in_other_modes_trains_as_fit(updates, tmp_path):
     assert_trains_as_fit(updates, tmp_path, servers=2)
 
 
