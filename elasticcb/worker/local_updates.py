@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from elasticcb.clients.ps import PSClient
-from elasticcb.compute.backend import StepResult, LocalModel
+from elasticcb.compute.backend import LocalModel, StepResult
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import to_tensors
 from elasticcb.process.stats import STALENESS, Measures
