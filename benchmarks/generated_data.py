@@ -174,6 +174,7 @@ def get_file(fname: str | None = None, origin: str | None = None, extract: bool 
 
 def adult(rows: int) -> str:
     edu, work = ("Bachelors", "HS-grad", "Masters", "11th"), ("Private", "State-gov", "Self-emp-inc")
+    countries = ["United-States", "Mexico", *(f"Country-{i}" for i in range(20))]  # the feature with most values
     pick = random_numbers.choice
     lines = []
     for _ in range(rows):
@@ -183,7 +184,7 @@ def adult(rows: int) -> str:
             f"{numbers[0] + 17}, {pick(work)}, {numbers[1] * 1000}, {pick(edu)}, {numbers[2]}, "
             f"{pick(['Divorced', 'Married-civ-spouse', 'Never-married'])}, {pick(['Sales', 'Tech-support'])}, "
             f"{pick(['Husband', 'Wife', 'Unmarried'])}, {race}, {pick(['Male', 'Female'])}, "
-            f"{numbers[3]}, {numbers[4]}, {numbers[5]}, {pick(['United-States', 'Mexico'])}, {pick(['<=50K', '>50K'])}"
+            f"{numbers[3]}, {numbers[4]}, {numbers[5]}, {pick(countries)}, {pick(['<=50K', '>50K'])}"
         )
     return "\n".join(lines)
 
