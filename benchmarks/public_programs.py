@@ -1,6 +1,7 @@
 """Public Keras programs on a cluster, compared with Keras's own `fit`.
 
-    python benchmarks/public_programs.py --keras_rs=CHECKOUT --keras_io=CHECKOUT [--only=vae,dcn] [--into=PAGE]
+    python benchmarks/public_programs.py --keras_rs=CHECKOUT --keras_io=CHECKOUT [--only=vae,dcn]
+        [--results=FOLDER] [--into=PAGE]
 
 The programs are the examples of keras-rs, and examples and guides of keras.io; none of their code is here. Each runs
 three times in a process of its own, with small generated data (generated_data.py): as it is, and with
@@ -349,29 +350,26 @@ def one_line(text: str) -> str:
     return re.sub(r"[|\s]+", " ", text)[:160]
 
 
-def row(program: Program, checkouts: list[Path], only: list[str], kind: str) -> str | None:
-    name = Path(program.path).stem
-    if only and name not in only:
-        return None
+def row(program: Program, checkouts: list[Path], results: Path, kind: str) -> str:
+    """A line of the table; a program whose results are there is not run."""
     if program.missing:
         return f"| `{program.path}` | | not run: {program.missing} | |"
     path = next((each / program.path for each in checkouts if (each / program.path).exists()), None)
     if path is None:
         return f"| `{program.path}` | | not run: not in this checkout | |"
-    with tempfile.TemporaryDirectory() as folder:
-        into = Path(folder) / "ways.json"
+    into = results / f"{path.stem}.json"
+    if not into.exists():
         command = [sys.executable, __file__, "--run", str(path), json.dumps(dict(program.sizes)), kind, str(into)]
-        log = Path(folder) / "log"
-        try:
-            with log.open("w") as output:
-                subprocess.run(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT, check=False)
-        except subprocess.TimeoutExpired:
-            pass
-        ways = json.loads(into.read_text()) if into.exists() else {}
-        keras_way = ways.get("0")
-        if keras_way is None or keras_way["error"]:
-            why = keras_way["error"] if keras_way else f"failed: {log.read_text()[-300:]}"
-            return f"| `{program.path}` | | not run: Keras's own run {one_line(why)} | |"
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            into.with_suffix(".log").open("w") as log,
+            contextlib.suppress(subprocess.TimeoutExpired),
+        ):
+            subprocess.run(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT, check=False)
+    ways = json.loads(into.read_text()) if into.exists() else {}
+    keras_way = ways.get("0", {"error": "failed: no result"})
+    if keras_way["error"]:
+        return f"| `{program.path}` | | not run: Keras's own run {one_line(keras_way['error'])} | |"
     cells = [compared(ways.get(str(workers)), keras_way, workers) for workers in (1, 2)]
     losses = [found["loss"] for call, found in keras_way["results"] if call == "fit" and "loss" in found]
     shown = f"{losses[-1]:.4g}" if losses else ""
@@ -393,11 +391,14 @@ def main() -> None:
     parser.add_argument("--keras_rs", type=lambda text: [Path(each).absolute() for each in text.split(",")], default=[])
     parser.add_argument("--keras_io", type=lambda text: [Path(each).absolute() for each in text.split(",")], default=[])
     parser.add_argument("--only", default="", help="names of programs, separated by commas")
+    parser.add_argument("--results", type=Path, help="a folder for results and logs; what is there is not run again")
     parser.add_argument("--kind", default="local", help="of the clusters: local or inprocess")
     arguments = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ["KERAS_BACKEND"] = "tensorflow"
     only = [name for name in arguments.only.split(",") if name]
+    results = (arguments.results or Path(tempfile.mkdtemp())).absolute()
+    results.mkdir(parents=True, exist_ok=True)
     lines = ["| program | Keras: calls; loss of the last `fit` | one worker | two workers |", "|---|---|---|---|"]
     for title, checkouts, programs in (
         ("keras-rs", arguments.keras_rs, KERAS_RS), ("keras.io", arguments.keras_io, KERAS_IO)
@@ -406,10 +407,9 @@ def main() -> None:
             continue
         lines.append(f"| **{title}** | | | |")
         for program in programs:
-            line = row(program, checkouts, only, arguments.kind)
-            if line is not None:
-                print(line, flush=True)
-                lines.append(line)
+            if not only or Path(program.path).stem in only:
+                lines.append(row(program, checkouts, results, arguments.kind))
+                print(lines[-1], flush=True)
     publish("public programs", "\n".join(lines), arguments.into)
 
 
