@@ -22,7 +22,8 @@ import numpy as np
 
 WORDS = (
     "the", "a", "of", "to", "and", "movie", "was", "very", "good", "bad", "not", "film", "it", "is", "this", "that",
-    "plot", "actor", "scene", "great", "dull", "long", "one", "all",
+    "plot", "actor", "scene", "great", "dull", "long", "one", "all", "cat", "sat", "on",
+    "mat",
 )  # fmt: skip
 USERS, MOVIES, RATINGS = 60, 1700, 3000
 GENRES = ("Action", "Comedy", "Drama", "Thriller", "Sci-Fi")
@@ -117,6 +118,12 @@ def sentence_pairs(name: str, attribution: bool) -> Callable[[Path], None]:
 
 def prose(folder: Path) -> None:
     write(folder / "nietzsche.txt", [sentence(14) for _ in range(120)])
+
+
+def glove(folder: Path) -> None:
+    vectors = random_numbers.normal(size=(len(WORDS), 100))
+    lines = [f"{word} " + " ".join(f"{x:.4f}" for x in row) for word, row in zip(WORDS, vectors, strict=True)]
+    write(folder / "glove.6B.100d.txt", lines)
 
 
 def credit_cards(folder: Path) -> None:
@@ -401,5 +408,5 @@ def install() -> None:
         kit.utils.plot_model = lambda *_, **__: None
     urllib.request.urlretrieve = lambda address, filename, *_: (download(address, filename), None)  # type: ignore[assignment,func-returns-value]
     pd.read_csv, np.loadtxt = of_address(pd.read_csv), of_address(np.loadtxt)
-    for make in (reviews, movielens_million, credit_cards):
+    for make in (reviews, movielens_million, credit_cards, glove):
         make(Path())
