@@ -121,13 +121,13 @@ KERAS_IO = [
     Program(f"{TEXT}/text_classification_from_scratch.py"),
     Program(
         f"{TEXT}/text_classification_with_switch_transformer.py",
-        {"example = 200": "example = 20"},
+        {"example = 200": "example = 20", "inputs, training)": "inputs, training=False)"},
     ),
     Program(f"{TEXT}/text_classification_with_transformer.py", {"inputs, training)": "inputs, training=False)"}),
     Program(f"{IMAGES}/conditional_gan.py"),
     Program(
         f"{IMAGES}/ddim.py",
-        {"[32, 64, 96, 128]": "[8, 16]"},
+        {"[32, 64, 96, 128]": "[8, 16]", '"imagenet"': "None"},
     ),
     Program(f"{IMAGES}/lstm_character_level_text_generation.py", {"(epochs)": "(1)", "(400)": "(2)"}),
     Program(f"{IMAGES}/pixelcnn.py", {"n_residual_blocks = 5": "n_residual_blocks = 1"}),
@@ -136,8 +136,7 @@ KERAS_IO = [
     Program(f"{IMAGES}/wgan_gp.py"),
     Program(f"{RECIPES}/antirectifier.py"),
     Program(f"{RECIPES}/endpoint_layer_pattern.py"),
-    Program(f"{RECIPES}/memory_efficient_embeddings.py"),
-    Program(f"{RECIPES}/quasi_svm.py"),
+    Program(f"{RECIPES}/memory_efficient_embeddings.py", {"1700": "1000", "vocabulary) // 50": "vocabulary) // 5"}),
     Program(f"{RECIPES}/sklearn_metric_callbacks.py"),
     Program(f"{RECIPES}/subclassing_conv_layers.py"),
     Program(f"{RECIPES}/tensorflow_numpy_models.py"),
@@ -146,7 +145,7 @@ KERAS_IO = [
     Program("guides/functional_api.py"),
     Program("guides/making_new_layers_and_models_via_subclassing.py"),
     Program("guides/training_with_built_in_methods.py"),
-    Program("guides/transfer_learning.py", {"(150, 150": "(75, 75"}),
+    Program("guides/transfer_learning.py", {"(150, 150": "(75, 75", '"imagenet"': "None"}),
     Program("guides/writing_your_own_callbacks.py"),
 ]
 
@@ -339,7 +338,7 @@ def compared(way: Any, keras_way: Any, workers: int) -> str:
         if found.keys() != expected.keys():
             return f"differs: {name} returned {', '.join(found)}, Keras {', '.join(expected)}"
         for key, value in expected.items():
-            if workers > 1 and key != "loss":  # which batches a worker gets is another matter
+            if workers > 1 and not key.endswith("loss"):  # which batches a worker gets is another matter
                 continue
             difference = abs(found[key] - value) / max(abs(value), 1e-2)
             if not difference <= worst:  # or not a number
