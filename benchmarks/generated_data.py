@@ -89,7 +89,7 @@ CLIMATE = (
 )  # fmt: skip
 
 
-def climate(folder: Path, rows: int = 4000) -> None:
+def climate(folder: Path, rows: int = 8000) -> None:
     times = [f"{i % 28 + 1:02}.01.2009 {i // 28 % 24:02}:{i % 6}0:00" for i in range(rows)]
     waves = (
         np.sin(np.arange(rows)[:, None] / np.linspace(20, 90, len(CLIMATE)))
