@@ -230,8 +230,9 @@ def hearts(rows: int = 300) -> str:
     return "\n".join([names, *lines])
 
 
-def noise(rows: int = 4032) -> str:
+def noise(rows: int = 4032, jump: float = 0.0) -> str:
     values = 20 + 10 * np.sin(np.arange(rows) / 46) + random_numbers.normal(size=rows)
+    values[3000:3200] += jump
     stamp = np.datetime64("2014-04-01") + np.arange(rows) * np.timedelta64(5, "m")
     return "\n".join(["timestamp,value", *(f"{t},{v:.4f}" for t, v in zip(stamp, values, strict=True))])
 
@@ -250,7 +251,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "covtype.data.gz": cover_types,
     "heart.csv": hearts,
     "art_daily_small_noise.csv": noise,
-    "art_daily_jumpsup.csv": noise,
+    "art_daily_jumpsup.csv": lambda: noise(jump=60),
     "FordA_TRAIN.tsv": lambda: engines(160),
     "FordA_TEST.tsv": lambda: engines(80),
 }
