@@ -22,7 +22,8 @@ import numpy as np
 
 WORDS = (
     "the", "a", "of", "to", "and", "movie", "was", "very", "good", "bad", "not", "film", "it", "is", "this", "that",
-    "plot", "actor", "scene", "great", "dull", "long", "one", "all",
+    "plot", "actor", "scene", "great", "dull", "long", "one", "all", "cat", "sat", "on",
+    "mat",
 )  # fmt: skip
 USERS, MOVIES, RATINGS = 60, 1700, 3000
 GENRES = ("Action", "Comedy", "Drama", "Thriller", "Sci-Fi")
@@ -88,7 +89,7 @@ CLIMATE = (
 )  # fmt: skip
 
 
-def climate(folder: Path, rows: int = 4000) -> None:
+def climate(folder: Path, rows: int = 8000) -> None:
     times = [f"{i % 28 + 1:02}.01.2009 {i // 28 % 24:02}:{i % 6}0:00" for i in range(rows)]
     waves = (
         np.sin(np.arange(rows)[:, None] / np.linspace(20, 90, len(CLIMATE)))
@@ -117,6 +118,12 @@ def sentence_pairs(name: str, attribution: bool) -> Callable[[Path], None]:
 
 def prose(folder: Path) -> None:
     write(folder / "nietzsche.txt", [sentence(14) for _ in range(120)])
+
+
+def glove(folder: Path) -> None:
+    vectors = random_numbers.normal(size=(len(WORDS), 100))
+    lines = [f"{word} " + " ".join(f"{x:.4f}" for x in row) for word, row in zip(WORDS, vectors, strict=True)]
+    write(folder / "glove.6B.100d.txt", lines)
 
 
 def credit_cards(folder: Path) -> None:
@@ -174,6 +181,7 @@ def get_file(fname: str | None = None, origin: str | None = None, extract: bool 
 
 def adult(rows: int) -> str:
     edu, work = ("Bachelors", "HS-grad", "Masters", "11th"), ("Private", "State-gov", "Self-emp-inc")
+    countries = ["United-States", "Mexico", *(f"Country-{i}" for i in range(20))]  # the feature with most values
     pick = random_numbers.choice
     lines = []
     for _ in range(rows):
@@ -183,7 +191,7 @@ def adult(rows: int) -> str:
             f"{numbers[0] + 17}, {pick(work)}, {numbers[1] * 1000}, {pick(edu)}, {numbers[2]}, "
             f"{pick(['Divorced', 'Married-civ-spouse', 'Never-married'])}, {pick(['Sales', 'Tech-support'])}, "
             f"{pick(['Husband', 'Wife', 'Unmarried'])}, {race}, {pick(['Male', 'Female'])}, "
-            f"{numbers[3]}, {numbers[4]}, {numbers[5]}, {pick(['United-States', 'Mexico'])}, {pick(['<=50K', '>50K'])}"
+            f"{numbers[3]}, {numbers[4]}, {numbers[5]}, {pick(countries)}, {pick(['<=50K', '>50K'])}"
         )
     return "\n".join(lines)
 
@@ -222,8 +230,9 @@ def hearts(rows: int = 300) -> str:
     return "\n".join([names, *lines])
 
 
-def noise(rows: int = 4032) -> str:
+def noise(rows: int = 4032, jump: float = 0.0) -> str:
     values = 20 + 10 * np.sin(np.arange(rows) / 46) + random_numbers.normal(size=rows)
+    values[3000:3200] += jump
     stamp = np.datetime64("2014-04-01") + np.arange(rows) * np.timedelta64(5, "m")
     return "\n".join(["timestamp,value", *(f"{t},{v:.4f}" for t, v in zip(stamp, values, strict=True))])
 
@@ -242,7 +251,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "covtype.data.gz": cover_types,
     "heart.csv": hearts,
     "art_daily_small_noise.csv": noise,
-    "art_daily_jumpsup.csv": noise,
+    "art_daily_jumpsup.csv": lambda: noise(jump=60),
     "FordA_TRAIN.tsv": lambda: engines(160),
     "FordA_TEST.tsv": lambda: engines(80),
 }
@@ -400,5 +409,5 @@ def install() -> None:
         kit.utils.plot_model = lambda *_, **__: None
     urllib.request.urlretrieve = lambda address, filename, *_: (download(address, filename), None)  # type: ignore[assignment,func-returns-value]
     pd.read_csv, np.loadtxt = of_address(pd.read_csv), of_address(np.loadtxt)
-    for make in (reviews, movielens_million, credit_cards):
+    for make in (reviews, movielens_million, credit_cards, glove):
         make(Path())

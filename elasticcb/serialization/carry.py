@@ -535,6 +535,8 @@ def _fill_keras(thing: Any, state: dict[str, Any]) -> None:
         vars(thing).update(state)
     if isinstance(thing, keras.Operation):
         vars(thing).setdefault("_outbound_nodes", [])
+    if hasattr(type(thing), "torch_params") and thing.built:
+        _later(lambda: thing.torch_params)  # makes them
     if isinstance(thing, keras.optimizers.Optimizer):
         _later(functools.partial(_finish_optimizer, thing))
 

@@ -99,7 +99,7 @@ def state_moves(
     towards, shares = [], []
     for slices, block, own in zip(parts, blocks, state, strict=True):
         before = of_kind(STATE, block)
-        share = {dtype: (new != before[dtype]).astype(np.float32) for dtype, new in own.items()}
+        share = {dtype: _differs(new, before[dtype]).astype(np.float32) for dtype, new in own.items()}
         share = {dtype: flat for dtype, flat in share.items() if flat.any()}
         values = {dtype: own[dtype] for dtype in share}
         for part, dtype, offset in layout(specs, slices, False):
@@ -124,6 +124,11 @@ def state_moves(
         towards.append(values)
         shares.append(share)
     return towards, shares
+
+
+def _differs(now: Array, before: Array) -> Array:
+    changed: Array = (now != before) & ((now == now) | (before == before))  # NaN that stays has not changed
+    return changed
 
 
 def moved_state(block: Array, values: Array, shares: Array, lag: float) -> Array:

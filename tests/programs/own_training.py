@@ -76,7 +76,7 @@ def surgery():
     )
 
 
-@case("Models within models", "a clone as a target network, which is updated between two calls of `fit`")
+@whole("a clone as a target network, which is updated between two calls of `fit`")
 def target_network():
     class Agent(keras.Model):
         def __init__(self, network):

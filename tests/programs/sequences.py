@@ -84,7 +84,7 @@ def seq2seq():
     return Given(compiled(model, loss="categorical_crossentropy", metrics=["accuracy"]), x, y)
 
 
-@case("Text and time series", "`Bidirectional` and `Masking`, an `RNN` of cells of your own")
+@sequence("`Bidirectional` and `Masking`, an `RNN` of cells of your own")
 def own_cells():
     class Cell(layers.Layer):
         def __init__(self, units):
@@ -102,7 +102,7 @@ def own_cells():
     inputs = keras.Input((5, 3))
     x = layers.Masking()(inputs)
     x = layers.Bidirectional(layers.GRU(3, return_sequences=True), merge_mode="sum")(x)
-    model = keras.Model(inputs, layers.Dense(1)(layers.RNN([Cell(4), Cell(2)])(x)))
+    model = keras.Model(inputs, layers.Dense(1)(layers.RNN([Cell(3), Cell(3)])(x)))
     return Given(compiled(model), normal(5, 3) * (np.arange(5) < integers(6, 1, low=1))[..., None], normal(1))
 
 

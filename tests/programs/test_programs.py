@@ -31,7 +31,7 @@ KEPT = (
 KEPT_EVERYWHERE = (
     "boosted_optimizer", "changed_globals", "deep_fm", "distillation", "forgetful_config", "lent_variable",
     "metrics_with_state", "objects_without_config", "py_dataset", "shared_temperature",
-    "tied_autoencoder", "transfer_learning", "variational_autoencoder",
+    "target_network", "tied_autoencoder", "transfer_learning", "variational_autoencoder",
 )  # fmt: skip
 # Servers apply gradients after the step (docs/keras_support.md).
 ONLY_LOCAL = {

@@ -73,3 +73,9 @@ def test_integer_is_what_was_set_last():
 def test_infinity_that_a_step_leaves_stays():
     best = moved_state(np.float32([np.inf, 2]), np.float32([np.inf, 4]), np.float32([0, 1]), 1)
     assert best.tolist() == [np.inf, 3]
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_values_that_are_not_finite_and_stay_are_no_change(value):
+    before = np.float32([value])
+    assert state_moves([{"state/float32": before}], [{"float32": before.copy()}], SPECS, SLICES, {}) == ([{}], [{}])
