@@ -203,7 +203,15 @@ class FunctionJob:
                     desk.wait_a_tick()
             if self._over:
                 return
-            self._servers = Servers(desk, self._doubt, placed.variables, placed.may_split, placed.start, logger.warning)
+            self._servers = Servers(
+                desk,
+                self._doubt,
+                placed.variables,
+                placed.may_split,
+                placed.optimizers,
+                placed.start,
+                logger.warning,
+            )
             assert self._start is not None
             self._servers.control.initialize(self._start)
             self._start = None

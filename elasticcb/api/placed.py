@@ -12,7 +12,7 @@ from elasticcb.model.program import Program
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.state import ModelState, read_optimizers, write_optimizers
 from elasticcb.optimizers.traits import learning_rate_variable, may_split, model_optimizers, steps_made, unwrapped
-from elasticcb.optimizers.variables import StepVariables
+from elasticcb.optimizers.variables import StepVariables, described
 
 
 class PlacedWeights:
@@ -44,6 +44,7 @@ class PlacedWeights:
         self.model = model
         self.variables = variable_specs(model, None if owners is None else StepVariables(owners, owners))
         self.may_split = all(map(may_split, optimizers))
+        self.optimizers = described(optimizers, self.variables)
 
     def start(self) -> InitialModel:
         """The present state of the model."""

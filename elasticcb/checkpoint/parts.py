@@ -181,15 +181,14 @@ class _Assembly:
         first, last = self.slice.row_range(self._spec)
         for slot, array in self.arrays.items():
             missing = last - first - self.filled[slot]
-            if missing:
+            if not slot and missing:
                 raise CheckpointError(
-                    f"The checkpoint {folder} lacks {how_many(missing, 'row')} of {slot or 'the weights'} of "
-                    f"{self._spec.path!r}."
+                    f"The checkpoint {folder} lacks {how_many(missing, 'row')} of the weights of {self._spec.path!r}."
                 )
-            if slot:
-                part.slots[variable, slot] = array
-            else:
+            if not slot:
                 part.weights[variable] = array
+            elif not missing:  # else it was saved before a movement had reached all servers
+                part.slots[variable, slot] = array
         if variable not in part.weights:
             raise CheckpointError(f"The checkpoint {folder} lacks the weights of {self._spec.path!r}.")
 

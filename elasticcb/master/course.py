@@ -28,7 +28,7 @@ from elasticcb.master.order import Order, TrainedModel
 from elasticcb.master.snapshot import EpochEnd, format_metric
 from elasticcb.master.task import TaskType
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.optimizers.traits import clips_on_server, may_serve_rows
+from elasticcb.optimizers.traits import may_serve_rows
 from elasticcb.settings import Command, Mode
 
 
@@ -172,11 +172,10 @@ class Course:
             return "Training has ended, so the number of parameter servers can't change any more."
         optimizers = self._host.optimizers
         tables = any(spec.table for spec in self._host.variables)
-        clips = any(clips_on_server(each) or (tables and not may_serve_rows(each, servers)) for each in optimizers)
-        if servers > 1 and clips:
+        if tables and not all(may_serve_rows(each, servers) for each in optimizers):
             return (
-                "The optimizer clips gradients by their norm on the parameter server. This needs all gradients on one "
-                "server, so the job can't have several."
+                "The optimizer clips gradients of embedding tables by their norm on the parameter server. This needs "
+                "all gradients on one server, so the job can't have several."
             )
         return ""
 
@@ -199,8 +198,21 @@ class Course:
 
     def _apply_waiting_gradients(self) -> None:
         """Applies gradients that wait for others, before the round of the last epoch."""
-        finalize = not self._order.evaluates_as_keras
-        self._desk.reached_version(self.served.ps.finish_training(finalize=finalize))
+        if self._order.evaluates_as_keras:
+            self._desk.reached_version(self.served.ps.finish_training())
+        else:
+            self._finish_training()
+
+    def _finish_training(self) -> None:
+        """Merges what waits, and lets the optimizers set the final weights."""
+        ps, host = self.served.ps, self._host
+        version = ps.finish_training()
+        if host.finalizes:
+            state = ps.export()
+            host.set_final_weights(state)
+            weights, ids = host.weights()
+            version = ps.load_state(weights, state.optimizer, ids)
+        self._desk.reached_version(version)
 
     def _act_on(self, milestone: Milestone) -> None:
         if milestone.kind in _ENDS:
@@ -307,7 +319,7 @@ class Course:
 
     def _end_training(self) -> None:
         if self._order.evaluates_as_keras:
-            self._desk.reached_version(self.served.ps.finish_training())
+            self._finish_training()
         self._take_back_callbacks()
         # Before the checkpoint and the export, so that these have weights restored by a callback.
         self._hooks.call("on_train_end", self._epochs.last_logs, after_export=False)

@@ -196,7 +196,7 @@ class Job:
         course.served.servers.give_up_after(_RESTORE_SECONDS)
         course.drain(_DRAIN_SECONDS)
         if order.journal is not None:
-            course.served.ps.finish_training(finalize=False)  # so that the recovery files contain everything
+            course.served.ps.finish_training()  # so that the recovery files contain everything
         if not course.checkpoints.wanted:
             return ""
         course.save_checkpoint()

@@ -38,9 +38,12 @@ from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.state import (
     Key,
     ModelState,
+    Optimizers,
     OptimizerState,
+    check_restored,
     held_variables,
     read_optimizers,
+    set_final_weights,
     write_optimizers,
 )
 from elasticcb.optimizers.traits import (
@@ -48,10 +51,11 @@ from elasticcb.optimizers.traits import (
     may_serve_rows,
     may_split,
     model_optimizers,
+    sets_final_weights,
     steps_made,
     unwrapped,
 )
-from elasticcb.optimizers.variables import StepVariables
+from elasticcb.optimizers.variables import StepVariables, described, leaves_of
 from elasticcb.predictions.columns import columns_of, names_of_outputs
 from elasticcb.predictions.files import check
 from elasticcb.rpc.tensors import Array
@@ -264,6 +268,24 @@ class ModelHost:
         if state.ids:
             self.model.train_function = None  # functions traced by Keras have slots with fewer rows
 
+    @property
+    def finalizes(self) -> bool:
+        """Whether the optimizers set final weights, such as moving averages."""
+        found = leaves_of(model_optimizers(self.model), self.variables)
+        return any(sets_final_weights(leaf.optimizer) for leaf in found)
+
+    def set_final_weights(self, state: ModelState) -> None:
+        """Sets the model to the servers' state, and lets the optimizers set the final weights."""
+        self.set_state(state)
+        set_final_weights(self.all_optimizers(), self.model.weights, self.variables)
+
+    def check_restored(self, state: OptimizerState, checkpoint: str) -> str:
+        """A warning of what of the optimizers is not in a checkpoint; "": nothing. Raises `CheckpointError` when the
+        checkpoint has something else."""
+        if not self.trains:
+            return ""
+        return check_restored(state, self.all_optimizers(), self.model.weights, self.variables, checkpoint)
+
     def find_index(self, mode: Mode, file: str) -> bytes:
         """Byte offsets of a file's records, as `FileIndex.to_bytes`; b"" if unknown."""
         return self._counts.find_index(mode, file)
@@ -276,6 +298,11 @@ class ModelHost:
     def may_split(self) -> bool:
         """Whether weights may be split between servers."""
         return self.optimizer is not None and all(map(may_split, self.optimizers))
+
+    @property
+    def described(self) -> Optimizers:
+        """What servers know of the optimizers."""
+        return described(model_optimizers(self.model), self.variables) if self.trains else Optimizers()
 
     @property
     def learning_rate(self) -> keras.Variable | None:

@@ -143,6 +143,7 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
         order.master.watchdog.doubt,
         host.variables,
         host.may_split,
+        host.described,
         origin.source,
         desk.say,
         run="" if memory is None else memory.run,
@@ -157,6 +158,10 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
         ps.initialize(source)
         warn_of_later_versions(order, ps.client.version)
         if source.checkpoint:
+            _, state = ps.client.pull_with_optimizers()
+            warning = host.check_restored(state, source.checkpoint)
+            if warning:
+                desk.warn(warning)
             order.display.message(f"The model starts from {source.checkpoint}, version {ps.client.version}.")
         if source.checkpoint or origin.warm_start() is not None:
             host.assign(*ps.client.weights())

@@ -16,10 +16,11 @@ from elasticcb.clients.ps_servers import KnownServer, ServerReplacedError
 from elasticcb.clients.ps_tables import table_pieces
 from elasticcb.errors import CheckpointError, ElasticCBError
 from elasticcb.master.initial_model import InitialModel
-from elasticcb.optimizers.state import ModelState, OptimizerState
+from elasticcb.optimizers.state import ModelState, Optimizers, OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors, join_states
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, Frame
+from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.flat_blocks import pack_weights, unpack_weights
 from elasticcb.sharding.table_state import gathered
 
@@ -49,8 +50,9 @@ class Restored(NamedTuple):
 class PSControl:
     """Commands to the parameter servers of a job."""
 
-    def __init__(self, client: PSClient, run: str) -> None:
+    def __init__(self, client: PSClient, run: str, optimizers: Optimizers | None = None) -> None:
         self.client, self.servers, self.run = client, client.servers, run
+        self._optimizers = optimizers or Optimizers()
         self._export_id = 0
 
     def neighbour(self, index: int) -> int:
@@ -58,10 +60,7 @@ class PSControl:
         return (index + 1) % len(self.servers.known)
 
     def initialize(self, source: InitialModel) -> None:
-        """Sends the model to all servers.
-
-        Raises `ElasticCBError` when the state is of other optimizers.
-        """
+        """Sends the model to all servers."""
         servers = self.servers
         answers = servers.each(
             lambda server: servers.send(server, self._beginning(server, source), "Initialize"), servers.known
@@ -128,26 +127,30 @@ class PSControl:
         """The initialization request of a server."""
         if neighbour is None:
             neighbour = self.servers.links[self.neighbour(server.index)].address
-        servers, state = self.servers, source.optimizer_state or OptimizerState()
-        header = pb.InitializeRequest(
-            variables=[spec.to_message() for spec in servers.specs],
-            num_ps=len(servers.known),
-            index=server.index,
-            split=servers.split,
-            checkpoint=source.checkpoint,
-            ps_addresses=[link.address for link in servers.links],
-            version=source.version,
-            optimizers=state.optimizers,
-            run=self.run,
-            recover=recover,
-            buckets=servers.buckets.to_bytes(),
-            map_version=servers.buckets.version,
-            neighbour=neighbour,
-        )
+        servers = self.servers
+        header = self.model_by(servers.buckets, [link.address for link in servers.links])
+        header.index, header.checkpoint, header.version = server.index, source.checkpoint, source.version
+        header.recover, header.neighbour = recover, neighbour
         tensors: dict[str, Array] = {}
         if not source.checkpoint and not recover:
             tensors = source.part(servers, server.index)
         return Frame(header, tensors)
+
+    def model_by(self, buckets: BucketMap, addresses: Sequence[str]) -> pb.InitializeRequest:
+        """The model without its weights, for servers at `addresses` with this map."""
+        optimizers = self._optimizers
+        return pb.InitializeRequest(
+            variables=[spec.to_message() for spec in self.servers.specs],
+            num_ps=buckets.servers,
+            split=self.servers.split,
+            ps_addresses=addresses,
+            optimizers=optimizers.names,
+            periods=optimizers.periods,
+            learning_rate=optimizers.learning_rate,
+            run=self.run,
+            buckets=buckets.to_bytes(),
+            map_version=buckets.version,
+        )
 
     def export(self) -> ModelState:
         """Everything that the servers hold. Training may continue."""
@@ -248,10 +251,9 @@ class PSControl:
         """
         return self.servers.on_all("Save", pb.SaveRequest(directory=directory))
 
-    def finish_training(self, finalize: bool = True) -> int:
-        """Merges pending movements and finalizes the optimizers; returns the new version."""
-        request = pb.FinishTrainingRequest(finalize=finalize)
-        return int(self.servers.on_all("FinishTraining", request)[0].version)
+    def finish_training(self) -> int:
+        """Merges pending movements; returns the new version."""
+        return int(self.servers.on_all("FinishTraining", pb.FinishTrainingRequest())[0].version)
 
     def persist(self) -> None:
         """Asks the servers to write recovery files soon, in the background. Unresponsive servers are skipped."""

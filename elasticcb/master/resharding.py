@@ -97,15 +97,7 @@ class ServerMove:
         )
 
     def _prepare(self) -> None:
-        model = pb.InitializeRequest(
-            variables=[spec.to_message() for spec in self._control.servers.specs],
-            num_ps=self._servers,
-            split=self._control.servers.split,
-            ps_addresses=[link.address for link in self._links[: self._servers]],
-            run=self._control.run,
-            buckets=self.buckets.to_bytes(),
-            map_version=self.buckets.version,
-        )
+        model = self._control.model_by(self.buckets, [link.address for link in self._links[: self._servers]])
 
         def prepare(index: int) -> None:
             request = pb.MoveRequest(step=pb.PREPARE, map_version=self.buckets.version, servers_before=self._before)

@@ -21,6 +21,7 @@ from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.members import Role
 from elasticcb.master.ps_admin import PSControl, Restored
 from elasticcb.master.resharding import Moved, ServerMove, end_earlier_move
+from elasticcb.optimizers.state import Optimizers
 from elasticcb.process.wording import how_many
 from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.partition import VariableSpec
@@ -35,7 +36,8 @@ class Servers:
 
     Args:
         desk: desk of the job for which the servers have registered.
-        variables, may_split: the model's weights, and whether they may be split between servers.
+        variables, may_split, optimizers: the model's weights, whether they may be split between servers, and what
+            trains them.
         run: name of the training in the servers' recovery files; "": a new one.
         term: term of this master; servers that know a later one refuse it.
         places: the servers, by index, that already hold the model from a killed master.
@@ -51,6 +53,7 @@ class Servers:
         doubt: Callable[[int], None],
         variables: Sequence[VariableSpec],
         may_split: bool,
+        optimizers: Optimizers,
         source: Callable[[], InitialModel],
         say: Callable[[str], None],
         run: str = "",
@@ -80,7 +83,7 @@ class Servers:
             self._find,
         )
         desk.end_calls = servers.end_calls
-        self.control = PSControl(PSClient(servers), run)
+        self.control = PSControl(PSClient(servers), run, optimizers)
         if places:
             end_earlier_move(self.control)
             for index in range(len(places)):  # the other master may not have done it

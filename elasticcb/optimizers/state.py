@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from elasticcb.errors import ElasticCBError
-from elasticcb.keras_private import key_in, trained_by, updates_of
+from elasticcb.errors import CheckpointError, ElasticCBError
 from elasticcb.rpc.tensors import Array
 
 if TYPE_CHECKING:
@@ -23,6 +23,22 @@ if TYPE_CHECKING:
     from elasticcb.sharding.partition import VariableSpec
 
 Key = tuple[int, str]  # index of the model's variable, name
+
+LEARNING_RATE = "learning_rate"  # the shared variable of the model's first optimizer
+
+
+class Optimizers(NamedTuple):
+    """What servers know of a job's optimizers.
+
+    Attributes:
+        names: as `OptimizerState.optimizers`.
+        periods: for step counters, by the name in `OptimizerState.shared`: after how many steps the behaviour repeats.
+        learning_rate: the base rate; None if it can't be set.
+    """
+
+    names: tuple[str, ...] = ()
+    periods: Mapping[str, int] = MappingProxyType({})
+    learning_rate: float | None = None
 
 
 @dataclass
@@ -104,10 +120,11 @@ def write_optimizers(
 ) -> None:
     """Sets the state of the optimizers that train something; those that are not built yet are built first.
 
-    Slots of variables that are not trained are not changed.
+    Slots of variables that are not trained are not changed, and neither are optimizers that have made no step.
 
     Raises `ElasticCBError`, before anything is changed, if the state belongs to another optimizer or model.
     """
+    from elasticcb.keras_private import updates_of
     from elasticcb.optimizers.traits import MultiOptimizer, unwrapped
     from elasticcb.tf.row_variables import make_whole
 
@@ -138,6 +155,68 @@ def write_optimizers(
             updates_of(optimizer).assign(max(int(updates_of(inner)) for inner in optimizer.optimizers))
 
 
+def set_final_weights(
+    model_optimizers: Sequence[keras.optimizers.Optimizer],
+    model_variables: Sequence[keras.Variable],
+    specs: Sequence[VariableSpec],
+) -> None:
+    """Lets the optimizers set the final weights: in Keras's classes, their moving average."""
+    from elasticcb.keras_private import trained_by
+    from elasticcb.optimizers.traits import sets_final_weights
+
+    for leaf, _ in _built_leaves(model_optimizers, model_variables, specs):
+        if sets_final_weights(leaf.optimizer):
+            leaf.optimizer.finalize_variable_values(trained_by(leaf.optimizer))
+
+
+def check_restored(
+    state: OptimizerState,
+    model_optimizers: Sequence[keras.optimizers.Optimizer],
+    model_variables: Sequence[keras.Variable],
+    specs: Sequence[VariableSpec],
+    checkpoint: str,
+) -> str:
+    """A warning of what `state`, of a checkpoint, lacks except for embedding tables; "": nothing.
+
+    Raises `CheckpointError` when it has something else.
+    """
+    held = held_variables(model_optimizers, model_variables, specs)
+    missing, known = [], set()
+    for kind in ("slots", "extras", "shared"):
+        given = getattr(state, kind)
+        for key, target in getattr(held, kind).items():
+            known.add(key)
+            if not isinstance(key, str) and specs[key[0]].table:
+                continue
+            value = given.get(key)
+            if value is None:
+                missing.append(_shown(key, specs))
+            elif tuple(value.shape) != tuple(target.shape):
+                raise CheckpointError(
+                    f"The optimizer's {_shown(key, specs)} has the shape {list(value.shape)} in the checkpoint "
+                    f"{checkpoint} and {list(target.shape)} in this job. The model or the optimizer's settings have "
+                    "changed since; use those of the checkpoint."
+                )
+    keys: list[Key | str] = [*state.slots, *state.extras, *state.shared]
+    unknown = [_shown(key, specs) for key in keys if key not in known]
+    if unknown:
+        raise CheckpointError(
+            f"The checkpoint {checkpoint} has {_some(unknown)}, which the job's optimizer lacks. Use the optimizer's "
+            "settings of the checkpoint, or start only from the weights: load them into the model."
+        )
+    if missing:
+        return f"The checkpoint {checkpoint} lacks values of the optimizer, which start fresh: {_some(missing)}."
+    return ""
+
+
+def _shown(key: Key | str, specs: Sequence[VariableSpec]) -> str:
+    return key if isinstance(key, str) else f"{key[1]} of {specs[key[0]].path!r}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 @dataclass
 class _Matches:
     """Variables of optimizers, matched with the values in a state.
@@ -159,16 +238,19 @@ class _Matches:
         from elasticcb.optimizers.variables import has_free_rows
 
         used: set[Any] = set()
+        is_fresh = leaf.prefix + "iterations" not in state.shared
         for slots, source in ((found.slots, state.slots), (found.extras, state.extras)):
             for slot in slots:
                 variable = variables[slot.variable]
                 rows = variable.shape[0] if has_free_rows(variable) else 0
                 key, what = (slot.variable, slot.name), f"{slot.name} of {variable.path!r}"
-                self._match(source.get(key), what, slot.value, rows)
+                if key in source or not is_fresh:
+                    self._match(source.get(key), what, slot.value, rows)
                 used.add(key)
         for name, value in found.shared.items():
             own = leaf.prefix + name
-            self._match(state.shared.get(own), own, value, 0)
+            if own in state.shared or not is_fresh:
+                self._match(state.shared.get(own), own, value, 0)
             used.add(own)
         return used
 
@@ -187,6 +269,7 @@ def _built_leaves(
     optimizers: Sequence[Any], variables: Sequence[Any], specs: Sequence[VariableSpec] | None
 ) -> Iterator[tuple[Leaf, OptimizerVariables]]:
     # Imported here, because processes without Keras use this module as well.
+    from elasticcb.keras_private import key_in, trained_by
     from elasticcb.optimizers.traits import unwrapped
     from elasticcb.optimizers.variables import leaves, optimizer_variables
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from elasticcb.errors import WireError
-from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state import Key, OptimizerState
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import (
     EXTRAS,
@@ -55,8 +55,12 @@ def cut_state(state: OptimizerState, specs: Sequence[VariableSpec], slices: Sequ
 def join_states(
     states: Sequence[OptimizerState], specs: Sequence[VariableSpec], parts: Sequence[Sequence[Slice]]
 ) -> OptimizerState:
-    """Joins the parts of all servers; shared variables and duplicate extras come from the first server."""
+    """Joins the parts of all servers; shared variables and duplicate extras come from the first server.
+
+    A slot that some server lacks, because no movement has reached it yet, is left out.
+    """
     whole = OptimizerState(optimizers=states[0].optimizers)
+    missing: dict[Key, int] = {}  # elements of a slot's variable
     for state, slices in zip(states, parts, strict=True):
         held = {part.variable: part for part in slices}
         for (index, name), value in state.slots.items():
@@ -64,6 +68,8 @@ def join_states(
             if (index, name) not in whole.slots:
                 whole.slots[index, name] = np.empty((*spec.shape[:1], *value.shape[1:]), value.dtype)
             held[index].of(whole.slots[index, name], spec)[...] = value
+            missing[index, name] = missing.get((index, name), spec.elements) - held[index].elements
         whole.extras = {**state.extras, **whole.extras}
         whole.shared = {**state.shared, **whole.shared}
+    whole.slots = {key: slot for key, slot in whole.slots.items() if not missing[key]}
     return whole

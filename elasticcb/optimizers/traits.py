@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -105,11 +106,10 @@ def may_serve_rows(optimizer: keras.optimizers.Optimizer, num_ps: int) -> bool:
     return may_update_rows(optimizer) and (num_ps == 1 or optimizer.clipnorm is None)
 
 
-def clips_on_server(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether the server clips by the global norm: with accumulation, Keras clips the accumulated gradient, which only
-    the server has. Otherwise the worker clips, because it has the gradients of all variables."""
-    optimizer = unwrapped(optimizer)
-    return bool(optimizer.gradient_accumulation_steps and optimizer.global_clipnorm)
+def period_of(optimizer: keras.optimizers.Optimizer) -> int:
+    """After how many steps an optimizer's behaviour repeats."""
+    every = [optimizer.gradient_accumulation_steps, optimizer.ema_overwrite_frequency if optimizer.use_ema else None]
+    return math.lcm(*(steps or 1 for steps in every))
 
 
 def sets_final_weights(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -6,7 +6,7 @@ states name them by it; this module finds the mapping for any class, Keras's or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +14,15 @@ import keras
 
 from elasticcb.errors import ModelFileError
 from elasticcb.keras_private import inner_optimizer_of, key_in, trained_by
-from elasticcb.optimizers.traits import MultiOptimizer, reduces_rows, unwrapped
+from elasticcb.optimizers.state import Optimizers
+from elasticcb.optimizers.traits import (
+    MultiOptimizer,
+    learning_rate_variable,
+    period_of,
+    reduces_rows,
+    unwrapped,
+)
+from elasticcb.sharding.partition import VariableSpec
 
 
 class Leaf(NamedTuple):
@@ -54,6 +62,44 @@ def leaves(optimizer: keras.optimizers.Optimizer, place: int, variables: Mapping
             groups.append({})
         groups[next(i for i, other in enumerate(inner) if other is chosen)][index] = variable
     return [Leaf(f"{place}.{i}", *pair) for i, pair in enumerate(zip(inner, groups, strict=True)) if pair[1]]
+
+
+class _Outline(NamedTuple):
+    """Metadata of a variable, which a MultiOptimizer accepts as one."""
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+
+
+def leaves_of(optimizers: Sequence[keras.optimizers.Optimizer], specs: Sequence[VariableSpec]) -> list[Leaf]:
+    """The parts of all optimizers of a model that train something; those of the first one in any case."""
+    found: list[Leaf] = []
+    for place, optimizer in enumerate(optimizers):
+        outlines = {
+            index: _Outline(spec.path, spec.path.rpartition("/")[2], spec.shape, spec.dtype)
+            for index, spec in enumerate(specs)
+            if spec.trainable and spec.optimizer == place
+        }
+        if outlines or not place:
+            found += leaves(optimizer, place, outlines)
+    return found
+
+
+def described(optimizers: Sequence[keras.optimizers.Optimizer], specs: Sequence[VariableSpec]) -> Optimizers:
+    """What servers know of a model's optimizers, which need not be built."""
+    if not optimizers:
+        return Optimizers()
+    found = leaves_of(optimizers, specs)
+    periods = {leaf.prefix + "iterations": period_of(leaf.optimizer) for leaf in found}
+    rate = learning_rate_variable(optimizers[0])
+    return Optimizers(
+        tuple(leaf.class_name for leaf in found),
+        {name: period for name, period in periods.items() if period > 1},
+        None if rate is None else float(keras.ops.convert_to_numpy(rate)),
+    )
 
 
 def chosen_optimizer(optimizer: Any, variable: Any) -> keras.optimizers.Optimizer:

@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from elasticcb.checkpoint import parts
 from elasticcb.errors import CheckpointError, ElasticCBError, WireError
+from elasticcb.optimizers.state import Optimizers
 from elasticcb.optimizers.state_messages import from_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.push_reader import PushReader
 from elasticcb.ps.recovery import RecoveryLog, Saved, forget_older, log_folder, read_by_older_map
@@ -33,7 +33,9 @@ from elasticcb.settings import TrainingSettings
 from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import MOST_SERVERS, Slice, VariableSpec, partition
 from elasticcb.sharding.table_state import from_tensors as tables_from
-from elasticcb.tf.convert import forget_kernels
+
+if TYPE_CHECKING:
+    from elasticcb.ps.row_optimizer import MakeOptimizers
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +108,7 @@ class Holder:
             raise WireError(
                 f"Initialize has server {request.index} of {request.num_ps}; at most {MOST_SERVERS:,} are allowed."
             )
-        specs, slices, buckets = _part_of(request)
+        specs, slices, buckets, optimizers = _part_of(request)
         part, log, saved = None, self._recovery_log(request), None
         continues = False  # whether the server continues the files of its recovery log
         taken: dict[int, int] = {}
@@ -125,13 +127,14 @@ class Holder:
             tables = tables_from(frame.tensors)
         limits = replace(self._options.limits)  # which has no tables yet
         place = (request.index, buckets)
-        parameters = Parameters(specs, slices, self._options.make_optimizers, values, version, place, limits)
+        make_optimizers = self._options.make_optimizers
+        parameters = Parameters(specs, slices, make_optimizers, values, version, place, limits, optimizers)
         parameters.tables.load(tables, max(version, request.version))
         if part is not None:
             parameters.restore_optimizers(part)
             parameters.tables.restore_ages(part.ages, version, stood_still=request.recover)
         else:
-            state = from_tensors(frame.tensors, request.optimizers)
+            state = from_tensors(frame.tensors)
             parameters.check_state(state)
             parameters.load({}, state, version)
         model = self._model_of(request, buckets, parameters, taken)
@@ -192,7 +195,9 @@ class Holder:
         self, request: pb.InitializeRequest, buckets: BucketMap, parameters: Parameters, taken: dict[int, int]
     ) -> ServedModel:
         self._models += 1
-        if self._models % _MODELS_WITH_KERNELS == 0:
+        if parameters.tables.numbers and self._models % _MODELS_WITH_KERNELS == 0:
+            from elasticcb.tf.convert import forget_kernels
+
             forget_kernels()  # of models that no longer exist
         return ServedModel(
             specs=parameters.specs,
@@ -209,11 +214,11 @@ class Holder:
 
     def empty_model(self, request: pb.InitializeRequest) -> ServedModel:
         """An empty model, which a move fills."""
-        specs, slices, buckets = _part_of(request)
+        specs, slices, buckets, optimizers = _part_of(request)
         own = [(part, specs[part.variable]) for part in slices]
         zeros = {part.variable: np.zeros(part.shape(spec), dtype_of(spec.dtype)) for part, spec in own}
         place, limits = (request.index, buckets), replace(self._options.limits)
-        parameters = Parameters(specs, slices, self._options.make_optimizers, zeros, 0, place, limits)
+        parameters = Parameters(specs, slices, self._options.make_optimizers, zeros, 0, place, limits, optimizers)
         return self._model_of(request, buckets, parameters, {})
 
     def serve(self, model: ServedModel, request: pb.InitializeRequest) -> None:
@@ -294,8 +299,10 @@ class Holder:
             return Saved(model.parameters.hold(self.lock, since), dict(model.taken), noted)
 
 
-def _part_of(request: pb.InitializeRequest) -> tuple[list[VariableSpec], list[Slice], BucketMap]:
-    """The variables of the model, the server's slices of them, and which rows of tables are its own."""
+def _part_of(request: pb.InitializeRequest) -> tuple[list[VariableSpec], list[Slice], BucketMap, Optimizers]:
+    """The variables of the model, the server's slices of them, which rows of tables are its own, and the optimizers."""
     specs = [VariableSpec.from_message(variable) for variable in request.variables]
     buckets = BucketMap.from_bytes(request.num_ps, request.buckets, request.map_version)
-    return specs, partition(specs, request.num_ps, request.split)[request.index], buckets
+    slices = partition(specs, request.num_ps, request.split)[request.index]
+    rate = request.learning_rate if request.HasField("learning_rate") else None
+    return specs, slices, buckets, Optimizers(tuple(request.optimizers), dict(request.periods), rate)

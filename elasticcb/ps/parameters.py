@@ -1,29 +1,28 @@
-"""One server's part of the model: weights, optimizer slots and non-trainable variables.
+"""One server's part of the model: weights, non-trainable variables and the state of the optimizers, as arrays.
 
-Not thread-safe: the servicer serializes writers. Results of `weights`, `snapshot` and `dense` are never written again,
-so readers need no lock.
+Not thread-safe: the servicer serializes writers. Arrays are replaced, never written again, so readers need no lock.
+Only embedding tables, and constraints, need Keras and the user's program.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 from elasticcb.checkpoint.shard_file import Part
-from elasticcb.optimizers.state import OptimizerState
+from elasticcb.errors import ElasticCBError, ModelFileError
+from elasticcb.optimizers.state import Optimizers, OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors
-from elasticcb.ps.joined import assign
-from elasticcb.ps.optimizer_set import MakeOptimizers, OptimizerSet
+from elasticcb.ps.held_optimizers import HeldOptimizers
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_snapshot import TableSnapshot
 from elasticcb.ps.tables import Tables
-from elasticcb.ps.trained_part import TrainedPart
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import SHARED, of_kind
 from elasticcb.sharding.bucket_map import BucketMap, even
@@ -31,6 +30,9 @@ from elasticcb.sharding.flat_blocks import moved_state
 from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.sharding.push import Push
 from elasticcb.sharding.table_source import TableSource
+
+if TYPE_CHECKING:
+    from elasticcb.ps.row_optimizer import MakeOptimizers
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +51,10 @@ class Parameters:
     """The part of the model given by `slices`.
 
     Args:
+        make_optimizers: for the rows of embedding tables; None: nothing is trained.
         place: the server's index, and the map of embedding rows to servers; None: there is one server.
         limits: limits of embedding tables.
+        optimizers: those with which workers train.
 
     Attributes:
         state_version: increases when a non-trainable variable changes.
@@ -65,29 +69,20 @@ class Parameters:
         version: int = 0,
         place: tuple[int, BucketMap] | None = None,
         limits: TableLimits | None = None,
+        optimizers: Optimizers | None = None,
     ) -> None:
         self.specs, self.slices = specs, slices
         self.version = self.state_version = version
-        self._blocks: dict[str, Array] | None = None
-        self._state = flat(values, specs, slices, trainable=False)
-        self._rate: float | None = None
         self._make_optimizers = make_optimizers
-        self._trained = TrainedPart(specs, slices, make_optimizers, values)
-        with tf.device("/CPU:0"):
-            self.tables = Tables(specs, *(place or (0, even(1))), self.optimizers, limits or TableLimits())
-
-    @property
-    def optimizers(self) -> OptimizerSet | None:
-        """None if nothing is trained."""
-        return self._trained.optimizers
+        self._weights, self._state = (flat(values, specs, slices, trainable) for trainable in (True, False))
+        self._optimizers = HeldOptimizers(specs, slices, optimizers or Optimizers())
+        self.tables = Tables(specs, *(place or (0, even(1))), make_optimizers, limits or TableLimits())
 
     # -------------------------------------------------------------- reading
 
     def weights(self) -> Mapping[str, Array]:
-        """The trainable part, flat, by dtype; created once per version."""
-        if self._blocks is None:
-            self._blocks = self._trained.weights()
-        return self._blocks
+        """The trainable part, flat, by dtype."""
+        return self._weights
 
     def snapshot(self) -> Snapshot:
         """No copy: blocks are replaced, never modified."""
@@ -97,28 +92,23 @@ class Parameters:
         """A snapshot that survives updates of embedding tables; release it."""
         return self.snapshot()._replace(tables=self.tables.snapshot())
 
-    def _arrays(self) -> dict[int, Array]:
-        blocks = self.weights()
+    def _arrays(self, trainable: bool) -> dict[int, Array]:
+        blocks = self._weights if trainable else self._state
         return {
             part.variable: blocks[dtype][offset : offset + part.elements].reshape(part.shape(self.specs[part.variable]))
-            for part, dtype, offset in layout(self.specs, self.slices, True)
+            for part, dtype, offset in layout(self.specs, self.slices, trainable)
         }
 
     @property
     def learning_rate(self) -> float:
-        """The base rate, or the schedule's rate for the next update; 0 without an optimizer."""
-        if self.optimizers is None:
-            return 0.0
-        if self._rate is None:
-            self._rate = self.optimizers.learning_rate
-        return self._rate
+        """The base rate; 0 if it can't be set."""
+        return self._optimizers.learning_rate
 
     # -------------------------------------------------------------- writing
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the base rate. Raises `ElasticCBError` when a schedule sets it."""
-        self._trained.need_optimizers().set_learning_rate(learning_rate)
-        self._rate = None
+        self._optimizers.set_learning_rate(learning_rate)
 
     def merge(self, pushes: Sequence[Push], workers: int = 1) -> None:
         """Merges the local training of some workers into the model; increases the version by their batches.
@@ -130,27 +120,46 @@ class Parameters:
         Args:
             workers: each movement counts at most as one of this number.
         """
-        optimizers = self._trained.need_optimizers()
+        if self._make_optimizers is None:
+            raise ElasticCBError("This parameter server accepts no updates, because the job does not train.")
         for push in pushes:
-            with tf.device("/CPU:0"):
-                self.tables.update(push.rows, self.version + 1, of_kind(SHARED, push.optimizers))
+            self.tables.update(push.rows, self.version + 1, of_kind(SHARED, push.optimizers))
         moving = [(push, push.batches, self._batches_since(push)) for push in pushes if push.batches]
         if not moving:
             return
         total, done = sum(batches for _, batches, _ in moving), 0
-        self._blocks = None  # TensorFlow copies variables before a change while previously read values are in use
-        self._trained.move(
-            [(push.moved, batches / max(total + since, workers * batches)) for push, batches, since in moving]
-        )
+        self._move([(push.moved, batches / max(total + since, workers * batches)) for push, batches, since in moving])
         for push, batches, since in moving:  # sequentially, which also yields means
             others = done + since
-            with tf.device("/CPU:0"):
-                optimizers.merge(from_tensors(push.optimizers), batches, others)
+            self._optimizers.merge(from_tensors(push.optimizers), batches, others)
             self._move_state(push, others / batches)
             done += batches
         self.version += total
-        if optimizers.has_schedule:
-            self._rate = None
+
+    def _move(self, movements: Sequence[tuple[Mapping[str, Array], float]]) -> None:
+        """Adds flat movements, by dtype, with the weight of each. A mean of weights may leave their constraints."""
+        self._weights = {dtype: _frozen(_moved(block, dtype, movements)) for dtype, block in self._weights.items()}
+        constrained = [part.variable for part in self.slices if self.specs[part.variable].constraint]
+        if constrained and any(share < 1 for _, share in movements):
+            arrays = self._arrays(True)
+            arrays |= {index: self._constrained(index, arrays[index]) for index in constrained if index in arrays}
+            self._weights = flat(arrays, self.specs, self.slices, True)
+
+    def _constrained(self, index: int, weights: Array) -> Array:
+        import keras
+
+        spec = self.specs[index]
+        assert self._make_optimizers is not None
+        self._make_optimizers(1)  # opens the user's program, which registers its classes
+        try:
+            # The user's code runs here anyway, so lambdas need no extra permission.
+            constraint = keras.saving.deserialize_keras_object(json.loads(spec.constraint), safe_mode=False)
+        except Exception as error:
+            raise ModelFileError(
+                f"The constraint of {spec.path!r} can't be created on a parameter server: {error} Register its "
+                "class or function with keras.saving.register_keras_serializable."
+            ) from error
+        return keras.ops.convert_to_numpy(constraint(keras.ops.convert_to_tensor(weights))).astype(weights.dtype)
 
     def _batches_since(self, push: Push) -> int:
         """Versions since the one that a push is based on, as far as known."""
@@ -166,21 +175,12 @@ class Parameters:
             self.state_version += 1
 
     def optimizer_state(self, with_slots: bool) -> OptimizerState:
-        """Optimizer state except that of embedding tables, or only shared state. The arrays do not change."""
-        if self.optimizers is None:
-            return OptimizerState()
-        return self.optimizers.state() if with_slots else self.optimizers.shared_state()
-
-    def finalize(self) -> None:
-        """Lets the optimizers set the final weights (moving averages); this is one more version."""
-        if self.optimizers is not None and self.optimizers.finalize():
-            self.version += 1
-            self._blocks = None
+        """Optimizer state except that of embedding tables, or only shared state."""
+        return self._optimizers.state() if with_slots else self._optimizers.shared_state()
 
     def check_state(self, state: OptimizerState) -> None:
-        """Raises `ElasticCBError` if the optimizers can't hold `state`; without optimizers it is ignored."""
-        if self.optimizers is not None:
-            self.optimizers.check(state)
+        """Raises `ElasticCBError` if `state` does not fit the optimizers."""
+        self._optimizers.check(state)
 
     def load(
         self,
@@ -191,15 +191,13 @@ class Parameters:
     ) -> None:
         """Sets weights (all or none), a checked `state`, and the rows of tables."""
         self.tables.load(tables or {}, version)
-        with tf.device("/CPU:0"):
-            assign([(variable, values[i]) for i, variable in self._trained.variables.items() if i in values])
-            if self.optimizers is not None:
-                self.optimizers.load(state)
+        self._optimizers.load(state)
         if values:
-            self._state = flat(values, self.specs, self.slices, trainable=False)
+            self._weights, self._state = (
+                flat(values, self.specs, self.slices, trainable) for trainable in (True, False)
+            )
             self.state_version += 1
         self.version = version
-        self._blocks = self._rate = None
 
     # -------------------------------------------------------------- checkpoints
 
@@ -215,25 +213,34 @@ class Parameters:
 
     def dense(self) -> Part:
         """This server's part of a checkpoint without tables, as arrays that are never written again."""
-        weights = self._arrays()
-        for place in layout(self.specs, self.slices, False):
-            block = self._state[place.dtype][place.offset : place.offset + place.slice.elements]
-            weights[place.slice.variable] = block.reshape(place.slice.shape(self.specs[place.slice.variable]))
-        part = Part(version=self.version, weights=weights, ages=self.tables.ages())
-        if self.optimizers is not None:
-            state = self.optimizers.state()
-            part.optimizer = ", ".join(state.optimizers)
-            part.slots, part.extras, part.shared = state.slots, state.extras, state.shared
-        return part
+        state = self._optimizers.state()
+        return Part(
+            version=self.version,
+            weights={**self._arrays(True), **self._arrays(False)},
+            slots=state.slots,
+            extras=state.extras,
+            shared=state.shared,
+            optimizer=", ".join(state.optimizers),
+            ages=self.tables.ages(),
+        )
 
     def restore_optimizers(self, part: Part) -> None:
         """Restores the optimizers from a checkpoint; the weights were set in the constructor.
 
         Raises `CheckpointError` when the state belongs to other optimizers.
         """
-        if self.optimizers is not None:
-            self.optimizers.restore(part.optimizers)
-            self._rate = None
+        if self._make_optimizers is not None:
+            self._optimizers.restore(part.optimizers)
+
+
+def _moved(block: Array, dtype: str, movements: Sequence[tuple[Mapping[str, Array], float]]) -> Array:
+    """The block with the weighted movements added; in float32 for half precision."""
+    wide = np.dtype(np.float32) if block.dtype.itemsize == 2 else block.dtype
+    total = block.astype(wide) if block.dtype != wide else block
+    for moved, share in movements:
+        step = moved[dtype].astype(wide, copy=False)
+        total = total + (step if share == 1 else step * wide.type(share))
+    return total.astype(block.dtype, copy=False)
 
 
 def flat(

@@ -59,6 +59,7 @@ def put_together(pieces: Sequence[PartSlices], wanted: Sequence[Slice], specs: S
     for part in wanted:
         spec, filled = specs[part.variable], 0
         arrays: dict[str, Array] = {}
+        found: dict[str, int] = {}  # elements
         for piece in pieces:
             for held in piece.slices:
                 if held.variable != part.variable:
@@ -72,6 +73,7 @@ def put_together(pieces: Sequence[PartSlices], wanted: Sequence[Slice], specs: S
                     if name not in arrays:
                         arrays[name] = np.empty((*part.shape(spec)[:1], *array.shape[1:]), array.dtype)
                     common.of(arrays[name], spec, part)[...] = common.of(array, spec, held)
+                    found[name] = found.get(name, 0) + common.elements
                 filled += common.elements
                 extras = {key: value for key, value in piece.part.extras.items() if key[0] == held.variable}
                 result.extras |= extras
@@ -79,7 +81,9 @@ def put_together(pieces: Sequence[PartSlices], wanted: Sequence[Slice], specs: S
             raise ElasticCBError(f"{part.elements - filled} elements of {spec.path!r} are missing.")
         empty = np.empty(part.shape(spec), dtype_of(spec.dtype))
         result.weights[part.variable] = arrays.pop("", empty)
-        result.slots |= {(part.variable, name): slot for name, slot in arrays.items()}
+        # A slot that some piece lacks is left out: workers start it afresh.
+        complete = {name: slot for name, slot in arrays.items() if found[name] == part.elements}
+        result.slots |= {(part.variable, name): slot for name, slot in complete.items()}
     for piece in pieces:
         if piece.part.shared and not result.shared:
             result.shared, result.optimizer = piece.part.shared, piece.part.optimizer

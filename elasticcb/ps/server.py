@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elasticcb.process.stats import TableSize
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.holder import ServerOptions
-from elasticcb.ps.optimizer_set import MakeOptimizers
 from elasticcb.ps.servicer import Servicer
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.rpc.frame_service import FrameService, Handler
@@ -19,6 +19,9 @@ from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import RECOVERY_FOLDER, JobSettings, WhenFull
 from elasticcb.storage.cold_store import ColdStore
+
+if TYPE_CHECKING:
+    from elasticcb.ps.row_optimizer import MakeOptimizers
 
 logger = logging.getLogger(__name__)
 

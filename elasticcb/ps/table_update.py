@@ -1,9 +1,8 @@
 """Updates rows of embedding tables with the user's Keras optimizer.
 
-A clone of the optimizer runs on a small variable with only the rows of one push ("lazy" updates: changes of rows
-without a gradient, as from momentum and weight decay, are deferred until the row has one). The clone uses the step
-counter and learning rate of the original, so that Adam's bias correction counts the steps of the model, not those of a
-row.
+A fresh optimizer runs on a small variable with only the rows of one push ("lazy" updates: changes of rows without a
+gradient, as from momentum and weight decay, are deferred until the row has one). It uses the step counter and learning
+rate of the worker, so that Adam's bias correction counts the steps of the model, not those of a row.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import tensorflow as tf
 
 from elasticcb.errors import ModelFileError, describe, user_traceback
 from elasticcb.optimizers.traits import may_join, may_update_rows
+from elasticcb.optimizers.variables import Leaf
 from elasticcb.ps.embedding_table import EmbeddingTable, RowChange
-from elasticcb.ps.optimizer import ServerOptimizer
-from elasticcb.ps.row_update import RowClone
+from elasticcb.ps.row_optimizer import RowOptimizer
 from elasticcb.rpc.tensors import Array, aligned
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.tf.concrete_call import quick_call
@@ -30,10 +29,8 @@ from elasticcb.tf.convert import array_of, tensor_of
 class TableUpdate:
     """The optimizer of one table, or of several tables that are equal to it.
 
-    Call it before updating the dense variables of the same push, which advances the optimizer.
-
     Args:
-        optimizer: optimizer of the table. Its variables need not include the table.
+        leaf: a fresh optimizer.
 
     Attributes:
         kind: the optimizer's class name.
@@ -46,31 +43,22 @@ class TableUpdate:
     Raises `ModelFileError` for an optimizer that can't work on single rows.
     """
 
-    def __init__(
-        self, optimizer: ServerOptimizer, index: int, spec: VariableSpec, rate_multiplier: float = 1.0
-    ) -> None:
-        self.is_joined = may_join(optimizer.optimizer)
+    def __init__(self, leaf: Leaf, spec: VariableSpec, rate_multiplier: float = 1.0) -> None:
+        self.is_joined = may_join(leaf.optimizer)
         self.row_shape: tuple[int, ...] = (1,) if self.is_joined else tuple(spec.shape[1:])
-        self.kind = optimizer.kind
-        if not may_update_rows(optimizer.optimizer):
+        self.kind = type(leaf.optimizer).__name__
+        if not may_update_rows(leaf.optimizer):
             raise _not_by_rows(self.kind, spec)
-        self._clone = RowClone(optimizer, index, (0, *self.row_shape), spec.dtype, spec.path, rate_multiplier)
-        if self._clone.has_extras:
+        self._optimizer = RowOptimizer(leaf, self.row_shape, spec, rate_multiplier)
+        if self._optimizer.has_extras:
             raise _not_by_rows(self.kind, spec)
-        self.slots, self.shared = self._clone.slots, self._clone.shared
+        self.slots, self.shared, self.run = self._optimizer.slots, self._optimizer.shared, self._optimizer.apply
         rows = [self.row_shape] * 2 + [row.shape for row in self.slots.values()]
         self.signature = [tf.TensorSpec([None, *shape], spec.dtype) for shape in rows]
 
     def slots_of(self, dim: int) -> dict[str, Array]:
         """Initial values of each slot in a table of rows [dim], by name."""
         return {name: np.broadcast_to(row, dim) for name, row in self.slots.items()} if self.is_joined else self.slots
-
-    def run(
-        self, shared: Mapping[str, tf.Tensor], gradients: tf.Tensor, rows: tf.Tensor, *slots: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """New rows and slots, inside a compiled function: [n, …] each, slots in the order of `self.slots`."""
-        self._clone.copy_shared(shared)
-        return self._clone.apply(gradients, rows, *slots)
 
 
 class TableUpdates:
@@ -96,7 +84,7 @@ class TableUpdates:
         Args:
             rows: by table, (ids int64 [n], gradients [n, dim]).
             version: version of the model after this update.
-            shared: steps and rates to use instead of the optimizers' own (checked; as `OptimizerState.shared`).
+            shared: steps and rates to use (checked; as `OptimizerState.shared`).
 
         Raises the errors of `EmbeddingTable.prepare` and `TableUpdate`; in that case, no row has changed.
         """
@@ -154,14 +142,15 @@ class _Compiled:
 
     def __call__(self, given: Sequence[Sequence[Array]], shared: Mapping[str, Array]) -> list[list[Array]]:
         """Of each update, from (gradients, rows, *slots) to (rows, *slots)."""
-        tensors = [tensor_of(array) for arrays in given for array in arrays]
-        # Frameworks other than TensorFlow count steps in 32 bits.
-        tensors += [tf.constant(shared[key], spec.dtype) for key, spec in self._shared.items()]
         try:
-            if self._call is None:
-                rows = [spec for update in self._updates for spec in update.signature]
-                self._call = quick_call(self._run, [*rows, *self._shared.values()])
-            results = iter([array_of(tensor) for tensor in self._call(tensors)])
+            with tf.device("/CPU:0"):
+                tensors = [tensor_of(array) for arrays in given for array in arrays]
+                # Frameworks other than TensorFlow count steps in 32 bits.
+                tensors += [tf.constant(shared[key], spec.dtype) for key, spec in self._shared.items()]
+                if self._call is None:
+                    rows = [spec for update in self._updates for spec in update.signature]
+                    self._call = quick_call(self._run, [*rows, *self._shared.values()])
+                results = iter([array_of(tensor) for tensor in self._call(tensors)])
         except Exception as error:
             kinds = ", ".join(dict.fromkeys(update.kind for update in self._updates))
             raise ModelFileError(

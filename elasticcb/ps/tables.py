@@ -9,22 +9,16 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import keras
 import numpy as np
-import tensorflow as tf
 
-from elasticcb.errors import WireError
-from elasticcb.layers.initial_values import InitialValues, RowKind, initial_rows
-from elasticcb.optimizers.traits import may_join, may_join_rows
+from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.process.stats import TableSize
 from elasticcb.ps.embedding_table import EmbeddingTable
-from elasticcb.ps.optimizer_set import OptimizerSet
 from elasticcb.ps.push_reader import check_row_ids
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
-from elasticcb.ps.table_update import TableUpdate, TableUpdates
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.bucket_map import BUCKETS, BucketMap
 from elasticcb.sharding.partition import VariableSpec
@@ -32,21 +26,27 @@ from elasticcb.sharding.push import Rows
 from elasticcb.sharding.table_source import TableSource
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
-from elasticcb.tf.concrete_call import quick_call
-from elasticcb.tf.convert import array_of
 
-_IDS_AND_STARTS = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.uint64)]
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from elasticcb.layers.initial_values import InitialValues, RowKind
+    from elasticcb.ps.row_optimizer import MakeOptimizers
+    from elasticcb.ps.table_update import TableUpdate, TableUpdates
 
 
 class Tables:
-    """The tables among the variables `specs`."""
+    """The tables among the variables `specs`.
+
+    Only where there are some does a server import TensorFlow, for the rows that they create and the optimizers.
+    """
 
     def __init__(
         self,
         specs: Sequence[VariableSpec],
         index: int,
         buckets: BucketMap,
-        optimizers: OptimizerSet | None,
+        make_optimizers: MakeOptimizers | None,
         limits: TableLimits,
     ) -> None:
         self._specs = specs
@@ -56,9 +56,9 @@ class Tables:
         self._initial: dict[int, InitialValues] = {}  # of tables that create rows
         self._draws: dict[RowKind, Callable[[list[tf.Tensor]], tf.Tensor]] = {}
         self._updates: dict[int, TableUpdate] = {}
-        self._update_all = TableUpdates(self._updates)
-        if optimizers is not None:
-            self.train_by(optimizers)
+        self._update_all: TableUpdates | None = None
+        if make_optimizers is not None and self._described:
+            self._train_by(make_optimizers)
         for number in self._described:
             self._tables[number] = self._make(number, limits)
         self._tick()
@@ -69,19 +69,24 @@ class Tables:
         for table in self._tables.values():
             table.flow.tick(now)
 
-    def train_by(self, optimizers: OptimizerSet) -> None:
-        """Uses these optimizers from now on; they must have the same slots as the previous ones."""
+    def _train_by(self, make_optimizers: MakeOptimizers) -> None:
+        from elasticcb.optimizers.traits import may_join, may_join_rows
+        from elasticcb.ps.row_optimizer import fresh_leaves
+        from elasticcb.ps.table_update import TableUpdate, TableUpdates
+
+        known = fresh_leaves(make_optimizers, self._specs)
         shared: dict[Any, TableUpdate] = {}
-        self._updates = {}
         for number, table in self._described.items():
             spec = self._specs[number]
             if spec.trainable:
-                optimizer, multiplier = optimizers.of(number), table.options.learning_rate_multiplier or 1.0
-                kind: Any = (optimizer, spec.dtype, spec.no_weight_decay, multiplier)
-                if not may_join(optimizer.optimizer):
-                    kind = (*kind, spec.row_elements) if may_join_rows(optimizer.optimizer) else number
+                place = next(place for place, leaf in enumerate(known) if number in leaf.variables)
+                optimizer, multiplier = known[place].optimizer, table.options.learning_rate_multiplier or 1.0
+                kind: Any = (place, spec.dtype, spec.no_weight_decay, multiplier)
+                if not may_join(optimizer):
+                    kind = (*kind, spec.row_elements) if may_join_rows(optimizer) else number
                 if kind not in shared:
-                    shared[kind] = TableUpdate(optimizer, number, spec, multiplier)
+                    leaf = fresh_leaves(make_optimizers, self._specs)[place]
+                    shared[kind] = TableUpdate(leaf, spec, multiplier)
                 self._updates[number] = shared[kind]
         self._update_all = TableUpdates(self._updates)
 
@@ -89,6 +94,10 @@ class Tables:
         spec, table = self._specs[number], self._described[number]
         values = None
         if table.initializer:
+            import keras
+
+            from elasticcb.layers.initial_values import InitialValues
+
             try:
                 initializer = keras.saving.deserialize_keras_object(json.loads(table.initializer))
                 self._initial[number] = InitialValues(
@@ -172,6 +181,15 @@ class Tables:
 
     def _initial_rows(self, wanted: Mapping[int, Array]) -> dict[int, Array]:
         """By table, the initial rows [n, dim] of ids; tables of one kind are processed together."""
+        if not wanted:
+            return {}
+        import tensorflow as tf
+
+        from elasticcb.layers.initial_values import initial_rows
+        from elasticcb.tf.concrete_call import quick_call
+        from elasticcb.tf.convert import array_of
+
+        signature = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.uint64)]
         kinds: dict[RowKind, list[int]] = {}
         for number in wanted:
             kinds.setdefault(self._initial[number].kind, []).append(number)
@@ -182,7 +200,7 @@ class Tables:
             ids = np.concatenate([wanted[number] for number in numbers])
             with tf.device("/CPU:0"):
                 if kind not in self._draws:
-                    self._draws[kind] = quick_call(partial(initial_rows, kind), _IDS_AND_STARTS)
+                    self._draws[kind] = quick_call(partial(initial_rows, kind), signature)
                 rows = array_of(self._draws[kind]([tf.constant(ids), tf.constant(starts)]))
             made |= dict(zip(numbers, np.split(rows, np.cumsum(lengths)[:-1]), strict=True))
         return made
@@ -194,7 +212,10 @@ class Tables:
         self, rows: Mapping[int, Rows], version: int, shared: Mapping[str, Array] = MappingProxyType({})
     ) -> None:
         """Updates rows by the gradients of a checked push; `shared` as in `TableUpdates`."""
-        self._update_all(self._tables, rows, version, shared)
+        if rows:
+            if self._update_all is None:
+                raise ElasticCBError("This parameter server does not train, so it accepts no gradients of rows.")
+            self._update_all(self._tables, rows, version, shared)
         for number in self._tables.keys() - rows.keys():
             self._tables[number].advance(version)
         self._tick()

@@ -118,10 +118,6 @@ class TrainingCalls:
 
     def finish_training(self, frame: Frame[pb.FinishTrainingRequest], model: ServedModel) -> Frame[Any]:
         model.flush()
-        if frame.header.finalize:
-            model.parameters.finalize()
-            if model.replica is not None:
-                model.replica.note("FinishTraining", frame.header, {})
         return Frame(pb.FinishTrainingResponse(version=model.parameters.version), {})
 
     def set_learning_rate(self, frame: Frame[pb.SetLearningRateRequest], model: ServedModel) -> Frame[Any]:

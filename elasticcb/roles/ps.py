@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 from collections.abc import Callable
@@ -38,10 +39,8 @@ def run_ps(server: RoleProcess) -> None:
     if server.health_port is not None:
         health = HealthServer(server.host, server.health_port, PS_SERVICE, lambda: role.ready)
         logger.info("Health checks are answered at %s", health.address)
-    import elasticcb.ps.server  # noqa: F401 -- takes seconds: not only when there is a job
     from elasticcb.clients.master import MasterClient
 
-    logger.info("TensorFlow is imported")
     client = MasterClient(server.master, access=server.access)
     with (
         process.Farewell(client, pb.PS, server.index),
@@ -72,8 +71,7 @@ class _ServerRole:
 
     def begin_job(self, settings: JobSettings, client: MasterClient) -> None:
         trains = settings.command in (Command.TRAIN, Command.CALL)
-        spec = process.open_spec(settings, client) if trains else None
-        make_optimizers = None if spec is None else _optimizers_of(spec)
+        make_optimizers = _optimizers_of(settings, client) if trains else None
         if self._server is None:
             self._start(settings, make_optimizers, client)
         else:
@@ -117,6 +115,14 @@ class _ServerRole:
             self._server.stop()
 
 
-def _optimizers_of(spec: Any) -> Callable[[int], list[Any]]:
-    # A single optimizer can often be created without the model, which may not fit in a server's memory.
-    return lambda count: [spec.make_optimizer()] if count == 1 else spec.make_optimizers()
+def _optimizers_of(settings: JobSettings, client: MasterClient) -> Callable[[int], list[Any]]:
+    """Makes the program's optimizers. It is opened on demand: servers without embedding tables need no Keras."""
+    open_spec = functools.cache(lambda: process.open_spec(settings, client))
+
+    def make(count: int) -> list[Any]:
+        spec = open_spec()
+        assert spec is not None
+        # A single optimizer can often be created without the model, which may not fit in a server's memory.
+        return [spec.make_optimizer()] if count == 1 else spec.make_optimizers()
+
+    return make
