@@ -14,7 +14,7 @@ TENSORFLOW = {
     # The model, as it is traced and run.
     "layers": "embedding layers of dense, ragged and sparse ids; initial rows are drawn alike everywhere",
     "model.metrics": "takes a step out of its tf.function",
-    "optimizers.state": "shares the memory of a slot with what it is restored from",
+    "optimizers.held_state": "shares the memory of a slot with what it is restored from",
     # Data: `feed` and `fit` give and take datasets.
     "api.data": "draws the seed of a shuffle as Keras does",
     "data.batch_sources": "batches of tf.data, of ragged and of sparse tensors",
@@ -30,16 +30,11 @@ TENSORFLOW = {
     "optimizers.rowwise_adagrad": "takes gradients of rows, `tf.IndexedSlices`",
     "serialization.carry": "variables, tensors, tables and tf.functions in programs",
     "serialization.process_state": "seeds and switches",
-    # Servers apply Keras's optimizers in compiled functions.
-    "ps.compiled_update": "compiles the update of dense weights",
+    # Servers apply Keras's optimizers to rows of tables in compiled functions.
     "ps.holder": "frees what TensorFlow keeps of variables that are gone",
-    "ps.joined": "variables that one update runs over",
-    "ps.optimizer_set": "reads slots without copies",
-    "ps.parameters": "runs updates on the processor",
-    "ps.row_update": "compiles the update of some rows",
+    "ps.row_optimizer": "the rows that an optimizer updates are a variable",
     "ps.table_update": "compiles the update of an embedding table",
     "ps.tables": "draws the rows of new ids",
-    "ps.trained_part": "compiles the reading of weights, and runs updates",
 }  # fmt: skip
 # In these no module ever does.
 WITHOUT = {

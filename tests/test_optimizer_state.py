@@ -12,7 +12,8 @@ import tensorflow as tf
 from deep_cases import deep_but
 from elasticcb.errors import ElasticCBError
 from elasticcb.optimizers import RowWiseAdagrad
-from elasticcb.optimizers.state import OptimizerState, read_optimizers, write_optimizers
+from elasticcb.optimizers.held_state import read_optimizers, write_optimizers
+from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.sharding.partition import VariableSpec
 

@@ -10,7 +10,8 @@ from elasticcb.layers import Embedding
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.model.program import Program
 from elasticcb.model.weights import variable_specs
-from elasticcb.optimizers.state import ModelState, read_optimizers, write_optimizers
+from elasticcb.optimizers.held_state import read_optimizers, write_optimizers
+from elasticcb.optimizers.state import ModelState
 from elasticcb.optimizers.traits import learning_rate_variable, may_split, model_optimizers, steps_made, unwrapped
 from elasticcb.optimizers.variables import StepVariables, described
 

@@ -11,7 +11,8 @@ import numpy as np
 from elasticcb.compute.backend import LocalModel
 from elasticcb.errors import ModelFileError
 from elasticcb.keras_private import set_decays
-from elasticcb.optimizers.state import OptimizerState, held_variables
+from elasticcb.optimizers.held_state import held_variables
+from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.partition import VariableSpec

@@ -15,7 +15,8 @@ from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.keras_private import updates_of
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.master.ps_admin import PSControl
-from elasticcb.optimizers.state import OptimizerState, read_optimizers, write_optimizers
+from elasticcb.optimizers.held_state import read_optimizers, write_optimizers
+from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.traits import not_cached, unwrapped
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import Blocks

@@ -35,17 +35,14 @@ from elasticcb.model.metric_messages import flatten_outputs, unflatten_outputs
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.model_file import ModelSpec
 from elasticcb.model.weights import variable_specs
-from elasticcb.optimizers.state import (
-    Key,
-    ModelState,
-    Optimizers,
-    OptimizerState,
+from elasticcb.optimizers.held_state import (
     check_restored,
     held_variables,
     read_optimizers,
     set_final_weights,
     write_optimizers,
 )
+from elasticcb.optimizers.state import Key, ModelState, Optimizers, OptimizerState
 from elasticcb.optimizers.traits import (
     learning_rate_variable,
     may_serve_rows,

@@ -108,7 +108,7 @@ class TrainingSettings(ExchangeOptions):
     )
     non_finite: NonFinite = setting(
         NonFinite.STOP,
-        "What to do when a loss, or a weight after a batch, is NaN or infinity: stop the job, or skip and count the batch.",
+        "What to do when a loss, or a weight after a batch, is NaN or infinity: stop the job, or skip the batch.",
         argument="non_finite",
     )
     callback_errors: CallbackErrors = setting(

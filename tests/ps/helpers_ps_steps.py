@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.optimizers.state import read_optimizers
+from elasticcb.optimizers.held_state import read_optimizers
 from elasticcb.sharding.partition import pack
 from elasticcb.sharding.push import Gradients
 

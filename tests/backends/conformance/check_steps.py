@@ -14,7 +14,7 @@ from elasticcb.compute.registry import backend
 from elasticcb.errors import ModelFileError
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.weights import variable_specs
-from elasticcb.optimizers.state import read_optimizers
+from elasticcb.optimizers.held_state import read_optimizers
 from elasticcb.serialization import carry
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights, unpack_weights
