@@ -14,6 +14,7 @@ from elasticcb.keras_private import set_decays
 from elasticcb.optimizers.held_state import held_variables
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.traits import unwrapped
+from elasticcb.optimizers.variables import leaves_of
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.partition import VariableSpec
 
@@ -23,7 +24,7 @@ def prepared(
 ) -> OptimizerState:
     """Builds the optimizers for training; returns their variables. Raises `ModelFileError` when that fails."""
     if any(spec.table for spec in specs):
-        _check_clipping(optimizers)
+        _check_clipping([*map(unwrapped, optimizers), *(leaf.optimizer for leaf in leaves_of(optimizers, specs))])
     variables = held_variables(optimizers, model.weights, specs)
     for optimizer in map(unwrapped, optimizers):
         # The master has resolved `exclude_from_weight_decay`.
@@ -34,7 +35,7 @@ def prepared(
 
 def _check_clipping(optimizers: Sequence[keras.optimizers.Optimizer]) -> None:
     """Raises `ModelFileError` for clipping across gradients applied by worker and servers."""
-    for optimizer in map(unwrapped, optimizers):
+    for optimizer in optimizers:
         if optimizer.global_clipnorm:
             raise ModelFileError(
                 f"The optimizer {optimizer.name!r} has global_clipnorm, and the model has embedding tables on the "
