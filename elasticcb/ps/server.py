@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 1.0  # for running calls
+_MORE_CALLS = 16  # at once, while each worker waits for the others of its round
 
 
 class PSServer:
@@ -46,7 +47,9 @@ class PSServer:
     ) -> None:
         self._access = access
         self._warn, self._lost_workers = warn, lost_workers
-        self._server = Server(host, port, access=access)
+        cluster = settings.cluster
+        workers = max(cluster.num_workers, cluster.autoscale.most)
+        self._server = Server(host, port, workers + _MORE_CALLS, access)
         self._store: ColdStore | None = None
         self._servicer = self._make_servicer(settings, make_optimizers)
         handlers = {PS_METHODS[name]: self._to_present_servicer(name) for name in self._servicer.handlers}
