@@ -6,9 +6,9 @@ from typing import Any
 
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_places import Places, ServerPlace
-from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.master.ps_admin import PSControl
+from elasticcb.settings import WireDtype
 from elasticcb.sharding.bucket_map import even
 
 
@@ -17,15 +17,14 @@ def client_of(
     specs: Any,
     split: bool,
     client_id: int = 0,
-    synchronous: bool = False,
     patience_seconds: float = 30.0,
     ids: Any = (),
-    rounding: Rounding | None = None,
+    wire_dtype: WireDtype = WireDtype.SAME,
     **group: Any,
 ) -> PSClient:
     """A worker's client; `group` as of `ServerGroup`."""
     servers = ServerGroup(places_at(addresses, ids), specs, split, patience_seconds, **group)
-    return PSClient(servers, client_id, synchronous, rounding=rounding)
+    return PSClient(servers, client_id, wire_dtype=wire_dtype)
 
 
 def places_at(addresses: Any, ids: Any = (), buckets: Any = None) -> Places:
@@ -36,8 +35,8 @@ def places_at(addresses: Any, ids: Any = (), buckets: Any = None) -> Places:
 class TrainingControl(PSControl):
     """A master's control that tests train by, too: what it lacks its client has, or its servers have."""
 
-    def __init__(self, *given: Any, run: str = "training", **group: Any) -> None:
-        super().__init__(client_of(*given, **group), run)
+    def __init__(self, *given: Any, run: str = "training", optimizers: Any = None, **group: Any) -> None:
+        super().__init__(client_of(*given, **group), run, optimizers)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client if hasattr(self.client, name) else self.servers, name)

@@ -145,7 +145,8 @@ class Holder:
         if log is not None and self._options.replicas:
             replica = Replica(Origin(request.run, request.index), log, request.neighbour, self._options.access)
             noted = saved.noted if saved is not None and continues else None
-            complete = noted is not None and replica.go_on(noted, lambda entry: self._replay(entry, model))
+            with self.lock:
+                complete = noted is not None and replica.go_on(noted, lambda entry: self._replay(entry, model))
             model.replica = replica
         recovered = parameters.version
         parameters.version = max(parameters.version, request.version)

@@ -75,6 +75,7 @@ class Parameters:
         self.version = self.state_version = version
         self._make_optimizers = make_optimizers
         self._weights, self._state = (flat(values, specs, slices, trainable) for trainable in (True, False))
+        self._constraints = {} if make_optimizers is None else _constraints_of(specs, slices, make_optimizers)
         self._optimizers = HeldOptimizers(specs, slices, optimizers or Optimizers())
         self.tables = Tables(specs, *(place or (0, even(1))), make_optimizers, limits or TableLimits())
 
@@ -139,27 +140,14 @@ class Parameters:
     def _move(self, movements: Sequence[tuple[Mapping[str, Array], float]]) -> None:
         """Adds flat movements, by dtype, with the weight of each. A mean of weights may leave their constraints."""
         self._weights = {dtype: _frozen(_moved(block, dtype, movements)) for dtype, block in self._weights.items()}
-        constrained = [part.variable for part in self.slices if self.specs[part.variable].constraint]
-        if constrained and any(share < 1 for _, share in movements):
+        if self._constraints and any(share < 1 for _, share in movements):
+            import keras
+
             arrays = self._arrays(True)
-            arrays |= {index: self._constrained(index, arrays[index]) for index in constrained if index in arrays}
+            for index, constraint in self._constraints.items():
+                value = constraint(keras.ops.convert_to_tensor(arrays[index]))
+                arrays[index] = keras.ops.convert_to_numpy(value).astype(arrays[index].dtype)
             self._weights = flat(arrays, self.specs, self.slices, True)
-
-    def _constrained(self, index: int, weights: Array) -> Array:
-        import keras
-
-        spec = self.specs[index]
-        assert self._make_optimizers is not None
-        self._make_optimizers(1)  # opens the user's program, which registers its classes
-        try:
-            # The user's code runs here anyway, so lambdas need no extra permission.
-            constraint = keras.saving.deserialize_keras_object(json.loads(spec.constraint), safe_mode=False)
-        except Exception as error:
-            raise ModelFileError(
-                f"The constraint of {spec.path!r} can't be created on a parameter server: {error} Register its "
-                "class or function with keras.saving.register_keras_serializable."
-            ) from error
-        return keras.ops.convert_to_numpy(constraint(keras.ops.convert_to_tensor(weights))).astype(weights.dtype)
 
     def _batches_since(self, push: Push) -> int:
         """Versions since the one that a push is based on, as far as known."""
@@ -231,6 +219,31 @@ class Parameters:
         """
         if self._make_optimizers is not None:
             self._optimizers.restore(part.optimizers)
+
+
+def _constraints_of(
+    specs: Sequence[VariableSpec], slices: Sequence[Slice], make_optimizers: MakeOptimizers
+) -> dict[int, Any]:
+    """The constraints of trainable variables, by index."""
+    constrained = [
+        part.variable for part in slices if specs[part.variable].trainable and specs[part.variable].constraint
+    ]
+    if not constrained:
+        return {}
+    import keras
+
+    make_optimizers(1)  # opens the user's program, which registers its classes
+    made = {}
+    for index in constrained:
+        try:
+            # The user's code runs here anyway, so lambdas need no extra permission.
+            made[index] = keras.saving.deserialize_keras_object(json.loads(specs[index].constraint), safe_mode=False)
+        except Exception as error:
+            raise ModelFileError(
+                f"The constraint of {specs[index].path!r} can't be created on a parameter server: {error} Register its "
+                "class or function with keras.saving.register_keras_serializable."
+            ) from error
+    return made
 
 
 def _moved(block: Array, dtype: str, movements: Sequence[tuple[Mapping[str, Array], float]]) -> Array:

@@ -56,7 +56,7 @@ class PushReader:
                 f"{len(self._specs)} variables of the model."
             )
         spec, (ids, values) = self._specs[index], given
-        expected = (len(ids), *spec.shape[1:])
+        expected = (*ids.shape[:1], *spec.shape[1:])
         if values.dtype != dtype_of(spec.dtype) or values.shape != expected:
             raise WireError(
                 f"Row gradients of {spec.path!r}: expected {spec.dtype}{list(expected)}, got {_shown(values)}."

@@ -12,7 +12,7 @@ import pytest
 from elasticcb.callbacks import runs_on
 from elasticcb.callbacks.hook_conflicts import check_hooks, left_on_workers
 from elasticcb.errors import UsageError
-from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings, TrainingSettings, Updates
+from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 
 ONE, TWO = (JobSettings(command=Command.TRAIN, cluster=ClusterSettings(num_workers=number)) for number in (1, 2))
 COMMAND = dataclasses.replace(ONE, model=ModelSettings(definition="file.custom_model"))

@@ -111,7 +111,10 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         (["--training_data=data/train.csv,,"], "has an empty part"),
         (["--output="], "--output is empty"),
         (["--evaluation_steps=5"], "there is no evaluation data. Add --validation_data"),
-        (["--sync_version_tolerance=1"], "--sync_version_tolerance=1 has no equivalent: no update is rejected as too old"),
+        (
+            ["--sync_version_tolerance=1"],
+            "--sync_version_tolerance=1 has no equivalent: no update is rejected",
+        ),
         (["--use_async=true", "--grads_to_wait=1"], "--grads_to_wait=1 can't be combined with --use_async=true, where"),
         (
             ["--updates=local", "--use_async=true"],

@@ -28,7 +28,7 @@ from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
 from elasticcb.sharding.table_state import to_tensors as tables_to
 from elasticcb.sharding.wire_codec import narrowed
-from helpers_ps import SPECS, alone, gradients, initial_values, push_frame, server_settings, sgd
+from helpers_ps import SPECS, alone, initial_values, movements, push_frame, server_settings, sgd
 from mutations import ALLOWED, changed_bytes, changed_frame
 
 METHODS = {**PS_METHODS, "Piece": PS_METHODS["Exchange"].piece}
@@ -114,13 +114,14 @@ class ServerFuzzer:
     # ------------------------------------------------------------ calls as they should be
 
     def _valid(self) -> Iterator[list[Call]]:
-        rows = {TABLE: (np.array([3, 1, 8]), np.ones((3, 4), np.float32)), 0: (np.array([2]), np.ones((1, 4), "f4"))}
-        dense = {index: value for index, value in gradients(0).items() if index}
-        push = push_frame(dense, SLICES, WITH_TABLE, rows, pull=True, sequence=1, state={"float32": np.ones(6, "f4")})
+        rows, moved = {TABLE: (np.array([3, 1, 8]), np.ones((3, 4), np.float32))}, movements(0)
+        push = push_frame(moved, SLICES, WITH_TABLE, rows, pull=True, sequence=1, state={"float32": np.ones(6, "f4")})
+        push.tensors["slots/1/momentum"] = np.ones(SPECS[1].shape, np.float32)
+        push.tensors["shared/iterations"] = np.int64(1)
         lookup = Frame(pb.ExchangeRequest(create_rows=True, pull=True), {f"lookup/{TABLE}": np.arange(9)})
-        small = narrowed(push_frame(dense, SLICES, WITH_TABLE, rows).tensors, WireDtype.BFLOAT16)
-        asked = {"rows_dtype": "bfloat16", "weights_dtype": "bfloat16", "pull": True, "known_version": -1}
-        small_push = pb.ExchangeRequest(dense_variables=sorted(dense), worker_id=2, sequence=1, **asked)
+        small = narrowed(push_frame(moved, SLICES, WITH_TABLE, rows).tensors, WireDtype.BFLOAT16)
+        asked = {"rows_dtype": "bfloat16", "pull": True, "known_version": -1}
+        small_push = pb.ExchangeRequest(batches=1, base=-1, worker_id=2, sequence=1, **asked)
         small_lookup = pb.ExchangeRequest(create_rows=True, **asked)
         small_frames = Frame(small_push, small), Frame(small_lookup, lookup.tensors)
         for frame in (push, push, lookup, *small_frames):
@@ -140,7 +141,6 @@ class ServerFuzzer:
         yield [*self._log(push)]
         yield [*self._move()]
         for header in (
-            pb.ApplyRequest(pushes=[pb.PushName(worker_id=1, sequence=1)], version=1),
             pb.SnapshotRequest(evaluation_round=1),
             pb.SnapshotRequest(evaluation_round=1, release=True),
             pb.FinishTrainingRequest(),
@@ -252,7 +252,7 @@ class ServerFuzzer:
     def still_serves(self) -> bool:
         """Whether a server takes a model, a push and a pull, as if nothing had been."""
         self._initialize()
-        frame = push_frame(gradients(0), SLICES, WITH_TABLE, sequence=1, pull=True)
+        frame = push_frame(movements(0), SLICES, WITH_TABLE, sequence=1, pull=True)
         answer = self._call(Call(0, "Exchange", frame))
         return answer.header.version == 1 and "weights/float32" in answer.tensors
 

@@ -11,14 +11,6 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 
 @pytest.fixture
-def early_xla(monkeypatch):
-    """From the second version on, so that a few pushes test an update both ways. Compiling takes long."""
-    from elasticcb.ps import parameters
-
-    monkeypatch.setattr(parameters, "FIRST_VERSION_BY_XLA", 1)
-
-
-@pytest.fixture
 def store(tmp_path):
     """Where rows that don't fit in memory go."""
     from elasticcb.storage.cold_store import ColdStore
@@ -41,18 +33,6 @@ def start_servers():
             return cluster
 
         yield start
-
-
-@pytest.fixture
-def start(start_servers):
-    """Starts servers with the optimizers that a function makes; gives a client of them all."""
-    from elasticcb.optimizers.traits import may_split
-
-    def start(make_optimizers, specs, num_ps=2, **training):
-        split = all(map(may_split, make_optimizers(9)))
-        return start_servers(num_ps, specs, split=split, make_optimizers=make_optimizers, **training).client(1)
-
-    return start
 
 
 @pytest.fixture

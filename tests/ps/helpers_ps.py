@@ -1,4 +1,4 @@
-"""Models, optimizers and pushes that the parameter servers' tests share."""
+"""Models, optimizers and movements that the parameter servers' tests share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from ps_clients import TrainingControl
 
 from elasticcb.checkpoint.parts import save_part
 from elasticcb.checkpoint.versions import begin_version, finish_version
+from elasticcb.optimizers.state import Optimizers, OptimizerState
+from elasticcb.optimizers.state_messages import cut_state, to_tensors
+from elasticcb.optimizers.variables import described
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.parameters import Parameters
@@ -20,9 +23,9 @@ from elasticcb.ps.server import PSServer
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame, dtype_of
-from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
+from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings, TrainingSettings
 from elasticcb.sharding.partition import VariableSpec, pack, partition, unpack
-from elasticcb.sharding.push import Push, Rows
+from elasticcb.sharding.push import Push
 
 SPECS = (
     VariableSpec("embedding/embeddings", (12, 4), "float32", True),
@@ -32,19 +35,6 @@ SPECS = (
     VariableSpec("norm/count", (), "int64", False),
 )
 TRAINABLE = [index for index, spec in enumerate(SPECS) if spec.trainable]
-
-
-class Signed(keras.optimizers.Optimizer):
-    """A user's own optimizer: momentum on the signs of the gradient."""
-
-    def build(self, variables: list[Any]) -> None:
-        super().build(variables)
-        self.memory = [self.add_variable_from_reference(v, name="memory") for v in variables]
-
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        memory = self.memory[self._get_variable_index(variable)]
-        self.assign(memory, 0.9 * memory + keras.ops.sign(gradient))
-        self.assign_sub(variable, learning_rate * memory)
 
 
 class RowNorms(keras.optimizers.Optimizer):
@@ -86,12 +76,13 @@ def initial_values(specs: Sequence[VariableSpec] = SPECS, seed: int = 0) -> list
     ]
 
 
-def gradients(step: int, specs: Sequence[VariableSpec] = SPECS) -> dict[int, np.ndarray]:
+def movements(step: int, specs: Sequence[VariableSpec] = SPECS) -> dict[int, np.ndarray]:
+    """How far a worker has moved all trained variables, by index."""
     generator = np.random.default_rng(1000 + step)
     return {
         index: generator.normal(size=spec.shape).astype(dtype_of(spec.dtype))
         for index, spec in enumerate(specs)
-        if spec.trainable
+        if spec.trainable and not spec.table
     }
 
 
@@ -120,22 +111,18 @@ class Part:
             .reshape(part.shape(specs[part.variable]))
             for part in self.slices
         }
-        self.parameters = Parameters(specs, self.slices, alone(make_optimizer), own)
+        optimizers = Optimizers() if make_optimizer is None else described([make_optimizer()], specs)
+        self.parameters = Parameters(specs, self.slices, alone(make_optimizer), own, optimizers=optimizers)
         self.reader = PushReader(specs, self.slices)
 
-    def push(self, dense: Mapping[int, np.ndarray], rows: Mapping[int, tuple[Any, Any]] | None = None) -> None:
-        self.parameters.apply(self.make(dense, rows))
+    def push(self, moved: Mapping[int, np.ndarray], batches: int = 1, **more: Any) -> None:
+        self.parameters.merge([self.make(moved, batches, **more)])
 
-    def make(
-        self,
-        dense: Mapping[int, np.ndarray],
-        rows: Mapping[int, tuple[Any, Any]] | None = None,
-        learning_rate: float | None = None,
-    ) -> Push:
-        held = tuple(sorted({part.variable for part in self.slices} & set(dense)))
-        pairs = {i: Rows(np.asarray(ids, np.int64), values) for i, (ids, values) in (rows or {}).items()}
-        blocks = pack(dense, self.specs, self.slices, True, held)
-        return Push(held, blocks, pairs, learning_rate=learning_rate)
+    def make(self, moved: Mapping[int, np.ndarray], batches: int = 1, base: int = -1, **optimizers: Any) -> Push:
+        """A movement; `optimizers` are fields of `OptimizerState`."""
+        state = cut_state(OptimizerState(**optimizers), self.specs, self.slices)
+        blocks = pack(moved, self.specs, self.slices, True)
+        return self.reader.read(Push(batches, blocks, optimizers=to_tensors(state), base=base))
 
     def values(self) -> list[np.ndarray]:
         """Whole variables; what other servers hold is zero."""
@@ -161,41 +148,23 @@ def saved(directory, parts, specs, version):
     )
 
 
-def plain_keras(
-    make_optimizer: Callable[[], Any], values: Sequence[np.ndarray], steps: Sequence[dict[int, np.ndarray]]
-) -> tuple[dict[int, np.ndarray], Any]:
-    """What Keras makes of the same gradients in one process."""
-    optimizer = make_optimizer()
-    variables = {
-        index: keras.Variable(values[index], dtype=SPECS[index].dtype, name=SPECS[index].path.split("/")[-1])
-        for index in TRAINABLE
-    }
-    optimizer.build(list(variables.values()))
-    import tensorflow as tf
-
-    apply = tf.function(lambda *grads: optimizer.apply(list(grads), list(variables.values())))
-    for step in steps:
-        apply(*[tf.constant(step[index]) for index in TRAINABLE])
-    return {index: variable.numpy() for index, variable in variables.items()}, optimizer
-
-
 def push_frame(
-    dense: Mapping[int, np.ndarray],
+    moved: Mapping[int, np.ndarray],
     slices: Sequence[Any],
     specs: Sequence[VariableSpec] = SPECS,
     rows: Mapping[int, tuple[Any, Any]] | None = None,
     state: Mapping[str, np.ndarray] | None = None,
     **header: Any,
 ) -> Frame[pb.ExchangeRequest]:
-    held = {part.variable for part in slices} & set(dense)
-    tensors = {f"gradients/{d}": block for d, block in pack(dense, specs, slices, True, held).items()}
+    """A movement of one batch, unless `batches` are given; without `moved`, rows alone, or a pull."""
+    tensors = {f"moved/{dtype}": block for dtype, block in pack(moved, specs, slices, True).items()} if moved else {}
     for index, (ids, values) in (rows or {}).items():
         tensors[f"rows/{index}/ids"] = np.asarray(ids, np.int64)
         tensors[f"rows/{index}/values"] = np.asarray(values)
     tensors |= {f"state/{dtype}": block for dtype, block in (state or {}).items()}
     tensors |= {f"shares/{dtype}": np.ones(len(block), np.float32) for dtype, block in (state or {}).items()}
-    fields = {"worker_id": 1, "known_version": -1, "known_state_version": -1, **header}
-    return Frame(pb.ExchangeRequest(dense_variables=sorted(dense), **fields), tensors)
+    fields = {"worker_id": 1, "known_version": -1, "known_state_version": -1, "base": -1, **header}
+    return Frame(pb.ExchangeRequest(**{"batches": int(bool(moved)), **fields}), tensors)
 
 
 # Large enough to be cut in two.
@@ -218,28 +187,37 @@ def server_settings(folder: object = "", **sections: Any) -> JobSettings:
 class Cluster:
     """Some servers and a connection to each."""
 
-    def __init__(self, num_ps=1, specs=SPECS, make_optimizer=sgd, split=True, make_optimizers=None, **training):
+    def __init__(
+        self, num_ps=1, specs=SPECS, make_optimizer=sgd, split=True, num_workers=1, lost_workers=(), **training
+    ):
         self.specs, self.split, self.num_ps = specs, split, num_ps
-        self.synchronous = not training.get("use_async", True)
-        settings = server_settings(training=TrainingSettings(**{"updates": "async", **training}))
-        self.servers = [PSServer(settings, make_optimizers or alone(make_optimizer)) for _ in range(num_ps)]
+        self.optimizers = Optimizers() if make_optimizer is None else described([make_optimizer()], specs)
+        settings = server_settings(
+            training=TrainingSettings(**{"updates": "async", **training}),
+            cluster=ClusterSettings(num_workers=num_workers),
+        )
+        make_optimizers = alone(make_optimizer)
+        self.servers = [PSServer(settings, make_optimizers, lost_workers=lost_workers) for _ in range(num_ps)]
         for server in self.servers:
             server.start()
-        self.connections = [
-            Connection(server.address, f"parameter server {index}", patience_seconds=5)
-            for index, server in enumerate(self.servers)
-        ]
+        self.connections = []
+        self._first = [self.connection(index) for index in range(num_ps)]
         self.slices = partition(specs, num_ps, split)
         self.clients = []
 
     def client(self, number=0):
         """The master's, or a worker's."""
         addresses = [server.address for server in self.servers]
-        self.clients.append(TrainingControl(addresses, self.specs, self.split, number, self.synchronous, 5.0))
+        self.clients.append(TrainingControl(addresses, self.specs, self.split, number, 5.0, optimizers=self.optimizers))
         return self.clients[-1]
 
-    def call(self, index, method, frame):
-        return self.connections[index].call(replace(PS_METHODS[method], shared=False), frame)
+    def connection(self, index):
+        name = f"parameter server {index}"
+        self.connections.append(Connection(self.servers[index].address, name, patience_seconds=5))
+        return self.connections[-1]
+
+    def call(self, index, method, frame, connection=None):
+        return (connection or self._first[index]).call(replace(PS_METHODS[method], shared=False), frame)
 
     def initialize(self, values=None, folder=""):
         for index, slices in enumerate(self.slices):
@@ -254,15 +232,18 @@ class Cluster:
                 index=index,
                 split=self.split,
                 checkpoint=str(folder),
+                optimizers=self.optimizers.names,
+                periods=self.optimizers.periods,
+                learning_rate=self.optimizers.learning_rate,
                 ps_addresses=[server.address for server in self.servers],
             )
             self.call(index, "Initialize", Frame(request, tensors))
 
-    def frame(self, dense, index=0, **header):
-        return push_frame(dense, self.slices[index], self.specs, **header)
+    def frame(self, moved, index=0, **header):
+        return push_frame(moved, self.slices[index], self.specs, **header)
 
-    def push(self, dense, index=0, **header):
-        return self.call(index, "Exchange", self.frame(dense, index, **header))
+    def push(self, moved, index=0, **header):
+        return self.call(index, "Exchange", self.frame(moved, index, **header))
 
     def values(self, snapshot=0):
         arrays = [np.zeros(spec.shape, spec.dtype) for spec in self.specs]

@@ -9,8 +9,10 @@ import keras
 import numpy as np
 from ps_clients import TrainingControl, client_of
 
-from elasticcb.clients.ps_rounding import Rounding
 from elasticcb.master.initial_model import InitialModel
+from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state_messages import to_tensors
+from elasticcb.optimizers.variables import described
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.tensors import Frame
@@ -25,7 +27,7 @@ from elasticcb.settings import (
 )
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.partition import VariableSpec, block_sizes
-from elasticcb.sharding.push import Gradients
+from elasticcb.sharding.push import Movement
 from elasticcb.sharding.table_spec import TableSpec
 from helpers_ps import server_settings
 
@@ -44,7 +46,6 @@ ROUNDED = (
     ),
 )
 SIZES = (6, 6, 2)
-LOCAL = {"updates": "local"}
 VALUES = [*(np.arange(size, dtype=np.float32) for size in SIZES), np.zeros((0, 3), np.float32)]
 IDS = np.arange(12)
 ON_DISK = EmbeddingOptions(memory_bytes=260, when_full=WhenFull.DISK)  # all rows but three
@@ -57,7 +58,7 @@ class Servers:
         interval: seconds between files that servers write by themselves.
         embedding: settings of embedding tables.
         specs: of the model's variables.
-        training: settings of it; with local updates, pushes are movements of one batch.
+        training: settings of it.
     """
 
     def __init__(self, folder, num_ps=1, ps_replicas=0, interval=1000.0, embedding=None, specs=SPECS, **training):
@@ -73,13 +74,15 @@ class Servers:
         for index in range(num_ps):
             self.start(index)
         given = (self.addresses, specs, True)
-        self.master = TrainingControl(*given, ids=self.ids, find=self.find, patience_seconds=5.0)
+        optimizers = described([keras.optimizers.Adam(0.1)], specs)
+        more = {"optimizers": optimizers, "patience_seconds": 5.0}
+        self.master = TrainingControl(*given, ids=self.ids, find=self.find, **more)
         self.worker = client_of(
             *given,
             client_id=1,
             ids=self.ids,
             find=self.find,
-            rounding=Rounding(WireDtype(self.settings.training.wire_dtype), not self.settings.training.is_local),
+            wire_dtype=WireDtype(self.settings.training.wire_dtype),
         )
         self.master.initialize(InitialModel(VALUES))
 
@@ -120,23 +123,31 @@ class Servers:
             self.master.set_neighbour(before, *self.find(before), self.addresses[index])
         return restored
 
-    def push(self, step, ids=(1, 2, 5, 8), rate=None):
+    def push(self, step, ids=(1, 2, 5, 8)):
+        """A worker's batch: gradients of rows, and how far the others have moved since the present weights."""
         self.worker.lookup({3: np.array(ids)}, create=True)
-        return self.worker.push(self.gradients(step, ids), rate)
+        self.worker.pull()
+        return self.worker.push(self.movement(step, ids), self.worker.versions)
 
-    def gradients(self, step, ids):
+    def movement(self, step, ids):
         """What `push` hands over."""
         generator = np.random.default_rng(step)
         rows = {3: (np.array(ids), generator.normal(size=(len(ids), 3)).astype(np.float32))}
-        gradients, state, shares = [], [], []
+        moved, state, shares = [], [], []
         for slices in self.worker.servers.partition:
             sizes = block_sizes(self.specs, slices, True).items()
-            gradients.append({dtype: generator.normal(size=size).astype(dtype) for dtype, size in sizes})
+            moved.append({dtype: generator.normal(size=size).astype(dtype) for dtype, size in sizes})
             sizes = block_sizes(self.specs, slices, False).items()
             state.append({dtype: generator.normal(size=size).astype(dtype) for dtype, size in sizes})
             shares.append({dtype: np.ones(size, np.float32) for dtype, size in sizes})
-        batches = 1 if self.settings.training.is_local else None
-        return Gradients(gradients, (0, 1), rows, state, shares, 0.0, batches=batches)
+        slots = {
+            (index, name): generator.normal(size=6).astype(np.float32)
+            for index in (0, 1)
+            for name in ("momentum", "velocity")
+        }
+        shared = {"iterations": np.int64(self.worker.version + 1), "learning_rate": np.float32(0.1)}
+        held = to_tensors(OptimizerState(slots, {}, shared))
+        return Movement(1, self.worker.servers.partition, moved, state, shares, rows, held)
 
     def answer_alone(self, index):
         """A change reaches one server alone."""

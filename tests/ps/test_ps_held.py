@@ -73,15 +73,11 @@ def trained(losing):
     return servers
 
 
-@pytest.mark.parametrize("held_before", [False, True])
-def test_checkpoint_is_of_the_version_at_its_beginning(losing, monkeypatch, tmp_path, held_before):
+def test_checkpoint_is_of_the_version_at_its_beginning(losing, monkeypatch, tmp_path):
     servers = trained(losing)
     expected = copy.deepcopy(exported(servers.model(0).parameters))
     training = Training(servers, monkeypatch)
     save = servers.servers[0]._servicer.handlers["Save"]
-    if held_before:
-        save(Frame(pb.SaveRequest(directory=str(tmp_path), hold=True), {}))
-        training.push()
     saved = save(Frame(pb.SaveRequest(directory=str(tmp_path)), {})).header
     found = read_part(tmp_path / saved.file, SavedFile(saved.file, saved.bytes, saved.sha256))
     assert_same_parts(found, expected)
@@ -110,9 +106,7 @@ def test_checkpoint_that_can_not_be_written_holds_nothing_any_more(losing, monke
     save = servers.servers[0]._servicer.handlers["Save"]
     with pytest.raises(Exception, match="can't be written"):
         save(Frame(pb.SaveRequest(directory=str(tmp_path / "no folder")), {}))
-    for folder in ("one", "two"):  # the first is never written
-        save(Frame(pb.SaveRequest(directory=folder, hold=True), {}))
-    assert len(servers.model(0).parameters.tables[TABLE]._rows.snapshots) == 1
+    assert not servers.model(0).parameters.tables[TABLE]._rows.snapshots
 
 
 def read_with(monkeypatch, before):
@@ -171,16 +165,11 @@ def test_what_a_killed_master_had_held_is_released_by_the_next_one(losing):
     servers = losing(num_ps=2)
     servers.push(1)
     for index in range(2):
-        methods = servers.servers[index]._servicer.handlers
-        methods["Export"](Frame(pb.ExportRequest(id=5), {}))
-        methods["Save"](Frame(pb.SaveRequest(directory="never written", hold=True), {}))
+        servers.servers[index]._servicer.handlers["Export"](Frame(pb.ExportRequest(id=5), {}))
     snapshots = [servers.model(index).parameters.tables[TABLE]._rows.snapshots for index in range(2)]
-    wait_until(lambda: list(map(len, snapshots)) == [2, 2])  # recovery files take one, too, while they are written
-    servers.master._end_export(6)  # another one does not end a checkpoint
-    assert list(map(len, snapshots)) == [1, 1]
+    wait_until(lambda: list(map(len, snapshots)) == [1, 1])  # recovery files take one, too, while they are written
     servers.master.release_held()
     assert snapshots == [[], []]
-    assert not any(servers.model(index).held for index in range(2))
 
 
 def test_export_begins_again_when_a_server_is_replaced_meanwhile(losing, monkeypatch):

@@ -48,7 +48,8 @@ def initial(place, ids):
 def push(parameters, ids, gradients=None):
     rows = parameters.tables.lookup(ids, True)
     given = gradients or {place: np.ones_like(values) for place, values in rows.items()}
-    parameters.apply(Push((), {}, {place: Rows(ids[place], given[place]) for place in ids}))
+    shared = {"shared/iterations": np.int64(parameters.version)}
+    parameters.merge([Push(1, rows={place: Rows(ids[place], given[place]) for place in ids}, optimizers=shared)])
 
 
 def random_ids(random, step):

@@ -13,7 +13,7 @@ from elasticcb.errors import ElasticCBError
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.ps.server import PSServer
 from elasticcb.sharding.partition import VariableSpec
-from elasticcb.sharding.push import Gradients
+from elasticcb.sharding.push import Movement
 from elasticcb.sharding.table_spec import TableSpec
 from helpers_ps import alone, server_settings, sgd
 from warm import fork
@@ -36,9 +36,9 @@ def push(address, event, done):
     if event:
         faulty_process.arm({"event": event, "action": "kill", "nth": 1}, done)
     rows = {2: (IDS[2], np.ones((2, 3), np.float32))}
-    gradients, state = [{"float32": np.ones(6, np.float32)}], [{"float32": np.full(2, 0.5, np.float32)}]
+    moved, state = [{"float32": np.ones(6, np.float32)}], [{"float32": np.full(2, 0.5, np.float32)}]
     shares = [{"float32": np.ones(2, np.float32)}]
-    client.push(Gradients(gradients, (0,), rows, state, shares, 0.0), None)
+    client.push(Movement(1, client.servers.partition, moved, state, shares, rows), client.versions)
     client.servers.close()
 
 
@@ -50,8 +50,8 @@ def held(client):
 @pytest.mark.parametrize(
     ("event", "applied"), [("has sent half a call to a server", False), ("waits for a server's answer", True)]
 )
-def test_push_of_a_worker_that_dies_meanwhile_is_applied_wholly_or_not_at_all(start, tmp_path, event, applied):
-    disturbed, undisturbed = (start(alone(sgd), SPECS, num_ps=1) for _ in range(2))
+def test_push_of_a_worker_that_dies_meanwhile_is_applied_wholly_or_not_at_all(start_servers, tmp_path, event, applied):
+    disturbed, undisturbed = (start_servers(specs=SPECS).client() for _ in range(2))
     for client in (disturbed, undisturbed):
         client.initialize(InitialModel(VALUES))
         client.lookup(IDS, create=True)
@@ -77,7 +77,7 @@ def test_pushes_of_a_worker_that_was_given_up_are_refused_from_then_on():
     client.initialize(InitialModel(VALUES))
     push(server.address, "", None)
     lost.add(7)
-    with pytest.raises(ElasticCBError, match="gradients of worker 7 are refused: the master declared it lost"):
+    with pytest.raises(ElasticCBError, match="updates of worker 7 are refused: the master declared it lost"):
         push(server.address, "", None)
     client.pull()
     assert client.version == 1

@@ -17,11 +17,11 @@ from elasticcb.ps.recovery import RecoveryLog, Saved
 from elasticcb.rpc import shared_frames
 from elasticcb.sharding.table_source import whole
 from elasticcb.sharding.table_state import TableState
-from helpers_ps_lost import LOCAL, ON_DISK, SIZES, SPECS, VALUES, assert_same
+from helpers_ps_lost import ON_DISK, SIZES, SPECS, VALUES, assert_same
 
 
 @pytest.mark.parametrize(
-    "training", [{}, LOCAL, {"embedding": ON_DISK}], ids=["gradients", "movements", "rows on disk"]
+    "training", [{}, {"updates": "sync"}, {"embedding": ON_DISK}], ids=["at once", "rounds", "rows on disk"]
 )
 def test_replaced_server_goes_on_as_the_lost_one_would_have(losing, training):
     lost, undisturbed = losing("lost", **training), losing("undisturbed", **training)

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import Counter
 from concurrent.futures import wait
 
-import keras
 import numpy as np
 import pytest
-from ps_clients import TrainingControl
 
 from elasticcb.checkpoint import parts
-from elasticcb.checkpoint.parts import load_slices, save_part
-from elasticcb.checkpoint.versions import find_versions
+from elasticcb.checkpoint.parts import save_part
 from elasticcb.clients.ps_link import Link
 from elasticcb.errors import CheckpointError
-from elasticcb.master.checkpoint_failures import CheckpointFailures
-from elasticcb.master.checkpoint_writer import CheckpointWriter
-from elasticcb.master.initial_model import InitialModel
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps import holder
 from elasticcb.ps.servicer import Once
 from elasticcb.rpc.tensors import Frame
-from elasticcb.settings import CheckpointSettings
-from helpers_ps import SPECS, gradients, initial_values, push_frame, server_settings
+from helpers_ps import SPECS, initial_values, movements, push_frame
 
 
 @pytest.fixture
@@ -55,7 +48,7 @@ def test_save_that_comes_again_while_the_first_one_writes_joins_it(cluster, pool
     servers.initialize(initial_values())
     first = pool.submit(save, servers, tmp_path, 5)
     assert gate.entered.wait(30)
-    servers.push(gradients(0), sequence=1)
+    servers.push(movements(0), sequence=1)
     again = pool.submit(save, servers, tmp_path, 5)
     assert not wait([first, again], timeout=0.3).done
     gate.opened.set()
@@ -73,7 +66,7 @@ def test_initialize_that_comes_again_does_not_undo_what_was_trained(cluster):
     exported = servers.call(0, "Export", Frame(pb.ExportRequest(), {})).tensors
     tensors = {name: array for name, array in exported.items() if name.startswith(("weights/", "state/"))}
     first = servers.call(0, "Initialize", Frame(request, tensors)).header
-    servers.push(gradients(0), sequence=1)
+    servers.push(movements(0), sequence=1)
     assert servers.call(0, "Initialize", Frame(request, tensors)).header == first
     assert servers.call(0, "Exchange", frame).header.version == 1
     request.call = 4
@@ -81,14 +74,10 @@ def test_initialize_that_comes_again_does_not_undo_what_was_trained(cluster):
     assert servers.call(0, "Exchange", frame).header.version == 0
 
 
-def test_one_model_is_begun_at_a_time(cluster, pool):
-    gate = Gate()
-
-    def make_optimizer():
-        gate()
-        return keras.optimizers.SGD(0.5)
-
-    servers = cluster(make_optimizer=make_optimizer)
+def test_one_model_is_begun_at_a_time(cluster, pool, monkeypatch):
+    gate, make = Gate(), holder.Parameters
+    monkeypatch.setattr(holder, "Parameters", lambda *given: (gate(), make(*given))[1])
+    servers = cluster()
     first = pool.submit(servers.initialize, initial_values())
     assert gate.entered.wait(30)
     second = pool.submit(servers.initialize, initial_values())
@@ -97,15 +86,6 @@ def test_one_model_is_begun_at_a_time(cluster, pool):
     gate.opened.set()
     first.result(), second.result()
     assert gate.count == 2
-
-
-def test_training_that_is_finished_twice_by_one_call_makes_one_version(cluster):
-    servers = cluster(make_optimizer=lambda: keras.optimizers.SGD(0.5, use_ema=True))
-    servers.initialize(initial_values())
-    servers.push(gradients(0), sequence=1)
-    request = Frame(pb.FinishTrainingRequest(finalize=True, call=9), {})
-    versions = [servers.call(0, "FinishTraining", request).header.version for _ in range(2)]
-    assert versions == [2, 2]
 
 
 def test_link_sends_the_same_frame_as_the_same_call(cluster):
@@ -145,78 +125,3 @@ def test_answers_with_arrays_and_old_ones_are_not_kept():
         once.do(call, lambda call=call: Frame(pb.ExportResponse(version=call), {}))
     assert len(once._calls) < 300
     assert once.do(399, lambda: pytest.fail("it is done again")).header.version == 399
-
-
-# ------------------------------------------------------------ synchronous mode
-
-
-class Interrupted(TrainingControl):
-    """Some takes of a checkpoint come to server 1 late: it has given away what it held, and has trained since."""
-
-    mixed = 0
-
-    def save(self, directory):
-        if self.mixed:
-            self.mixed -= 1
-            self.servers.call(self.servers.known[0], "Save", pb.SaveRequest(directory=directory, hold=True))
-            self.servers.call(self.servers.known[1], "Save", pb.SaveRequest(directory=directory))
-            self.train()
-            return self.servers.on_all("Save", pb.SaveRequest(directory=directory))
-        return super().save(directory)
-
-
-@pytest.fixture
-def interrupted(cluster, tmp_path):
-    servers = cluster(2, use_async=False, make_optimizer=lambda: keras.optimizers.Adam(0.1))
-    control = Interrupted([server.address for server in servers.servers], SPECS, False, synchronous=True)
-    control.initialize(InitialModel(initial_values()))
-    sequence = iter(range(1, 99))
-
-    def train():
-        number = next(sequence)
-        for index in (1, 0):
-            servers.push(gradients(number), index, sequence=number, version=number - 1, staged=index > 0)
-
-    control.train = train
-    settings = server_settings(tmp_path, checkpoint=CheckpointSettings(directory=str(tmp_path / "checkpoints")))
-    train()
-    told = []
-    control.failed = Counter()
-    count, written = ((lambda name=name: control.failed.update([name])) for name in ("checkpoints", "written"))
-    failures = CheckpointFailures(count, written, told.append)
-    yield control, CheckpointWriter(settings, control, failures, False, lambda: None), told, tmp_path / "checkpoints"
-    control.close()
-
-
-def test_checkpoint_of_mixed_versions_is_taken_again(interrupted):
-    control, writer, told, folder = interrupted
-    control.mixed = 2
-    writer.write(1, {})
-    assert not told
-    (version,) = find_versions(folder)
-    assert list(folder.iterdir()) == [version]
-    assert version.name == "version-00000003"
-    for slices, index in zip(control.servers.partition, (0, 1), strict=True):
-        part = load_slices(version, SPECS, slices, index, control.servers.buckets)
-        assert int(part.shared["iterations"]) == 3
-
-
-def test_checkpoint_that_is_mixed_each_time_is_none(interrupted):
-    control, writer, told, folder = interrupted
-    control.mixed = 99
-    for _ in range(2):
-        writer.write(1, {})
-    (line,) = told
-    assert "different model versions in 3 attempts, by server: 3, 4." in line
-    assert list(folder.iterdir()) == []
-    with pytest.raises(CheckpointError, match="different model versions"):
-        writer.finish(1, {})
-    assert control.failed == {"checkpoints": 2}  # the last one, which was tried again, counts once
-    control.mixed = 0
-    with pytest.raises(CheckpointError):
-        writer.finish(1, {}, retry=False)  # it was tried a moment ago
-    assert list(folder.iterdir()) == []
-    writer.finish(1, {})
-    assert told[1:] == ["Checkpoints can be written again."]
-    assert control.failed["written"] == 1
-    assert len(find_versions(folder)) == 1

@@ -13,7 +13,8 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import replica
 from elasticcb.ps.replica_log import Entry, Origin, ReplicaLogs
 from elasticcb.rpc.tensors import Frame
-from helpers_ps_lost import LOCAL, ON_DISK, ROUNDED, SIZES, SPECS, assert_same
+from elasticcb.sharding.partition import block_sizes
+from helpers_ps_lost import ON_DISK, ROUNDED, SIZES, SPECS, assert_same
 
 
 @pytest.fixture
@@ -26,17 +27,15 @@ def start(losing):
     [
         (2, {}),
         (3, {}),
-        (2, LOCAL),
         (2, {"embedding": ON_DISK}),
         (2, {"specs": ROUNDED, "embedding": ON_DISK}),
-        (2, {"specs": ROUNDED, **LOCAL}),
     ],
 )
 def test_replaced_servers_go_on_as_the_lost_ones_would_have(start, num_ps, training):
     lost, undisturbed = (start(name, num_ps=num_ps, **training) for name in ("lost", "undisturbed"))
     for step in range(9):
         for servers in (lost, undisturbed):
-            servers.push(step, rate=0.02 if step == 4 else None, ids=(step, step + 1, 11))
+            servers.push(step, ids=(step, step + 1, 11))
             if step == 3:
                 servers.master.set_learning_rate(0.05)
         if step == 2:
@@ -70,9 +69,11 @@ def test_retry_of_a_push_that_only_the_log_holds_is_not_applied_again(start):
 
 
 def pushed(control):
-    """What server 0 answers to the first push of a worker, of an empty step."""
-    request = pb.ExchangeRequest(worker_id=7, sequence=1, known_version=-1, known_state_version=-1)
-    return control.links[0].call("Exchange", Frame(request, {})).header.status
+    """What server 0 answers to the first push of a worker, which has not moved."""
+    request = pb.ExchangeRequest(worker_id=7, sequence=1, batches=1, known_version=-1, known_state_version=-1, base=-1)
+    sizes = block_sizes(SPECS, control.servers.partition[0], True)
+    moved = {f"moved/{dtype}": np.zeros(size, dtype) for dtype, size in sizes.items()}
+    return control.links[0].call("Exchange", Frame(request, moved)).header.status
 
 
 def when_applied(servers, version=1):
@@ -91,7 +92,7 @@ def test_retry_of_a_push_is_answered_when_the_neighbour_has_it(start, pool):
         when_applied(servers)
         retry = pool.submit(pushed, retrying)
         assert not wait([first, retry], timeout=0.3).done
-    assert first.result() == retry.result() == pb.ACCEPTED
+    assert first.result() == retry.result() == pb.DONE
     assert servers.model(0).parameters.version == 1
     retrying.close()
 

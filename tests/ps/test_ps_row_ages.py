@@ -165,7 +165,7 @@ def parameters_of(index: int = 0, num_ps: int = 1) -> Parameters:
 def push(parameters: Parameters, ids) -> None:
     ids = np.array(ids, np.int64)
     parameters.tables.lookup({0: ids}, True)
-    parameters.apply(Push((), {}, {0: Rows(ids, np.ones((len(ids), 3), np.float32))}))
+    parameters.merge([Push(1, rows={0: Rows(ids, np.ones((len(ids), 3), np.float32))})])
 
 
 @pytest.mark.parametrize("num_ps", [1, 2])

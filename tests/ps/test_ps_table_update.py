@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from itertools import product
 
 import keras
@@ -9,16 +10,28 @@ import tensorflow as tf
 
 from elasticcb.errors import ModelFileError
 from elasticcb.optimizers import RowWiseAdagrad
-from elasticcb.optimizers.variables import Leaf
+from elasticcb.optimizers.variables import Leaf, optimizer_variables
 from elasticcb.ps.embedding_table import EmbeddingTable
-from elasticcb.ps.optimizer import ServerOptimizer
 from elasticcb.ps.table_update import TableUpdate, TableUpdates
 from elasticcb.sharding.partition import VariableSpec
-from helpers_ps import RowNorms, Signed
+from helpers_ps import RowNorms
 
 ROWS, DIM, STEPS = 40, 5, 6
 SPEC = VariableSpec("emb/embeddings", (0, DIM), "float32", True, table="{}")
 DENSE = VariableSpec("dense/bias", (3,), "float32", True)
+
+
+class Signed(keras.optimizers.Optimizer):
+    """A user's own optimizer: momentum on the signs of the gradient."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.memory = [self.add_variable_from_reference(v, name="memory") for v in variables]
+
+    def update_step(self, gradient, variable, learning_rate):
+        memory = self.memory[self._get_variable_index(variable)]
+        self.assign(memory, 0.9 * memory + keras.ops.sign(gradient))
+        self.assign_sub(variable, learning_rate * memory)
 
 
 class ElementwiseSigned(Signed):
@@ -56,14 +69,25 @@ ALL = {
 }
 
 
-def server_optimizer(make):
-    """As on a server that holds a dense variable and the table's rows."""
-    dense = keras.Variable(np.zeros(3, np.float32), name="bias")
+class Worker:
+    """A worker that trains a bias beside the table, by a function that makes optimizers."""
 
-    def leaf():
-        return Leaf("0", make(), {0: DENSE, 1: SPEC})
+    def __init__(self, make):
+        self.optimizer, self.bias = make(), keras.Variable(np.zeros(3, np.float32), name="bias")
+        self.optimizer.build([self.bias])
+        self._shared = optimizer_variables(self.optimizer, {0: self.bias}).shared
 
-    return ServerOptimizer(leaf(), leaf, {0: dense}), dense
+    @property
+    def shared(self):
+        """The steps and rates with which it sends gradients of rows."""
+        return {name: variable.numpy() for name, variable in self._shared.items()}
+
+    def step(self, gradient=0.0):
+        self.optimizer.apply([tf.fill([3], gradient)], [self.bias])
+
+
+def leaf(make):
+    return Leaf("0", make(), {0: DENSE, 1: SPEC})
 
 
 def batches(seed=0):
@@ -81,20 +105,20 @@ def make_table(update):
     return EmbeddingTable(DIM, "float32", initial, update.slots_of(DIM))
 
 
-def train(table, update, ids, gradients, version):
-    TableUpdates({1: update})({1: table}, {1: (ids, gradients)}, version)
+def train(table, update, ids, gradients, version, worker=None):
+    shared = {} if worker is None else worker.shared
+    TableUpdates({1: update})({1: table}, {1: (ids, gradients)}, version, shared)
 
 
 @pytest.mark.parametrize("name", SAME_AS_DENSE)
 def test_rows_are_updated_as_a_dense_keras_update_does_it(name):
-    optimizer, bias = server_optimizer(ALL[name])
-    update = TableUpdate(optimizer, 1, SPEC)
+    worker, update = Worker(ALL[name]), TableUpdate(leaf(ALL[name]), SPEC)
     table = make_table(update)
     plain, whole = ALL[name](), keras.Variable(initial(np.arange(ROWS)), name="embeddings")
     plain.build([whole])
     for version, (ids, gradients) in enumerate(batches(), 1):
-        train(table, update, ids, gradients, version)
-        optimizer.optimizer.apply([tf.zeros(3)], [bias])
+        train(table, update, ids, gradients, version, worker)
+        worker.step()
         gradient = np.zeros((ROWS, DIM), np.float32)
         gradient[ids] = gradients
         plain.apply([tf.constant(gradient)], [whole])
@@ -103,8 +127,7 @@ def test_rows_are_updated_as_a_dense_keras_update_does_it(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_rows_with_a_gradient_in_every_step_are_updated_as_by_keras(name):
-    optimizer, bias = server_optimizer(ALL[name])
-    update = TableUpdate(optimizer, 1, SPEC)
+    worker, update = Worker(ALL[name]), TableUpdate(leaf(ALL[name]), SPEC)
     table = make_table(update)
     plain, whole = ALL[name](), keras.Variable(initial(np.arange(ROWS)), name="embeddings")
     other = keras.Variable(np.zeros(3, np.float32), name="bias")
@@ -112,60 +135,45 @@ def test_rows_with_a_gradient_in_every_step_are_updated_as_by_keras(name):
     random = np.random.default_rng(1)
     for version in range(1, STEPS):
         gradients = random.standard_normal((ROWS, DIM)).astype(np.float32)
-        train(table, update, np.arange(ROWS), gradients, version)
-        optimizer.optimizer.apply([tf.ones(3)], [bias])
+        train(table, update, np.arange(ROWS), gradients, version, worker)
+        worker.step(1.0)
         plain.apply([tf.ones(3), tf.constant(gradients)], [other, whole])
     np.testing.assert_allclose(table.lookup(np.arange(ROWS), False), whole.numpy(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("int_dtype", ["int64", "int32"])  # of TensorFlow, and of other frameworks
-def test_a_push_may_have_steps_and_a_rate_of_its_own(int_dtype):
-    lent, _ = server_optimizer(lambda: keras.optimizers.Adam(0.1))
-    other, other_bias = server_optimizer(lambda: keras.optimizers.Adam(0.3))
-    tables = []
+def test_steps_and_rates_are_those_of_the_worker(int_dtype):
+    update, tables = TableUpdate(leaf(lambda: keras.optimizers.Adam(0.1)), SPEC), []
+    worker = Worker(lambda: keras.optimizers.Adam(0.3))
     for _ in range(4):
-        other.optimizer.apply([tf.zeros(3)], [other_bias])
-    for optimizer, shared in (
-        (lent, {"iterations": np.array(4, int_dtype), "learning_rate": np.float32(0.3)}),
-        (other, {}),
-    ):
-        update = TableUpdate(optimizer, 1, SPEC)
+        worker.step()
+    given = {"iterations": np.array(4, int_dtype), "learning_rate": np.float32(0.3)}
+    ids, gradients = next(batches())
+    for shared in (given, worker.shared):
         tables.append(make_table(update))
-        ids, gradients = next(batches())
         TableUpdates({1: update})({1: tables[-1]}, {1: (ids, gradients)}, 1, shared)
     assert np.array_equal(*(table.lookup(np.arange(ROWS), False) for table in tables))
-    assert int(lent.optimizer.iterations.numpy()) == 0
-    assert lent.learning_rate == pytest.approx(0.1)
+    fresh = make_table(update)
+    train(fresh, update, ids, gradients, 1)
+    assert not np.array_equal(fresh.lookup(ids, False), tables[0].lookup(ids, False))
 
 
 def test_adam_of_rows_is_its_formula_with_the_steps_of_the_model():
     rate, beta_1, beta_2, epsilon = 0.1, 0.9, 0.999, 1e-7
-    optimizer, _ = server_optimizer(lambda: keras.optimizers.Adam(rate))
-    update = TableUpdate(optimizer, 1, SPEC)
+    worker = Worker(lambda: keras.optimizers.Adam(rate))
+    update = TableUpdate(leaf(lambda: keras.optimizers.Adam(rate)), SPEC)
     table = make_table(update)
     rows = initial(np.arange(ROWS)).astype(np.float64)
     momentum, velocity = np.zeros_like(rows), np.zeros_like(rows)
     for step, (ids, gradients) in enumerate(batches(), 1):
-        train(table, update, ids, gradients, step)
-        optimizer.advance()
+        train(table, update, ids, gradients, step, worker)
+        worker.step()
         # Rows without a gradient: neither their averages decay nor do they move.
         momentum[ids] = beta_1 * momentum[ids] + (1 - beta_1) * gradients
         velocity[ids] = beta_2 * velocity[ids] + (1 - beta_2) * gradients.astype(np.float64) ** 2
         alpha = rate * np.sqrt(1 - beta_2**step) / (1 - beta_1**step)
         rows[ids] -= alpha * momentum[ids] / (np.sqrt(velocity[ids]) + epsilon)
     np.testing.assert_allclose(table.lookup(np.arange(ROWS), False), rows, rtol=1e-4, atol=1e-5)
-
-
-def test_rate_that_was_set_is_used_for_rows_from_then_on():
-    optimizer, _ = server_optimizer(lambda: keras.optimizers.SGD(0.5))
-    update = TableUpdate(optimizer, 1, SPEC)
-    table, ids = make_table(update), np.arange(2)
-    ones = np.ones((2, DIM), np.float32)
-    train(table, update, ids, ones, 1)
-    np.testing.assert_array_equal(table.lookup(ids, False), initial(ids) - np.float32(0.5))
-    optimizer.set_learning_rate(0.25)
-    train(table, update, ids, ones, 2)
-    np.testing.assert_array_equal(table.lookup(ids, False), initial(ids) - np.float32(0.5) - np.float32(0.25))
 
 
 def with_rate(name, rate):
@@ -200,8 +208,8 @@ RATES = {
     ],
 )
 def test_table_with_a_multiplier_trains_as_keras_does_at_a_multiple_of_the_rate(name, rate):
-    optimizer, bias = server_optimizer(lambda: with_rate(name, RATES[rate](1)))
-    update = TableUpdate(optimizer, 1, SPEC, 0.25)
+    worker = Worker(lambda: with_rate(name, RATES[rate](1)))
+    update = TableUpdate(leaf(lambda: with_rate(name, RATES[rate](1))), SPEC, 0.25)
     table = make_table(update)
     plain, whole = with_rate(name, RATES[rate](0.25)), keras.Variable(initial(np.arange(ROWS)), name="embeddings")
     other = keras.Variable(np.zeros(3, np.float32), name="bias")
@@ -209,21 +217,21 @@ def test_table_with_a_multiplier_trains_as_keras_does_at_a_multiple_of_the_rate(
     random = np.random.default_rng(1)
     for version in range(1, STEPS):
         gradients = random.standard_normal((ROWS, DIM)).astype(np.float32)
-        train(table, update, np.arange(ROWS), gradients, version)
-        optimizer.optimizer.apply([tf.ones(3)], [bias])
+        train(table, update, np.arange(ROWS), gradients, version, worker)
+        worker.step(1.0)
         plain.apply([tf.ones(3), tf.constant(gradients)], [other, whole])
         if version == 3 and rate == "a number":  # a rate that is set counts, too
-            optimizer.set_learning_rate(0.02)
+            worker.optimizer.learning_rate = 0.02
             plain.learning_rate = 0.005
     np.testing.assert_allclose(table.lookup(np.arange(ROWS), False), whole.numpy(), rtol=1e-5, atol=1e-6)
-    assert not np.allclose(bias.numpy(), other.numpy())  # which trains at the rate itself
+    assert not np.allclose(worker.bias.numpy(), other.numpy())  # which trains at the rate itself
 
 
 @pytest.mark.parametrize("name", ["AdamW", "RowWiseAdagrad"])
 def test_several_tables_are_updated_as_each_alone(name):
-    optimizer, _ = server_optimizer(lambda: with_rate(name, 0.1))
+    worker = Worker(lambda: with_rate(name, 0.1))
     narrow = VariableSpec("first/embeddings", (0, 1), "float32", True, table="{}")
-    updates = {1: TableUpdate(optimizer, 1, SPEC), 2: TableUpdate(optimizer, 1, narrow)}
+    updates = {i: TableUpdate(leaf(lambda: with_rate(name, 0.1)), spec) for i, spec in ((1, SPEC), (2, narrow))}
     apart, together = (
         {
             1: EmbeddingTable(DIM, "float32", initial, updates[1].slots_of(DIM)),
@@ -237,23 +245,22 @@ def test_several_tables_are_updated_as_each_alone(name):
         if version == 4:
             del given[1]
         for index, pair in given.items():
-            TableUpdates({index: updates[index]})(apart, {index: pair}, version)
-        update_all(together, given, version)
-        optimizer.advance()
+            TableUpdates({index: updates[index]})(apart, {index: pair}, version, worker.shared)
+        update_all(together, given, version, worker.shared)
+        worker.step()
     for index in apart:
         np.testing.assert_array_equal(apart[index].export().rows, together[index].export().rows)
         np.testing.assert_array_equal(apart[index].export().used, together[index].export().used)
 
 
 def test_slots_begin_as_keras_makes_them():
-    optimizer, _ = server_optimizer(lambda: keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.3))
-    slots = TableUpdate(optimizer, 1, SPEC).slots_of(DIM)
+    make = functools.partial(keras.optimizers.Adagrad, 0.1, initial_accumulator_value=0.3)
+    slots = TableUpdate(leaf(make), SPEC).slots_of(DIM)
     assert [slot.tolist() for slot in slots.values()] == [[pytest.approx(0.3)] * DIM]
 
 
 def test_slots_of_an_optimizer_that_reduces_over_rows_have_widths_of_their_own():
-    optimizer, _ = server_optimizer(lambda: RowNorms(0.1))
-    slots = TableUpdate(optimizer, 1, SPEC).slots
+    slots = TableUpdate(leaf(lambda: RowNorms(0.1)), SPEC).slots
     assert {name: slot.tolist() for name, slot in slots.items()} == {
         "norms": [1, 1, 1], "counts": 0, "memory": [0] * DIM,
     }  # fmt: skip
@@ -265,8 +272,8 @@ def test_slots_of_an_optimizer_that_reduces_over_rows_have_widths_of_their_own()
 )
 def test_row_of_16_numbers_takes_the_memory_that_the_page_says(name, expected):
     wide = VariableSpec("emb/embeddings", (0, 16), "float32", True, table="{}")
-    optimizer, _ = server_optimizer(lambda: keras.optimizers.SGD() if name == "plain SGD" else with_rate(name, 0.1))
-    assert EmbeddingTable(16, "float32", initial, TableUpdate(optimizer, 1, wide).slots_of(16)).row_bytes == expected
+    update = TableUpdate(leaf(lambda: keras.optimizers.SGD() if name == "plain SGD" else with_rate(name, 0.1)), wide)
+    assert EmbeddingTable(16, "float32", initial, update.slots_of(16)).row_bytes == expected
 
 
 @pytest.mark.parametrize(
@@ -281,9 +288,8 @@ def test_row_of_16_numbers_takes_the_memory_that_the_page_says(name, expected):
     ids=["Adafactor", "use_ema", "accumulation", "a user's own that says nothing", "one that says what is not so"],
 )
 def test_optimizer_that_needs_whole_tables_is_refused_with_the_table_named(make):
-    optimizer, _ = server_optimizer(make)
     with pytest.raises(ModelFileError, match=r"can't train the embedding table 'emb/embeddings'.*elementwise = True"):
-        TableUpdate(optimizer, 1, SPEC)
+        TableUpdate(leaf(make), SPEC)
 
 
 def test_error_in_a_users_optimizer_is_told_with_its_traceback():
@@ -293,8 +299,7 @@ def test_error_in_a_users_optimizer_is_told_with_its_traceback():
         def update_step(self, gradient, variable, learning_rate):
             raise ValueError("my mistake")
 
-    optimizer, _ = server_optimizer(lambda: Broken(0.1))
-    update = TableUpdate(optimizer, 1, SPEC)
+    update = TableUpdate(leaf(lambda: Broken(0.1)), SPEC)
     table = make_table(update)
     with pytest.raises(ModelFileError, match=r"Broken failed on rows.*my mistake") as caught:
         train(table, update, np.arange(2), np.zeros((2, DIM), np.float32), 1)

@@ -1,6 +1,5 @@
 """What a worker and its servers have when arrays travel in fewer bits."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -28,26 +27,17 @@ def weights(blocks):
     return np.concatenate([array for server in blocks for array in of_kind(WEIGHTS, server).values()])
 
 
-def rounded(array):
-    return array.astype(ml_dtypes.bfloat16).astype(np.float32)
-
-
 @pytest.mark.parametrize("num_ps", [1, 2])
-def test_training_sees_rounded_values_and_all_else_sees_those_of_the_servers(servers, num_ps):
+def test_training_sees_rounded_rows_and_all_else_sees_those_of_the_servers(servers, num_ps):
     some = servers(num_ps=num_ps, wire_dtype="bfloat16")
-    assert some.push(1).status == pb.ACCEPTED
-    exact = weights(some.master.pull())
-    assert (rounded(exact) != exact).any()
-    np.testing.assert_array_equal(weights(some.worker.blocks), rounded(exact))
-    np.testing.assert_array_equal(weights(some.worker.pull()), rounded(exact))
-    np.testing.assert_array_equal(weights(some.worker.pull(exact=True)), exact)
+    some.push(1)
+    np.testing.assert_array_equal(weights(some.worker.pull()), weights(some.master.pull()))
     rows = some.master.lookup({3: IDS})[3]
     for_training = some.worker.lookup({3: IDS}, create=True)[3]
     assert (for_training != rows).any()
     assert (np.abs(for_training - rows) <= 0.51 * 1.008 / 127 * np.abs(rows).max(axis=1, keepdims=True)).all()
     np.testing.assert_array_equal(some.worker.lookup({3: IDS})[3], rows)
     some.master.snapshot(1)
-    np.testing.assert_array_equal(weights(some.worker.pull_snapshot(1)), exact)
     np.testing.assert_array_equal(some.worker.lookup({3: IDS}, evaluation_round=1)[3], rows)
 
 
@@ -65,7 +55,7 @@ def test_rounded_pushes_train_almost_the_same_model(servers):
 
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_a_worker_that_is_alone_knows_what_servers_made_of_its_rounded_movement(servers, num_ps):
-    some = servers(num_ps=num_ps, updates="local", wire_dtype="bfloat16")
+    some = servers(num_ps=num_ps, wire_dtype="bfloat16")
     some.worker.pull()
     for step in range(3):
         some.push(step)
@@ -81,20 +71,8 @@ def test_the_neighbour_of_a_lost_server_brings_the_same_rounded_pushes_back(serv
     assert_same(some.held(), before)
 
 
-@pytest.mark.parametrize(("field", "what"), [("rows_dtype", "rows"), ("weights_dtype", "weights")])
-def test_a_server_refuses_a_dtype_that_it_does_not_know(servers, field, what):
+def test_a_server_refuses_a_dtype_that_it_does_not_know(servers):
     some = servers()
-    request = pb.ExchangeRequest(pull=True, map_version=some.worker.servers.buckets.version, **{field: "int4"})
-    with pytest.raises(WireError, match=f"invalid dtype 'int4' for {what}"):
+    request = pb.ExchangeRequest(pull=True, map_version=some.worker.servers.buckets.version, rows_dtype="int4")
+    with pytest.raises(WireError, match="invalid dtype 'int4' for rows"):
         some.worker.servers.send(some.worker.servers.known[0], Frame(request, {}))
-
-
-def test_rows_that_are_not_finite_are_refused_by_name(servers):
-    some = servers(wire_dtype="bfloat16")
-    before = some.held()
-    ids = np.array([1, 2])
-    push = some.gradients(1, ids)
-    push.rows[3][1][1, 1] = np.nan
-    answer = some.worker.push(push, None)
-    assert (answer.status, "'emb/embeddings'" in answer.reason) == (pb.NON_FINITE, True)
-    assert_same(some.held(), before)

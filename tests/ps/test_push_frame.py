@@ -13,7 +13,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.sharding import array_names
 from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec, pack, partition
-from elasticcb.sharding.push import Gradients, Push
+from elasticcb.sharding.push import Movement, Push
 
 PAGE = Path(__file__).parents[2] / "docs" / "wire_protocol.md"
 SPECS = (
@@ -25,16 +25,20 @@ SPECS = (
 
 
 def part_of(index, servers=2):
-    slices = partition(SPECS, servers, False)
-    step = Gradients(
-        gradients=[pack({1: np.ones((3, 2), np.float32)}, SPECS, each, True, {1}) for each in slices],
-        dense_variables=(1,),
-        rows={0: (np.array([1, 4]), np.ones((2, 2), np.float32)), 3: (np.arange(9), np.ones((9, 2), np.float32))},
-        state=[pack({2: np.full(2, 5.0, np.float32)}, SPECS, each, False) for each in slices],
-        shares=[pack({2: np.ones(2, np.float32)}, SPECS, each, False) for each in slices],
-        loss=0.0,
+    parts = partition(SPECS, servers, False)
+    slots = {"slots/1/momentum": np.ones((3, 2), np.float32), "shared/iterations": np.int64(3)}
+    step = Movement(
+        batches=4,
+        partition=parts,
+        moved=[
+            pack({0: np.ones((6, 2), np.float32), 1: np.ones((3, 2), np.float32)}, SPECS, each, True) for each in parts
+        ],
+        state=[pack({2: np.full(2, 5.0, np.float32)}, SPECS, each, False) for each in parts],
+        shares=[pack({2: np.ones(2, np.float32)}, SPECS, each, False) for each in parts],
+        rows={3: (np.arange(9), np.ones((9, 2), np.float32))},
+        optimizers=slots,
     )
-    return step.part(index, SPECS, slices[index], even(servers), state_base=7, learning_rate=0.25)
+    return step.part(index, SPECS, parts[index], even(servers), base=7)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -42,10 +46,11 @@ def test_a_push_comes_out_of_its_frame_as_it_went_in(index):
     push, header = part_of(index), pb.ExchangeRequest()
     arrays = push.encode(header)
     read = Push.decode(pb.ExchangeRequest.FromString(header.SerializeToString()), arrays)
-    assert (read.dense, read.updated, read.state_base, read.learning_rate) == ((1,), {0, 1, 3}, 7, 0.25)
-    for mine, other in ((push.blocks, read.blocks), (push.state, read.state), (push.shares, read.shares)):
+    assert (read.batches, read.base) == (4, 7)
+    for mine, other in ((push.moved, read.moved), (push.state, read.state), (push.shares, read.shares)):
         assert mine.keys() == other.keys()
         assert all(mine[dtype] is other[dtype] for dtype in mine)
+    assert push.optimizers.keys() == read.optimizers.keys() >= {"shared/iterations"}
     assert push.rows.keys() == read.rows.keys()
     assert all(push.rows[index] == read.rows[index] for index in push.rows)
 
@@ -53,15 +58,15 @@ def test_a_push_comes_out_of_its_frame_as_it_went_in(index):
 def test_the_servers_parts_of_a_step_are_the_whole_step():
     pushes = [part_of(index) for index in (0, 1)]
     assert sorted(np.concatenate([push.rows[3].ids for push in pushes])) == list(range(9))
-    assert [push for push in pushes if "float32" in push.blocks and push.blocks["float32"].size]
-    assert sum(0 in push.rows for push in pushes) == 1
+    assert sum(push.moved["float32"].size for push in pushes if push.moved) == 18
+    assert sum("slots/1/momentum" in push.optimizers for push in pushes) == 1
 
 
 def test_the_names_on_the_wire_are_those_of_the_protocol():
     names = set().union(*(part_of(index).encode(pb.ExchangeRequest()) for index in (0, 1)))
     assert names == {
-        "gradients/float32", "state/float32", "shares/float32",
-        "rows/0/ids", "rows/0/values", "rows/3/ids", "rows/3/values",
+        "moved/float32", "state/float32", "shares/float32", "rows/3/ids", "rows/3/values",
+        "slots/1/momentum", "shared/iterations",
     }  # fmt: skip
 
 
