@@ -18,7 +18,7 @@ ECHO = Method("test.Echo", "Echo", pb.ExchangeRequest, pb.ExchangeResponse)
 
 def echo(request: Frame[Any]) -> Frame[Any]:
     """The version and the tensors of the request."""
-    return Frame(pb.ExchangeResponse(version=request.header.version), request.tensors)
+    return Frame(pb.ExchangeResponse(version=request.header.known_version), request.tensors)
 
 
 def start_server(answer: Callable[[Frame[Any]], Frame[Any]] = echo, method: Method = ECHO, **options: Any) -> Server:
@@ -30,7 +30,7 @@ def start_server(answer: Callable[[Frame[Any]], Frame[Any]] = echo, method: Meth
 
 
 def ask(connection: Connection, version: int = 0, method: Method = ECHO, **tensors: Any) -> Frame[Any]:
-    return connection.call(method, Frame(pb.ExchangeRequest(version=version), tensors))
+    return connection.call(method, Frame(pb.ExchangeRequest(known_version=version), tensors))
 
 
 def link_of(connection: Connection) -> Any:

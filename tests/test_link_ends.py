@@ -25,7 +25,7 @@ def descriptors() -> int:
 
 def serve_one_that_waits(pipe):
     def wait(request):
-        if request.header.version:
+        if request.header.known_version:
             pipe.send("waits")
             threading.Event().wait()
         return echo(request)
@@ -127,7 +127,7 @@ def test_a_closed_connection_ends_the_call_that_waits(serve_and_connect_by_link)
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(request):
-        if request.header.version:
+        if request.header.known_version:
             begun.set()
             go_on.wait()
         return echo(request)
@@ -155,14 +155,14 @@ def test_a_deadline_ends_a_call_and_the_next_one_is_not_confused_by_its_answer(s
     go_on = threading.Event()
 
     def slow(request):
-        if request.header.version == 1:
+        if request.header.known_version == 1:
             go_on.wait()
         return echo(request)
 
     _, connection = serve_and_connect_by_link(slow)
     ask(connection)
     with pytest.raises(grpc.RpcError) as caught:
-        connection.transport_of(ECHO).call(ECHO, Frame(pb.ExchangeRequest(version=1), {}), timeout=0.05)
+        connection.transport_of(ECHO).call(ECHO, Frame(pb.ExchangeRequest(known_version=1), {}), timeout=0.05)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     go_on.set()
     assert [ask(connection, version).header.version for version in (2, 3)] == [2, 3]

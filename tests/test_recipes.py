@@ -246,20 +246,17 @@ def test_a_compute_backend(copy):
 def test_an_update_rule(copy):
     copy.insert(
         "elasticcb/settings/training.py",
-        "    grads_to_wait: int = setting(",
-        '    my_rule: bool = setting(False, "Leaves out every second gradient.")\n',
+        "    non_finite: NonFinite = setting(",
+        '    my_rule: bool = setting(False, "Merges every second movement with the next one.")\n',
     )
     copy.insert(
         "elasticcb/ps/update_policy.py",
         "def policy_of(",
         textwrap.dedent(
             """
-            class MyRule(UpdatePolicy):
-                name = "my"
-                first_decides = False
-
-                def decide(self, push: PushName, version: int, present: int) -> Decision:
-                    return Decision(Action.STALE, "left out") if push.sequence % 2 else _update((push,))
+            class MyRule(AtOnce):
+                def due(self, lost_workers: Collection[int]) -> list[PushName]:
+                    return [] if len(self.waiting) % 2 else self.flush()
 
 
             """
@@ -267,7 +264,7 @@ def test_an_update_rule(copy):
     )
     copy.insert(
         "elasticcb/ps/update_policy.py",
-        "    if training.is_synchronous:\n",
+        "    if training.updates is Updates.ASYNC or replicas:\n",
         "    if training.my_rule:\n        return MyRule()\n",
     )
     printed = copy.run(
@@ -277,10 +274,11 @@ def test_an_update_rule(copy):
 
         policy = policy_of(TrainingSettings(my_rule=True), False, float)
         for sequence in (1, 2):
-            print(policy.decide(PushName(0, sequence), 0, 0).action.name)
+            policy.come(PushName(0, sequence))
+            print(len(policy.due(())))
         """
     )
-    assert printed.split() == ["STALE", "APPLY"]
+    assert printed.split() == ["0", "2"]
     assert copy.touched == files_of("An update rule")
 
 

@@ -19,7 +19,6 @@ from elasticcb.errors import (
     WireError,
 )
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.peers import Peers
 from elasticcb.rpc.admission import PROTOCOL
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.frame_service import FrameService
@@ -47,7 +46,7 @@ def serve():
 
 
 def test_a_large_frame_goes_there_and_back(serve):
-    call = serve(lambda request: Frame(pb.ExchangeResponse(version=request.header.version + 1), request.tensors))
+    call = serve(lambda request: Frame(pb.ExchangeResponse(version=request.header.known_version + 1), request.tensors))
     weights = np.random.default_rng(0).normal(size=3_000_000).astype("float32")  # 12 MB; gRPC's default limit is 4
     answer = call(4, weights=weights)
     assert answer.header.version == 5
@@ -98,13 +97,6 @@ def test_a_connection_that_was_closed_is_lost(shared):
     connection.close()
     with pytest.raises(ConnectionLostError, match=r"connection to the server at 127\.0\.0\.1:1 was closed"):
         ask(connection, method=replace(ECHO, shared=shared))
-
-
-def test_peers_that_were_closed_are_lost():
-    peers = Peers(["127.0.0.1:1"])
-    peers.close()
-    with pytest.raises(ConnectionLostError, match="were closed"):
-        peers.call("Apply", pb.ApplyRequest())
 
 
 def test_a_server_out_of_reach_is_named():
@@ -208,7 +200,7 @@ def test_a_caller_of_another_protocol_gets_no_link(dial):
     assert not [thread for thread in threading.enumerate() if thread.name == "link"]
 
 
-def test_calls_of_the_master_and_between_servers_carry_the_protocol(monkeypatch):
+def test_calls_carry_the_protocol(monkeypatch):
     given = []
 
     class Listens(grpc.ServerInterceptor):
@@ -218,13 +210,13 @@ def test_calls_of_the_master_and_between_servers_carry_the_protocol(monkeypatch)
 
     monkeypatch.setattr("elasticcb.rpc.server.Gate", lambda *_: Listens())
     server = Server()
-    server.add(FrameService({PS_METHODS["Apply"]: lambda r: Frame(pb.ApplyResponse(), {})}))
+    server.add(FrameService({PS_METHODS["Exchange"]: lambda r: Frame(pb.ExchangeResponse(), {})}))
     server.start()
-    master, peers = MasterClient(server.address), Peers([server.address])
+    master, other = MasterClient(server.address), Connection(server.address, "parameter server 0")
     with pytest.raises(ConnectionLostError, match="UNIMPLEMENTED"):
         master.register(pb.WORKER, 0)
-    peers.call("Apply", pb.ApplyRequest())
-    assert given == [("Register", str(PROTOCOL)), ("Attach", str(PROTOCOL))]  # `Apply` goes by the link
+    other.call(PS_METHODS["Exchange"], Frame(pb.ExchangeRequest(), {}))
+    assert given == [("Register", str(PROTOCOL)), ("Attach", str(PROTOCOL))]  # `Exchange` goes by the link
     master.close()
-    peers.close()
+    other.close()
     server.stop()

@@ -45,7 +45,7 @@ class PlacedWeights:
         self.model = model
         self.variables = variable_specs(model, None if owners is None else StepVariables(owners, owners))
         self.may_split = all(map(may_split, optimizers))
-        self.optimizers = described(optimizers, self.variables)
+        self.optimizers = described(optimizers, self.variables, model.weights)
 
     def start(self) -> InitialModel:
         """The present state of the model."""

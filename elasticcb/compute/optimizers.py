@@ -24,7 +24,8 @@ def prepared(
 ) -> OptimizerState:
     """Builds the optimizers for training; returns their variables. Raises `ModelFileError` when that fails."""
     if any(spec.table for spec in specs):
-        _check_clipping([*map(unwrapped, optimizers), *(leaf.optimizer for leaf in leaves_of(optimizers, specs))])
+        inner = (leaf.optimizer for leaf in leaves_of(optimizers, specs, model.weights))
+        _check_clipping([*map(unwrapped, optimizers), *inner])
     variables = held_variables(optimizers, model.weights, specs)
     for optimizer in map(unwrapped, optimizers):
         # The master has resolved `exclude_from_weight_decay`.

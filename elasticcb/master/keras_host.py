@@ -268,7 +268,7 @@ class ModelHost:
     @property
     def finalizes(self) -> bool:
         """Whether the optimizers set final weights, such as moving averages."""
-        found = leaves_of(model_optimizers(self.model), self.variables)
+        found = leaves_of(model_optimizers(self.model), self.variables, self.model.weights)
         return any(sets_final_weights(leaf.optimizer) for leaf in found)
 
     def set_final_weights(self, state: ModelState) -> None:
@@ -299,7 +299,9 @@ class ModelHost:
     @property
     def described(self) -> Optimizers:
         """What servers know of the optimizers."""
-        return described(model_optimizers(self.model), self.variables) if self.trains else Optimizers()
+        if not self.trains:
+            return Optimizers()
+        return described(model_optimizers(self.model), self.variables, self.model.weights)
 
     @property
     def learning_rate(self) -> keras.Variable | None:

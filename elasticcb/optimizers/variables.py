@@ -74,12 +74,22 @@ class _Outline(NamedTuple):
     trainable: bool = True
 
 
-def leaves_of(optimizers: Sequence[keras.optimizers.Optimizer], specs: Sequence[VariableSpec]) -> list[Leaf]:
-    """The parts of all optimizers of a model that train something; those of the first one in any case."""
+def leaves_of(
+    optimizers: Sequence[keras.optimizers.Optimizer],
+    specs: Sequence[VariableSpec],
+    variables: Sequence[keras.Variable] | None = None,
+) -> list[Leaf]:
+    """The parts of all optimizers of a model that train something; those of the first one in any case.
+
+    Args:
+        variables: the model's; None: the optimizers are not built, and descriptions of variables suffice.
+    """
     found: list[Leaf] = []
     for place, optimizer in enumerate(optimizers):
         outlines = {
             index: _Outline(spec.path, spec.path.rpartition("/")[2], spec.shape, spec.dtype)
+            if variables is None
+            else variables[index]
             for index, spec in enumerate(specs)
             if spec.trainable and spec.optimizer == place
         }
@@ -88,17 +98,21 @@ def leaves_of(optimizers: Sequence[keras.optimizers.Optimizer], specs: Sequence[
     return found
 
 
-def described(optimizers: Sequence[keras.optimizers.Optimizer], specs: Sequence[VariableSpec]) -> Optimizers:
-    """What servers know of a model's optimizers, which need not be built."""
+def described(
+    optimizers: Sequence[keras.optimizers.Optimizer],
+    specs: Sequence[VariableSpec],
+    variables: Sequence[keras.Variable] | None = None,
+) -> Optimizers:
+    """What servers know of a model's optimizers; arguments as of `leaves_of`."""
     if not optimizers:
         return Optimizers()
-    found = leaves_of(optimizers, specs)
+    found = leaves_of(optimizers, specs, variables)
     periods = {leaf.prefix + "iterations": period_of(leaf.optimizer) for leaf in found}
     rate = learning_rate_variable(optimizers[0])
     return Optimizers(
         tuple(leaf.class_name for leaf in found),
         {name: period for name, period in periods.items() if period > 1},
-        None if rate is None else float(keras.ops.convert_to_numpy(rate)),
+        None if rate is None else float(rate),
     )
 
 

@@ -319,13 +319,13 @@ def test_strings_are_ids_without_a_vocabulary(kind: str) -> None:
     np.testing.assert_allclose(predicted, plain.predict(given, verbose=0), rtol=1e-4, atol=1e-5)
 
 
-def test_synchronous_workers_make_one_update_of_rows() -> None:
+def test_a_fit_after_an_evaluation_trains_synchronous_rows_as_in_fit() -> None:
     ours, plain = native_model(keras.optimizers.SGD(0.1)), native_model(keras.optimizers.SGD(0.1))
-    with cluster(num_workers=2, updates="sync") as servers:
+    with cluster(updates="sync") as servers:
         servers.evaluate(ours, IDS, LABELS, batch_size=160, verbose=0)
         assert float(ours.optimizer.learning_rate.numpy()) == pytest.approx(0.1)  # which evaluation leaves alone
         servers.fit(ours, IDS, LABELS, batch_size=160, epochs=3, shuffle=False, verbose=0)
-    plain.fit(IDS, LABELS, batch_size=320, epochs=3, shuffle=False, verbose=0)
+    plain.fit(IDS, LABELS, batch_size=160, epochs=3, shuffle=False, verbose=0)
     for own, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-3, atol=1e-5)
 

@@ -214,23 +214,6 @@ def test_processes_killed_with_the_master_are_replaced_and_all_when_the_one_that
     job.assert_no_orphans()
 
 
-def test_synchronous_servers_outlive_the_master_and_are_started_anew_together(data, start_job):
-    more = {"updates": "sync"}
-    job = start_job(*flags(data, num_epochs=3, **more))
-    job.wait_for_line(r"Evaluation at version")
-    before = others(job)
-    job.master.kill()
-    job.wait_for_line(r"recovered in .*; 2 workers and 2 parameter servers kept running")
-    job.wait_for_line(r"Evaluation at version")
-    assert others(job) == before
-    job.kill("ps", 1)
-    job.wait_for_line(r"The master ended; a new one continues the job with new processes")
-    assert job.finish() == 0, job.output
-    assert records_trained(job.output) == [RECORDS] * 3
-    assert "Traceback" not in job.output
-    job.assert_no_orphans()
-
-
 def test_interrupted_job_is_resumed_without_a_loss_where_it_can_be(data, start_job):
     job = start_job(*flags(data, num_epochs=4, checkpoint_interval=1000, checkpoint_dir=data / "ckpt"))
     job.wait_for_line(r"Evaluation at version")

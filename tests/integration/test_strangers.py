@@ -156,7 +156,7 @@ def test_a_master_whose_processes_are_started_by_hand_makes_a_token_that_no_stra
     assert token.stat().st_mode & 0o077 == 0
     monkeypatch.setenv("ELASTICCB_JOB_TOKEN", token.read_text())
     server = start_job(*command)
-    server.wait_for_line("TensorFlow is imported")
+    server.wait_for_line("Started")
     worker = start_job("worker", *command[1:3], command[-1])
     job.wait_for_line("Evaluation at version")
     assert_all_refuse([*sockets_of(job), *sockets_of(server), *sockets_of(worker)], 2, port=ANSWERS[flags])

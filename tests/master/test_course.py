@@ -71,6 +71,7 @@ class Training:
             training_logs=lambda states: {"loss": float(states["loss"][0])},
             round_logs=lambda merged, version: {"loss": float(merged.states["loss"][0])},
             exports=False,
+            finalizes=False,
         )
         served = SimpleNamespace(
             host=host,
