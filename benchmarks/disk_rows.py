@@ -59,7 +59,7 @@ class Trained:
         from elasticcb.settings.choices import WhenFull
         from elasticcb.storage.cold_store import ColdStore
 
-        self._optimizer, of_table = table_update(keras.optimizers.Adagrad, dim)
+        of_table = table_update(keras.optimizers.Adagrad, dim)
         self._update = TableUpdates({0: of_table})
         self._dim = dim
         self.store = ColdStore(folder) if memory_bytes else None

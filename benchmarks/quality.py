@@ -46,7 +46,7 @@ def _local(steps: int | str) -> Callable[[int], dict[str, Any]]:
 
 
 def _sync(workers: int) -> dict[str, Any]:
-    return {"updates": "sync", "grads_to_wait": workers}
+    return {"updates": "sync"}
 
 
 def _async(workers: int, **exchange: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from elasticcb.ps.server import PSServer
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec, block_sizes
-from elasticcb.sharding.push import Gradients
+from elasticcb.sharding.push import Movement
 from elasticcb.sharding.table_spec import TableSpec
 
 ZEROS = json.dumps(keras.saving.serialize_keras_object(keras.initializers.Zeros()))
@@ -106,15 +106,15 @@ class Pair:
     def _make_step(self) -> Callable[[], Any]:
         generator = np.random.default_rng(0)
         sizes = [block_sizes(self._specs, slices, True) for slices in self._client.servers.partition]
-        gradients = [{dtype: np.full(size, 1e-3, dtype) for dtype, size in each.items()} for each in sizes]
-        dense = tuple(index for index, spec in enumerate(self._specs) if not spec.table)
+        moved = [{dtype: np.full(size, 1e-3, dtype) for dtype, size in each.items()} for each in sizes]
         tables = [index for index, spec in enumerate(self._specs) if spec.table]
         values = np.full((128, 16), 1e-3, np.float32)
 
         def step() -> None:
             ids = {index: np.unique(generator.integers(0, 10_000, 128)) for index in tables}
             rows = {index: (each, values[: len(each)]) for index, each in ids.items()}
-            self._client.push(Gradients(gradients, dense, rows, [{}, {}], [{}, {}], 0.0), None, ids=ids)
+            push = Movement(1, self._client.servers.partition, moved, [{}, {}], [{}, {}], rows)
+            self._client.push(push, self._client.versions, ids)
 
         return step
 

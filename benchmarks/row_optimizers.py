@@ -115,16 +115,12 @@ def row_bytes(kind: Callable[[], Any]) -> int:
     """What a server holds for a row, with the optimizer's slots, two counts and the index."""
     from elasticcb.optimizers.variables import Leaf
     from elasticcb.ps.embedding_table import EmbeddingTable
-    from elasticcb.ps.optimizer import ServerOptimizer
     from elasticcb.ps.table_update import TableUpdate
     from elasticcb.sharding.partition import VariableSpec
 
     spec = VariableSpec("table/embeddings", (0, DIM), "float32", True, table="{}")
 
-    def leaf() -> Leaf:
-        return Leaf("0", kind(), {0: spec})
-
-    update = TableUpdate(ServerOptimizer(leaf(), leaf, {}), 0, spec)
+    update = TableUpdate(Leaf("0", kind(), {0: spec}), spec)
     return EmbeddingTable(DIM, "float32", None, update.slots_of(DIM)).row_bytes
 
 

@@ -210,15 +210,14 @@ class Served:
         from elasticcb.ps.table_update import TableUpdates
         from elasticcb.sharding.table_state import TableState
 
-        self._optimizers, self._tables, self._updates = [], {}, {}
+        self._tables, self._updates = {}, {}
         self._to_nearest = kind == KINDS[2]
         self._version = 0
         for index, rows in enumerate(values):
-            server, update = table_update(lambda: type(optimizer).from_config(optimizer.get_config()), rows.shape[1])
+            update = table_update(lambda: type(optimizer).from_config(optimizer.get_config()), rows.shape[1])
             options = of(kind.partition(",")[0])
             table = EmbeddingTable(rows.shape[1], "float32", None, update.slots_of(rows.shape[1]), options=options)
             table.load(TableState(np.arange(len(rows)), rows), 0)
-            self._optimizers.append(server)
             self._tables[index], self._updates[index] = table, update
         self._apply = TableUpdates(self._updates)
 
@@ -226,9 +225,8 @@ class Served:
         """By gradients of rows, ids and rows as they are then, of each table."""
         self._version += 1
         with self._rounding():
-            self._apply(self._tables, dict(enumerate(gradients)), self._version)
-        for optimizer in self._optimizers:
-            optimizer.advance()
+            steps = {"iterations": np.int64(self._version - 1)}
+            self._apply(self._tables, dict(enumerate(gradients)), self._version, steps)
         return [(ids, self._tables[index].lookup(ids, False)) for index, (ids, _) in enumerate(gradients)]
 
     def _rounding(self) -> AbstractContextManager[Any]:

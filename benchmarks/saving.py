@@ -75,14 +75,15 @@ class Pusher:
         self._thread.start()
 
     def _run(self) -> None:
-        from elasticcb.sharding.push import Gradients
+        from elasticcb.sharding.push import Movement
 
-        dense = [{"float32": np.ones(16, np.float32)}]
+        moved, parts = [{"float32": np.ones(16, np.float32)}], self._client.servers.partition
         while not self._stopped:
             ids = np.unique(self._random.integers(0, self._rows, self._ids))
             gradients = np.ones((len(ids), self._dim), np.float32)
             begun = time.perf_counter()
-            self._client.push(Gradients(dense, (0,), {1: (ids, gradients)}, [{}], [{}], 0.0), None, ids={1: ids})
+            push = Movement(1, parts, moved, [{}], [{}], {1: (ids, gradients)})
+            self._client.push(push, self._client.versions, {1: ids})
             self.longest = max(self.longest, time.perf_counter() - begun)
             self.pushes += 1
 

@@ -34,7 +34,6 @@ BATCH, LOCAL_STEPS = 128, 16
 MOST_WORKERS = 512
 _LINKS = (1e9, 1e10)  # bits a second
 _WARM_UP = 2  # rounds
-_THREADS = 4  # that make the calls of all workers
 _CALL = replace(PS_METHODS["Exchange"], shared=False)
 
 
@@ -71,9 +70,9 @@ def line(mode: str, workers: int, cpu: float, size: float) -> str:
 
 def cost(pipe: Any, address: str, mode: str, workers: int, rounds: int) -> tuple[float, float]:
     """Of an example: seconds of the server's processors, and bytes both ways."""
-    pipe.send((mode, workers))
+    pipe.send(mode)
     pipe.recv()
-    connections = [Connection(address, "the server") for _ in range(_THREADS)]
+    connections = [Connection(address, "the server") for _ in range(workers)]
     job = Job(mode, workers, connections)
     sizes, seconds = [], []
     for _ in range(_WARM_UP + rounds):
@@ -97,53 +96,38 @@ class Job:
 
     def __init__(self, mode: str, workers: int, connections: list[Connection]) -> None:
         self._mode, self._workers, self._connections = mode, workers, connections
-        self._pool = ThreadPoolExecutor(len(connections))
-        self._movement = {"gradients/float32": np.full(WEIGHTS, 1e-6, np.float32)}
+        self._pool = ThreadPoolExecutor(workers)  # each waits for the others
+        self._movement = {"moved/float32": np.full(WEIGHTS, 1e-6, np.float32)}
         self._version = self._newest = self._sequence = 0
         header = pb.InitializeRequest(variables=[spec.to_message() for spec in SPECS], num_ps=1, split=True)
         weights = Frame(header, {"weights/float32": np.zeros(WEIGHTS, np.float32)})
         connections[0].call(replace(PS_METHODS["Initialize"], shared=False), weights)
-        if mode == "local":  # the next round begins with worker 1
-            self._sequence = 1
-            self._push(1)
-            self._version = self._newest
+        for worker in range(1, workers + 1):
+            self._exchange(worker, Frame(self._header(worker, joins=True), {}))
 
     def run_round(self) -> int:
         """Each worker pushes once, and has the weights in the end. Returns the bytes of arrays that went and came."""
         self._sequence += 1
-        others = range(2, self._workers + 1)
-        size = sum(self._pool.map(self._push, others)) + self._push(1)
-        if self._mode != "async":
-            size += sum(self._pool.map(self._ask, others))
+        size = sum(self._pool.map(self._push, range(1, self._workers + 1)))
         self._version = self._newest
         return size
 
     def _push(self, worker: int) -> int:
-        header = self._header(worker, sequence=self._sequence, dense_variables=range(len(SPECS)))
-        if self._mode == "local":
-            header.state_base, header.batches = self._version, LOCAL_STEPS
+        batches = LOCAL_STEPS if self._mode == "local" else 1
+        header = self._header(worker, sequence=self._sequence, base=self._version, batches=batches)
         return self._exchange(worker, Frame(header, self._movement))
 
-    def _ask(self, worker: int) -> int:
-        """For the weights that the push has led to."""
-        return self._exchange(worker, Frame(self._header(worker, awaited=self._sequence), {}))
-
     def _header(self, worker: int, **fields: Any) -> Any:
-        return pb.ExchangeRequest(
-            worker_id=worker, pull=True, version=self._version, known_version=self._version, **fields
-        )
+        return pb.ExchangeRequest(worker_id=worker, pull=True, known_version=self._version, **fields)
 
     def _exchange(self, worker: int, request: Frame[Any]) -> int:
-        answer = self._connections[worker % _THREADS].call(_CALL, request)
-        if request.header.sequence and answer.header.status != pb.ACCEPTED:
-            raise SystemExit(f"A push was refused: {answer.header.reason}")
-        if worker == 1:  # the last one of a round to push
-            self._newest = answer.header.version
+        answer = self._connections[worker - 1].call(_CALL, request)
+        self._newest = max(self._newest, answer.header.version)
         return sum(array.nbytes for array in (*request.tensors.values(), *answer.tensors.values()))
 
 
 def serve(pipe: Any) -> None:
-    """Begins a job for each (mode, workers) that comes, and answers None with the seconds of its processors."""
+    """Begins a job for each mode that comes, and answers None with the seconds of its processors."""
     import keras
 
     from elasticcb.ps.server import PSServer
@@ -161,8 +145,7 @@ def serve(pipe: Any) -> None:
     while True:
         job = pipe.recv()
         if job is not None:
-            mode, workers = job
-            training = TrainingSettings(updates=mode, grads_to_wait=workers)
+            training = TrainingSettings(updates=job)
             server.begin_job(JobSettings(**jobs, training=training), make_optimizers)
         pipe.send(time.process_time())
 

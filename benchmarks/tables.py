@@ -69,7 +69,7 @@ def measure(
     from elasticcb.settings import RowsDtype
     from elasticcb.settings.table import TableOptions
 
-    _, of_table = table_update(lambda: getattr(keras.optimizers, optimizer)(0.05), dim)
+    of_table = table_update(lambda: getattr(keras.optimizers, optimizer)(0.05), dim)
     update = TableUpdates({0: of_table})
     options = TableOptions(rows_dtype=RowsDtype(rows_dtype))
     table = EmbeddingTable(dim, "float32", initial_rows(vocabulary, dim), of_table.slots_of(dim), options=options)
@@ -135,20 +135,15 @@ def initial_rows(vocabulary: int, dim: int) -> Callable[[Array], Array]:
     return lambda ids: make([tf.constant(ids)])[0].numpy()
 
 
-def table_update(make_optimizer: Callable[[], Any], dim: int) -> tuple[Any, Any]:
+def table_update(make_optimizer: Callable[[], Any], dim: int) -> Any:
     """The update of a table by an optimizer, as a server makes it."""
     from elasticcb.optimizers.variables import Leaf
-    from elasticcb.ps.optimizer import ServerOptimizer
     from elasticcb.ps.table_update import TableUpdate
     from elasticcb.sharding.partition import VariableSpec
 
     spec = VariableSpec("embedding/embeddings", (0, dim), "float32", True, table="{}")
 
-    def leaf() -> Leaf:
-        return Leaf("0", make_optimizer(), {0: spec})
-
-    server = ServerOptimizer(leaf(), leaf, {})
-    return server, TableUpdate(server, 0, spec)
+    return TableUpdate(Leaf("0", make_optimizer(), {0: spec}), spec)
 
 
 if __name__ == "__main__":

@@ -127,15 +127,13 @@ class Worker:
 
     def __init__(self, number: int, place: Any, specs: list[Any], mode: str, wire_dtype: str) -> None:
         from elasticcb.clients.ps import PSClient
-        from elasticcb.clients.ps_rounding import Rounding
         from elasticcb.settings import WireDtype
 
         self.bytes: Counter[str] = Counter()
         self._group, self._specs, self._is_local = _group(place, specs), specs, mode == "local"
         self._send, self._group.send = self._group.send, self._counted
         self._random = np.random.default_rng(number)
-        rounding = Rounding(WireDtype(wire_dtype), not self._is_local)
-        self._client = PSClient(self._group, number + 1, rounding=rounding)
+        self._client = PSClient(self._group, number + 1, wire_dtype=WireDtype(wire_dtype))
         self._dense = sum(spec.elements for spec in specs if not spec.table)
         self._number = number
 
@@ -151,25 +149,24 @@ class Worker:
         self._client.lookup(ids[0], create=True)
         self.bytes.clear()  # that was the beginning
         for step in range(batches):
-            self.push(self.gradients(ids[step]), None if not self._is_local else 0, ids[step + 1])
-            if self._is_local and (step + 1) % LOCAL_STEPS == 0:
-                self.push({}, LOCAL_STEPS, {})
+            self.push(self.gradients(ids[step]), 0, ids[step + 1])
+            steps = LOCAL_STEPS if self._is_local else 1
+            if (step + 1) % steps == 0:
+                self.push({}, steps, {})
 
     def gradients(self, ids: dict[int, Any]) -> dict[int, Any]:
         """Random ones of rows."""
         return {table: (own, self._normal(len(own), self._specs[table])) for table, own in ids.items()}
 
-    def push(self, rows: dict[int, Any], batches: int | None, wanted: dict[int, Any]) -> None:
+    def push(self, rows: dict[int, Any], batches: int, wanted: dict[int, Any]) -> None:
         """Pushes gradients of rows, and for a number of `batches` above 0 a movement; asks for the rows `wanted`."""
-        from elasticcb.sharding.push import Gradients
+        from elasticcb.sharding.push import Movement
 
-        dense: tuple[int, ...] = ()
         blocks: list[dict[str, Any]] = [{}]
-        if batches != 0:
-            dense = tuple(index for index, spec in enumerate(self._specs) if not spec.table)
+        if batches:
             blocks = [{"float32": (self._random.normal(size=self._dense) * 1e-6).astype("f4")}]
-        push = Gradients(blocks, dense, rows, [{}], [{}], 0.0, batches=batches)
-        self._client.push(push, None, pull=batches != 0, ids=wanted)
+        push = Movement(batches, self._group.partition, blocks, [{}], [{}], rows)
+        self._client.push(push, self._client.versions, wanted)
 
     def _normal(self, count: int, spec: Any) -> Any:
         return (self._random.normal(size=(count, spec.row_elements)) * 1e-3).astype("f4")

@@ -71,7 +71,7 @@ class ServedModel:
     Attributes:
         merged: notified when movements were merged; of the lock.
         waiting: movements that are not merged yet.
-        taken: by worker, the sequence number of its last push that is part of the model; earlier ones are, too.
+        taken: by worker, the sequence number of its last push that is part of the model, as earlier ones are.
         snapshots: by evaluation pass.
         loaded: id of the last change by the master, and the version it made.
         rate_version, slots_version: increase when the master sets the base rate, or the optimizers' state.

@@ -56,7 +56,7 @@ class AtOnce:
         self._last = {worker: last for worker, last in self._last.items() if last > oldest}
 
     def due(self, lost_workers: Collection[int]) -> list[PushName]:
-        """The movements to merge together now."""
+        """The movements to merge now."""
         return self.flush()
 
     def flush(self) -> list[PushName]:

@@ -185,7 +185,7 @@ def _conflicts_with_replicas(settings: JobSettings, mode: str) -> Iterator[tuple
     if settings.cluster.num_ps < 2:
         yield "cluster.num_ps", "a server's replica is kept by the next server. Start at least 2 servers."
     if settings.training.updates is Updates.SYNC:
-        yield mode, "a replica does not record whose movements were merged together. Remove one of the two."
+        yield mode, "a replica does not record which movements made up a round. Remove one of the two."
     if not settings.checkpoint.interval_seconds:
         why = "a replica holds only the updates since the last recovery files. Set an interval of a few seconds."
         yield "checkpoint.interval_seconds", why
