@@ -163,7 +163,8 @@ class Session:
         if built.before is None and not any(spec.table for spec in servers.specs):
             self._rehearse(built)
         self.rate = WorkerRate(self.model, self.ps)
-        self.rate.adopt_base()
+        if trains:
+            self.rate.adopt_base()
         self.callbacks = Dispatcher(
             job_callbacks(built.spec, settings),
             Place.WORKER,

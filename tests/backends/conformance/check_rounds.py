@@ -14,6 +14,7 @@ from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.compute.registry import backend
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.ps_admin import PSControl
+from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.variables import described
 from elasticcb.process.stats import Measures
 from elasticcb.ps.server import PSServer
@@ -49,37 +50,70 @@ def places():
         server.stop(0)
 
 
+class Workers:
+    """Workers that train a model on batches of their own, by real servers."""
+
+    def __init__(self, places, name, workers, x, y):
+        held = [hold(make(name), (tf.constant(x[:BATCH]), tf.constant(y[:BATCH]))) for _ in range(workers)]
+        specs, model = held[0].specs, held[0].model
+        self.x, self.y = x, y
+        self.clients = [PSClient(ServerGroup(places, specs, True), 1 + worker) for worker in range(workers)]
+        client = PSClient(ServerGroup(places, specs, True))
+        self.control = PSControl(client, "rounds", described([model.optimizer], specs))
+        self.control.initialize(InitialModel([variable.numpy() for variable in model.weights]))
+        self.computations = [backend().computation(each) for each in held]
+        self.local = [
+            LocalUpdates(computation, client, WindowLength(1), Measures())
+            for computation, client in zip(self.computations, self.clients, strict=True)
+        ]
+        for each in self.local:
+            each.follow()
+
+    def train(self, start):
+        """Each trains on one batch, from the record at `start` on, and merges."""
+        for place, (computation, each) in enumerate(zip(self.computations, self.local, strict=True)):
+            own = slice(start + place * BATCH, start + (place + 1) * BATCH)
+            computation.train(computation.prepare(tensors((self.x[own], self.y[own])), Mode.TRAINING), {})
+            each.count()
+        with ThreadPoolExecutor(len(self.local)) as pool:
+            list(pool.map(lambda each: each.merge(ends_task=False), self.local))
+
+    def close(self):
+        for each in (*self.clients, self.control.client):
+            each.servers.close()
+
+
+def records(count):
+    x = np.random.default_rng(count).normal(size=(count, 5)).astype("float32")
+    return x, np.sin(x.sum(1, keepdims=True))
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_synchronous_workers_train_as_fit_on_the_joined_batch(name, workers, places):
-    generator = np.random.default_rng(workers)
-    x = generator.normal(size=(ROUNDS * workers * BATCH, 5)).astype("float32")
-    y = np.sin(x.sum(1, keepdims=True))
+    x, y = records(ROUNDS * workers * BATCH)
     reference = make(name)
     reference.fit(x, y, batch_size=workers * BATCH, shuffle=False, verbose=0)
-
-    first = (tf.constant(x[:BATCH]), tf.constant(y[:BATCH]))
-    held = [hold(make(name), first) for _ in range(workers)]
-    specs, model = held[0].specs, held[0].model
-    clients = [PSClient(ServerGroup(places, specs, True), 1 + worker) for worker in range(workers)]
-    control = PSControl(PSClient(ServerGroup(places, specs, True)), "rounds", described([model.optimizer], specs))
-    control.initialize(InitialModel([variable.numpy() for variable in model.weights]))
-    computations = [backend().computation(each) for each in held]
-    local = [
-        LocalUpdates(computation, client, WindowLength(1), Measures())
-        for computation, client in zip(computations, clients, strict=True)
-    ]
-    with ThreadPoolExecutor(workers) as pool:
-        for each in local:
-            each.follow()
-        for start in range(0, len(x), BATCH * workers):
-            for place, (computation, each) in enumerate(zip(computations, local, strict=True)):
-                own = slice(start + place * BATCH, start + (place + 1) * BATCH)
-                computation.train(computation.prepare(tensors((x[own], y[own])), Mode.TRAINING), {})
-                each.count()
-            list(pool.map(lambda each: each.merge(ends_task=False), local))
-    weights, _ = control.client.weights()
-    for each in (*clients, control.client):
-        each.servers.close()
+    some = Workers(places, name, workers, x, y)
+    for start in range(0, len(x), BATCH * workers):
+        some.train(start)
+    weights, _ = some.control.client.weights()
+    some.close()
     assert_same(weights, [variable.numpy() for variable in reference.weights])
-    assert control.client.version == ROUNDS * workers
+    assert some.control.client.version == ROUNDS * workers
+
+
+def test_optimizer_state_that_the_master_sets_reaches_all_workers(places):
+    some = Workers(places, "momentum", 2, *records(4 * BATCH))
+    some.train(0)
+    state = some.control.export().optimizer
+    key = min(state.slots)
+    state.slots = {key: np.full_like(state.slots[key], 7.0)}
+    some.control.load_state(None, OptimizerState(state.slots))
+    for each in some.local:
+        each.follow()
+    for computation in some.computations:
+        np.testing.assert_array_equal(computation.optimizer_state().slots[key], state.slots[key])
+    some.train(2 * BATCH)
+    assert not np.array_equal(some.computations[0].optimizer_state().slots[key], state.slots[key])
+    some.close()
