@@ -32,7 +32,7 @@ def test_what_is_sent_as_it_is_stays_the_same_memory():
     assert there_and_back(frame, WireDtype.SAME)[ROWS] is frame[ROWS]
 
 
-@pytest.mark.parametrize("name", [ROWS, "table/0", "gradients/float32", "weights/float32"])
+@pytest.mark.parametrize("name", [ROWS, "table/0", "moved/float32"])
 def test_bfloat16_is_rounded_to_the_nearest(name):
     given = rows_of()
     sent = narrowed({name: given}, WireDtype.BFLOAT16)
