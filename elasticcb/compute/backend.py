@@ -82,8 +82,8 @@ class LocalModel(ABC):
         """Of moving averages, by variable: the weight of the old value in the value after a batch."""
 
     @abstractmethod
-    def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
-        """The model's current weights, cut for servers."""
+    def weights(self) -> Sequence[Array]:
+        """The model's current weights, without a copy where possible: valid until the next step."""
 
     @abstractmethod
     def set_weights(self, weights: PlacedBlocks) -> None:

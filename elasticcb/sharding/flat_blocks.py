@@ -172,16 +172,6 @@ def pieces_of(
     return {index: [piece for _, piece in sorted(pieces, key=lambda each: each[0])] for index, pieces in found.items()}
 
 
-def cut_by_dtype(
-    flat: Mapping[int, Any], specs: Sequence[VariableSpec], slices: Sequence[Slice], trainable: bool
-) -> dict[str, list[Any]]:
-    """By dtype, the pieces of flat variables of any framework that make up one server's blocks, in order."""
-    pieces: dict[str, list[Any]] = {}
-    for part, dtype, _ in layout(specs, slices, trainable, flat.keys()):
-        pieces.setdefault(dtype, []).append(flat[part.variable][part.start : part.stop])
-    return pieces
-
-
 def pack_weights(weights: Sequence[Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]) -> dict[str, Array]:
     """One server's part of `weights`, in wire format."""
     return named(WEIGHTS, pack(weights, specs, slices, True)) | named(STATE, pack(weights, specs, slices, False))

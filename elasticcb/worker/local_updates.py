@@ -13,9 +13,9 @@ from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import to_tensors
 from elasticcb.process.stats import STALENESS, Measures
 from elasticcb.rpc.tensors import Array, all_finite
-from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
+from elasticcb.sharding.array_names import WEIGHTS, of_kind
 from elasticcb.sharding.flat_blocks import PlacedBlocks, first_non_finite, state_moves
-from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.sharding.partition import Slice, VariableSpec, layout, pack
 from elasticcb.sharding.push import Movement
 from elasticcb.worker.window_length import WindowLength
 
@@ -170,14 +170,11 @@ class LocalUpdates:
 
     def _movement(self, with_slots: bool) -> Movement:
         base, specs = self._base, self._ps.servers.specs
-        present = self._model.weights(base.partition)
-        moved = []
-        for before, now, slices in zip(base, present, base.partition, strict=True):
-            old = of_kind(WEIGHTS, before)
-            moved.append({dtype: _difference(block, old[dtype]) for dtype, block in of_kind(WEIGHTS, now).items()})
-            _check_finite(moved[-1], specs, slices, True)
+        present, placed = self._model.weights(), list(zip(base, base.partition, strict=True))
+        moved = [_differences(present, of_kind(WEIGHTS, before), specs, slices) for before, slices in placed]
         decays = {index: decay**self._batches for index, decay in self._model.decays.items()}
-        state, shares = self._moves(base, [of_kind(STATE, now) for now in present], specs, base.partition, decays)
+        own = [pack(present, specs, slices, False) for slices in base.partition]
+        state, shares = self._moves(base, own, specs, base.partition, decays)
         for values, share, slices in zip(state, shares, base.partition, strict=True):
             _check_finite(values, specs, slices, False, share)
         shared = OptimizerState(shared=dict(self._model.shared_optimizer_state()))
@@ -203,11 +200,22 @@ def _check_finite(
         raise NotFiniteError(f"The new value of {path!r} holds NaN or infinity")
 
 
-def _difference(now: Array, before: Array) -> Array:
-    """How far weights moved: not at all where NaN or infinity did not change, as in variables that no step uses."""
-    moved: Array = now - before
-    if not all_finite(moved):
-        moved[(now == before) | (np.isnan(now) & np.isnan(before))] = 0
+def _differences(
+    present: Sequence[Array], before: Mapping[str, Array], specs: Sequence[VariableSpec], slices: Sequence[Slice]
+) -> dict[str, Array]:
+    """How far weights moved, as one server's flat blocks: not at all where NaN or infinity did not change, as in
+    variables that no step uses.
+    """
+    moved = {dtype: np.empty_like(block) for dtype, block in before.items()}
+    for part, dtype, offset in layout(specs, slices, True):
+        here = slice(offset, offset + part.elements)
+        now = present[part.variable].reshape(-1)[part.start : part.stop]
+        np.subtract(now, before[dtype][here], out=moved[dtype][here])
+    if not all(map(all_finite, moved.values())):
+        for dtype, now in pack(present, specs, slices, True).items():
+            old = before[dtype]
+            moved[dtype][(now == old) | (np.isnan(now) & np.isnan(old))] = 0
+        _check_finite(moved, specs, slices, True)
     return moved
 
 

@@ -20,7 +20,7 @@ from elasticcb.optimizers.traits import model_optimizers, sets_final_weights, st
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import JobSettings, NonFinite
 from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
-from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.sharding.partition import VariableSpec
 from elasticcb.worker.learning_rate import WorkerRate
 from elasticcb.worker.local_updates import LocalUpdates, NotFiniteError
 from elasticcb.worker.window_length import WindowLength
@@ -37,9 +37,8 @@ class _FreeModel(HoldsOptimizers):
         super().__init__(prepared(model, specs, model_optimizers(model)))
         self._model, self._specs = model, specs
 
-    def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
-        arrays: list[Array] = [keras.ops.convert_to_numpy(variable.value) for variable in self._model.weights]
-        return PlacedBlocks((pack_weights(arrays, self._specs, slices) for slices in partition), partition)
+    def weights(self) -> Sequence[Array]:
+        return [keras.ops.convert_to_numpy(variable.value) for variable in self._model.weights]
 
     def set_weights(self, weights: PlacedBlocks) -> None:
         assign_dense(self._model, self._specs, weights)
@@ -121,12 +120,11 @@ class PlacedModel:
 
     def _has_moved(self) -> bool:
         """Whether the weights are others than the servers'."""
-        known = self._ps.blocks
-        present = self._model.weights(known.partition)
+        known, specs, present = self._ps.blocks, self._ps.servers.specs, self._model.weights()
         return any(
             not np.array_equal(block, before[name])
-            for own, before in zip(present, known, strict=True)
-            for name, block in own.items()
+            for slices, before in zip(known.partition, known, strict=True)
+            for name, block in pack_weights(present, specs, slices).items()
         )
 
     def close(self) -> None:

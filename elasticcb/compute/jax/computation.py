@@ -26,8 +26,7 @@ from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
-from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
-from elasticcb.sharding.partition import Slice
+from elasticcb.sharding.flat_blocks import PlacedBlocks
 
 Step = Callable[..., Any]
 
@@ -210,9 +209,9 @@ class JAXComputation(HoldsOptimizers, Computation):
 
     # ------------------------------------------------------------ weights
 
-    def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
-        arrays = jax.device_get([variable.value for variable in self._model.weights])
-        return PlacedBlocks((pack_weights(arrays, self._specs, slices) for slices in partition), partition)
+    def weights(self) -> Sequence[Array]:
+        arrays: list[Array] = jax.device_get([variable.value for variable in self._model.weights])
+        return arrays
 
     def set_weights(self, weights: PlacedBlocks) -> None:
         assign_dense(self._model, self._specs, weights)

@@ -22,9 +22,7 @@ from elasticcb.optimizers.state import OptimizerState
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
-from elasticcb.sharding.array_names import STATE, WEIGHTS, named
-from elasticcb.sharding.flat_blocks import PlacedBlocks, cut_by_dtype, pieces_of
-from elasticcb.sharding.partition import Slice
+from elasticcb.sharding.flat_blocks import PlacedBlocks, pieces_of
 from elasticcb.tf.batch_signatures import Fixed
 from elasticcb.tf.compiled_step import CompiledStep
 from elasticcb.tf.concrete_call import CompiledLater
@@ -32,6 +30,7 @@ from elasticcb.tf.convert import array_of, tensor_of
 
 logger = logging.getLogger(__name__)
 
+_FEW = 4  # variables that are read sooner one by one than by a compiled function
 _NOT_COMPILABLE = re.compile(r"XLA|unsupported operations|compile-time constant|uncompilable", re.IGNORECASE)
 
 
@@ -62,7 +61,7 @@ class TensorFlowComputation(Computation):
         self._read_shared, self._read_all = _reader(variables.shared), _reader(self._optimizer_variables)
         self._set: dict[tuple[Any, ...], Callable[[Any], Any]] = {}  # by the variables that it sets
         self._assign: Callable[[Any], Any] | None = None
-        self._pack_all = CompiledLater(self._packed)
+        self._read_weights = _reader(dict(enumerate(held.model.weights)))
         self._served = TensorFlowTables(held.model, held.tables)
         steps: dict[str, Callable[[Any], Any]] = {
             Mode.TRAINING: self._capture.train_step,
@@ -174,14 +173,12 @@ class TensorFlowComputation(Computation):
 
     # ------------------------------------------------------------ weights
 
-    def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
-        self._follow(partition)
-        weights, state = map(_to_arrays, self._pack_all())
-        blocks = (named(WEIGHTS, own) | named(STATE, others) for own, others in zip(weights, state, strict=True))
-        return PlacedBlocks(blocks, partition)
+    def weights(self) -> Sequence[Array]:
+        return [*self._read_weights().values()]
 
     def set_weights(self, weights: PlacedBlocks) -> None:
-        self._follow(weights.partition)
+        if weights.partition != self._partition:
+            self._partition, self._assign = weights.partition, None
         names = [sorted(server) for server in weights]
         blocks = [server[name] for server, own in zip(weights, names, strict=True) for name in own]
         # TensorFlow variables take over the memory of assigned values, and training writes to it.
@@ -195,27 +192,10 @@ class TensorFlowComputation(Computation):
             self._assign = CompiledLater(assign, [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
         self._assign(tensors)
 
-    def _follow(self, partition: Sequence[Sequence[Slice]]) -> None:
-        """Switches to the servers of the weights."""
-        if partition != self._partition:
-            self._partition = partition
-            self._assign = None
-            self._pack_all = CompiledLater(self._packed)
-
     def _assign_blocks(self, blocks: Any) -> None:
         for index, pieces in pieces_of(blocks, self._specs, self._partition).items():
             whole = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
             self._model.weights[index].assign(tf.reshape(whole, self._specs[index].shape))
-
-    def _packed(self) -> Any:
-        return tuple(self._pack(trainable) for trainable in (True, False))
-
-    def _pack(self, trainable: bool) -> list[dict[str, Any]]:
-        """Flat blocks by server, like those of `sharding.partition.pack` for arrays."""
-        weights = enumerate(self._model.weights)
-        flat = {i: tf.reshape(each.value, [-1]) for i, each in weights if self._specs[i].trainable is trainable}
-        cut = [cut_by_dtype(flat, self._specs, slices, trainable) for slices in self._partition]
-        return [{dtype: tf.concat(own, 0) if len(own) > 1 else own[0] for dtype, own in each.items()} for each in cut]
 
     # ------------------------------------------------------------ optimizers
 
@@ -251,6 +231,8 @@ def _by_kind(state: OptimizerState) -> dict[tuple[str, Any], Any]:
 
 def _reader(variables: Mapping[Any, Any]) -> Callable[[], dict[Any, Array]]:
     """Reads all variables at once, as arrays that do not change later."""
+    if len(variables) <= _FEW:
+        return lambda: {key: array_of(tf.convert_to_tensor(variable.value)) for key, variable in variables.items()}
     read = CompiledLater(lambda: [tf.convert_to_tensor(variable.value) for variable in variables.values()])
     return lambda: dict(zip(variables, map(array_of, read()), strict=True))
 
@@ -263,10 +245,6 @@ def _states_of(tensors: Mapping[str, Sequence[Any]], outputs: Any) -> States:
     """The metric states after a training step."""
     states = {name: [tensor.numpy() for tensor in own] for name, own in tensors.items()}
     return with_outputs(states, tf.nest.map_structure(_as_array, outputs))
-
-
-def _to_arrays(servers: Any) -> Any:
-    return [{name: array_of(tensor) for name, tensor in server.items()} for server in servers]
 
 
 def _as_array(tensor: Any) -> Any:

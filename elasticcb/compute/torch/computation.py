@@ -23,10 +23,9 @@ from elasticcb.model.metrics import to_number
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.step_logs import flat_logs
 from elasticcb.optimizers.variables import StepVariables
-from elasticcb.rpc.tensors import dtype_of
+from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.settings import Mode
-from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
-from elasticcb.sharding.partition import Slice
+from elasticcb.sharding.flat_blocks import PlacedBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +111,8 @@ class TorchComputation(HoldsOptimizers, Computation):
         with self._step_of(batch, rows, training=False), torch.no_grad():
             return keras.tree.map_structure(as_array, self._model.predict_step(batch.data))
 
-    def weights(self, partition: Sequence[Sequence[Slice]]) -> PlacedBlocks:
-        arrays = [array_of(variable.value) for variable in self._model.weights]
-        return PlacedBlocks((pack_weights(arrays, self._specs, slices) for slices in partition), partition)
+    def weights(self) -> Sequence[Array]:
+        return [array_of(variable.value) for variable in self._model.weights]
 
     def set_weights(self, weights: PlacedBlocks) -> None:
         assign_weights(self._model, self._specs, weights)
