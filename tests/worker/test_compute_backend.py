@@ -13,7 +13,7 @@ from elasticcb.compute.backend import Backend, Computation, HeldModel, Prepared,
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
-from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights, unpack_weights
+from elasticcb.sharding.flat_blocks import PlacedBlocks, unpack_weights
 from elasticcb.sharding.table_spec import TableSpec
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
@@ -40,8 +40,8 @@ class LinearRegression(Computation):
         arrays = tuple(np.asarray(part) for part in parts if part is not None)
         return Prepared(arrays, len(arrays[0]))
 
-    def weights(self, partition: Any) -> PlacedBlocks:
-        return PlacedBlocks((pack_weights(self._weights, self._specs, slices) for slices in partition), partition)
+    def weights(self) -> list[Array]:
+        return self._weights
 
     def set_weights(self, weights: PlacedBlocks) -> None:
         self._weights = [np.array(each) for each in unpack_weights(weights, self._specs, weights.partition)]
