@@ -47,6 +47,7 @@ from elasticcb.settings import (
     Updates,
 )
 from elasticcb.settings.arguments import EVERYDAY, GROUPS
+from elasticcb.settings.training import is_due
 
 
 class Cluster:
@@ -257,7 +258,7 @@ class Cluster:
             listed, validation_data = [own, *listed], None
         with self._call("fit") as call:
             sources = data_of.training_sources(
-                call, x, y, sample_weight, batch_size, shuffle, class_weight, steps_per_epoch,
+                call, x, y, sample_weight, batch_size, shuffle, class_weight, steps_per_epoch, initial_epoch,
                 validation_data, validation_batch_size, validation_steps,
             )  # fmt: skip
             if getattr(sources[Mode.TRAINING], "runs_python", False):
@@ -270,6 +271,7 @@ class Cluster:
             model.test_function = None  # a model's own `evaluate` traced it while the job watched its step
             if summary.stopped_early:  # by a copy on a worker: callbacks of the caller's process have set it here
                 model.stop_training = True
+            call.was_read(len(history.epoch), sum(is_due(validation_freq, epoch) for epoch in history.epoch))
         return history
 
     @with_own_method
@@ -296,6 +298,7 @@ class Cluster:
             source = call.adapt(x, y, sample_weight, batch_size=batch_size, steps=steps, purpose="evaluate")
             params = {"verbose": verbose, "batch_size": batch_size or 32}
             summary, _ = self._jobs.run(Command.EVALUATE, call, model, {Mode.EVALUATION: source}, listed, params)
+            call.was_read(1)
         return dict(summary.metrics) if return_dict else metrics_in_order(model, summary.metrics)
 
     @with_own_method
@@ -319,7 +322,9 @@ class Cluster:
             source = call.adapt(x, batch_size=batch_size, steps=steps, purpose="predict")
             params = {"verbose": verbose, "batch_size": batch_size or 32}
             _, parts = self._jobs.run(Command.PREDICT, call, model, {Mode.PREDICTION: source}, listed, params)
-            return whole_predictions(model, source, parts)
+            predictions = whole_predictions(model, source, parts)
+            call.was_read(1)
+            return predictions
 
     # ------------------------------------------------------------ the methods of ClusterCoordinator
 

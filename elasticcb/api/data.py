@@ -60,6 +60,11 @@ class MethodCall:
             )
         return source
 
+    def was_read(self, *passes: int) -> None:
+        """The data was read in so many passes, in the order of `adapt`."""
+        for source, times in zip(self._sources, passes, strict=False):
+            source.was_read(times)
+
     def close(self) -> None:
         for source in self._sources:
             source.close()
@@ -74,6 +79,7 @@ def training_sources(
     shuffle: bool | str,
     class_weight: Any,
     steps_per_epoch: int | None,
+    initial_epoch: int,
     validation_data: Any,
     validation_batch_size: int | None,
     validation_steps: int | None,
@@ -91,6 +97,7 @@ def training_sources(
             steps=steps_per_epoch,
         )
     }
+    sources[Mode.TRAINING].first_epoch = initial_epoch
     if validation_data is not None:
         sources[Mode.EVALUATION] = call.adapt(
             *keras.utils.unpack_x_y_sample_weight(validation_data),

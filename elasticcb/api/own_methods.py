@@ -13,6 +13,7 @@ import keras
 
 from elasticcb.errors import UsageError
 from elasticcb.optimizers.step_logs import is_overridden
+from elasticcb.settings.training import is_due
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -80,8 +81,7 @@ def validated_here(
         )
 
     def validate(epoch: int, logs: dict[str, Any]) -> None:
-        due = (epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency
-        if not due:
+        if not is_due(frequency, epoch):
             return
         found = model.evaluate(
             x=x,

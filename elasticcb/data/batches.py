@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Frame
 
 # Requests a batch from the process that called `fit`.
 NextBatch = Callable[[pb.NextBatchRequest], Frame[pb.NextBatchResponse]]
+
+
+Purpose = Literal["fit", "validation", "evaluate", "predict"]
 
 
 class BatchSource(ABC):
@@ -32,6 +35,7 @@ class BatchSource(ABC):
       fixed: for each tensor of a batch, in the order of `tf.nest.flatten`, whether all batches have the same number of
         rows, and Keras knows it before it reads them; empty: it knows none.
       keeps_order: whether the n-th batch of a range has its n-th number, that is, no number is skipped.
+      first_epoch: the epoch that reads the data from its start: `initial_epoch`, as in Keras.
     """
 
     num_batches: int | None
@@ -41,6 +45,7 @@ class BatchSource(ABC):
     keeps_order = True
     given: Any = None
     fixed: Sequence[bool] = ()
+    first_epoch = 0
 
     @abstractmethod
     def batches(self, epoch: int, start: int, end: int) -> Iterator[Any]:
@@ -52,10 +57,13 @@ class BatchSource(ABC):
 
     def first_batch(self) -> Any:
         """A batch for building a model; None if there is none. Does not affect later reads."""
-        return next(self.batches(0, 0, 1), None)
+        return next(self.batches(self.first_epoch, 0, 1), None)
 
     def connect(self, next_batch: NextBatch) -> None:  # noqa: B027 - most sources hold their data
         """Call it on a worker before reading batches."""
+
+    def was_read(self, passes: int) -> None:  # noqa: B027 - most data does not change by being read
+        """Changes the caller's data as if its own process had read it in so many passes."""
 
     def close(self) -> None:  # noqa: B027 - most sources hold nothing
         """Closes this process's resources. Files in the source's folder are kept: the folder's owner removes them."""
@@ -77,6 +85,7 @@ class PassSource(BatchSource):
         self.num_batches = steps or size
 
     def batches(self, epoch: int, start: int, end: int) -> Iterator[Any]:
+        epoch -= self.first_epoch
         first, end = epoch * self.num_batches + start, epoch * self.num_batches + min(end, self.num_batches)
         while first < end:
             number, offset = divmod(first, self.size)
@@ -86,7 +95,7 @@ class PassSource(BatchSource):
 
     @abstractmethod
     def pass_batches(self, epoch: int, number: int, start: int, end: int) -> Iterator[Any]:
-        """Yields the batches `[start, end)` of pass `number`, which belong to `epoch`."""
+        """Yields the batches `[start, end)` of pass `number`, which belong to `epoch`; both count from 0."""
 
 
 def source_seed(seed: int, *numbers: int) -> list[int]:

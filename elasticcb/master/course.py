@@ -274,7 +274,7 @@ class Course:
         logs = self._host.training_logs(states)
         logger.info("Epoch %d is done at version %d: %s", epoch + 1, self._desk.version, logs)
         decision = None
-        if self._evaluates and self._evaluates_after(epoch):
+        if self._evaluates and self._settings.training.validates_after(epoch):
             with self._desk.state() as state:
                 decision = state.rounds.epoch_ended(epoch, state.version)
         if decision is not None and not self._settings.training.evaluation_steps:
@@ -300,12 +300,6 @@ class Course:
         """The time, and the records trained over all epochs."""
         with self._desk.state():
             return time.monotonic(), sum(self.queue.accounting.records_trained.values())
-
-    def _evaluates_after(self, epoch: int) -> bool:
-        frequency = self._settings.training.validation_freq
-        if isinstance(frequency, int):
-            return (epoch + 1) % frequency == 0
-        return epoch + 1 in frequency
 
     def _training_done(self) -> None:
         self._desk.tell(phase="finishing")

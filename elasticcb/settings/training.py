@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +159,10 @@ class TrainingSettings(ExchangeOptions):
         for earlier in EARLIER:
             object.__setattr__(self, earlier, None)
 
+    def validates_after(self, epoch: int) -> bool:
+        """Whether validation data is evaluated after this epoch, counted from 0."""
+        return is_due(self.validation_freq, epoch)
+
     @property
     def window(self) -> int | None:
         """Batches after which a worker's movement is merged; None: as measured."""
@@ -174,6 +179,12 @@ class TrainingSettings(ExchangeOptions):
         if per_task <= window:
             return per_task
         return -(-min(per_task, _MOST_BATCHES_PER_TASK) // window) * window  # whole windows
+
+
+def is_due(validation_freq: int | Sequence[int], epoch: int) -> bool:
+    """Whether Keras's argument asks for a validation after this epoch, counted from 0."""
+    epoch += 1
+    return epoch % validation_freq == 0 if isinstance(validation_freq, int) else epoch in validation_freq
 
 
 @dataclass(frozen=True, kw_only=True)

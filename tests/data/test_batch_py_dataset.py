@@ -77,7 +77,7 @@ def test_batches_are_shuffled_by_the_epoch_alone(tmp_path: Path) -> None:
     assert orders[0] != orders[1]
 
 
-def test_hooks_change_every_copy_alike_and_leave_the_callers_dataset_and_random_states_alone(tmp_path: Path) -> None:
+def test_hooks_change_every_copy_alike_and_leave_random_states_alone(tmp_path: Path) -> None:
     dataset = Reshuffled()
     source = adapt(dataset, shuffle=False, purpose="fit", folder=tmp_path, seed=1)
     states = random.getstate(), np.random.get_state()[1].copy()
@@ -89,11 +89,14 @@ def test_hooks_change_every_copy_alike_and_leave_the_callers_dataset_and_random_
     assert rows_in(all_batches(other, 0)) == orders[0]  # a task of an old epoch that is handed out again
     assert rows_in(all_batches(source, 0)) == orders[0]
     assert dataset.calls == []
+    source.was_read(2)  # the next call goes on where this one ended
+    assert dataset.calls == ["end", *["begin", "end"] * 2]
+    assert rows_in([dataset[index] for index in range(7)]) == orders[2]
     assert random.getstate() == states[0]
     np.testing.assert_array_equal(np.random.get_state()[1], states[1])
 
 
-@pytest.mark.parametrize("purpose", ["fit", "validation"])
+@pytest.mark.parametrize("purpose", ["fit", "validation", "predict"])
 def test_hooks_are_called_as_keras_calls_them(purpose: Any, tmp_path: Path) -> None:
 
     class Watched(Reshuffled):
@@ -105,13 +108,26 @@ def test_hooks_are_called_as_keras_calls_them(purpose: Any, tmp_path: Path) -> N
     watched = Watched()
     if purpose == "fit":
         model.fit(watched, shuffle=False, epochs=3, verbose=0)
+    elif purpose == "predict":
+        model.predict(watched, verbose=0)
     else:
         for _ in range(3):
             model.evaluate(watched, verbose=0)
     source = adapt(Watched(), shuffle=False, purpose=purpose, folder=tmp_path, seed=1)
-    seen = [tuple(next(source.batches(epoch, 0, 1))[0][0]) for epoch in range(3)]
+    passes = 1 if purpose == "predict" else 3
+    seen = [tuple(next(source.batches(epoch, 0, 1))[0][0]) for epoch in range(passes)]
     # The last of Keras's calls is the end of the last epoch.
     assert (watched.calls.count("begin"), watched.calls.count("end")) == (seen[-1][0], seen[-1][1] + 1)
+    source.was_read(passes)
+    assert source.given.calls == watched.calls
+
+
+def test_the_first_epoch_reads_the_data_from_its_start(tmp_path: Path) -> None:
+    source = adapt(Reshuffled(), shuffle=False, steps=3, purpose="fit", folder=tmp_path, seed=1)
+    expected = [rows_in(all_batches(copy_of(source), epoch)) for epoch in range(2)]
+    source.first_epoch = 4
+    assert rows_in([source.first_batch()]) == expected[0][:2]
+    assert [rows_in(all_batches(copy_of(source), 4 + epoch)) for epoch in range(2)] == expected
 
 
 def test_a_dataset_without_an_end_counts_on(tmp_path: Path) -> None:

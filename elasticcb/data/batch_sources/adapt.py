@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -17,11 +17,10 @@ from elasticcb.data.batch_sources.records import Records, RecordSource
 from elasticcb.data.batch_sources.served import ServedSource
 from elasticcb.data.batch_sources.service import DataService
 from elasticcb.data.batch_sources.stored import StoredSource
-from elasticcb.data.batches import BatchSource, PassSource
+from elasticcb.data.batches import BatchSource, PassSource, Purpose
 from elasticcb.data.reader import Reader
 from elasticcb.settings import Mode
 
-Purpose = Literal["fit", "validation", "evaluate", "predict"]
 # Keras's name of the number of batches in an epoch, by purpose.
 _STEPS: dict[str, str] = {
     "fit": "steps_per_epoch", "validation": "validation_steps", "evaluate": "steps", "predict": "steps",
@@ -85,7 +84,7 @@ def adapt(
         elif isinstance(adapter, keras_data.PyDatasetAdapter):
             if x.num_batches is None and not steps:
                 raise _needs_steps("an infinitely repeating PyDataset", purpose)
-            of_index: dict[str, Any] = {"shuffle": bool(shuffle), "resets": not fit, "seed": seed, **amount}
+            of_index: dict[str, Any] = {"shuffle": bool(shuffle), "purpose": purpose, "seed": seed, **amount}
             source = PyDatasetSource(x, class_weight=class_weight, **of_index)
         else:
             source = _iterated(adapter, steps, purpose, folder, service)

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from elasticcb.data.batch_sources import keras_data
-from elasticcb.data.batches import PassSource, source_seed
+from elasticcb.data.batches import PassSource, Purpose, source_seed
 from elasticcb.serialization.carry import Copies
 
 _HOOKS = ("on_epoch_begin", "on_epoch_end")
@@ -23,8 +23,8 @@ class PyDatasetSource(PassSource):
     """Batches of a `PyDataset`, by its own index.
 
     Each process reads its own copy, in which a model that the dataset reads is the process's own. In every process
-    that reads an epoch, hooks are called as in `fit` (`on_epoch_end` before the first epoch, then `on_epoch_begin` and
-    `on_epoch_end` of each); meanwhile, Python's and NumPy's random states are seeded by the epoch, so that all copies
+    that reads an epoch, hooks are called as Keras calls them (`on_epoch_begin` and `on_epoch_end` of each; before those of a
+    `fit` or `evaluate` one more `on_epoch_end`); meanwhile, Python's and NumPy's random states are seeded by the epoch, so that all copies
     agree.
 
     Args:
@@ -32,7 +32,7 @@ class PyDatasetSource(PassSource):
       shuffle: read the batches in a different order in each pass.
       steps: see `PassSource`.
       limit: maximum number of batches in a pass.
-      resets: each epoch is a separate call of `evaluate`, which also calls `on_epoch_end` before it.
+      purpose: as in `adapt`; each validation is a call of `evaluate`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PyDatasetSource(PassSource):
         shuffle: bool = False,
         steps: int | None = None,
         limit: int | None = None,
-        resets: bool = False,
+        purpose: Purpose = "fit",
         seed: int,
     ) -> None:
         size = dataset.num_batches
@@ -55,7 +55,7 @@ class PyDatasetSource(PassSource):
         super().__init__(min(size, limit or size), steps)
         self._class_weight = class_weight
         self._shuffle = shuffle and not self._endless
-        self._resets = resets
+        self._purpose = purpose
         self._seed = seed
         # If a task of an earlier epoch is retried, a fresh copy is needed.
         self._stateful = any(
@@ -94,12 +94,25 @@ class PyDatasetSource(PassSource):
             self._adapter = keras_data.PyDatasetAdapter(dataset, self._class_weight)
             self._epoch = -1
         while self._stateful and self._epoch < epoch:
-            dataset = self._adapter.py_dataset
-            if self._resets and self._epoch >= 0:
-                _call_seeded(dataset.on_epoch_end, source_seed(self._seed, self._epoch, 2))
+            if self._epoch >= 0:
+                self._leave(self._adapter.py_dataset, self._epoch)
             self._epoch += 1
-            _call_seeded(dataset.on_epoch_end, source_seed(self._seed, self._epoch, 0))
-            _call_seeded(dataset.on_epoch_begin, source_seed(self._seed, self._epoch, 1))
+            if self._purpose in ("validation", "evaluate") or (self._purpose == "fit" and self._epoch == 0):
+                self._call(self._adapter.py_dataset.on_epoch_end, self._epoch, 0)
+            self._call(self._adapter.py_dataset.on_epoch_begin, self._epoch, 1)
+
+    def was_read(self, passes: int) -> None:
+        if self._stateful and passes:
+            self._adapter, self._epoch = keras_data.PyDatasetAdapter(self.given, self._class_weight), -1
+            self._enter(passes - 1)
+            self._leave(self.given, passes - 1)
+            self.close()
+
+    def _leave(self, dataset: keras.utils.PyDataset, epoch: int) -> None:
+        self._call(dataset.on_epoch_end, epoch, 2)
+
+    def _call(self, hook: Callable[[], None], epoch: int, place: int) -> None:
+        _call_seeded(hook, source_seed(self._seed, epoch, place))
 
 
 def _call_seeded(hook: Callable[[], None], seed: list[int]) -> None:

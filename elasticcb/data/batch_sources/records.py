@@ -112,7 +112,7 @@ class RecordSource(PassSource):
 
     def first_batch(self) -> Any:
         # The feed may drop all records of the first batches.
-        return next(self.batches(0, 0, self.num_batches), None)
+        return next(self.batches(self.first_epoch, 0, self.num_batches), None)
 
     def close(self) -> None:
         self._pipeline = None
