@@ -61,7 +61,7 @@ class MethodCall:
         return source
 
     def was_read(self, *passes: int) -> None:
-        """The data was read in so many passes, in the order of `adapt`."""
+        """How many passes read each of the data, in the order of `adapt`."""
         for source, times in zip(self._sources, passes, strict=False):
             source.was_read(times)
 

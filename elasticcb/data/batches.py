@@ -63,7 +63,7 @@ class BatchSource(ABC):
         """Call it on a worker before reading batches."""
 
     def was_read(self, passes: int) -> None:  # noqa: B027 - most data does not change by being read
-        """Changes the caller's data as if its own process had read it in so many passes."""
+        """Changes the caller's data as if its own process had read it `passes` times."""
 
     def close(self) -> None:  # noqa: B027 - most sources hold nothing
         """Closes this process's resources. Files in the source's folder are kept: the folder's owner removes them."""

@@ -22,10 +22,10 @@ _HOOKS = ("on_epoch_begin", "on_epoch_end")
 class PyDatasetSource(PassSource):
     """Batches of a `PyDataset`, by its own index.
 
-    Each process reads its own copy, in which a model that the dataset reads is the process's own. In every process
-    that reads an epoch, hooks are called as Keras calls them (`on_epoch_begin` and `on_epoch_end` of each; before those of a
-    `fit` or `evaluate` one more `on_epoch_end`); meanwhile, Python's and NumPy's random states are seeded by the epoch, so that all copies
-    agree.
+    Each process reads its own copy, in which a model that the dataset reads is the process's own. Hooks are called as
+    Keras calls them, in every process that reads an epoch: `on_epoch_begin` and `on_epoch_end` of each epoch, and one
+    `on_epoch_end` before those of a `fit` or `evaluate`. Meanwhile, Python's and NumPy's random states are seeded by
+    the epoch, so that all copies agree.
 
     Args:
       dataset: an endless dataset (`num_batches` is None) needs `steps`, and its index keeps counting.
