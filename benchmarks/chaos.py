@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, nargs="+", default=[5.0], help="seconds between two kills, for each job")
     parser.add_argument("--seed", type=int, default=0, help="of what is killed")
     parser.add_argument("--epochs", type=int, default=60)
-    parser.add_argument("--ps_replicas", type=int, default=0, help="as of `elasticcb train`")
+    parser.add_argument("--lost_updates", default="repeat", help="as of `elasticcb train`")
     parser.add_argument("--roles", default=",".join(SHARES), help="what may be killed: %(default)s")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +89,7 @@ def run(data: Path, arguments: argparse.Namespace, every: float | None) -> Job:
     folder = Path(tempfile.mkdtemp(dir=data))
     ledger, output = folder / "ledger", folder / "output"
     started = time.time()
-    process = start(data, folder, arguments.epochs, f"--ps_replicas={arguments.ps_replicas}")
+    process = start(data, folder, arguments.epochs, f"--lost_updates={arguments.lost_updates}")
     kills = disturb(process, arguments, every, output) if every else []
     code = process.wait()
     job = Job(

@@ -88,7 +88,6 @@ PURE = (
     "elasticcb.ps.growing_array",
     "elasticcb.ps.id_index",
     "elasticcb.sharding.partition",
-    "elasticcb.ps.replica_log",
     "elasticcb.ps.row_ages",
     "elasticcb.ps.stored_table",
     "elasticcb.ps.table_candidates",

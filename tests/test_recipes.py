@@ -161,7 +161,7 @@ def test_a_callback(copy):
 def test_a_setting(copy):
     copy.insert(
         "elasticcb/settings/cluster.py",
-        "    ps_replicas: int = setting(",
+        "    lost_updates: LostUpdates = setting(",
         '    toy_limit: int = setting(7, "Toys.", unit="TOYS", minimum=1, maximum=9, because="Toys are few.")\n',
     )
     (copy.folder / "job.yaml").write_text("toy_limit: 10\n")
@@ -264,7 +264,7 @@ def test_an_update_rule(copy):
     )
     copy.insert(
         "elasticcb/ps/update_policy.py",
-        "    if training.updates is Updates.ASYNC or replicas:\n",
+        "    if training.updates is Updates.ASYNC:\n",
         "    if training.my_rule:\n        return MyRule()\n",
     )
     printed = copy.run(
@@ -272,7 +272,7 @@ def test_an_update_rule(copy):
         from elasticcb.ps.update_policy import PushName, policy_of
         from elasticcb.settings import TrainingSettings
 
-        policy = policy_of(TrainingSettings(my_rule=True), False, float)
+        policy = policy_of(TrainingSettings(my_rule=True), float)
         for sequence in (1, 2):
             policy.come(PushName(0, sequence))
             print(len(policy.due(())))

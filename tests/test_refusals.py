@@ -151,7 +151,7 @@ def test_calls_that_wait_for_nothing_are_answered_while_all_threads_are_busy(mon
         assert connection.is_alive(PS_METHODS["Exchange"], 10.0)  # as the master asks, before it gives a server up
         assert set().union(*control.refused_calls()) <= {"too many at once"}  # by shared memory, and so by `Attach`
         assert control.links[0]._connection.transport_of(ECHO).side.link is not None
-        assert not connection.call(PS_METHODS["ReadLog"], Frame(pb.ReadLogRequest(run="run"), {}), 10.0).header.found
+        assert connection.call(PS_METHODS["RefusedCalls"], Frame(pb.RefusedCallsRequest(), {}), 10.0)
         assert sum(each.done() for each in pushes) <= 10  # those that are too many
     connection.close()
     control.close()

@@ -13,6 +13,7 @@ from elasticcb.settings import (
     ExchangeOptions,
     JobSettings,
     KubernetesSettings,
+    LostUpdates,
     ModelSettings,
     NonFinite,
     RecoveryOptions,
@@ -62,12 +63,12 @@ def test_single_values_are_checked_by_the_limits_of_their_fields():
         "num_workers": 1.5,
         "checkpoint_dir": 3,
         "exchange": ExchangeOptions(max_staleness=-1),
-        "recovery": RecoveryOptions(lease_seconds=float("inf"), ps_replicas=2),
+        "recovery": RecoveryOptions(lease_seconds=float("inf"), max_ps_restarts=-1),
     }
     assert sorted(Arguments(given).problems) == [
         "ExchangeOptions(max_staleness=-1) is invalid. Expected at least 0.",
         "RecoveryOptions(lease_seconds=inf) is invalid. Expected a finite number.",
-        "RecoveryOptions(ps_replicas=2) is invalid. Expected at most 1.",
+        "RecoveryOptions(max_ps_restarts=-1) is invalid. Expected at least 0.",
         "checkpoint_dir=3 is invalid. Expected text.",
         "num_workers=1.5 is invalid. Expected a whole number.",
     ]
@@ -88,16 +89,16 @@ def test_settings_of_tables_are_checked_by_the_limits_of_their_fields():
 
 
 def test_contradictions_are_told_by_the_names_of_arguments():
-    arguments = Arguments({"num_ps": 2, "updates": "sync", "recovery": RecoveryOptions(ps_replicas=1)})
+    arguments = Arguments({"updates": "sync", "local_steps": 4})
     assert arguments.problems == []
     (problem,) = problems_of(arguments.settings, arguments)
-    assert problem.startswith("RecoveryOptions(ps_replicas=1) can't be combined with updates='sync': a replica")
+    assert problem.startswith("local_steps=4 can't be combined with updates='sync', which merges")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("or add --ps_replicas=1.", "or add RecoveryOptions.ps_replicas=1."),
+        ("or add --max_ps_restarts=1.", "or add RecoveryOptions.max_ps_restarts=1."),
         (
             "Allow more (--embedding_memory_bytes), or more servers (--num_ps)",
             "(EmbeddingOptions.memory_bytes), or more servers (num_ps)",
@@ -194,3 +195,13 @@ def test_settings_that_are_shown_hold_no_secrets():
     for kept in ('"columns": ["a"]', "TZ=***", '"rate": 0.5', '"api_key": "***"'):
         assert kept in shown
     assert "hush-6" in settings.to_json()
+
+
+def test_lost_updates_are_repeated_only_where_something_is_trained_and_saved():
+    for changes, repeats in (
+        ({}, True),
+        ({"command": Command.EVALUATE}, False),
+        ({"checkpoint": CheckpointSettings(interval_seconds=0)}, False),
+        ({"cluster": ClusterSettings(lost_updates=LostUpdates.ACCEPT)}, False),
+    ):
+        assert JobSettings(**{"command": Command.TRAIN, **changes}).repeats_lost is repeats

@@ -36,6 +36,7 @@ class MasterClient:
 
     Attributes:
         lost_workers: ids of workers declared lost, as of the last call of `jobs`. Updated in place.
+        newest_server: id of the newest parameter server in use; the replacement of a lost server has a higher one.
         measures: statistics of this process; they are sent to the master with other calls.
 
     Every call raises `ConnectionLostError` when the master stays unreachable.
@@ -47,6 +48,7 @@ class MasterClient:
         self.id = 0  # 0 until registered
         self.job = 0  # number of the current job, from 1
         self.lost_workers: set[int] = set()
+        self.newest_server = 0
         self.measures = Measures()
         self.measures.certificate_expires = access.certificate_expires
 
@@ -127,6 +129,7 @@ class MasterClient:
             request = pb.GetClusterRequest(id=self.id, unreachable=unreachable, map_version=map_version)
             answer = self._call("GetCluster", request, _LONG_POLL_SECONDS)
             if answer.ready:
+                self.newest_server = max(answer.ps_ids, default=0)
                 return answer
 
     def find_server(self, index: int, unreachable: int) -> tuple[str, int]:
@@ -150,7 +153,9 @@ class MasterClient:
     def report_progress(self, progress: pb.ReportProgressRequest) -> Any:
         progress.worker_id = self.id
         progress.stats.CopyFrom(self.measures.to_message())
-        return self._call("ReportProgress", progress)
+        answer = self._call("ReportProgress", progress)
+        self.newest_server = max(self.newest_server, answer.servers)
+        return answer
 
     def split_task(self, lease: int, end: int) -> Any:
         """This worker will only process the first `end` records of the leased shard."""

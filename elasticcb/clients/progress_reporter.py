@@ -61,8 +61,13 @@ class ProgressReporter:
         urgent: bool = False,
         event: pb.BatchEvent | None = None,
         seconds: float = 0.0,
+        servers: int = 0,
     ) -> None:
-        """Records progress for the next report; sends it at once if `urgent`."""
+        """Records progress for the next report; sends it at once if `urgent`.
+
+        Args:
+            servers: `MasterClient.newest_server` when the first batch of the progress began.
+        """
         with self._lock:
             if event is not None:
                 # Together with the version: the master assumes that all earlier batches are reported.
@@ -72,6 +77,7 @@ class ProgressReporter:
                     self._events.append(event)
                 urgent = urgent or len(self._events) == _EVENTS_PER_REPORT
             progress = self._progress
+            progress.servers = min(progress.servers, servers) if progress.progressed else servers
             progress.lease, progress.records_done, progress.version = lease, records_done, version
             progress.progressed = True
             if loss is not None and np.isfinite(loss):
@@ -94,6 +100,11 @@ class ProgressReporter:
             yield
         finally:
             self._computing_since = None
+
+    @property
+    def servers(self) -> int:
+        """As in `update`, of all progress that is not sent yet."""
+        return self._progress.servers
 
     def clear(self) -> None:
         """No task runs now. When this returns, no report on the last one is being sent."""

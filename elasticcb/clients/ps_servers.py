@@ -207,16 +207,6 @@ class ServerGroup:
                 else:
                     time.sleep(_PAUSE_SECONDS)
 
-    def ask(self, server: KnownServer, method: str, header: Any, seconds: float) -> Frame[Any]:
-        """Like `call`, but does not retry a server that is up and has not answered in this time."""
-        while True:
-            link = server.link
-            try:
-                return link.call(method, Frame(copy.deepcopy(header), {}), 0.0, seconds)
-            except ConnectionLostError:
-                if self._closed or self._find is None or not self._moved(server, link):
-                    raise
-
     def _moved(self, server: KnownServer, failed: Link) -> bool:
         """Whether the server process that `failed` was replaced by another."""
         with server.moving:

@@ -158,8 +158,14 @@ class Calls:
         events: Sequence[BatchEvent] = (),
         warnings: Sequence[CallbackWarning] = (),
         computing: float = 0.0,
+        servers: int = 0,
     ) -> Answer:
-        """A heartbeat with a worker's progress; `loss`: the mean over the batches since the last report."""
+        """A heartbeat with a worker's progress.
+
+        Args:
+            loss: the mean over the batches since the last report.
+            servers: `JobState.newest_server` when the first of them began.
+        """
         with self._desk.state() as state:
             now = time.monotonic()
             state.seen(worker, now)
@@ -168,7 +174,8 @@ class Calls:
             state.heard_of_batches(worker, version, loss, events, warnings)
             if not lease or state.queue is None:
                 return Answer(True, "no task")
-            answer = state.queue.report_progress(worker, lease, records_done, now, progressed, computing)
+            is_held = servers >= state.newest_server
+            answer = state.queue.report_progress(worker, lease, records_done, now, progressed, computing, is_held)
             member = state.roster.member(worker)
             # Threads never count as hung.
             if answer.long_batch and member is not None and self._desk.backend.separate:

@@ -39,6 +39,7 @@ class Totals:
     stragglers: list[int] = field(default_factory=list)  # indexes of workers that were ever stragglers
     longest_recovery: float = 0.0  # seconds from the loss of a server until its replacement held the model
     updates_lost: int = 0  # with lost servers, as far as the master knew the version
+    recovery_files_failed: int = 0  # times that a server could not write them
 
     def recovered(self, seconds: float, updates_lost: int) -> None:
         """Another server has replaced a lost one and holds its part."""

@@ -265,7 +265,6 @@ class Course:
 
     def _epoch_done(self, epoch: int) -> None:
         self._clock.trained(epoch, *self._progress())
-        self.served.ps.persist()  # so that the loss of a server can't lose a whole epoch
         self._end_batches(Mode.TRAINING, epoch)
         if self.queue.ran_out(epoch):
             self._host.warn_of_missing_data()

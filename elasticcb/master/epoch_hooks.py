@@ -57,8 +57,8 @@ class EpochHooks:
         self.entry = {"epoch_begun": False}
         with self._desk.state() as state:
             assert state.queue is not None
-            training_done = state.queue.training_done
-        if not training_done:
+            all_trained = state.queue.all_trained
+        if not all_trained:
             self.begin(epoch + 1)
         with self._desk.state() as state:
             assert state.queue is not None

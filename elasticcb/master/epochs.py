@@ -9,13 +9,17 @@ from elasticcb.master.decisions import Milestone, MilestoneKind
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.shards import Shard, ShardLayout, ShardOrder
 from elasticcb.master.task import Task, TaskType
+from elasticcb.master.unsaved import Unsaved
 
 
 class Epochs:
     """Creates the training tasks, epoch after epoch, and reports when epochs and training are done.
 
     Epochs overlap: once all tasks of epoch e are created, those of epoch e + 1 follow while some of e are still open
-    (TODO again, or DOING). Epochs still finish in order, and training after the last one.
+    (TODO again, or DOING). Epochs still finish in order, and training after the last one, when all is saved.
+
+    Attributes:
+        unsaved: what was trained since the servers last wrote their recovery files.
     """
 
     def __init__(self, layout: ShardLayout, settings: QueueSettings) -> None:
@@ -25,6 +29,7 @@ class Epochs:
         self.done = not layout or first >= settings.num_epochs  # all tasks that will ever be are closed
         self.stop_reason: str | None = None
         self.batches_made = 0
+        self.unsaved = Unsaved()
         self.ended_by_source: set[int] = set()  # epochs in which the source ended
 
         self._order = ShardOrder(ShardLayout((), 1, 1))  # tasks of `current` still to create
@@ -105,6 +110,11 @@ class Epochs:
             return 0, 0  # unknown
         return (self._order.left, self._order.records_left) if self._goes_on() else (0, 0)
 
+    @property
+    def all_trained(self) -> bool:
+        """Whether all training tasks are done; what they trained may be unsaved."""
+        return self.epochs_done > self.current and not any(self._open.values()) and not self._more_epochs()
+
     def source_ended(self, epoch: int) -> None:
         """The source has ended in `epoch`: no more tasks of it are created."""
         self.ended_by_source.add(epoch)
@@ -123,12 +133,14 @@ class Epochs:
         milestones: list[Milestone] = []
         while self.epochs_done <= self.current:
             epoch = self.epochs_done
-            if self._open.get(epoch) or (epoch == self.current and self._goes_on()):
+            # Of earlier epochs, tasks may be open again that a lost server had not saved.
+            is_open = any(tasks and each <= epoch for each, tasks in self._open.items())
+            if is_open or (epoch == self.current and self._goes_on()):
                 return milestones
             self._open.pop(epoch, None)
             self.epochs_done += 1
             milestones.append(Milestone(MilestoneKind.EPOCH_DONE, epoch))
-        if not self.done and not self._more_epochs():
+        if not self.done and self.all_trained and not self.unsaved:
             self.done = True
             milestones.append(Milestone(MilestoneKind.TRAINING_DONE))
         return milestones
@@ -160,5 +172,5 @@ class Epochs:
         self.batches_made = batches_made
 
     def reopen(self, task: Task) -> None:
-        """`task` was open when the queue was saved."""
+        """`task` is open, again or as when the queue was saved."""
         self._open[task.epoch] = self._open.get(task.epoch, 0) + 1

@@ -197,6 +197,7 @@ class Job:
         course.drain(_DRAIN_SECONDS)
         if order.journal is not None:
             course.served.ps.finish_training()  # so that the recovery files contain everything
+            course.served.servers.save()
         if not course.checkpoints.wanted:
             return ""
         course.save_checkpoint()

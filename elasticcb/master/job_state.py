@@ -26,7 +26,6 @@ from elasticcb.master.members import Member, Role
 from elasticcb.master.stragglers import Split, plan_split
 from elasticcb.master.task import Task, TaskState, TaskType
 from elasticcb.process.wording import how_many
-from elasticcb.settings import Command
 
 if TYPE_CHECKING:
     from elasticcb.callbacks.warning import CallbackWarning
@@ -46,6 +45,7 @@ class TaskResult:
     Attributes:
         outputs: by batch: predictions, or inputs of metrics without mergeable state.
         ended_after: number of records after which the source ended; None: it did not.
+        servers: `JobState.newest_server` when the first batch began that was not reported before.
     """
 
     version: int
@@ -54,6 +54,7 @@ class TaskResult:
     batches_skipped: int = 0
     ended_after: int | None = None
     function_result: bytes = b""
+    servers: int = 0
 
 
 class JobState(JobRecord):
@@ -114,28 +115,33 @@ class JobState(JobRecord):
     def server_lost(self, index: int, now: float) -> None:
         """A server is lost; another will replace it."""
         self.lost_ps.setdefault(index, now)
-        settings = self.settings
-        if settings is not None and settings.cluster.ps_replicas and settings.command is Command.TRAIN:
-            before = (index - 1) % settings.cluster.num_ps
-            self.say(f"Parameter server {before} has no replica until parameter server {index} recovers.")
         self.wake()
 
-    def server_is_back(self, index: int, place: ServerPlace) -> None:
-        """The replacement of a lost server holds its part of the model."""
+    def server_is_back(self, index: int, place: ServerPlace, complete: bool) -> int:
+        """The replacement of a lost server holds its part of the model, as the server left it if that is `complete`.
+        Returns the number of records that are trained again."""
         self.lost_ps.pop(index, None)
+        repeated = 0 if complete or self.queue is None else self.queue.updates_lost()
         if self.cluster is not None:
             servers = [*self.cluster.servers]
             servers[index] = place
             self.cluster = replace(self.cluster, servers=servers)
             self._write(servers=servers)
             self.past.happened("recovery", f"Parameter server {index} has its part of the model again.")
+        self.note()
         self.wake()
+        return repeated
 
     def servers_have_moved(self, servers: Sequence[ServerPlace], buckets: BucketMap) -> None:
         """These servers hold the model from now on."""
         if self.cluster is not None:
             self.cluster = replace(self.cluster, servers=tuple(servers), buckets=buckets)
         self.wake()
+
+    @property
+    def newest_server(self) -> int:
+        """Id of the newest server that holds a part of the model; that of a replacement is higher than all before."""
+        return 0 if self.cluster is None else max((place.id for place in self.cluster.servers), default=0)
 
     @property
     def servers_in_use(self) -> int:
@@ -275,7 +281,7 @@ class JobState(JobRecord):
         if self.queue is None or not self.has(worker):
             return Outcome(False, LATE)
         self.reached_version(result.version)
-        outcome = self.queue.report_done(worker, lease, result.ended_after)
+        outcome = self.queue.report_done(worker, lease, result.ended_after, result.servers >= self.newest_server)
         outcome = replace(outcome, ends_pass=self.queue.has_milestones)
         task = outcome.task
         if outcome.counts and task is not None:
@@ -283,7 +289,8 @@ class JobState(JobRecord):
             self.totals.batches_skipped += result.batches_skipped
             self._take_in(task, result)
             self.note(**({"states": [(task.epoch, result.states)]} if task.type is TaskType.TRAINING else {}))
-        if self.queue.is_idle or self.queue.has_returned or (task is not None and task.type is TaskType.FUNCTION):
+        concerns_all = self.queue.is_idle or self.queue.has_returned or self.queue.wants_save
+        if concerns_all or (task is not None and task.type is TaskType.FUNCTION):
             self.wake()
         else:  # nothing to hand out resulted
             self.wake_driver()

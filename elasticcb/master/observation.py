@@ -41,6 +41,7 @@ def observe(state: JobState, refused: Mapping[str, int], now: float) -> JobSnaps
         servers_restoring=len(state.lost_ps),
         longest_server_recovery=totals.longest_recovery,
         updates_lost=totals.updates_lost,
+        recovery_files_failed=totals.recovery_files_failed,
         stragglers=tuple(process.index for process in processes if process.straggler),
         stragglers_ever=tuple(sorted(totals.stragglers)),
         processes=processes,
@@ -117,15 +118,13 @@ def _of_queue(state: JobState, settings: JobSettings | None, now: float) -> dict
 
 def _added_up(state: JobState, refused: Mapping[str, int]) -> dict[str, Any]:
     """Statistics summed over all processes, past and present."""
-    rows, unwritten, refusals, total = 0, 0, Counter(refused), histograms()
+    rows, refusals, total = 0, Counter(refused), histograms()
     for stats in state.crew.stats.values():
         rows += stats.rows_looked_up
-        unwritten += stats.recovery_files_failed
         refusals.update(stats.refused_calls)
         for name, histogram in stats.histograms.items():
             total[name].add(histogram)
-    counts = {"rows_looked_up": rows, "recovery_files_failed": unwritten}
-    return {**counts, "refused_calls": dict(refusals), "histograms": total}
+    return {"rows_looked_up": rows, "refused_calls": dict(refusals), "histograms": total}
 
 
 def _tables(state: JobState) -> dict[str, TableSize]:

@@ -52,6 +52,8 @@ def open_job(order: Order) -> Course:
     served = _connect(order, origin)
     epochs, initial_epoch = _call_first_hooks(order, served)
     queue = resumed_queue(order, served.host) or _new_queue(order, served.host, initial_epoch)
+    if served.servers.lack_updates:
+        queue.updates_lost()
     _lay_out(order, served, queue, initial_epoch)
     course = _make_course(order, served, queue, epochs)
     if order.memory is not None and order.memory.over:
@@ -229,6 +231,7 @@ def _new_queue(order: Order, host: Any, initial_epoch: int) -> TaskQueue:
             initial_epoch=initial_epoch,
             open_ended=host.open_ended,
             hold_predictions=host.holds_predictions,
+            repeats_lost=host.repeatable and order.settings.repeats_lost,
         ),
         training=host.sources.get(Mode.TRAINING, ()),
         prediction=host.sources.get(Mode.PREDICTION, ()),

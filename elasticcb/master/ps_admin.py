@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 _SUMMARY_SECONDS = 5.0  # timeout for a server's count of refused calls
 
-_PERSIST_SECONDS = 2.0  # timeout for a server to acknowledge the request; writing happens later
-
 _RESTORE_PATIENCE_SECONDS = 5.0  # short: the server may also be lost, and its replacement is tried next
 
 
@@ -55,10 +53,6 @@ class PSControl:
         self._optimizers = optimizers or Optimizers()
         self._export_id = 0
 
-    def neighbour(self, index: int) -> int:
-        """The server that keeps what the recovery files of server `index` lack, with replicas enabled."""
-        return (index + 1) % len(self.servers.known)
-
     def initialize(self, source: InitialModel) -> None:
         """Sends the model to all servers."""
         servers = self.servers
@@ -77,7 +71,6 @@ class PSControl:
         source: Callable[[], InitialModel],
         evaluation_round: int,
         learning_rate: float | None,
-        neighbour: str = "",
     ) -> Restored:
         """Restores the model on the replacement of a lost server: from recovery files, or else from `source`.
 
@@ -85,20 +78,20 @@ class PSControl:
             source: returns the model to use when there are no recovery files.
             evaluation_round: running round, for which the server snapshots its state; 0: none.
             learning_rate: base rate to set; None: keep the server's.
-            neighbour: address of its neighbour; "": that is also lost.
         """
         link, server = self.servers.link(index, address, id, _RESTORE_PATIENCE_SECONDS), self.servers.known[index]
         try:
             try:
-                beginning = self._beginning(server, InitialModel(version=version), True, neighbour)
+                beginning = self._beginning(server, InitialModel(version=version), True)
                 answer = link.call("Initialize", beginning).header
-                words = f"its recovery files{' and its replica' if answer.complete else ''}"
-                restored = Restored(answer.recovered_version, words, answer.learning_rate, answer.complete)
+                restored = Restored(
+                    answer.recovered_version, "its recovery files", answer.learning_rate, answer.complete
+                )
             except CheckpointError as error:
                 given = source()
                 words = given.checkpoint or "the initial weights"
                 logger.warning("Parameter server %d starts from %s: %s", index, words, error)
-                beginning = self._beginning(server, given._replace(version=version), neighbour=neighbour)
+                beginning = self._beginning(server, given._replace(version=version))
                 answer = link.call("Initialize", beginning).header
                 held = answer.recovered_version if given.checkpoint else given.version
                 restored = Restored(held, words, answer.learning_rate)
@@ -110,27 +103,12 @@ class PSControl:
         finally:
             link.close()
 
-    def set_neighbour(self, index: int, address: str, id: int, neighbour: str) -> None:
-        """Tells a server (process `id` at `address`) the address of its neighbour."""
-        link = self.servers.link(index, address, id)
-        try:
-            link.call("SetNeighbour", Frame(pb.SetNeighbourRequest(address=neighbour), {}), patience_seconds=0.0)
-        except ElasticCBError as error:
-            # It is also lost and will learn it with the model, or it has no model yet.
-            logger.info("Could not tell parameter server %d about its neighbour: %s", index, error)
-        finally:
-            link.close()
-
-    def _beginning(
-        self, server: KnownServer, source: InitialModel, recover: bool = False, neighbour: str | None = None
-    ) -> Frame[Any]:
+    def _beginning(self, server: KnownServer, source: InitialModel, recover: bool = False) -> Frame[Any]:
         """The initialization request of a server."""
-        if neighbour is None:
-            neighbour = self.servers.links[self.neighbour(server.index)].address
         servers = self.servers
         header = self.model_by(servers.buckets, [link.address for link in servers.links])
         header.index, header.checkpoint, header.version = server.index, source.checkpoint, source.version
-        header.recover, header.neighbour = recover, neighbour
+        header.recover = recover
         tensors: dict[str, Array] = {}
         if not source.checkpoint and not recover:
             tensors = source.part(servers, server.index)
@@ -256,13 +234,13 @@ class PSControl:
         return int(self.servers.on_all("FinishTraining", pb.FinishTrainingRequest())[0].version)
 
     def persist(self) -> None:
-        """Asks the servers to write recovery files soon, in the background. Unresponsive servers are skipped."""
+        """Returns once all servers have written what has changed to their recovery files.
 
-        def ask(server: KnownServer) -> None:
-            with contextlib.suppress(ElasticCBError):
-                self.servers.ask(server, "Persist", pb.PersistRequest(), _PERSIST_SECONDS)
-
-        self.servers.each(ask, self.servers.known)
+        Raises:
+            CheckpointError: a server can't write.
+            ConnectionLostError: a server is lost, and is not replaced in time.
+        """
+        self.servers.on_all("Persist", pb.PersistRequest())
 
     def refused_calls(self) -> list[dict[str, int]]:
         """How many calls each server has refused, by reason (text); empty for an unresponsive server."""

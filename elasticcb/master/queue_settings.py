@@ -32,6 +32,7 @@ class QueueSettings:
             epoch ends where a worker reports that the source ended.
         hold_predictions: a worker's predictions are safe only after `results_kept`, or when it leaves in order; if it
             is lost before, its prediction tasks are repeated.
+        repeats_lost: training tasks are repeated whose updates a lost server had not saved.
 
     Raises `UsageError` for values out of range.
     """
@@ -48,6 +49,7 @@ class QueueSettings:
     initial_epoch: int = 0
     open_ended: bool = False
     hold_predictions: bool = False
+    repeats_lost: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from elasticcb.errors import CheckpointError
@@ -13,7 +13,7 @@ from elasticcb.master.decisions import Milestone, MilestoneKind
 from elasticcb.master.epochs import Epochs
 from elasticcb.master.leases import Leases
 from elasticcb.master.queue_settings import QueueSettings
-from elasticcb.master.task import BatchesLeft, Lease, Task, TaskState, TaskType
+from elasticcb.master.task import BatchesLeft, Lease, Task, TaskEvent, TaskState, TaskType, training_part
 from elasticcb.master.task_record import Failure, TaskRecord
 from elasticcb.master.task_sources import EvaluationTasks, FunctionTasks, PredictionTasks, Supply, TrainEndTask
 from elasticcb.master.todo import Todo
@@ -42,7 +42,7 @@ class HeldResults:
 
 Queue = TypeVar("Queue", bound="QueueState")
 
-_FORMAT = 1
+_FORMAT = 2  # 1: without what is trained again
 
 # Results of these are kept elsewhere in the master's memory: metric states, functions to call.
 _NOT_SAVED = frozenset({TaskType.EVALUATION, TaskType.FUNCTION})
@@ -97,6 +97,21 @@ class QueueState:
     def _settle(self, task: Task) -> None:
         """The task is done for good."""
         self._milestones += self._supplies[task.type].close(task)
+
+    def _repeat(self, part: Task) -> None:
+        """Part of a training task, or of several attempts at it, is trained again as a task of its own."""
+        record = TaskRecord(replace(part, id=self._todo.next_id))
+        self._todo.next_id += 1
+        self._accounting.count_records(part, -part.shard.records)
+        self._epochs.reopen(record.task)
+        if self._epochs.stop_reason is None:
+            record.maybe_done = True
+            self._todo.append(record)
+            return
+        record.move(TaskEvent.TRAINING_STOPPED)
+        self._closed[TaskType.TRAINING][TaskState.DROPPED] += 1
+        self._accounting.count_dropped(part.epoch, part.shard.records)
+        self._milestones += self._epochs.close(record.task)
 
     def results_kept(self, worker: int) -> None:
         """`on_predict_end` of the callbacks has run on `worker`: their results are safe."""
@@ -153,8 +168,13 @@ class QueueState:
 
     @property
     def training_done(self) -> bool:
-        """Whether all training tasks are done (or dropped)."""
+        """Whether all training tasks are done (or dropped), and the servers have saved that."""
         return self._epochs.done
+
+    @property
+    def all_trained(self) -> bool:
+        """Whether all training tasks are done (or dropped); training is, once that is saved."""
+        return self._epochs.all_trained
 
     @property
     def stop_reason(self) -> str | None:
@@ -237,7 +257,8 @@ class QueueState:
             "finishing": self._finishing,
             "next_task": self._todo.next_id,
             **self._doing.to_dict(),
-            **(self._doing.open_to_dict(_NOT_SAVED) if leases else {}),
+            "stale": [part.to_list() for record in self._doing if (part := record.stale_part(record.reported))],
+            **(self._doing.open_to_dict(_NOT_SAVED) | {"unsaved": self._epochs.unsaved.to_list()} if leases else {}),
             "todo": [record.to_dict() for record in sorted(records, key=lambda record: record.task.id)],
             "closed": {
                 kind.value: {state.value: number for state, number in states.items() if number}
@@ -280,6 +301,8 @@ class QueueState:
         # Reopen all before closing the first, or a half-restored epoch would look complete.
         for record in records:
             self._supplies[record.task.type].reopen(record.task)
+        for part in saved.get("unsaved", ()):
+            self._epochs.unsaved.add(training_part(*part))
         if now is not None:
             self._doing.tell_time(now)
             self._doing.resume_reports(saved["reports"])
@@ -295,6 +318,8 @@ class QueueState:
                 self._count_done(record.task)
             else:
                 self._todo.append(record)
+        for part in saved["stale"] if now is None else ():  # else they come back when their leases end
+            self._repeat(training_part(*part))
         # A FAILED task is not open again, and must not keep its epoch open forever.
         self._milestones += self._epochs.settle()
 

@@ -109,8 +109,6 @@ def _check(state: JobState, servers: int) -> int:
     assert state.settings is not None
     if state.settings.command is not Command.TRAIN:
         raise UsageError("Only training jobs can change the number of parameter servers.")
-    if state.settings.cluster.ps_replicas:
-        raise UsageError("The number of parameter servers can't change with --ps_replicas.")
     if state.wish is not None and not state.wish.done:
         raise UsageError(
             f"The job is still changing to {how_many(state.wish.servers, 'parameter server')}. Try again later."

@@ -21,6 +21,7 @@ from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.members import Role
 from elasticcb.master.ps_admin import PSControl, Restored
 from elasticcb.master.resharding import Moved, ServerMove, end_earlier_move
+from elasticcb.master.saves import Saves
 from elasticcb.optimizers.state import Optimizers
 from elasticcb.process.wording import how_many
 from elasticcb.sharding.bucket_map import BucketMap, even
@@ -45,6 +46,7 @@ class Servers:
 
     Attributes:
         learning_rate: returns the base rate set by the master; None with a schedule.
+        lack_updates: whether servers of a resumed job have less than workers had reported.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Servers:
     ) -> None:
         self._desk, self._doubt, self._source, self._say = desk, doubt, source, say
         self.learning_rate: Callable[[], float | None] = lambda: None
+        self.lack_updates = False
         self._restoring = threading.Lock()
         self._give_up = math.inf  # deadline for lost servers; seconds of `time.monotonic`
         with desk.state() as state:
@@ -71,7 +74,6 @@ class Servers:
             if not places:
                 state.lost_ps.clear()  # none of them holds the model yet
                 self._places = [ServerPlace(member.address, member.id) for member in state.roster.up(Role.PS)]
-        self._has_replicas = settings is not None and bool(settings.cluster.ps_replicas)
         self._patience = desk.cluster.patience_seconds
         run = run or secrets.token_hex(8)
         servers = ServerGroup(
@@ -86,8 +88,9 @@ class Servers:
         self.control = PSControl(PSClient(servers), run, optimizers)
         if places:
             end_earlier_move(self.control)
-            for index in range(len(places)):  # the other master may not have done it
-                self._introduce(index)
+        self._saves: Saves | None = None
+        if settings is not None and settings.keeps_recovery_files:
+            self._saves = Saves(desk, self.control, settings.checkpoint.interval_seconds)
 
     @property
     def places(self) -> Sequence[ServerPlace]:
@@ -173,10 +176,12 @@ class Servers:
         or a later one that some of them have."""
         for index in range(len(self._places)):
             place, restored = self._give_back(index, version, 0)
-            self._set_place(index, place)
-            lost = _lost(version, restored)
+            self._places[index] = place
+            lost = 0 if restored.complete else max(0, version - restored.version)
             with self._desk.state() as state:
+                state.server_is_back(index, place, complete=True)  # the queue is not restored yet
                 state.totals.updates_lost += lost
+            self.lack_updates = self.lack_updates or not restored.complete
             self._say(f"Parameter server {index} resumes from {restored.source}; {_how_many_lost(lost)}.")
         self.control.client.pull()
 
@@ -195,12 +200,15 @@ class Servers:
             version, running = state.version, state.rounds.running
             since = state.lost_ps.get(index, begun)
         place, restored = self._give_back(index, version, 0 if running is None else running.id)
-        self._set_place(index, place)
-        seconds, lost = time.monotonic() - since, _lost(version, restored)
+        self._places[index] = place
+        seconds, lost = time.monotonic() - since, 0 if restored.complete else max(0, version - restored.version)
         with self._desk.state() as state:
             state.totals.recovered(seconds, lost)
+            repeated = state.server_is_back(index, place, restored.complete)
+        again = ", and trained again" if repeated else ""
         self._say(
-            f"Parameter server {index} recovered in {seconds:.1f} s from {restored.source}; {_how_many_lost(lost)}."
+            f"Parameter server {index} recovered in {seconds:.1f} s from {restored.source}; "
+            f"{_how_many_lost(lost)}{again}."
         )
 
     def _give_back(self, index: int, version: int, evaluation_round: int) -> tuple[ServerPlace, Restored]:
@@ -214,30 +222,9 @@ class Servers:
                 raise ConnectionLostError(f"Parameter server {index} at {place.address} runs, but does not answer.")
             rate = self.learning_rate()
             try:
-                neighbour = self._neighbour_of(index)
-                return place, self.control.restore(
-                    index, *place, version, self._source, evaluation_round, rate, neighbour
-                )
+                return place, self.control.restore(index, *place, version, self._source, evaluation_round, rate)
             except ConnectionLostError as error:
                 logger.warning("%s", error)
-
-    def _neighbour_of(self, index: int) -> str:
-        """Address of the server that keeps what this one's recovery files lack; "" when it is also lost."""
-        place = self._places[self.control.neighbour(index)]
-        with self._desk.state() as state:
-            return place.address if state.roster.member(place.id) is not None else ""
-
-    def _set_place(self, index: int, place: ServerPlace) -> None:
-        self._places[index] = place
-        with self._desk.state() as state:
-            state.server_is_back(index, place)
-        self._introduce(index)
-
-    def _introduce(self, index: int) -> None:
-        """Tells the previous server that this one is its neighbour."""
-        if self._has_replicas:
-            before = (index - 1) % len(self._places)
-            self.control.set_neighbour(before, *self._places[before], self._places[index].address)
 
     def _wait_until_up(self, index: int) -> ServerPlace:
         with self._desk.state() as state:
@@ -250,6 +237,11 @@ class Servers:
                     raise ConnectionLostError(f"Parameter server {index} was lost, and no replacement started in time.")
                 self._desk.wait_a_tick()
 
+    def save(self) -> None:
+        """Saves the servers' state now, if they keep recovery files."""
+        if self._saves is not None:
+            self._saves.save()
+
     def give_up_after(self, seconds: float) -> None:
         """Sets a deadline for lost servers; after it, calls to them raise `ConnectionLostError`."""
         self._give_up = time.monotonic() + seconds
@@ -257,12 +249,9 @@ class Servers:
     def close(self) -> None:
         """Closes the connections, and ends all waiting for lost servers."""
         self.give_up_after(0.0)
+        if self._saves is not None:
+            self._saves.close()
         self.control.servers.close()
-
-
-def _lost(version: int, restored: Restored) -> int:
-    """Updates that the replacement of a lost server lacks, when the model was at `version`."""
-    return 0 if restored.complete else max(0, version - restored.version)
 
 
 def _how_many_lost(updates: int) -> str:

@@ -123,6 +123,7 @@ class MasterServicer:
             [_to_event(event) for event in request.batch_events],
             [CallbackWarning(warning.subject, warning.text, warning.errors) for warning in request.warnings],
             request.computing_seconds,
+            request.servers,
         )
         if request.printed:
             self._desk.printed(request.worker_id, [(text.text, text.is_error) for text in request.printed])
@@ -136,6 +137,7 @@ class MasterServicer:
                 reason=answer.reason,
                 over=state.closing,
                 leave=state.roster.released(request.worker_id),
+                servers=state.newest_server,
                 split=None if split is None else pb.Split(lease=split.lease, end=split.end),
             )
 
@@ -153,6 +155,7 @@ class MasterServicer:
                 batches_skipped=request.batches_skipped,
                 ended_after=request.records_done if request.exhausted else None,
                 function_result=request.result,
+                servers=request.servers,
             )
             outcome = self._calls.report_done(request.worker_id, request.lease, result)
         else:

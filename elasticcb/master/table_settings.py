@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from elasticcb.errors import UsageError
 from elasticcb.settings import Command, JobSettings, WhenFull
-from elasticcb.settings.checks import FORGETS
 from elasticcb.settings.table import TableOptions, read_table_options
 from elasticcb.sharding.table_spec import TableSpec, tables_named
 from elasticcb.storage.cold_store import missing_library
@@ -36,8 +35,6 @@ def with_settings(
     found = {}
     for index, table in tables.items():
         options = by_name.get(index, TableOptions()).over(table.options).over(of_all)
-        if table.initializer and settings.cluster.ps_replicas:
-            _check_replicas(paths[index], options, embedding.when_full)
         found[index] = replace(table, options=options)
     _check_disk(found, settings)
     return found
@@ -79,15 +76,3 @@ def _check_given_rows(name: str, options: TableOptions) -> None:
                 f"--embedding_tables sets {setting}={value} for {name!r}, a keras.layers.Embedding, which creates all "
                 "its rows at the start. Remove the setting, or use an elasticcb.layers.Embedding."
             )
-
-
-def _check_replicas(path: str, options: TableOptions, when_full: WhenFull) -> None:
-    forgets = {
-        "min_count": (options.min_count or 1) > 1,
-        "max_age": bool(options.max_age),
-        "max_rows": bool(options.max_rows) and when_full in (WhenFull.EVICT, WhenFull.INITIAL),
-    }
-    for setting in (setting for setting, forgets_rows in forgets.items() if forgets_rows):
-        raise UsageError(
-            f"--ps_replicas=1 excludes {setting}={getattr(options, setting)} of the embedding table {path!r}: {FORGETS}"
-        )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
+from typing import Any
 
 from elasticcb.master.shards import Shard
 
@@ -100,6 +101,10 @@ class Task:
     evaluation_round: int = 0  # EVALUATION only
     function: int = 0  # FUNCTION only; id of the call
 
+    def to_list(self) -> list[Any]:
+        """A part of a training task as JSON values, for `training_part`."""
+        return [self.id, self.epoch, self.shard.name, self.shard.start, self.shard.end]
+
     def __str__(self) -> str:
         if self.type is TaskType.TRAIN_END:
             return f"task {self.id} (TRAIN_END)"
@@ -110,6 +115,11 @@ class Task:
             TaskType.EVALUATION: f", pass {self.evaluation_round}",
         }
         return f"task {self.id} ({self.type.value} of {self.shard}{of.get(self.type, '')})"
+
+
+def training_part(task_id: int, epoch: int, name: str, start: int, end: int) -> Task:
+    """What `Task.to_list` has saved."""
+    return Task(task_id, TaskType.TRAINING, Shard(name, start, end), epoch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ from elasticcb.master.task import RESUMABLE, Lease, Task, TaskEvent, TaskState, 
 from elasticcb.master.task_record import Attempt, Failure, TaskRecord
 from elasticcb.process.wording import how_many
 
+_MOST_UNSAVED = 500  # parts of tasks, which each entry of the journal repeats
+
 
 class TaskQueue(QueueState):
     """Hands out tasks, accepts reports, and requeues unfinished tasks."""
@@ -62,6 +64,7 @@ class TaskQueue(QueueState):
     def _hand_out(self, record: TaskRecord, worker: int) -> TaskDecision:
         record.move(TaskEvent.HANDED_OUT)
         record.for_idle = False
+        record.stale_from = None
         lease = self._doing.grant(record, worker)
         if record.maybe_done:
             record.maybe_done = False
@@ -97,6 +100,7 @@ class TaskQueue(QueueState):
         now: float,
         progressed: bool = False,
         computing: float = 0.0,
+        is_held: bool = True,
     ) -> Answer:
         """`worker` has processed the first `records_done` records of the leased shard.
 
@@ -104,6 +108,9 @@ class TaskQueue(QueueState):
         still send it, unless the worker reports that it `progressed`: with shuffled records it can't tell which ones
         are done. Any report renews a task without records. A report that the worker has been `computing` a batch, for
         that many seconds, renews its leases up to a limit.
+
+        Args:
+            is_held: all present servers were in use when the first batch began that was not reported before.
 
         Raises `WireError` when the shard has fewer records.
         """
@@ -123,17 +130,19 @@ class TaskQueue(QueueState):
         if gained <= 0 and task.shard.records and not progressed:
             return self._doing.still(worker, computing)
         self._doing.progress(worker)
+        self._trained(record, records_done, is_held)
         record.reported = max(record.reported, records_done)
         if task.type in RESUMABLE and gained > 0:
             record.losses = 0
             self._accounting.count_records(task, gained)
         return Answer(True, "progress")
 
-    def report_done(self, worker: int, lease_id: int, ended_after: int | None = None) -> Outcome:
+    def report_done(self, worker: int, lease_id: int, ended_after: int | None = None, is_held: bool = True) -> Outcome:
         """`worker` has finished the task. A repeated report is accepted as a duplicate.
 
         Args:
             ended_after: the source ended after this many records of the shard: no more tasks of the epoch are created.
+            is_held: as in `report_progress`.
         """
         record = self._doing.find(worker, lease_id)
         if record is None:
@@ -143,6 +152,8 @@ class TaskQueue(QueueState):
         self._doing.reported(record, done=True)
         done = task.shard.records if ended_after is None else ended_after
         self._accounting.count_records(task, done - counted)
+        self._trained(record, done, is_held)
+        self._take_back(record, done)
         if ended_after is not None and task.type is TaskType.TRAINING:
             self._epochs.source_ended(task.epoch)
         record.move(TaskEvent.REPORTED_DONE)
@@ -271,6 +282,51 @@ class TaskQueue(QueueState):
             taken.insert(0, (lease, record.task))
         return taken
 
+    # ------------------------------------------------------------ a server is lost
+
+    def begin_save(self) -> int:
+        """The servers begin to write recovery files; `saved` takes the result when all have written."""
+        return self._epochs.unsaved.mark()
+
+    def saved(self, mark: int) -> None:
+        """What was reported before the mark can't be lost any more."""
+        self._epochs.unsaved.saved(mark)
+        self._milestones += self._epochs.settle()
+
+    @property
+    def wants_save(self) -> bool:
+        """Whether recovery files should be written now: training ends with them, and reports must not pile up."""
+        unsaved = len(self._epochs.unsaved)
+        return unsaved > _MOST_UNSAVED or bool(unsaved and self._epochs.all_trained)
+
+    def updates_lost(self) -> int:
+        """The replacement of a lost server lacks what was reported since it saved, which is trained again; also what is
+        reported later on present leases, until a report of batches that began afterwards. Returns the records that
+        return to the queue now."""
+        if self._settings.repeats_lost:
+            for record in self._doing:
+                if record.task.type is TaskType.TRAINING and record.stale_from is None:
+                    record.stale_from = record.reported
+        parts = self._epochs.unsaved.take()
+        for part in parts:
+            self._repeat(part)
+        return sum(part.shard.records for part in parts)
+
+    def _trained(self, record: TaskRecord, done: int, is_held: bool) -> None:
+        """Its worker has trained the first `done` records of the shard."""
+        if is_held:
+            self._take_back(record, record.reported)
+        can_be_lost = self._settings.repeats_lost and record.task.type is TaskType.TRAINING
+        if can_be_lost and record.stale_from is None and done > record.reported:
+            self._epochs.unsaved.add(record.part(record.reported, done))
+
+    def _take_back(self, record: TaskRecord, done: int) -> None:
+        """The lease has ended, after `done` records of the shard."""
+        part = record.stale_part(done)
+        record.stale_from = None
+        if part is not None:
+            self._repeat(part)
+
     # ------------------------------------------------------------ an attempt ends
 
     def _end_attempt(
@@ -281,6 +337,7 @@ class TaskQueue(QueueState):
         record.attempts.append(Attempt(worker, task.shard, event, error, traceback))
         # If `feed` shuffles, a worker can't tell which records are done.
         exact = event is TaskEvent.HANDED_BACK and bool(record.reported or not record.heard)
+        self._take_back(record, record.reported)
         record.shorten()
         if record.nothing_left and event is not TaskEvent.REPORTED_FATAL:
             event = TaskEvent.NOTHING_LEFT

@@ -111,6 +111,7 @@ class TaskRecord:
         "losses",
         "maybe_done",
         "reported",
+        "stale_from",
         "state",
         "task",
     )
@@ -120,6 +121,8 @@ class TaskRecord:
         self.state = TaskState.TODO
         self.lease: Lease | None = None
         self.reported = 0  # records reported of the leased shard
+        # From this record of the shard on, what is reported may be lost: a server was, after the lease was granted.
+        self.stale_from: int | None = None
         self.heard = False  # the worker has reported on the lease, so it knows of it
         self.failures = 0
         self.losses = 0  # since the last progress
@@ -140,15 +143,22 @@ class TaskRecord:
     def shorten(self) -> None:
         """Keeps only the unreported part."""
         if self.task.type in RESUMABLE and self.reported:
-            shard = self.task.shard
-            self.task = replace(self.task, shard=Shard(shard.name, shard.start + self.reported, shard.end))
+            self.task = self.part(self.reported, self.task.shard.records)
         self.reported = 0
+
+    def part(self, start: int, end: int) -> Task:
+        """The task with only these records of its shard."""
+        shard = self.task.shard
+        return replace(self.task, shard=Shard(shard.name, shard.start + start, shard.start + end))
+
+    def stale_part(self, done: int) -> Task | None:
+        """Of the first `done` records of the shard, those that a lost server may lack; None: none."""
+        return None if self.stale_from is None or done <= self.stale_from else self.part(self.stale_from, done)
 
     def cut(self, end: int, task_id: int) -> Task:
         """Keeps only the first `end` records; returns a task for the rest."""
-        shard = self.task.shard
-        rest = replace(self.task, id=task_id, shard=Shard(shard.name, shard.start + end, shard.end))
-        self.task = replace(self.task, shard=Shard(shard.name, shard.start, shard.start + end))
+        rest = replace(self.part(end, self.task.shard.records), id=task_id)
+        self.task = self.part(0, end)
         if self.lease is not None:
             self.lease = replace(self.lease, task=self.task)
         return rest
@@ -178,12 +188,12 @@ class TaskRecord:
     def progress_to_list(self) -> list[Any]:
         """What `resume` needs besides `to_dict` to continue a lease, as JSON values; the task's id first."""
         shard = self.task.shard
-        return [self.task.id, shard.start, self.reported, self.heard, self.maybe_done]
+        return [self.task.id, shard.start, self.reported, self.heard, self.maybe_done, self.stale_from]
 
-    def resume(self, start: int, reported: int, heard: bool, maybe_done: bool) -> None:
+    def resume(self, start: int, reported: int, heard: bool, maybe_done: bool, stale_from: int | None) -> None:
         """Turns this record, made by `from_dict`, into that of a task whose worker continues it."""
         self.task = replace(self.task, shard=replace(self.task.shard, start=start))
-        self.reported, self.heard, self.maybe_done = reported, heard, maybe_done
+        self.reported, self.heard, self.maybe_done, self.stale_from = reported, heard, maybe_done, stale_from
         self.move(TaskEvent.HANDED_OUT)
 
     @classmethod

@@ -89,7 +89,6 @@ class Stats:
     cpu_seconds: float = 0.0
     resident_bytes: int = 0
     rows_looked_up: int = 0
-    recovery_files_failed: int = 0
     certificate_expires: float = 0.0
     histograms: dict[str, Histogram] = field(default_factory=histograms)
     refused_calls: dict[str, int] = field(default_factory=dict)
@@ -104,7 +103,6 @@ class Stats:
                 "cpu_seconds",
                 "resident_bytes",
                 "rows_looked_up",
-                "recovery_files_failed",
                 "certificate_expires",
             )
         }
@@ -142,7 +140,6 @@ class Measures:
     def __init__(self) -> None:
         self.histograms = histograms()
         self.rows_looked_up = 0
-        self.recovery_files_failed = 0
         self.refused_calls: Callable[[], Mapping[str, int]] = dict
         self.certificate_expires: Callable[[], float] = float
         self.tables: Callable[[], Mapping[str, TableSize]] = dict
@@ -152,7 +149,6 @@ class Measures:
             cpu_seconds=time.process_time(),
             resident_bytes=resident_bytes(),
             rows_looked_up=self.rows_looked_up,
-            recovery_files_failed=self.recovery_files_failed,
             histograms=[
                 pb.Histogram(name=name, counts=each.counts, sum=each.sum)
                 for name, each in self.histograms.items()

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,6 @@ from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.push_reader import PushReader
 from elasticcb.ps.recovery import RecoveryLog, Saved, forget_older, log_folder, read_by_older_map
 from elasticcb.ps.recovery_writer import RecoveryWriter
-from elasticcb.ps.replica import Replica
-from elasticcb.ps.replica_log import Entry, Origin
 from elasticcb.ps.served_model import ServedModel, values_of
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.update_policy import policy_of
@@ -48,34 +46,28 @@ class ServerOptions:
 
     Attributes:
         training: how movements are merged.
-        recovery: folder for the recovery files of all servers, and the interval in seconds; None: no files are written.
+        recovery: folder for the recovery files of all servers; None: no files are written.
         lost_workers: ids of workers whose pushes are refused; may grow.
-        replicas: whether a neighbour keeps what the recovery files lack.
     """
 
     training: TrainingSettings
     make_optimizers: MakeOptimizers | None
     access: Access
     limits: TableLimits
-    recovery: tuple[Path, float] | None
-    warn: Callable[[str], None]
+    recovery: Path | None
     patience_seconds: float
     lost_workers: Collection[int]
-    replicas: bool
 
 
 class Holder:
     """Holds the model of one server.
 
-    Args:
-        replay: replays a change of a lost server that its neighbour kept; returns whether that was possible.
-
     Attributes:
         model: None until the master has called `Initialize`.
     """
 
-    def __init__(self, options: ServerOptions, replay: Callable[[Entry, ServedModel], bool]) -> None:
-        self._options, self._replay = options, replay
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
         self._writer: RecoveryWriter | None = None
         self._initializing = threading.Lock()
         self._models = 0  # that it has held
@@ -139,15 +131,8 @@ class Holder:
             parameters.load({}, state, version)
         model = self._model_of(request, buckets, parameters, taken)
         self.close()  # of the previous model
-        complete = False
         if log is not None and not continues:
             log.begin()
-        if log is not None and self._options.replicas:
-            replica = Replica(Origin(request.run, request.index), log, request.neighbour, self._options.access)
-            noted = saved.noted if saved is not None and continues else None
-            with self.lock:
-                complete = noted is not None and replica.go_on(noted, lambda entry: self._replay(entry, model))
-            model.replica = replica
         recovered = parameters.version
         parameters.version = max(parameters.version, request.version)
         with self.lock:
@@ -158,25 +143,16 @@ class Holder:
             len(slices), len(specs), request.index, request.num_ps, parameters.version,
         )  # fmt: skip
         response = pb.InitializeResponse(version=parameters.version, learning_rate=parameters.learning_rate)
-        response.complete = complete
+        response.complete = saved is not None and saved.final
         if part is not None:
             response.recovered_version = recovered if saved is not None else part.version
         return Frame(response, {})
 
-    def set_neighbour(self, frame: Frame[pb.SetNeighbourRequest]) -> Frame[Any]:
-        """Handles `SetNeighbour`."""
-        with self.lock:
-            replica = self.present().replica
-        if replica is not None and self._writer is not None:
-            replica.follow(frame.header.address)
-            self._writer.wake()  # starts a replica log, and writes the recovery files it is based on
-        return Frame(pb.SetNeighbourResponse(), {})
-
     def persist(self, frame: Frame[pb.PersistRequest]) -> Frame[Any]:
         """Handles `Persist`."""
-        writer = self._writer
-        if writer is not None:
-            writer.write_soon()
+        self.present()
+        if self._writer is not None:
+            self._writer.write()
         return Frame(pb.PersistResponse(), {})
 
     def close(self) -> None:
@@ -186,11 +162,9 @@ class Holder:
             self._writer.close()
 
     def _hang_up(self) -> None:
-        """Lets workers wait no more, and closes the connection to the neighbour."""
+        """Lets workers wait no more."""
         if self.model is not None:
             self.model.is_closed = True
-            if self.model.replica is not None:
-                self.model.replica.close()
 
     def _model_of(
         self, request: pb.InitializeRequest, buckets: BucketMap, parameters: Parameters, taken: dict[int, int]
@@ -208,7 +182,7 @@ class Holder:
             buckets=buckets,
             parameters=parameters,
             reader=PushReader(parameters.specs, parameters.slices, parameters.tables.check_ids),
-            policy=policy_of(self._options.training, self._options.replicas, time.monotonic),
+            policy=policy_of(self._options.training, time.monotonic),
             merged=threading.Condition(self.lock),
             taken=taken,
         )
@@ -224,9 +198,7 @@ class Holder:
 
     def serve(self, model: ServedModel, request: pb.InitializeRequest) -> None:
         """Serves the result of a move. The lock must be held."""
-        if self._writer is not None:
-            self._writer.stop()
-            self._writer = None
+        self._writer = None  # a file that it is writing now is refused: the model is not the present one
         self._hang_up()
         self.model = model
         log = self._recovery_log(request)
@@ -234,39 +206,34 @@ class Holder:
             log.begin()
         self._keep_files(model, log, None)
 
-    def write_down(self, replaced: bool = False) -> None:
-        """Writes recovery files now, if enabled; `replaced` as in `RecoveryWriter.write`."""
+    def write_down(self, replaced: bool = False, final: bool = False) -> None:
+        """Writes recovery files now, if enabled; arguments as in `RecoveryWriter.write`."""
         if self._writer is not None:
             try:
-                self._writer.write(replaced)
+                self._writer.write(replaced, final)
             except CheckpointError as error:
                 logger.warning("%s", error)
 
     def forget_older(self, map_version: int) -> None:
         """Removes recovery files of older maps."""
         if self._options.recovery is not None:
-            forget_older(self._options.recovery[0], map_version)
+            forget_older(self._options.recovery, map_version)
 
     def _keep_files(self, model: ServedModel, log: RecoveryLog | None, held: Saved | None) -> None:
-        """Starts writing recovery files.
+        """Recovery files are written from now on.
 
         Args:
             held: content of the log's files, which are continued; None: the log starts over.
         """
-        if log is None or self._options.recovery is None:
-            return
-        take = functools.partial(self._saved, model)
-        self._writer = RecoveryWriter(log, take, self._options.recovery[1], self._options.warn, model.replica)
-        if held is not None:
-            self._writer.continue_from(held.part.version, held.noted)
-        elif model.replica is not None:
-            self.write_down()  # on which the log is based
-        self._writer.start()
+        if log is not None:
+            self._writer = RecoveryWriter(log, functools.partial(self._saved, model))
+            if held is not None:
+                self._writer.continue_from(held.part.version)
 
     def _recovery_log(self, request: pb.InitializeRequest) -> RecoveryLog | None:
         if self._options.recovery is None or not request.run:
             return None
-        return RecoveryLog(log_folder(self._options.recovery[0], request.index, request.map_version), request.run)
+        return RecoveryLog(log_folder(self._options.recovery, request.index, request.map_version), request.run)
 
     def _recovered(
         self,
@@ -284,8 +251,8 @@ class Holder:
             if not request.map_version:
                 raise
             logger.info("%s Using the files written before the last move.", error)
-            root, version = self._options.recovery[0], request.map_version
-            return read_by_older_map(root, request.run, specs, request.split, slices, version), False
+            version = request.map_version
+            return read_by_older_map(self._options.recovery, request.run, specs, request.split, slices, version), False
         shapes = {index: weights.shape for index, weights in saved.part.weights.items()}
         missing = [part.variable for part in slices if shapes.get(part.variable) != part.shape(specs[part.variable])]
         if missing:
@@ -296,8 +263,7 @@ class Holder:
         with self.lock:
             if model is not self.model:
                 raise CheckpointError("Another shard map is in use now.")
-            noted = 0 if model.replica is None else model.replica.noted
-            return Saved(model.parameters.hold(self.lock, since), dict(model.taken), noted)
+            return Saved(model.parameters.hold(self.lock, since), dict(model.taken))
 
 
 def _part_of(request: pb.InitializeRequest) -> tuple[list[VariableSpec], list[Slice], BucketMap, Optimizers]:

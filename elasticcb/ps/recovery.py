@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 
 _LOG = "log.json"
 SET_ASIDE = "set-aside-"  # prefix of folders that are no longer read
-_FORMAT = 2  # 1: servers had rows by the remainder of their ids
-_REPLICATED = "replicated"  # exists while a neighbour keeps what the files lack (elasticcb/ps/replica.py)
+_FORMAT = 3  # 1: servers had rows by the remainder of their ids; 2: with changes that a neighbour kept
 # Changes are merged into a new full file once they are as large as the full one, and at least this large.
 _SMALLEST_TOTAL = 64 << 20  # bytes
 
@@ -39,12 +38,12 @@ class Saved(NamedTuple):
     Attributes:
         part: content of the server; of tables possibly only some rows.
         answered: by worker, the sequence number of the last push included, so that no retry is applied twice.
-        noted: number of the last replicated change included.
+        final: the server had answered its last call before.
     """
 
     part: Part
     answered: Mapping[int, int]
-    noted: int = 0
+    final: bool = False
 
 
 class RecoveryLog:
@@ -91,24 +90,6 @@ class RecoveryLog:
         sizes = [entry["bytes"] for entry in self._entries]
         return not sizes or sum(sizes[1:]) > max(sizes[0], _SMALLEST_TOTAL)
 
-    @property
-    def whole_bytes(self) -> int:
-        """Size of the full file."""
-        return int(self._entries[0]["bytes"]) if self._entries else 0
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether a neighbour keeps what the files lack."""
-        return (self._folder / _REPLICATED).exists()
-
-    def set_replicated(self, replicated: bool) -> None:
-        """Records this for a later process. Raises `CheckpointError` on failure."""
-        mark = self._folder / _REPLICATED
-        try:
-            mark.touch() if replicated else mark.unlink(missing_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"The recovery files in {self._folder} can't be written: {error}.") from error
-
     def write(self, saved: Saved, whole: bool) -> None:
         """Adds a file. Raises `CheckpointError` on failure; existing files stay valid.
 
@@ -120,7 +101,7 @@ class RecoveryLog:
         self._next += 1
         before = self._entries
         answered = {str(worker): last for worker, last in saved.answered.items()}
-        entry = asdict(file) | {"answered": answered, "noted": saved.noted}
+        entry = asdict(file) | {"answered": answered, "final": saved.final}
         entries = [entry] if whole else [*before, entry]
         self._write_log(entries)
         for old in before if whole else ():
@@ -183,7 +164,8 @@ class RecoveryLog:
         self._next = 1 + max(int(Path(entry["name"]).stem.partition("-")[0]) for entry in entries)
         tables = {number: SavedTable(number, files) for number in part.tables}
         answered = {int(worker): last for worker, last in self._entries[-1]["answered"].items()}
-        return Saved(replace(part, tables=tables), answered, self._entries[-1]["noted"])
+        final = self._entries[-1]["final"] and len(files) == len(entries)
+        return Saved(replace(part, tables=tables), answered, final)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -235,4 +217,4 @@ def read_by_older_map(
     answered: dict[int, int] = {}
     for each in saved:
         answered |= {worker: max(last, answered.get(worker, 0)) for worker, last in each.answered.items()}
-    return Saved(part, answered)
+    return Saved(part, answered, final=all(each.final for each in saved))

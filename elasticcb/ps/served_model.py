@@ -12,7 +12,6 @@ from elasticcb.checkpoint.shard_file import Part
 from elasticcb.errors import ElasticCBError
 from elasticcb.ps.parameters import Parameters, Snapshot, flat
 from elasticcb.ps.push_reader import PushReader
-from elasticcb.ps.replica import Replica
 from elasticcb.ps.update_policy import AtOnce, PushName
 from elasticcb.rpc.tensors import Array, all_finite
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
@@ -75,7 +74,6 @@ class ServedModel:
         snapshots: by evaluation pass.
         loaded: id of the last change by the master, and the version it made.
         rate_version, slots_version: increase when the master sets the base rate, or the optimizers' state.
-        replica: of this server, on its neighbour.
         gate: while it hands over its data.
     """
 
@@ -95,7 +93,6 @@ class ServedModel:
     loaded: tuple[int, int] = (0, 0)
     rate_version: int = 0
     slots_version: int = 0
-    replica: Replica | None = None
     gate: MoveGate | None = None
     is_closed: bool = False
 

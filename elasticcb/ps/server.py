@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,11 +42,10 @@ class PSServer:
         host: str = "127.0.0.1",
         port: int = 0,
         access: Access = OPEN,
-        warn: Callable[[str], None] = logger.warning,
         lost_workers: Collection[int] = (),
     ) -> None:
         self._access = access
-        self._warn, self._lost_workers = warn, lost_workers
+        self._lost_workers = lost_workers
         cluster = settings.cluster
         workers = max(cluster.num_workers, cluster.autoscale.most)
         self._server = Server(host, port, workers + _MORE_CALLS, access)
@@ -91,7 +90,7 @@ class PSServer:
     def put_down(self) -> None:
         """Stops answering calls, and writes the state for a replacement."""
         self._server.stop(_GRACE_SECONDS)
-        self._servicer.holder.write_down()
+        self._servicer.holder.write_down(final=True)
         self._close_store()
 
     def stop(self, grace_seconds: float = _GRACE_SECONDS) -> None:
@@ -106,8 +105,8 @@ class PSServer:
             self._store = None
 
     def _make_servicer(self, settings: JobSettings, make_optimizers: MakeOptimizers | None) -> Servicer:
-        table, interval = settings.embedding, settings.checkpoint.interval_seconds
-        keeps_files = make_optimizers is not None and bool(interval)
+        table = settings.embedding
+        keeps_files = make_optimizers is not None and settings.checkpoint.interval_seconds > 0
         folder = Path(settings.directory, RECOVERY_FOLDER) if settings.directory else None
         if table.when_full is WhenFull.DISK:
             self._store = ColdStore(folder)
@@ -116,10 +115,8 @@ class PSServer:
             make_optimizers=make_optimizers,
             access=self._access,
             limits=TableLimits(table.memory_bytes, table.when_full, self._store),
-            recovery=(folder, interval) if folder is not None and keeps_files else None,
-            warn=self._warn,
+            recovery=folder if keeps_files else None,
             patience_seconds=settings.cluster.patience_seconds,
             lost_workers=self._lost_workers,
-            replicas=bool(settings.cluster.ps_replicas),
         )
         return Servicer(options)

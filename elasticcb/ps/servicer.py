@@ -14,8 +14,6 @@ from typing import Any
 
 from elasticcb.ps.holder import Holder, ServerOptions
 from elasticcb.ps.migration import Moves
-from elasticcb.ps.replica import Neighbours, Replica
-from elasticcb.ps.served_model import ServedModel
 from elasticcb.ps.state_calls import ReadingCalls, load_state, snapshot
 from elasticcb.ps.table_calls import TableCalls
 from elasticcb.ps.training_calls import TrainingCalls
@@ -81,14 +79,13 @@ class Servicer:
 
     def __init__(self, options: ServerOptions) -> None:
         training_calls = TrainingCalls(options.lost_workers)
-        self.holder = Holder(options, training_calls.replay)
+        self.holder = Holder(options)
         self._once = Once()
-        self._neighbours = Neighbours()
         self.handlers = self._answers(training_calls, ReadingCalls(self.holder), Moves(self.holder, options.access))
 
     def _answers(self, training: TrainingCalls, reading: ReadingCalls, moves: Moves) -> dict[str, Handler]:
         """Handlers by method name."""
-        locked, saved, holder, neighbours = self._locked, self._then_saved, self.holder, self._neighbours
+        locked, saved, holder = self._locked, self._then_saved, self.holder
         tables = TableCalls(self.holder)
         answers: dict[str, Handler] = {
             "Exchange": locked(training.exchange),
@@ -96,10 +93,7 @@ class Servicer:
             "FinishTraining": saved(locked(training.finish_training)),
             "SetLearningRate": locked(training.set_learning_rate),
             "LoadState": saved(locked(load_state)),
-            "SetNeighbour": holder.set_neighbour,
             "Persist": holder.persist,
-            "Replicate": neighbours.replicate,
-            "ReadLog": neighbours.read_log,
             "Initialize": holder.initialize,
             "Save": reading.save,
             "ReadTable": reading.read_table,
@@ -119,30 +113,9 @@ class Servicer:
     def _locked(self, function: Callable[[Frame[Any], Any], Frame[Any]]) -> Handler:
         def answer(frame: Frame[Any]) -> Frame[Any]:
             with self.holder.lock:
-                model = self.holder.present()
-                if model.replica is None:
-                    return function(frame, model)
-            return self._replicated(function, frame, model, model.replica)
+                return function(frame, self.holder.present())
 
         return answer
-
-    def _replicated(
-        self, function: Callable[[Frame[Any], Any], Frame[Any]], frame: Frame[Any], model: ServedModel, replica: Replica
-    ) -> Frame[Any]:
-        """Answers a call once the neighbour has all changes that the answer may reflect: its own, and earlier ones of
-        other calls, such as the first attempt of this one."""
-        before = after = 0
-        try:
-            with self.holder.lock:
-                before = replica.noted
-                try:
-                    return function(frame, model)
-                finally:
-                    after = replica.noted
-        finally:
-            replica.confirm(after)
-            if after != before and replica.is_full:
-                self.holder.write_down()
 
     def _then_saved(self, method: Handler) -> Handler:
         """For calls that workers can't repeat: they are in the recovery files before they are answered."""

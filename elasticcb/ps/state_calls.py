@@ -105,6 +105,4 @@ def load_state(frame: Frame[pb.LoadStateRequest], model: ServedModel) -> Frame[A
     model.loaded = request.id, parameters.version
     if only(frame.tensors, SLOTS, EXTRAS, SHARED):
         model.slots_version += 1
-    if model.replica is not None:
-        model.replica.note("LoadState", pb.LoadStateRequest(), {})  # recovery files contain it before it is answered
     return Frame(pb.LoadStateResponse(version=parameters.version), {})

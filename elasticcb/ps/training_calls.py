@@ -10,7 +10,6 @@ from typing import Any
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.optimizers.state_messages import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.replica_log import Entry
 from elasticcb.ps.served_model import ServedModel
 from elasticcb.ps.update_policy import PushName
 from elasticcb.rpc.tensors import Array, Frame
@@ -100,8 +99,6 @@ class TrainingCalls:
         else:
             model.parameters.merge([push])
             model.taken[name.worker] = name.sequence
-        if model.replica is not None:
-            model.replica.note("Exchange", request, tensors)
 
     def _merge_due(self, model: ServedModel) -> None:
         names = model.policy.due(self._lost_workers)
@@ -126,16 +123,4 @@ class TrainingCalls:
             raise WireError(f"The learning rate can't be set to {rate}: it must be finite.")
         model.parameters.set_learning_rate(rate)
         model.rate_version += 1
-        if model.replica is not None:
-            model.replica.note("SetLearningRate", frame.header, {})
         return Frame(pb.SetLearningRateResponse(), {})
-
-    def replay(self, entry: Entry, model: ServedModel) -> bool:
-        """Replays a change of a lost server that its neighbour kept; returns whether that was possible."""
-        if entry.method == "Exchange":
-            TrainingCalls(())._push(pb.ExchangeRequest.FromString(entry.header), entry.tensors, model)
-            return True
-        if entry.method == "SetLearningRate":
-            model.parameters.set_learning_rate(pb.SetLearningRateRequest.FromString(entry.header).learning_rate)
-            return True
-        return False

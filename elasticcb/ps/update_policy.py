@@ -137,12 +137,8 @@ class Rounds(AtOnce):
         return super().flush()
 
 
-def policy_of(training: TrainingSettings, replicas: bool, clock: Callable[[], float]) -> AtOnce:
-    """The policy for a job's settings.
-
-    Args:
-        replicas: whether changes are replayed from a neighbour's log, which does not record who waited for whom.
-    """
-    if training.updates is Updates.ASYNC or replicas:
+def policy_of(training: TrainingSettings, clock: Callable[[], float]) -> AtOnce:
+    """The policy for a job's settings."""
+    if training.updates is Updates.ASYNC:
         return AtOnce()
     return Rounds(clock, waits_for_all=training.updates is Updates.SYNC)

@@ -84,17 +84,11 @@ class _ServerRole:
     ) -> None:
         from elasticcb.ps.server import PSServer
 
-        def warn(text: str) -> None:
-            place = self._place
-            client.measures.recovery_files_failed += 1
-            client.warn(f"parameter server {place} can't write", f"Parameter server {place}: {text}")
-
         self._server = PSServer(
             settings,
             make_optimizers,
             *self._listens_at,
             access=client.access,
-            warn=warn,
             lost_workers=client.lost_workers,
         )
         client.measures.refused_calls = self._server.refused_calls

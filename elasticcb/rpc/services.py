@@ -95,13 +95,12 @@ NEXT_BATCH = _methods("Batches", often={"Next"})["Next"]
 PS_METHODS = _methods(
     "ParameterServer",
     transient={"Exchange"},
-    # A push may wait for the neighbour, which must answer however many pushes wait there.
-    control={"Replicate", "ReadLog", "RefusedCalls"},
+    control={"RefusedCalls"},
     # Calls that are rare or large, for which shared memory would be kept; and calls by which a master decides, whose
     # term is checked at each call (admission.py), but only once with shared memory.
     whole={
-        "ReadLog", "Receive", "CountTables", "FindRow",
-        "SetNeighbour", "Persist", "Snapshot", "Save", "FinishTraining", "SetLearningRate", "LoadState", "Move",
+        "Receive", "CountTables", "FindRow",
+        "Persist", "Snapshot", "Save", "FinishTraining", "SetLearningRate", "LoadState", "Move",
     },
-    often={"Exchange", "Replicate"},
+    often={"Exchange"},
 )  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from elasticcb.errors import UsageError
-from elasticcb.settings.choices import Updates, WhenFull, WorkerRange
+from elasticcb.settings.choices import Updates, WorkerRange
 from elasticcb.settings.init_map import read_init_map
 from elasticcb.settings.job import JobSettings
 from elasticcb.settings.table import read_table_options
@@ -66,12 +66,6 @@ def _evaluation(settings: JobSettings, said: Said) -> Iterator[str]:
             f"{said.with_value(steps)} asks for evaluation, but there is no evaluation data. Add {said.name(data)}, "
             f"or remove {said.name(steps)}."
         )
-
-
-FORGETS = (
-    "a replica does not know which rows its server evicted since the server last wrote its files. Remove one of the "
-    "two."
-)
 
 
 def _mode_path(said: Said) -> str:
@@ -174,29 +168,6 @@ def _tables(settings: JobSettings, said: Said) -> Iterator[str]:
 _SETTINGS_BY_NAME = "Expected the name of a table with its settings, such as {'users': {'min_count': 3}}."
 
 
-def _replicas(settings: JobSettings, said: Said) -> Iterator[str]:
-    if settings.cluster.ps_replicas == 1:
-        for path, why in _conflicts_with_replicas(settings, _mode_path(said)):
-            yield f"{said.with_value('cluster.ps_replicas')} can't be combined with {said.with_value(path)}: {why}"
-
-
-def _conflicts_with_replicas(settings: JobSettings, mode: str) -> Iterator[tuple[str, str]]:
-    embedding = settings.embedding
-    if settings.cluster.num_ps < 2:
-        yield "cluster.num_ps", "a server's replica is kept by the next server. Start at least 2 servers."
-    if settings.training.updates is Updates.SYNC:
-        yield mode, "a replica does not record which movements made up a round. Remove one of the two."
-    if not settings.checkpoint.interval_seconds:
-        why = "a replica holds only the updates since the last recovery files. Set an interval of a few seconds."
-        yield "checkpoint.interval_seconds", why
-    if embedding.min_count > 1:
-        yield "embedding.min_count", FORGETS
-    if embedding.max_age:
-        yield "embedding.max_age", FORGETS
-    if embedding.memory_bytes and embedding.when_full in (WhenFull.EVICT, WhenFull.INITIAL):
-        yield "embedding.when_full", FORGETS
-
-
 def _silence(settings: JobSettings, said: Said) -> Iterator[str]:
     silence, lease = "cluster.silence_seconds", "cluster.lease_seconds"
     if silence in said and 0 < settings.cluster.lease_seconds < settings.cluster.silence_seconds:
@@ -223,4 +194,4 @@ def _tls(settings: JobSettings, said: Said) -> Iterator[str]:
                 )
 
 
-CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _initial, _tables, _replicas, _silence, _tls)
+CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _initial, _tables, _silence, _tls)

@@ -48,6 +48,13 @@ class NonFinite(str, Enum):
     SKIP = "skip"  # the batch is skipped and counted
 
 
+class LostUpdates(str, Enum):
+    """What happens to updates that a killed parameter server had not written to its recovery files."""
+
+    REPEAT = "repeat"  # their batches are trained again
+    ACCEPT = "accept"  # they stay lost
+
+
 class CallbackErrors(str, Enum):
     """What happens when a callback hook raises."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elasticcb.settings.choices import WorkerRange
+from elasticcb.settings.choices import LostUpdates, WorkerRange
 from elasticcb.settings.definition import CLUSTER, TASKS, TRAIN, Kind, Section, setting
 from elasticcb.settings.kubernetes import KubernetesSettings
 
@@ -93,13 +93,10 @@ class RecoveryOptions(Section):
 
     PANEL = CLUSTER
 
-    ps_replicas: int = setting(
-        0,
-        "1: each parameter server copies its updates to the next one before it answers, so that none is lost when a "
-        "server is killed. Needs at least 2 parameter servers.",
-        unit="REPLICAS",
-        minimum=0,
-        maximum=1,
+    lost_updates: LostUpdates = setting(
+        LostUpdates.REPEAT,
+        "A killed parameter server loses the updates since its last recovery file: train their batches again, or "
+        "accept the loss.",
         commands=TRAIN,
     )
     max_worker_restarts: int = setting(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticcb.errors import UsageError
-from elasticcb.settings.choices import PREDICTION_FORMATS, Command
+from elasticcb.settings.choices import PREDICTION_FORMATS, Command, LostUpdates
 from elasticcb.settings.cluster import ClusterSettings
 from elasticcb.settings.definition import (
     ALL,
@@ -274,6 +274,17 @@ class JobSettings(Section):
     )
     callback_params: dict[str, Any] = field(default_factory=dict)  # additional `callback.params`
     keras_backend: str = ""  # the Keras backend of master and workers; set by the master
+
+    @property
+    def keeps_recovery_files(self) -> bool:
+        """Whether the parameter servers change their part of the model, and write it."""
+        return self.command in (Command.TRAIN, Command.CALL) and self.checkpoint.interval_seconds > 0
+
+    @property
+    def repeats_lost(self) -> bool:
+        """Whether batches are trained again whose updates were lost with a server."""
+        is_training = self.command is Command.TRAIN and self.keeps_recovery_files
+        return is_training and self.cluster.lost_updates is LostUpdates.REPEAT
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), default=_plain)

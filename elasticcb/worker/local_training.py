@@ -55,6 +55,8 @@ class LocalTraining:
         skips = session.settings.training.non_finite is NonFinite.SKIP
         if len(self._window) >= local.length.batches:
             self._merge()
+        if not self._window:
+            progress.servers = session.client.newest_server
         of_epoch = BatchOfEpoch(index, batch.records, progress.task.epoch_version)
         session.call_of_batch("on_train_batch_begin", of_epoch, local.version, {})
         started = time.perf_counter()

@@ -50,6 +50,7 @@ class TaskProgress:
     Attributes:
         units_done: records, or batches, that count as done.
         event: event of the current batch for the master's callbacks.
+        servers: as in `ProgressReporter.update`.
     """
 
     def __init__(self, session: Session, tally: Tally, started: TaskStarted) -> None:
@@ -58,6 +59,7 @@ class TaskProgress:
         self.report = pb.ReportTaskRequest(lease=started.task.lease)
         self.units_done = 0
         self.event: pb.BatchEvent | None = None
+        self.servers = session.client.newest_server
         self._done_at = time.monotonic()  # end of the previous batch
         self._batch_states: dict[str, list[Any]] = {}  # of training batches
 
@@ -117,7 +119,7 @@ class TaskProgress:
         # Predictions of a partial task die with its worker.
         lost = self.task.type == pb.PREDICTION and (session.reports_predictions or session.holds_predictions)
         done = self.units_done if self.counts_progress and not lost else 0
-        session.progress.update(self.task.lease, done, session.ps.version, **more)
+        session.progress.update(self.task.lease, done, session.ps.version, servers=self.servers, **more)
 
     def _passed_a_milestone(self) -> bool:
         """Whether the master has something to do at the current version."""

@@ -167,6 +167,7 @@ class TaskRun:
         """Reports the task as done; `exhausted`: its source ended early."""
         self.settle()
         session, report = self._session, self._progress.report
+        report.servers = min(session.progress.servers, self._progress.servers)
         session.progress.clear()
         report.exhausted, report.records_done = exhausted, self._progress.units_done
         states: States = {}

@@ -48,7 +48,6 @@ EVENTS = {
     # of the master
     "has taken a report": ("elasticcb.master.calls", "Calls.report_done", "after"),
     "has given a server its model back": ("elasticcb.master.servers", "Servers._give_back", "after"),
-    "introduces a server to its neighbour": ("elasticcb.master.servers", "Servers._introduce", "before"),
     "has closed the servers for a move": ("elasticcb.master.resharding", "ServerMove._close", "after"),
     "has written down where the servers' buckets are": (
         "elasticcb.master.resharding",

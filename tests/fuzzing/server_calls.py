@@ -44,11 +44,11 @@ VALUES = [*initial_values(), np.zeros((0, 4), np.float32)]
 
 @contextlib.contextmanager
 def serving(folder: Path, host: str = "127.0.0.1", access: Access = OPEN) -> Iterator[list[str]]:
-    """Two servers, each the other's neighbour, which write recovery files; their addresses."""
+    """Two servers, which write recovery files; their addresses."""
     settings = server_settings(
         folder,
         checkpoint=CheckpointSettings(interval_seconds=1.0),
-        cluster=ClusterSettings(num_ps=2, ps_replicas=1),
+        cluster=ClusterSettings(num_ps=2),
     )
     servers = [PSServer(settings, alone(sgd), host, access=access) for _ in range(2)]
     for server in servers:
@@ -97,7 +97,7 @@ class ServerFuzzer:
         for kind, trainable in (("weights", True), ("state", False)):
             blocks = pack(VALUES, WITH_TABLE, SLICES, trainable)
             tensors |= {f"{kind}/{dtype}": block for dtype, block in blocks.items()}
-        header = self._model(1, neighbour=self._addresses[1])
+        header = self._model(1)
         return Call(0, "Initialize", Frame(header, tensors))
 
     def _model(self, num_ps: int, **more: Any) -> pb.InitializeRequest:
@@ -137,8 +137,7 @@ class ServerFuzzer:
             Call(0, "Piece", Frame(asked, {})),
         ]
         yield [self._beginning()]
-        yield [Call(0, "Initialize", Frame(self._model(1, recover=True, neighbour=self._addresses[1]), {}))]
-        yield [*self._log(push)]
+        yield [Call(0, "Initialize", Frame(self._model(1, recover=True), {}))]
         yield [*self._move()]
         for header in (
             pb.SnapshotRequest(evaluation_round=1),
@@ -150,23 +149,12 @@ class ServerFuzzer:
             pb.ExportRequest(id=1, release=True),
             pb.SaveRequest(directory=str(self._folder)),
             pb.ReadTableRequest(variable=TABLE, count=4),
-            pb.ReadLogRequest(run="run", index=0, stream=5, after=1),
-            pb.SetNeighbourRequest(address=self._addresses[1]),
             pb.PersistRequest(),
             pb.CountTablesRequest(top=3),
             pb.FindRowRequest(id=3),
             pb.RefusedCallsRequest(),
         ):
             yield [Call(0, type(header).__name__.removesuffix("Request"), Frame(header, {}))]
-
-    def _log(self, push: Frame[Any]) -> Iterator[Call]:
-        """A server hands changes to its neighbour; another one reads them."""
-        entries = [pb.LogEntry(method="Exchange", header=push.header.SerializeToString())]
-        arrays = {f"0/{name}": array for name, array in push.tensors.items()}
-        named = {"run": "another", "index": 1, "stream": 5}
-        yield Call(1, "Replicate", Frame(pb.ReplicateRequest(begin=1, first=1, entries=entries, **named), arrays))
-        yield Call(1, "Replicate", Frame(pb.ReplicateRequest(first=2, entries=entries, written=1, **named), arrays))
-        yield Call(1, "ReadLog", Frame(pb.ReadLogRequest(run="another", index=1, stream=6, after=1), {}))
 
     def _move(self) -> Iterator[Call]:
         """A move to two servers, and what a third one might send meanwhile."""

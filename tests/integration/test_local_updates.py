@@ -45,7 +45,7 @@ def test_whichever_process_dies_no_record_is_lost_and_what_is_merged_counts_once
     assert job.finish() == 0, job.output
     assert all(each() for each in happened)
     assert records_trained(job.output) == [RECORDS] * 2
-    assert number(job.output, "duplicate records (at most)") <= 4 * 200  # a task for each process
+    assert number(job.output, "duplicate records (at most)") < RECORDS  # tasks, and what the server had not saved
     assert number(job.output, "workers lost") == 2
     assert float(re.findall(r"Evaluation at version .*loss ([\d.e-]+)", job.output)[-1]) < 1e-6
     job.assert_no_orphans()

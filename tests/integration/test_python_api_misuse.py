@@ -77,10 +77,6 @@ def test_numbers_of_numpy_make_a_cluster():
         ("local_steps=3 can't be combined with updates='sync'", {"updates": "sync", "local_steps": 3}),
         ("exchange=3 is invalid. Expected an elasticcb.ExchangeOptions, such as", {"exchange": 3}),
         (
-            "RecoveryOptions(ps_replicas=1) can't be combined with num_ps=1: a server's replica",
-            {"recovery": RecoveryOptions(ps_replicas=1)},
-        ),
-        (
             "RecoveryOptions(lease_seconds=300.0) is shorter than RecoveryOptions(silence_seconds=301): while",
             {"recovery": RecoveryOptions(silence_seconds=301)},
         ),

@@ -119,11 +119,10 @@ def test_killed_program_goes_on_where_it_was(program):
     whole = {(fit, epoch, batch) for fit, epoch in ((1, 0), (2, 0), (2, 1), (2, 2)) for batch in range(BATCHES)}
     assert whole <= first.keys() | second.keys()
     again = Counter((fit, epoch) for fit, epoch, _ in first.keys() & second.keys())
-    assert 0 < again.pop((2, 1)) < 60
-    assert again == {(1, 0): 1, (2, 0): 1}  # the first batches, by which the model is built
-    lost = re.findall(r"resumes from its recovery files; ([\d,]+) updates? to its shard w\w+ lost\.$", output, re.M)
+    assert again[2, 1] > 0  # what was under way, and what the servers had not saved
+    assert again[1, 0] == 1  # the first batch, by which the model is built
     updates, loss = re.search(r"updates (\d+) loss (.*)", output).groups()
-    assert int(updates) + sum(int(each.replace(",", "")) for each in lost) >= 4 * BATCHES
+    assert int(updates) >= 4 * BATCHES
     assert float(loss) < 0.1
     assert not list((program.folder / "job").glob("fit-*"))
 

@@ -48,7 +48,7 @@ def test_recovery_files_that_can_not_be_written_are_told_of_and_training_goes_on
     folder = data / "job" / "recovery" / "ps-0"
     shutil.rmtree(folder)
     folder.touch()  # as hard to write into as a full disk, also for root
-    warning = job.wait_for_line("Parameter server 0: .* can't be written")
+    warning = job.wait_for_line("recovery/ps-0/.* can't be written")
     assert "Training continues" in warning
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * 10

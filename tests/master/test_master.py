@@ -178,7 +178,7 @@ def test_a_worker_keeps_its_task_while_a_server_is_lost(lines):
     later = master.calls.register(Role.PS, 0, "here:2", 3, "here").id
     master.desk.tend()
     assert len(state.queue.leases()) == 1  # the model is not with it yet
-    state.server_is_back(0, ServerPlace("here:2", later))
+    state.server_is_back(0, ServerPlace("here:2", later), complete=False)
     master.desk.tend()
     assert state.queue.leases() == []
 

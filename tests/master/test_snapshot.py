@@ -51,10 +51,11 @@ def seen():
     third = calls.get_task(workers[0], (), 0.0).lease.id
     calls.report_done(workers[1], second, TaskResult(12, batches_skipped=4))
     calls.report_progress(workers[0], third, 5, True, 13, 0.5)
-    state.note_stats(server, Stats(rows_looked_up=17, recovery_files_failed=24, refused_calls={"malformed": 21}))
+    state.note_stats(server, Stats(rows_looked_up=17, refused_calls={"malformed": 21}))
     desk.lost(workers[1], "killed")
     state.totals.recovered(2.5, updates_lost=19)
     state.totals.callback_errors, state.totals.checkpoints_failed = 22, 23
+    state.totals.recovery_files_failed = 24
     desk.tell(phase="training", metrics={"auc": 0.75})
     yield master.observe()
     master.stop()

@@ -13,13 +13,13 @@ from elasticcb.sharding.table_spec import TableSpec
 PATHS = {0: "users", 2: "left/items", 3: "right/items", 5: "films"}
 
 
-def resolved(tables, command=Command.TRAIN, replicas=0, layer=None, **embedding):
+def resolved(tables, command=Command.TRAIN, layer=None, **embedding):
     specs = {index: TableSpec(None, '"zeros"', options=layer or TableOptions()) for index in PATHS}
     specs[5] = TableSpec(100)  # a keras.layers.Embedding
     settings = JobSettings(
         command=command,
         embedding=EmbeddingOptions(tables=tables, **embedding),
-        cluster=ClusterSettings(num_ps=2, ps_replicas=replicas),
+        cluster=ClusterSettings(num_ps=2),
     )
     found = with_settings(specs, PATHS, settings)
     return {PATHS[index]: spec.options for index, spec in found.items()}
@@ -79,15 +79,3 @@ def test_layer_of_keras_takes_a_multiplier_and_the_dtype_of_rows():
     assert resolved({"films": given})["films"] == replace(
         resolved({})["films"], learning_rate_multiplier=0.5, rows_dtype=RowsDtype.BFLOAT16
     )
-
-
-def test_tables_that_let_rows_go_can_not_have_replicas():
-    for given in ({"min_count": 2}, {"max_age": 9}):
-        with pytest.raises(UsageError, match=r"--ps_replicas=1 excludes m.* of the embedding table 'users'"):
-            resolved({"users": given}, replicas=1)
-        with pytest.raises(UsageError, match="'users': a replica does not know which rows"):
-            resolved({}, replicas=1, layer=TableOptions(**given))
-    capped = {"users": {"max_rows": 9}}
-    with pytest.raises(UsageError, match="max_rows=9"):
-        resolved(capped, replicas=1, when_full=WhenFull.EVICT)
-    assert resolved(capped, replicas=1)["users"].max_rows == 9

@@ -50,8 +50,9 @@ class TaskQueueMachine(RuleBasedStateMachine):
         hold=st.booleans(),
         limit=st.sampled_from([1, 1000]),
         seed=st.integers(0, 5),
+        repeats=st.booleans(),
     )
-    def start(self, training, prediction, batch, batches_per_task, epochs, max_batches, hold, limit, seed):
+    def start(self, training, prediction, batch, batches_per_task, epochs, max_batches, hold, limit, seed, repeats):
         self.training, self.prediction, self.epochs = training, prediction, epochs
         self.batch, self.max_batches, self.hold = batch, max_batches, hold
         self.queue = TaskQueue(
@@ -65,6 +66,7 @@ class TaskQueueMachine(RuleBasedStateMachine):
                 max_losses=limit,
                 lease_seconds=LEASE_SECONDS,
                 hold_epochs=hold,
+                repeats_lost=repeats,
             ),
             training=training,
             prediction=prediction,
@@ -78,6 +80,10 @@ class TaskQueueMachine(RuleBasedStateMachine):
         self.dead: list[tuple[int, Lease]] = []
         self.last_report: dict[int, int] = {}  # worker -> lease
         self.credited: set = set()
+        self.repeats = repeats
+        self.unsaved: set = set()  # training records that a server would lose
+        self.saving: tuple | None = None  # the mark, and what was unsaved then
+        self.late: dict[int, set] = {}  # what came on leases that are older than the last loss of a server
         self.trained: Counter = Counter()  # records, by epoch
         self.handed_out: set = set()  # training records that were ever handed out
         self.batches: dict[int, int] = {}  # task -> batches when first handed out
@@ -114,7 +120,8 @@ class TaskQueueMachine(RuleBasedStateMachine):
             assert other.task.id != task.id, "two workers hold the same task"
         self.check_turn(task.type)
         if task.type is TaskType.TRAINING:
-            if (task.epoch, task.shard.name, task.shard.end) not in self.split_off:
+            is_again = self.handed_out.issuperset(self.records(task))  # as after the loss of a server
+            if not is_again and (task.epoch, task.shard.name, task.shard.end) not in self.split_off:
                 self.batches.setdefault(task.id, -(-task.shard.records // self.batch))
             self.handed_out.update(self.records(task))
         if not answer_lost:
@@ -132,27 +139,32 @@ class TaskQueueMachine(RuleBasedStateMachine):
             assert counts[earlier][TaskState.TODO] == 0 or self.max_batches
 
     @precondition(lambda self: self.live())
-    @rule(pick=PICK, part=st.sampled_from([0.0, 0.3, 0.7, 1.0]))
-    def report_progress(self, pick, part):
+    @rule(pick=PICK, part=st.sampled_from([0.0, 0.3, 0.7, 1.0]), is_held=st.booleans())
+    def report_progress(self, pick, part, is_held):
         live = self.live()
         place, lease = live[pick % len(live)]
         before = self.progress[lease.id]
         done = before + round((lease.task.shard.records - before) * part)
-        assert self.queue.report_progress(self.ids[place], lease.id, done, self.now).accepted
+        assert self.queue.report_progress(self.ids[place], lease.id, done, self.now, is_held=is_held).accepted
         self.progress[lease.id] = done
+        if is_held and done > before:
+            self.end_lease(lease)  # what is late
         if lease.task.type is not TaskType.EVALUATION:
             self.credit(lease, before, done)
 
     @precondition(lambda self: self.live())
-    @rule(pick=PICK)
-    def report_done(self, pick):
+    @rule(pick=PICK, is_held=st.booleans())
+    def report_done(self, pick, is_held=True):
         place, lease = self.drop(pick)
-        outcome = self.queue.report_done(self.ids[place], lease.id)
+        outcome = self.queue.report_done(self.ids[place], lease.id, is_held=is_held)
         assert outcome.accepted
         assert not outcome.duplicate
         assert outcome.task == lease.task
         start = 0 if lease.task.type is TaskType.EVALUATION else self.progress[lease.id]
+        if is_held:
+            self.end_lease(lease)  # what is late
         self.credit(lease, start, lease.task.shard.records)
+        self.end_lease(lease)
         self.done = [*self.done[-5:], (self.ids[place], lease)]
         self.last_report[self.ids[place]] = lease.id
 
@@ -176,6 +188,7 @@ class TaskQueueMachine(RuleBasedStateMachine):
         at = self.held[place].index(lease)
         if end == 0:
             del self.held[place][at]
+            self.end_lease(lease)
             self.dead.append((self.ids[place], lease))
             return
         shorter = replace(task, shard=Shard(task.shard.name, task.shard.start, task.shard.start + end))
@@ -209,12 +222,14 @@ class TaskQueueMachine(RuleBasedStateMachine):
         place, lease = self.drop(pick)
         assert self.queue.report_failed(self.ids[place], lease.id, "boom", "Traceback").accepted
         self.last_report[self.ids[place]] = lease.id
+        self.end_lease(lease)
         self.dead.append((self.ids[place], lease))
 
     @rule(place=WORKERS, politely=st.booleans())
     def lose_worker(self, place, politely=False):
         (self.queue.worker_left if politely else self.queue.worker_lost)(self.ids[place])
         self.dead += [(self.ids[place], lease) for lease in self.held[place]]
+        self.end_leases(self.held[place])
         self.held[place] = []
         self.ids[place] = self.next_worker
         self.next_worker += 1
@@ -226,6 +241,7 @@ class TaskQueueMachine(RuleBasedStateMachine):
         for place, leases in self.held.items():
             gone = [lease for lease in leases if lease.id in over]
             self.dead += [(self.ids[place], lease) for lease in gone]
+            self.end_leases(gone)
             self.held[place] = [lease for lease in leases if lease.id not in over]
         if seconds == LEASE_SECONDS:
             assert not any(self.held.values())
@@ -251,10 +267,40 @@ class TaskQueueMachine(RuleBasedStateMachine):
     def add_train_end(self):
         self.queue.add_train_end()
 
-    @precondition(lambda self: self.queue.failure is None and not self.rounds)
     @rule()
-    def save_and_restore(self):
-        self.queue = TaskQueue.from_dict(json.loads(json.dumps(self.queue.to_dict())))
+    def servers_begin_to_save(self):
+        self.saving = (self.queue.begin_save(), set(self.unsaved))
+
+    @precondition(lambda self: self.saving)
+    @rule()
+    def servers_have_saved(self):
+        mark, records = self.saving
+        self.queue.saved(mark)
+        self.unsaved -= records
+        self.saving = None
+
+    @rule()
+    def lose_server(self):
+        self.queue.updates_lost()
+        self.lose(self.unsaved)
+        self.unsaved = set()
+        self.saving = self.saving and (self.saving[0], set())
+        if self.repeats:
+            for _, lease in self.live():
+                self.late.setdefault(lease.id, set())
+
+    @precondition(lambda self: self.queue.failure is None and not self.rounds)
+    @rule(servers_are_lost=st.booleans())
+    def save_and_restore(self, servers_are_lost):
+        """From a checkpoint, or from the journal after all processes have ended."""
+        saved = json.loads(json.dumps(self.queue.to_dict(leases=servers_are_lost)))
+        self.queue = TaskQueue.from_dict(saved)
+        for leases in self.held.values():
+            self.end_leases(leases)
+        if servers_are_lost:
+            self.queue.updates_lost()
+            self.lose(self.unsaved)
+        self.unsaved, self.saving = set(), None
         self.held = {place: [] for place in self.held}
         self.done, self.dead = [], []
 
@@ -264,6 +310,7 @@ class TaskQueueMachine(RuleBasedStateMachine):
         """Workers keep their leases, and may repeat the last report, whose answer may have been lost."""
         saved = json.loads(json.dumps(self.queue.to_dict(leases=True)))
         self.queue = TaskQueue.from_dict(saved, self.now)
+        self.saving = None
         present = set(self.ids.values())
         self.done = [
             (worker, lease) for worker, lease in self.done if worker in present and self.last_report[worker] == lease.id
@@ -283,6 +330,9 @@ class TaskQueueMachine(RuleBasedStateMachine):
         for milestone in new:
             if milestone.kind is MilestoneKind.ROUND_DONE:
                 self.check_round(milestone.number)
+            if milestone.kind is MilestoneKind.TRAINING_DONE:
+                assert not self.unsaved
+                assert not any(self.late.values())
 
     def check_round(self, number):
         for name, count in self.rounds[number]:
@@ -315,9 +365,13 @@ class TaskQueueMachine(RuleBasedStateMachine):
         for _ in range(2000):
             self.milestones_come_once()
             self.release_epochs()
-            if self.take_one(0) is not DecisionKind.TASK:
+            if self.take_one(0) is DecisionKind.TASK:
+                self.report_done(0)
+            elif self.queue.wants_save:
+                self.servers_begin_to_save()
+                self.servers_have_saved()
+            else:
                 break
-            self.report_done(0)
         assert self.queue.get_task(99_999, self.now).kind is DecisionKind.FINISHED
         self.what_was_trained_is_counted()
         if self.queue.failure is None:
@@ -379,6 +433,21 @@ class TaskQueueMachine(RuleBasedStateMachine):
             self.credited.add(record)
         if task.type is TaskType.TRAINING and start < end:
             self.trained[task.epoch] += end - start
+            if self.repeats:
+                self.late.get(lease.id, self.unsaved).update(self.records(task)[start:end])
+
+    def end_lease(self, lease):
+        self.lose(self.late.pop(lease.id, set()))
+
+    def end_leases(self, leases):
+        for lease in leases:
+            self.end_lease(lease)
+
+    def lose(self, records):
+        """The records have to be trained again."""
+        self.credited -= records
+        for record in records:
+            self.trained[record[1]] -= 1
 
     def records(self, task):
         number = task.evaluation_round if task.type is TaskType.EVALUATION else task.epoch

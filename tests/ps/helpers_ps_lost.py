@@ -55,19 +55,19 @@ class Servers:
     """Some servers, which write their files when they are told to, and two clients: a worker's and the master's.
 
     Args:
-        interval: seconds between files that servers write by themselves.
+        interval: seconds between files; 0: servers write none.
         embedding: settings of embedding tables.
         specs: of the model's variables.
         training: settings of it.
     """
 
-    def __init__(self, folder, num_ps=1, ps_replicas=0, interval=1000.0, embedding=None, specs=SPECS, **training):
+    def __init__(self, folder, num_ps=1, interval=1000.0, embedding=None, specs=SPECS, **training):
         self.specs = specs
         self.settings = server_settings(
             folder,
             training=TrainingSettings(**{"updates": "async", **training}),
             checkpoint=CheckpointSettings(interval_seconds=interval),
-            cluster=ClusterSettings(num_ps=num_ps, ps_replicas=ps_replicas),
+            cluster=ClusterSettings(num_ps=num_ps),
             embedding=embedding or EmbeddingOptions(),
         )
         self.servers, self.ids, self.lost = [None] * num_ps, [0] * num_ps, set()
@@ -108,19 +108,9 @@ class Servers:
         if index not in self.lost:
             self.lose(index)
         self.start(index)
-        after, before = self.master.neighbour(index), (index - 1) % len(self.servers)
-        restored = self.master.restore(
-            index,
-            *self.find(index),
-            version,
-            lambda: InitialModel(VALUES),
-            evaluation_round,
-            learning_rate,
-            "" if after in self.lost else self.addresses[after],
-        )
+        place, source = self.find(index), lambda: InitialModel(VALUES)
+        restored = self.master.restore(index, *place, version, source, evaluation_round, learning_rate)
         self.lost.discard(index)
-        if before not in self.lost:
-            self.master.set_neighbour(before, *self.find(before), self.addresses[index])
         return restored
 
     def push(self, step, ids=(1, 2, 5, 8)):

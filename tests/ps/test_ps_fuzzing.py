@@ -37,7 +37,7 @@ def links():
     return sum(thread.name == "link" for thread in threading.enumerate())
 
 
-def test_models_that_take_the_place_of_others_leave_no_connections_to_neighbours(tmp_path, no_collector):
+def test_models_that_take_the_place_of_others_leave_no_connections(tmp_path, no_collector):
     before = links()
     with serving(tmp_path / "job") as addresses:
         fuzzer = ServerFuzzer(0, addresses, tmp_path)
@@ -45,6 +45,6 @@ def test_models_that_take_the_place_of_others_leave_no_connections_to_neighbours
         for _ in range(5):
             for call in (fuzzer._beginning(), *move):
                 fuzzer._send(call, broken=False)
-        most = before + 2 * len(addresses)  # the fuzzer's, and one to each neighbour
+        most = before + 2 * len(addresses)  # the fuzzer's, and those of moves
         wait_until(lambda: links() <= most, 10)
         fuzzer.close()

@@ -162,7 +162,7 @@ class RayCluster(ClusterBackend):
             self._say(
                 f"Node {launched.node} does not see the job's folder {self._directory} on this machine. Recovery "
                 "files of a parameter server there are lost with the node. Put --job_dir on a disk that all nodes "
-                "share, or add --ps_replicas=1."
+                "share."
             )
 
     def pending(self) -> dict[Place, str]:
