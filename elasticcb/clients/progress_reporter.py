@@ -108,7 +108,7 @@ class ProgressReporter:
 
     def clear(self) -> None:
         """No task runs now. When this returns, no report on the last one is being sent."""
-        self.update(0, 0, self._progress.version)
+        self.update(0, 0, self._progress.version, servers=self.servers)
         with self._sending:
             pass
 

@@ -38,8 +38,8 @@ class Saves:
             if self.save():
                 pause = max(self._interval, (time.monotonic() - begun) / _BUSY_SHARE)
             else:
-                pause = _PAUSE_SECONDS
                 time.sleep(_PAUSE_SECONDS)
+                pause = 0.0
 
     def _is_due(self, state: JobState) -> bool:
         return self._closed or (state.queue is not None and state.queue.wants_save)

@@ -20,8 +20,7 @@ from elasticcb.optimizers.state_messages import from_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.push_reader import PushReader
-from elasticcb.ps.recovery import RecoveryLog, Saved, forget_older, log_folder, read_by_older_map
-from elasticcb.ps.recovery_writer import RecoveryWriter
+from elasticcb.ps.recovery import RecoveryLog, RecoveryWriter, Saved, forget_older, log_folder, read_by_older_map
 from elasticcb.ps.served_model import ServedModel, values_of
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.update_policy import policy_of
@@ -55,7 +54,6 @@ class ServerOptions:
     access: Access
     limits: TableLimits
     recovery: Path | None
-    patience_seconds: float
     lost_workers: Collection[int]
 
 
@@ -211,7 +209,7 @@ class Holder:
         if self._writer is not None:
             try:
                 self._writer.write(replaced, final)
-            except CheckpointError as error:
+            except ElasticCBError as error:
                 logger.warning("%s", error)
 
     def forget_older(self, map_version: int) -> None:
@@ -262,7 +260,7 @@ class Holder:
     def _saved(self, model: ServedModel, since: int | None) -> Saved:
         with self.lock:
             if model is not self.model:
-                raise CheckpointError("Another shard map is in use now.")
+                raise ElasticCBError("Another shard map is in use now.")  # its own files are written
             return Saved(model.parameters.hold(self.lock, since), dict(model.taken))
 
 

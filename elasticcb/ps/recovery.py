@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,6 +167,47 @@ class RecoveryLog:
         answered = {int(worker): last for worker, last in self._entries[-1]["answered"].items()}
         final = self._entries[-1]["final"] and len(files) == len(entries)
         return Saved(replace(part, tables=tables), answered, final)
+
+
+class RecoveryWriter:
+    """Writes what has changed since the last file.
+
+    Args:
+        take: returns the server's content, in full or as changed after a version.
+    """
+
+    def __init__(self, log: RecoveryLog, take: Callable[[int | None], Saved]) -> None:
+        self._log, self._take = log, take
+        self._version = -1  # version in the files
+        self._replaced = True  # rows may have changed in other ways than training since `_version`
+        self._writing = threading.Lock()
+
+    def continue_from(self, version: int) -> None:
+        """The files contain the server's state at `version`."""
+        self._version, self._replaced = version, False
+
+    def write(self, replaced: bool = False, final: bool = False) -> None:
+        """Writes changes now. Raises `CheckpointError` on failure.
+
+        Args:
+            replaced: everything may have changed, in other ways than training.
+            final: the server has answered its last call.
+        """
+        with self._writing:
+            self._replaced = self._replaced or replaced
+            whole = self._replaced or self._log.needs_whole
+            saved = self._take(None if whole else self._version)
+            try:
+                if self._replaced or final or saved.part.version != self._version:
+                    self._log.write(saved._replace(final=final), whole)
+                    self._version, self._replaced = saved.part.version, False
+            finally:
+                saved.part.release()
+
+    def close(self) -> None:
+        """Returns once no file is being written."""
+        with self._writing:
+            pass
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

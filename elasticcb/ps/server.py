@@ -116,7 +116,6 @@ class PSServer:
             access=self._access,
             limits=TableLimits(table.memory_bytes, table.when_full, self._store),
             recovery=folder if keeps_files else None,
-            patience_seconds=settings.cluster.patience_seconds,
             lost_workers=self._lost_workers,
         )
         return Servicer(options)
