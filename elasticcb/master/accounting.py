@@ -84,7 +84,7 @@ class Speed:
             # The first records include one-time costs such as tracing.
             self._last = (now, done) if done > before else None
             return
-        passed, trained = now - self._last[0], done - self._last[1]
+        passed, trained = now - self._last[0], max(0, done - self._last[1])  # fewer: some are trained again
         self._last = now, done
         kept = math.exp(-passed / _SMOOTHING_SECONDS)
         self._seconds, self._records = self._seconds * kept + passed, self._records * kept + trained
@@ -92,7 +92,7 @@ class Speed:
     def per_second(self, now: float, done: int) -> float:
         """Recent rate at time `now`, with `done` records finished; 0 before the first note."""
         begun, before = self._points[0] if self._points else (now, done)
-        return (done - before) / (now - begun) if now > begun else 0.0
+        return max(0, done - before) / (now - begun) if now > begun else 0.0
 
     @property
     def smoothed(self) -> float:

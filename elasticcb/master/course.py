@@ -182,7 +182,7 @@ class Course:
     def _deliver_batches(self) -> None:
         if self.follows_batches:
             with self._desk.state() as state:
-                training = {lease.worker for lease in self.queue.leases() if lease.task.type is TaskType.TRAINING}
+                training = self.queue.workers_in_training
                 batches = state.batch_log.take(training, _BATCHES_PER_TURN)
                 waiting = len(state.batch_log)
             self._more_batches = len(batches) == _BATCHES_PER_TURN

@@ -117,11 +117,11 @@ class JobState(JobRecord):
         self.lost_ps.setdefault(index, now)
         self.wake()
 
-    def server_is_back(self, index: int, place: ServerPlace, complete: bool) -> int:
+    def server_is_back(self, index: int, place: ServerPlace, complete: bool) -> bool:
         """The replacement of a lost server holds its part of the model, as the server left it if that is `complete`.
-        Returns the number of records that are trained again."""
+        Returns whether what it lacks is trained again."""
         self.lost_ps.pop(index, None)
-        repeated = 0 if complete or self.queue is None else self.queue.updates_lost()
+        repeated = not complete and self.queue is not None and self.queue.updates_lost()
         if self.cluster is not None:
             servers = [*self.cluster.servers]
             servers[index] = place

@@ -46,11 +46,17 @@ class Restored(NamedTuple):
 
 
 class PSControl:
-    """Commands to the parameter servers of a job."""
+    """Commands to the parameter servers of a job.
+
+    Attributes:
+        members: returns the ids of the workers that train. A server whose rounds did not wait for all of them could
+            come before the others, and each would wait for the other's workers.
+    """
 
     def __init__(self, client: PSClient, run: str, optimizers: Optimizers | None = None) -> None:
         self.client, self.servers, self.run = client, client.servers, run
         self._optimizers = optimizers or Optimizers()
+        self.members: Callable[[], Sequence[int]] = tuple
         self._export_id = 0
 
     def initialize(self, source: InitialModel) -> None:
@@ -128,6 +134,7 @@ class PSControl:
             run=self.run,
             buckets=buckets.to_bytes(),
             map_version=buckets.version,
+            members=self.members(),
         )
 
     def export(self) -> ModelState:

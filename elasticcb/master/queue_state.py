@@ -207,6 +207,11 @@ class QueueState:
         return [record.lease for record in records if record.lease is not None]
 
     @property
+    def workers_in_training(self) -> list[int]:
+        """Ids of the workers that hold training tasks."""
+        return sorted({lease.worker for lease in self.leases() if lease.task.type is TaskType.TRAINING})
+
+    @property
     def has_returned(self) -> bool:
         """Whether requeued tasks, or parts of tasks, are waiting."""
         return self._todo.has_returned

@@ -86,6 +86,7 @@ class Servers:
         )
         desk.end_calls = servers.end_calls
         self.control = PSControl(PSClient(servers), run, optimizers)
+        self.control.members = self._members
         if places:
             end_earlier_move(self.control)
         self._saves: Saves | None = None
@@ -156,6 +157,11 @@ class Servers:
                 desk.wait_a_tick()
         return moved
 
+    def _members(self) -> Sequence[int]:
+        """Ids of the workers that train."""
+        with self._desk.state() as state:
+            return () if state.queue is None else state.queue.workers_in_training
+
     def _is_up(self, worker: int) -> bool:
         with self._desk.state() as state:
             return state.roster.member(worker) is not None
@@ -205,7 +211,7 @@ class Servers:
         with self._desk.state() as state:
             state.totals.recovered(seconds, lost)
             repeated = state.server_is_back(index, place, restored.complete)
-        again = ", and trained again" if repeated else ""
+        again = ", and trained again" if repeated and lost else ""
         self._say(
             f"Parameter server {index} recovered in {seconds:.1f} s from {restored.source}; "
             f"{_how_many_lost(lost)}{again}."

@@ -299,18 +299,17 @@ class TaskQueue(QueueState):
         unsaved = len(self._epochs.unsaved)
         return unsaved > _MOST_UNSAVED or bool(unsaved and self._epochs.all_trained)
 
-    def updates_lost(self) -> int:
+    def updates_lost(self) -> bool:
         """The replacement of a lost server lacks what was reported since it saved, which is trained again; also what is
-        reported later on present leases, until a report of batches that began afterwards. Returns the records that
-        return to the queue now."""
+        reported later on present leases, until a report of batches that began afterwards. Returns whether lost updates
+        are repeated."""
         if self._settings.repeats_lost:
             for record in self._doing:
                 if record.task.type is TaskType.TRAINING and record.stale_from is None:
                     record.stale_from = record.reported
-        parts = self._epochs.unsaved.take()
-        for part in parts:
+        for part in self._epochs.unsaved.take():
             self._repeat(part)
-        return sum(part.shard.records for part in parts)
+        return self._settings.repeats_lost
 
     def _trained(self, record: TaskRecord, done: int, is_held: bool) -> None:
         """Its worker has trained the first `done` records of the shard."""

@@ -172,6 +172,9 @@ class Holder:
             from elasticcb.tf.convert import forget_kernels
 
             forget_kernels()  # of models that no longer exist
+        policy = policy_of(self._options.training, time.monotonic)
+        for worker in request.members:
+            policy.join(worker)
         return ServedModel(
             specs=parameters.specs,
             slices=parameters.slices,
@@ -180,7 +183,7 @@ class Holder:
             buckets=buckets,
             parameters=parameters,
             reader=PushReader(parameters.specs, parameters.slices, parameters.tables.check_ids),
-            policy=policy_of(self._options.training, time.monotonic),
+            policy=policy,
             merged=threading.Condition(self.lock),
             taken=taken,
         )

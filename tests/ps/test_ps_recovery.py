@@ -14,6 +14,7 @@ from elasticcb.clients.ps_servers import ServerReplacedError
 from elasticcb.errors import CheckpointError, ConnectionLostError
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.ps.recovery import RecoveryLog, Saved
+from elasticcb.ps.update_policy import PushName
 from elasticcb.rpc import shared_frames
 from elasticcb.sharding.table_source import whole
 from elasticcb.sharding.table_state import TableState
@@ -81,6 +82,18 @@ def test_state_that_the_master_sets_is_written_at_once(losing):
     servers.master.load_state([*given, np.zeros((1, 3), np.float32)], None)
     servers.replace()
     np.testing.assert_array_equal(servers.held()[0], np.full(6, 9.0))
+
+
+def test_rounds_of_a_restored_server_wait_for_all_that_train(losing):
+    """Else a worker's movements would be merged alone there, and each server would wait for the other's workers."""
+    servers = losing(updates="sync")
+    servers.master.members = lambda: (1, 2)
+    servers.replace()
+    policy = servers.model(0).policy
+    policy.come(PushName(1, 1))
+    assert policy.due(()) == []
+    policy.come(PushName(2, 1))
+    assert policy.due(()) == [PushName(1, 1), PushName(2, 1)]
 
 
 def test_files_contain_all_that_was_answered_before(losing):
