@@ -148,9 +148,11 @@ class Holder:
 
     def persist(self, frame: Frame[pb.PersistRequest]) -> Frame[Any]:
         """Handles `Persist`."""
-        self.present()
-        if self._writer is not None:
-            self._writer.write()
+        with self.lock:  # a move gives it another model, with another writer
+            self.present()
+            writer = self._writer
+        if writer is not None:
+            writer.write()
         return Frame(pb.PersistResponse(), {})
 
     def close(self) -> None:
@@ -209,9 +211,10 @@ class Holder:
 
     def write_down(self, replaced: bool = False, final: bool = False) -> None:
         """Writes recovery files now, if enabled; arguments as in `RecoveryWriter.write`."""
-        if self._writer is not None:
+        writer = self._writer
+        if writer is not None:
             try:
-                self._writer.write(replaced, final)
+                writer.write(replaced, final)
             except ElasticCBError as error:
                 logger.warning("%s", error)
 

@@ -132,7 +132,8 @@ class RecoveryLog:
         """
         saved = self.read()
         durable.drop_unfinished(self._folder)
-        self._write_log(self._entries)
+        last = self._entries[-1] | {"final": False}  # the server answers again
+        self._write_log([*self._entries[:-1], last])
         return saved
 
     def read(self) -> Saved:

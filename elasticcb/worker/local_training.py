@@ -55,7 +55,7 @@ class LocalTraining:
         skips = session.settings.training.non_finite is NonFinite.SKIP
         if len(self._window) >= local.length.batches:
             self._merge()
-        if not self._window:
+        if not self._window and progress.counts_progress:  # else batches of other windows may follow these
             progress.servers = session.client.newest_server
         of_epoch = BatchOfEpoch(index, batch.records, progress.task.epoch_version)
         session.call_of_batch("on_train_batch_begin", of_epoch, local.version, {})
