@@ -18,7 +18,7 @@ import keras
 from elasticcb.api import data as data_of
 from elasticcb.api.job_folder import KeptFit
 from elasticcb.api.processes import ClusterProcesses
-from elasticcb.callbacks.placement import Place, hooks_at, overridden_hooks
+from elasticcb.callbacks.placement import Place, hooks_at, overridden_hooks, stock
 from elasticcb.cluster.registry import backend_of
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import (
@@ -146,14 +146,14 @@ class KerasJobs:
     ) -> JobSnapshot:
         elsewhere = backend_of(settings.cluster.kind).separate
         of_workers = [callback for callback in callbacks if _runs_on_workers(callback)]
-        program = Program(model, sources, of_workers, elsewhere=elsewhere)
+        program = Program(model, sources, of_workers, has_hooks=any(map(_has_own_hooks, callbacks)), elsewhere=elsewhere)
         spec = CallerSpec(program, callbacks)
 
         def serialized() -> bytes:
             with hosts[0].metrics.suspended():
                 whole = dataclasses.replace(program, of_servers=rows_in(model), rehearsal=hosts[0].rehearsal)
-                data, variables = whole.dumps(call.folder)
-                hosts[0].shared_callbacks.share(variables)
+                data, variables, objects = whole.dumps(call.folder)
+                hosts[0].shared_callbacks.share(variables, objects, master.desk.warn)
                 return data
 
         hosts: list[ModelHost] = []
@@ -220,6 +220,10 @@ def _described(settings: JobSettings, sources: Mapping[str, BatchSource], host: 
         "optimizers": [type(optimizer).__name__ for optimizer in host.optimizers],
         "weights of the model": [f"{spec.dtype}{list(spec.shape)}" for spec in host.variables],
     }
+
+
+def _has_own_hooks(callback: keras.callbacks.Callback) -> bool:
+    return stock(callback) is None and bool(overridden_hooks(callback).keys() - {"on_train_end"})
 
 
 def _runs_on_workers(callback: keras.callbacks.Callback) -> bool:

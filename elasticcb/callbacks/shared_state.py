@@ -21,6 +21,7 @@ import numpy as np
 from elasticcb.callbacks.attribute_use import GIVEN, Slot, use_of
 from elasticcb.callbacks.hook_conflicts import Placed
 from elasticcb.callbacks.placement import overridden_hooks
+from elasticcb.callbacks.shared_attributes import Change, SharedAttributes
 from elasticcb.errors import ElasticCBError
 from elasticcb.keras_private import KerasSaveable
 from elasticcb.serialization import carry
@@ -39,11 +40,13 @@ class Sent:
         values: of each callback.
         left: for each callback, attributes that stay where they are: with their types if they can't be sent, else "".
         variables: values of variables of the program that have changed, by number.
+        attributes: the same of attributes (shared_attributes.py).
     """
 
     values: list[dict[_Key, Any]]
     left: list[dict[str, str]]
     variables: dict[int, Any]
+    attributes: dict[tuple[int, str], Change]
 
 
 class SharedState:
@@ -53,17 +56,25 @@ class SharedState:
         callbacks: the same ones in each process, in order.
         whole: whether to send all attributes, and the variables that hooks change; else only `Placed.follows`.
         model: what they refer to as the model; it does not travel.
-        variables: sent with it.
+        variables, attributes: sent with it.
     """
 
-    def __init__(self, callbacks: Iterable[Placed], whole: bool, model: Any, variables: SharedVariables) -> None:
+    def __init__(
+        self,
+        callbacks: Iterable[Placed],
+        whole: bool,
+        model: Any,
+        variables: SharedVariables,
+        attributes: SharedAttributes | None = None,
+    ) -> None:
         self._states = [_State(each.callback, None if whole else each.follows) for each in callbacks]
-        self._model, self._variables = model, variables
+        self._model, self._variables, self._attributes = model, variables, attributes
 
     def dump(self) -> tuple[bytes, list[dict[str, str]]]:
         """The state, and `Sent.left`."""
         values, left = zip(*(state.get() for state in self._states), strict=True) if self._states else ((), ())
-        sent = Sent([*values], [*left], self._variables.changed())
+        changed = {} if self._attributes is None else self._attributes.changed()
+        sent = Sent([*values], [*left], self._variables.changed(), changed)
         try:
             return self._dumped(sent), sent.left
         except ElasticCBError:

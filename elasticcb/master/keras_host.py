@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,9 @@ class ModelHost:
             self._counts = SourceCounts(settings, pipelines)
             on_error.callback(self._counts.stop)  # the user may have interrupted the job
             batch, step = self._build(pipelines, mode)
+            # A hook may compile the model again, or set attributes that say which slots an optimizer has.
+            self.optimizer, self._all_optimizers = getattr(self.model, "optimizer", None), model_optimizers(self.model)
+            self._at_start = [(each, _settings_of(each)) for each in map(unwrapped, self._all_optimizers)]
             self.sources: dict[str, Sources] = self._counts.result()
             # With metrics as the first batch has built them.
             self.metrics.reset()
@@ -114,7 +117,9 @@ class ModelHost:
                 one_worker=shares_state(settings),
             )
             check_hooks(self.callbacks.callbacks, settings)
-            self.shared_callbacks = SharedCallbacks(self.callbacks.callbacks, settings, self.model)
+            self.shared_callbacks = SharedCallbacks(
+                self.callbacks.callbacks, settings, self.model, bool(self.tables)
+            )
             self.metrics.give_directions(self.callbacks.callbacks)
             # Callbacks on workers may hold results until their hooks have ended.
             self.holds_predictions = predicts and holds_predictions(self.callbacks.callbacks)
@@ -171,7 +176,7 @@ class ModelHost:
     ) -> dict[int, TableSpec]:
         """Which variables are embedding tables, by index: as in the checkpoint that the job starts from, else by
         size."""
-        optimizers = model_optimizers(self.model)
+        optimizers = self._all_optimizers
         num_ps = settings.cluster.num_ps
         saved: set[int] | None = None
         if settings.checkpoint.directory_for_init:
@@ -261,14 +266,19 @@ class ModelHost:
         """Sets the model and its optimizers to the servers' state."""
         self.assign(state.weights, state.ids, state.used)
         if self.trains:
-            write_optimizers(state.optimizer, self.all_optimizers(), self.model.weights, self.variables)
+            now = [(each, {name: getattr(each, name) for name in settings}) for each, settings in self._at_start]
+            _set_all(self._at_start)
+            try:
+                write_optimizers(state.optimizer, self.all_optimizers(), self.model.weights, self.variables)
+            finally:
+                _set_all(now)
         if state.ids:
             self.model.train_function = None  # functions traced by Keras have slots with fewer rows
 
     @property
     def finalizes(self) -> bool:
         """Whether the optimizers set final weights, such as moving averages."""
-        found = leaves_of(model_optimizers(self.model), self.variables, self.model.weights)
+        found = leaves_of(self._all_optimizers, self.variables, self.model.weights)
         return any(sets_final_weights(leaf.optimizer) for leaf in found)
 
     def set_final_weights(self, state: ModelState) -> None:
@@ -301,7 +311,7 @@ class ModelHost:
         """What servers know of the optimizers."""
         if not self.trains:
             return Optimizers()
-        return described(model_optimizers(self.model), self.variables, self.model.weights)
+        return described(self._all_optimizers, self.variables, self.model.weights)
 
     @property
     def learning_rate(self) -> keras.Variable | None:
@@ -310,7 +320,7 @@ class ModelHost:
 
     def all_optimizers(self) -> list[keras.optimizers.Optimizer]:
         """All optimizers; those of the model's own step are built in the order in which it gives them variables."""
-        found = model_optimizers(self.model)
+        found = self._all_optimizers
         for place, optimizer in enumerate(found):
             given = [index for index, own in self._given.items() if own == place]
             if not optimizer.built and any(self.variables[index].trainable for index in given):
@@ -321,11 +331,7 @@ class ModelHost:
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
         """The optimizers that train something. A part of the model that was trained before has its own."""
         used = {spec.optimizer for spec in self.variables if spec.trainable}
-        return [each for index, each in enumerate(model_optimizers(self.model)) if index in used]
-
-    @property
-    def optimizer(self) -> keras.optimizers.Optimizer | None:
-        return getattr(self.model, "optimizer", None)
+        return [each for index, each in enumerate(self._all_optimizers) if index in used]
 
     @property
     def merges_by_itself(self) -> bool:
@@ -352,3 +358,13 @@ class ModelHost:
         }
         self.metrics.load(states)
         return self.metrics.results(step="train")
+
+
+def _settings_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    plain = (bool, int, float, str)
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, plain) and name != "built"}
+
+
+def _set_all(settings: Iterable[tuple[keras.optimizers.Optimizer, Mapping[str, Any]]]) -> None:
+    for optimizer, own in settings:
+        vars(optimizer).update(own)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elasticcb.callbacks.attribute_use import use_of
 from elasticcb.callbacks.hook_conflicts import Placed, shares_state, sharing
 from elasticcb.callbacks.placement import overridden_hooks
+from elasticcb.callbacks.shared_attributes import Change, SharedAttributes, holders, is_same_value
 from elasticcb.callbacks.shared_state import SharedState, SharedVariables, is_same
+from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import UsageError
 from elasticcb.settings import JobSettings
 
@@ -17,13 +19,17 @@ from elasticcb.settings import JobSettings
 class SharedCallbacks:
     """The master's side."""
 
-    def __init__(self, callbacks: Iterable[Any], settings: JobSettings, model: Any) -> None:
+    def __init__(self, callbacks: Iterable[Any], settings: JobSettings, model: Any, has_tables: bool = False) -> None:
+        self._has_tables = has_tables
         self._returns = shares_state(settings)
         self._placed = sharing(callbacks, settings)
         self._model = model
         self._variables = SharedVariables({})
         self._state = SharedState(self._placed, self._returns, self._model, self._variables)
         self._sent: dict[int, Any] = {}  # values of variables that were sent last
+        self._attributes = SharedAttributes({})
+        self._warn: Callable[[CallbackWarning], None] | None = None
+        self._sent_attributes: dict[Any, Change] = {}
         self._lock = threading.Lock()  # protects what follows
         self._number, self._data = 0, b""  # the newest state that was sent
         self._is_old = True  # whether hooks may have changed it since
@@ -31,10 +37,14 @@ class SharedCallbacks:
         self._returned = b""  # what it sent back
         self._rate: float | None = None  # the learning rate that it sent back
 
-    def share(self, variables: Mapping[int, Any]) -> None:
-        """Call before `prepare`, with variables of the program that workers read, by number."""
+    def share(
+        self, variables: Mapping[int, Any], objects: Mapping[int, Any], warn: Callable[[CallbackWarning], None]
+    ) -> None:
+        """Call before `prepare`, with variables of the program that workers read, and objects whose attributes hooks
+        may set, by number."""
         self._variables, self._sent = SharedVariables(variables), {}
-        self._state = SharedState(self._placed, self._returns, self._model, self._variables)
+        self._attributes, self._warn = SharedAttributes(holders(objects)), warn
+        self._state = SharedState(self._placed, self._returns, self._model, self._variables, self._attributes)
 
     @property
     def names(self) -> str:
@@ -53,14 +63,26 @@ class SharedCallbacks:
         """The state for a worker that begins an epoch or a pass, and its number; b"" if that is `known`, or if there is
         nothing to send."""
         with self._lock:
-            values = self._variables.changed()
+            values, attributes = self._variables.changed(), self._attributes.changed()
             is_old = self._is_old and bool(self._placed)
-            if is_old or any(n not in self._sent or not is_same(value, self._sent[n]) for n, value in values.items()):
+            is_old |= any(n not in self._sent or not is_same(value, self._sent[n]) for n, value in values.items())
+            if is_old or not is_same_value(attributes, self._sent_attributes):
                 self._data, _ = self._state.dump()
-                self._number, self._is_old, self._sent = self._number + 1, False, values
+                self._number, self._is_old = self._number + 1, False
+                self._sent, self._sent_attributes = values, attributes
+                self._warn_of_tables()
             if self._returns and (self._placed or self._variables):
                 self._holder, self._returned = worker, b""
             return self._number, self._data if known != self._number else b""
+
+    def _warn_of_tables(self) -> None:
+        names = ", ".join(sorted(map(str, self._attributes.of_optimizers()))) if self._has_tables else ""
+        if names and self._warn is not None:
+            text = (
+                f"A hook has set {names}: the optimizers of embedding tables on parameter servers keep the value of "
+                "before the job. Set it before training, or use a learning rate, which they follow."
+            )
+            self._warn(CallbackWarning(f"{names} set by a hook", text))
 
     def give_back(self, worker: int, data: bytes, rate: float | None) -> None:
         """The worker has ended its part, and no hook runs there until it fetches the state again."""

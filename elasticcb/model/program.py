@@ -9,13 +9,14 @@ import contextlib
 import os
 import pickle
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import keras
 
+from elasticcb.callbacks.shared_attributes import Attribute, holders
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import ElasticCBError, ModelFileError, UsageError, describe, user_traceback
 from elasticcb.keras_private import layers_of, seed_generators_of
@@ -36,6 +37,7 @@ class Program:
         of_servers: further objects that travel without their content, because servers hold it: rows of tables.
         elsewhere: whether workers are other processes.
         rehearsal: what workers are to compute before they train (compute/rehearsal.py); None: nothing.
+        has_hooks: whether callbacks of the user's have hooks in the caller's process.
     """
 
     model: keras.Model
@@ -43,11 +45,13 @@ class Program:
     callbacks: Sequence[keras.callbacks.Callback] = ()
     of_servers: Sequence[Any] = ()
     rehearsal: Any = None
+    has_hooks: bool = False
     elsewhere: bool = True
 
-    def dumps(self, folder: Path | None = None) -> tuple[bytes, dict[int, Any]]:
+    def dumps(self, folder: Path | None = None) -> tuple[bytes, dict[int, Any], dict[int, Any]]:
         """Serializes it for `ProgramSpec`; returns also the variables that it carries besides the weights, by number:
-        those of layers, losses, callbacks and data, but not those of metrics and optimizers.
+        those of layers, losses, callbacks and data, but not those of metrics and optimizers. And, if hooks of the
+        caller's may set attributes that workers read, all objects, by number.
 
         Args:
             folder: folder for large arrays, which all processes see.
@@ -65,11 +69,14 @@ class Program:
             "rehearsal": self.rehearsal,
             "state": process_state.read(),
         }
-        program, variables = carry.dumps_graph(parts, others, self._names(), content_on_servers, folder, self.elsewhere)
+        program, variables, objects = carry.dumps_graph(
+            parts, others, self._names(), content_on_servers, folder, self.elsewhere
+        )
         users = [*self.model.metrics, *optimizers]
         own = {id(variable) for user in users for variable in user.variables}
         job = _Job(
             shared=tuple(place for place, variable in enumerate(variables) if id(variable) not in own),
+            follows=self.has_hooks,
             process=os.getpid(),
             sys_path=caller_path(),
             program=program,
@@ -77,7 +84,7 @@ class Program:
             constraints=carry.dumps(_constraints(self.model), "a constraint of the model"),
             switches=carry.dumps(process_state.read_switches(), "keras.config"),
         )
-        return pickle.dumps(job), {place: variables[place] for place in job.shared}
+        return pickle.dumps(job), {place: variables[place] for place in job.shared}, objects if self.has_hooks else {}
 
     def _names(self) -> dict[str, Any]:
         """What messages call the objects of the user."""
@@ -91,6 +98,7 @@ class _Job:
     """Workers read the program; servers, which may use another backend, the optimizers."""
 
     shared: tuple[int, ...]  # numbers of the variables that processes share besides the weights
+    follows: bool  # whether hooks of the caller's may set attributes that workers read
     process: int  # the caller's, whose threads may run the job
     sys_path: list[str]
     program: bytes
@@ -130,6 +138,7 @@ class ProgramSpec(_SpecOfProgram):
     def __init__(self, data: bytes, before: ProgramSpec | None = None) -> None:
         self._job: _Job = pickle.loads(data)
         self._is_elsewhere = self._job.process != os.getpid()
+        self._has_followed = False  # whether attributes were set, besides variables
         self._graph: carry.Graph | None = None
         self._before = before
         with building:
@@ -161,7 +170,18 @@ class ProgramSpec(_SpecOfProgram):
     @property
     def is_steady(self) -> bool:
         """A hook of a callback may change anything."""
-        return self._graph is not None and self._graph.is_steady and not self._part("callbacks")
+        is_steady = self._graph is not None and self._graph.is_steady and not self._has_followed
+        return is_steady and not self._part("callbacks")
+
+    @property
+    def followed(self) -> Mapping[int, Any]:
+        return holders(self._graph.objects) if self._graph is not None and self._job.follows else {}
+
+    def follow(self, attributes: Iterable[Attribute]) -> None:
+        for attribute in attributes:
+            self._has_followed = True
+            for source in self._part("data").values():
+                source.follow(attribute)
 
     def batch_source(self, mode: Mode) -> BatchSource | None:
         source: BatchSource | None = self._part("data").get(mode)

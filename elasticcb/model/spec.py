@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from elasticcb.settings import Mode
 if TYPE_CHECKING:
     import keras
 
+    from elasticcb.callbacks.shared_attributes import Attribute
     from elasticcb.data.batches import BatchSource
 
 
@@ -43,6 +44,14 @@ class Spec(ABC):
     def variables(self) -> Mapping[int, Any]:
         """Variables besides the weights that processes of the job share, by number (callbacks/shared_state.py)."""
         return {}
+
+    @property
+    def followed(self) -> Mapping[int, Any]:
+        """Objects whose attributes hooks in another process may set, by number (callbacks/shared_attributes.py)."""
+        return {}
+
+    def follow(self, attributes: Iterable[Attribute]) -> None:  # noqa: B027 nothing is followed
+        """These attributes were set here."""
 
     @property
     def rehearsal(self) -> Any:

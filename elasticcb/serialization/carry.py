@@ -126,10 +126,10 @@ def dumps(
 
 def dumps_graph(
     parts: Any, others: Any, names: Mapping[str, Any], hollow: Hollow, folder: Path | None, elsewhere: bool = True
-) -> tuple[bytes, list[Any]]:
+) -> tuple[bytes, list[Any], dict[int, Any]]:
     """Pickles two objects that may share objects, for `Graph`; returns also the variables that travel with their
-    values, in the order of `Graph.variables`. The bytes of the first depend neither on the second nor on the values of
-    variables.
+    values, in the order of `Graph.variables`, and all objects, by their numbers there. The bytes of the first depend
+    neither on the second nor on the values of variables.
 
     Args, raised errors: as for `dumps`.
     """
@@ -139,7 +139,8 @@ def dumps_graph(
         picklers.append(_Pickler([], hollow, (), folder is not None, True))
         return picklers[-1]
 
-    return _dumped(make, [parts, others], names, folder, elsewhere), picklers[-1].variables
+    data = _dumped(make, [parts, others], names, folder, elsewhere)
+    return data, picklers[-1].variables, dict(picklers[-1].memo.copy().values())
 
 
 def _dumped(
@@ -196,6 +197,7 @@ class Graph:
     Attributes:
         variables: those that travel with their values, by place.
         continues: whether `parts` is that of `before`.
+        objects: all of them, by number.
         is_steady: whether `parts` can be used again: of its state, only variables change.
     """
 
@@ -225,6 +227,7 @@ class Graph:
                 self._kept = dict(variables)
                 self._memo = [*unpickler.memo.copy().values()] if self.is_steady else []
             self.others: Any = unpickler.load() if second else None
+            self.objects: dict[int, Any] = unpickler.memo.copy() if second else {}
             with contextlib.suppress(EOFError):
                 while True:
                     for module, attributes in unpickler.load():

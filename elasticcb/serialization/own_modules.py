@@ -75,18 +75,18 @@ def by_value(imported: Collection[str]) -> Iterator[None]:
 
 def used_by(function: types.FunctionType) -> Iterator[tuple[str, set[str]]]:
     """Own modules that a function refers to as modules, with the names in it that the function may use."""
-    names = set(_names(function.__code__))
+    names = set(names_in(function.__code__))
     for name in names:
         module = function.__globals__.get(name)
         if isinstance(module, types.ModuleType) and is_own(module.__name__):
             yield module.__name__, names & vars(module).keys()
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+@functools.lru_cache(maxsize=10_000)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Names of globals and attributes that a function uses."""
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
 def values_of(module: str, names: Collection[str]) -> dict[str, Any]:

@@ -176,9 +176,7 @@ class Session:
             one_worker=shares_state(settings),
             print_text=self.progress.print if backend_of(settings.cluster.kind).separate else None,
         )
-        self.shared_callbacks = FollowedCallbacks(
-            client, self.callbacks, settings, built.spec.variables, self.progress.warn
-        )
+        self.shared_callbacks = FollowedCallbacks(client, self.callbacks, settings, built.spec, self.progress.warn)
         if self.local is not None:
             # `on_train_batch_end`: a callback may stop training at NaN, and so end the job in order
             skips = training.non_finite is NonFinite.SKIP
@@ -188,7 +186,8 @@ class Session:
         hooks_of_batches = ("on_train_batch_end", "on_test_batch_end")
         self.running = RunningLogs(self.metrics, self._as_keras and any(map(self.callbacks.wants, hooks_of_batches)))
         self.passes = PassHooks(self.metrics, self.callbacks.wants, self.call)
-        self.input = TaskInput(client, self.pipeline, self.computation.prepare)
+        follows = self.shared_callbacks.follows
+        self.input = TaskInput(client, self.pipeline, self.computation.prepare, follows)
         self.progress.on_leave = self.input.leave
         self.progress.on_split = self.input.wake
         self.stop_told = False

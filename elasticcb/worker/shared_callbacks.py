@@ -7,8 +7,10 @@ from typing import Any
 
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.hook_conflicts import shares_state, sharing
+from elasticcb.callbacks.shared_attributes import Change, FollowedAttributes
 from elasticcb.callbacks.shared_state import SharedState, SharedVariables
 from elasticcb.clients.master import MasterClient
+from elasticcb.model.spec import Spec
 from elasticcb.settings import JobSettings
 
 _SEED = "seed_generator_state"  # in the names of Keras's variables
@@ -18,7 +20,7 @@ class FollowedCallbacks:
     """The worker's side.
 
     Args:
-        variables: variables of the program besides the weights, by number.
+        spec: the program.
         warn: called with a subject and a text.
     """
 
@@ -27,11 +29,12 @@ class FollowedCallbacks:
         client: MasterClient,
         callbacks: Dispatcher,
         settings: JobSettings,
-        variables: Mapping[int, Any],
+        spec: Spec,
         warn: Callable[[str, str], None],
     ) -> None:
         self._client, self._dispatcher, self._warn = client, callbacks, warn
-        self._variables = SharedVariables(variables)
+        self._spec, self._variables, self._followed = spec, SharedVariables(spec.variables), spec.followed
+        self._attributes = FollowedAttributes(self._followed)
         self._returns = shares_state(settings)
         found = sharing(callbacks.callbacks, settings)
         self._callbacks = [each.callback for each in found]
@@ -43,7 +46,7 @@ class FollowedCallbacks:
 
     def fetch(self) -> None:
         """Before the first hook of an epoch or a pass."""
-        if not self._callbacks and not self._variables:
+        if not self._callbacks and not self._variables and not self._followed:
             return
         answer = self._client.share_callbacks(self._number)
         if answer.state:
@@ -55,7 +58,24 @@ class FollowedCallbacks:
                     self._dispatcher.call_on(callback, "on_train_begin", {})
             self._state.adopt(sent)
             self._variables.follow(sent.variables)
+            self._follow(sent.attributes)
             self._number = answer.number
+
+    def _follow(self, changes: Mapping[Any, Change]) -> None:
+        found, conflicts = self._attributes.adopt(changes)
+        self._spec.follow(found)
+        if conflicts:
+            names = ", ".join(sorted(map(str, conflicts)))
+            self._warn(
+                f"{names} changed on both sides",
+                f"{names} changes both in hooks in your process and in steps or data on workers, which keep their own "
+                "values. Use variables of your own for each, or a keras.Variable.",
+            )
+
+    @property
+    def follows(self) -> bool:
+        """Whether steps and data may read what hooks elsewhere set."""
+        return bool(self._followed)
 
     @property
     def is_awaited(self) -> bool:

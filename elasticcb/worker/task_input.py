@@ -12,7 +12,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elasticcb.clients.master import MasterClient
@@ -33,6 +33,7 @@ class TaskStarted:
 
     task: Any
     counts_progress: bool = False  # whether the n-th record from `feed` is the n-th of the shard
+    begun: threading.Event = field(default_factory=threading.Event)  # set by the consumer
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,10 @@ Event = TaskStarted | Batch | TaskRead | Finished | Idle | Woken
 class TaskInput:
     """Iterates over events: tasks as they start, their batches, their ends.
 
+    Args:
+        follows: whether the data may read what a hook elsewhere sets before an epoch or pass: then it is read once the
+            consumer has begun with the first task.
+
     Attributes:
         leaving: whether this process was asked to stop.
     """
@@ -92,9 +97,12 @@ class TaskInput:
         client: MasterClient,
         pipeline_of: Callable[[Mode], Pipeline],
         prepare: Callable[[Any, Mode, Sequence[bool]], Prepared],
+        follows: bool = False,
         buffer_batches: int = 4,
     ) -> None:
         self._client = client
+        self._follows = follows
+        self._present = (0, -1)  # task type and pass
         self._pipeline_of = pipeline_of
         self._prepare = prepare
         self._taken: deque[Event] = deque()  # taken from the queue to look ahead
@@ -187,8 +195,13 @@ class TaskInput:
         try:
             mode = MODES[task.type]
             pipeline = self._pipeline_of(mode)
-            self._put(TaskStarted(task, pipeline.keeps_order))
+            event = TaskStarted(task, pipeline.keeps_order)
+            self._put(event)
             started = True
+            before, self._present = self._present, (task.type, _pass_of(task))
+            while self._follows and self._present != before and not self._stopped.is_set():
+                if event.begun.wait(0.5):
+                    break
             units = 0
             for data in pipeline.batches(task.shard.name, task.shard.start, task.shard.end, _pass_of(task)):
                 batch = Batch(self._prepare(data, mode, pipeline.fixed), pipeline.units_in(data))

@@ -93,14 +93,10 @@ class TaskLoop:
             self._agree_to_splits()
         if isinstance(event, TaskStarted):
             self._run = TaskRun(self._session, self._tally, event)
-            if event.task.lease in self._given_back:
-                self._given_back.remove(event.task.lease)
-                self._run.is_left = True
-            elif self._session.ends_training and event.task.type == pb.TRAINING:
-                self._keep(self._run, 0)
-                self._session.give_back_callbacks()
-            else:
-                self._run.begin()
+            try:
+                self._begin(self._run)
+            finally:
+                event.begun.set()
             return
         run = self._run
         if isinstance(event, Idle):
@@ -116,6 +112,16 @@ class TaskLoop:
             if event.error is not None:
                 raise event.error
             run.finish(event.exhausted)
+
+    def _begin(self, run: TaskRun) -> None:
+        if run.task.lease in self._given_back:
+            self._given_back.remove(run.task.lease)
+            run.is_left = True
+        elif self._session.ends_training and run.task.type == pb.TRAINING:
+            self._keep(run, 0)
+            self._session.give_back_callbacks()
+        else:
+            run.begin()
 
     def _may_leave(self, event: Event) -> bool:
         """The hooks of TRAIN_END run only once, so they must finish."""

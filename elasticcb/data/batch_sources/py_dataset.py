@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from elasticcb.callbacks.shared_attributes import Attribute
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batches import PassSource, Purpose, source_seed
 from elasticcb.serialization.carry import Copies
@@ -107,6 +108,11 @@ class PyDatasetSource(PassSource):
             self._enter(passes - 1)
             self._leave(self.given, passes - 1)
             self.close()
+
+    def follow(self, attribute: Attribute) -> None:
+        if attribute.holder is self.given and self._adapter is not None:
+            setattr(self._adapter.py_dataset, attribute.name, attribute.value)
+        self._copies = None  # later ones begin with it
 
     def _leave(self, dataset: keras.utils.PyDataset, epoch: int) -> None:
         self._call(dataset.on_epoch_end, epoch, 2)
