@@ -226,7 +226,7 @@ def test_training_states_that_cannot_be_summed_come_from_the_outputs_of_all_batc
         return make({name: kind() for name, kind in given.items()}, metrics=[Labels("final")], run_eagerly=True)
 
     model, metrics = both()
-    metrics.replayed = metrics.units_to_replay((X[:2], np.array([[0.0], [1.0]], "float32")))
+    metrics.replayed = metrics.try_out((X[:2], np.array([[0.0], [1.0]], "float32")))
     assert metrics.replayed == {"last", "one", "labels", "final"}
     assert metrics.merging_units == {"largest", OUTPUTS}
     batches = []

@@ -27,7 +27,7 @@ _OTHERS = (keras.callbacks.Callback, keras.metrics.Metric, KerasVariable)  # whi
 
 
 def holders(objects: Mapping[int, Any]) -> dict[int, Any]:
-    """Those of a program's objects that may have such attributes."""
+    """Those of a program's objects that may have such attributes, in the process of its user."""
     return {number: each for number, each in objects.items() if _is_holder(each)}
 
 
@@ -113,7 +113,7 @@ class FollowedAttributes:
         for key, (first, value) in changes.items():
             number, name = key
             thing = self._objects[number]
-            here = _plain(dict(_attributes(thing)).get(name))
+            here = _plain(_get(thing, name))
             if is_same_value(here, value):
                 continue
             is_ours = not is_same_value(here, self._adopted.get(key, first))
@@ -174,6 +174,12 @@ def _named_by_user(kind: type) -> frozenset[str]:
 
 def _cells(function: types.FunctionType) -> dict[str, types.CellType]:
     return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+def _get(thing: Any, name: str) -> Any:
+    if not isinstance(thing, types.FunctionType):
+        return getattr(thing, name, None)
+    return _cells(thing)[name].cell_contents if name in _cells(thing) else thing.__globals__.get(name)
 
 
 def _set(thing: Any, name: str, value: Any) -> None:

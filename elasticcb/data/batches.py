@@ -79,8 +79,8 @@ class PassSource(BatchSource):
     """Batches that can be read repeatedly: a pass contains each of them once.
 
     Args:
-      steps: number of batches in an epoch; epochs are then cut from the endlessly repeated passes, each continuing
-        where the previous one ended. None: an epoch is a pass.
+      steps: number of batches in an epoch, each of which continues where the previous one ended; an epoch in which a
+        pass ends has fewer, as in Keras. None: an epoch is a pass.
     """
 
     num_batches: int
@@ -88,16 +88,15 @@ class PassSource(BatchSource):
     def __init__(self, size: int, steps: int | None = None) -> None:
         self.size = size
         self.steps = steps
-        self.num_batches = steps or size
+        self.num_batches = min(steps or size, size)
 
     def batches(self, epoch: int, start: int, end: int) -> Iterator[Any]:
         epoch -= self.first_epoch
-        first, end = epoch * self.num_batches + start, epoch * self.num_batches + min(end, self.num_batches)
-        while first < end:
-            number, offset = divmod(first, self.size)
-            count = min(self.size - offset, end - first)
-            yield from self.pass_batches(epoch, number, offset, offset + count)
-            first += count
+        number, part = divmod(epoch, -(-self.size // self.num_batches))
+        offset = part * self.num_batches
+        start, end = offset + start, min(offset + min(end, self.num_batches), self.size)
+        if start < end:
+            yield from self.pass_batches(epoch, number, start, end)
 
     @abstractmethod
     def pass_batches(self, epoch: int, number: int, start: int, end: int) -> Iterator[Any]:

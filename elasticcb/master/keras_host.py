@@ -56,6 +56,7 @@ from elasticcb.optimizers.variables import StepVariables, described, leaves_of
 from elasticcb.predictions.columns import columns_of, names_of_outputs
 from elasticcb.predictions.files import check
 from elasticcb.rpc.tensors import Array
+from elasticcb.serialization.process_state import without_draws, without_draws_of_keras
 from elasticcb.settings import Command, JobSettings, Mode
 from elasticcb.sharding.table_spec import TableSpec
 
@@ -90,18 +91,21 @@ class ModelHost:
                 pipelines[Mode.EVALUATION] = open_pipeline(settings, self.spec, Mode.EVALUATION)
             self._counts = SourceCounts(settings, pipelines)
             on_error.callback(self._counts.stop)  # the user may have interrupted the job
-            batch, step = self._build(pipelines, mode)
+            with without_draws_of_keras():  # as in Keras, which builds symbolically
+                batch, step = self._build(pipelines, mode)
             # A hook may compile the model again, or set attributes that say which slots an optimizer has.
             self.optimizer, self._all_optimizers = getattr(self.model, "optimizer", None), model_optimizers(self.model)
             self._at_start = [(each, _settings_of(each)) for each in map(unwrapped, self._all_optimizers)]
             self.sources: dict[str, Sources] = self._counts.result()
             # With metrics as the first batch has built them.
             self.metrics.reset()
-            data = backend().data(self.model, batch)
-            self.rehearsal = rehearse(self.model, batch, data) if rehearses else None
+            with without_draws():
+                replayed = self.metrics.try_out(batch)
+                data = backend().data(self.model, batch)
+                self.rehearsal = rehearse(self.model, batch, data) if rehearses else None
             self.metrics.reset()
             if mode is Mode.TRAINING:
-                self.metrics.replayed = self.metrics.units_to_replay(batch)
+                self.metrics.replayed = replayed
             element = pipeline.element_spec
             self._features_spec = element[0] if mode is not Mode.PREDICTION and isinstance(element, tuple) else element
             self.tables = self._find_tables(settings, batch, pipelines, step)

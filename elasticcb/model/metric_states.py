@@ -112,6 +112,34 @@ def summable_states(
     return found
 
 
+def keeping_states(
+    metrics: Mapping[str, keras.metrics.Metric],
+    reset: Callable[[], None],
+    update: Callable[[Any], None],
+    batches: Sequence[Any],
+) -> list[tuple[str, Any, Any]]:
+    """The metrics that `reset_state` does not set back, and their results after a batch, at first and once more."""
+
+    def after(batch: Any) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+        reset()
+        states = {name: [*(v.numpy() for v in unit.variables), *_numbers(unit)] for name, unit in metrics.items()}
+        update(batch)
+        return states, {name: unit.result() for name, unit in metrics.items()}
+
+    (at_first, results), _, (again, others) = (after(batches[place]) for place in (0, 1, 0))
+    reset()
+    found = []
+    for name in metrics:
+        pair = [keras.tree.flatten(each[name]) for each in (results, others)]
+        if not _are_close(at_first[name], again[name]) and not _are_close(*pair):
+            found.append((name, results[name], others[name]))
+    return found
+
+
+def _numbers(metric: keras.metrics.Metric) -> list[Any]:
+    return [value for _, value in sorted(vars(metric).items()) if isinstance(value, (int, float))]
+
+
 def _are_close(values: Sequence[Any], others: Sequence[Any]) -> bool:
     arrays = [
         (keras.ops.convert_to_numpy(a), keras.ops.convert_to_numpy(b)) for a, b in zip(values, others, strict=True)

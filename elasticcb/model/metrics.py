@@ -27,6 +27,7 @@ from elasticcb.model.metric_states import (
     LastValue,
     adds_up,
     assign,
+    keeping_states,
     last_of,
     merged,
     placed,
@@ -83,7 +84,7 @@ class ModelMetrics:
 
     Attributes:
         own_steps: "train" or "test", for steps whose logs the model's own methods determine.
-        replayed: the units that the master updates with the outputs of each training batch, from `units_to_replay`.
+        replayed: the units that the master updates with the outputs of each training batch, from `try_out`.
         log_order: for each key in the logs of training, the one by which Keras sorts it: of the dict that it is in.
 
     Raises:
@@ -307,20 +308,31 @@ class ModelMetrics:
             if self._transport(unit) is not MetricTransport.OUTPUTS
         }
 
-    def units_to_replay(self, batch: Any) -> frozenset[str]:
-        """The units whose training states can't be summed over batches, tried with a batch. Resets all units."""
-        own = {unit.name: unit for unit in self._units() if self._transport(unit) is MetricTransport.OUTPUTS}
+    def try_out(self, batch: Any) -> frozenset[str]:
+        """The units whose training states can't be summed over batches, tried with a batch. Resets all units.
+
+        Raises `ModelFileError` for a metric that `reset_state` does not set back.
+        """
+        own = {
+            unit.name: unit.metric for unit in self._units() if self._transport(unit) is MetricTransport.OUTPUTS
+        }
         summable: set[str] = set()
+        keeping: list[tuple[str, Any, Any]] = []
         if own:
             _, labels, weight = keras.utils.unpack_x_y_sample_weight(batch)
             try:
                 trials = [(labels, each, weight) for each in trial_predictions(labels, self._predictions)]
-                found = summable_states(
-                    {name: unit.metric for name, unit in own.items()}, self.reset, self._replay, trials
-                )
-                summable.update(found)
+                keeping = keeping_states(own, self.reset, self._replay, trials)
+                summable = summable_states(own, self.reset, self._replay, trials)
             except Exception as error:  # of a metric that does not accept these predictions
                 logger.info("Whether the states of metrics can be summed is unknown: %s", describe(error))
+        for name, first, second in keeping:
+            raise ModelFileError(
+                f"The metric {name!r} ({type(own[name]).__name__}) is not set back by its reset_state(): for the same "
+                f"batch, its result is {_shown(first)} at first and {_shown(second)} later. Metrics of a cluster are "
+                "computed anew for each epoch and pass. Set everything back in reset_state(), or keep in a callback "
+                "what shall last longer."
+            )
         replayed = own.keys() - summable
         if replayed:
             logger.info("Updated here, with the outputs of all training batches: %s", ", ".join(sorted(replayed)))
@@ -450,6 +462,10 @@ def _shape_of(tensor: Any) -> Any:
 
 def _tensor(leaf: Any) -> Any:
     return keras.ops.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _shown(result: Any) -> str:
+    return str(keras.tree.map_structure(to_number, result))
 
 
 def to_number(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 
-from elasticcb.callbacks.shared_attributes import Attribute, holders
+from elasticcb.callbacks.shared_attributes import Attribute
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import ElasticCBError, ModelFileError, UsageError, describe, user_traceback
 from elasticcb.keras_private import layers_of, seed_generators_of
@@ -160,7 +160,9 @@ class ProgramSpec(_SpecOfProgram):
         same = before is not None and replace(before._job, program=self._job.program) == self._job
         graph = carry.Graph(self._job.program, before=before._graph if before is not None and same else None)
         if self._is_elsewhere:
-            process_state.write(graph.others["state"])
+            given, used = process_state.write(graph.others["state"])
+            if given is not None:
+                graph.variables = {n: used if each is given else each for n, each in graph.variables.items()}
             for name, item in graph.parts["registered"].items():
                 package, _, own_name = name.rpartition(">")
                 with contextlib.suppress(ValueError):  # a class that Keras would not register
@@ -175,7 +177,7 @@ class ProgramSpec(_SpecOfProgram):
 
     @property
     def followed(self) -> Mapping[int, Any]:
-        return holders(self._graph.objects) if self._graph is not None and self._job.follows else {}
+        return self._graph.objects if self._graph is not None and self._job.follows else {}
 
     def follow(self, attributes: Iterable[Attribute]) -> None:
         for attribute in attributes:

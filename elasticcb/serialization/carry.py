@@ -227,7 +227,8 @@ class Graph:
                 self._kept = dict(variables)
                 self._memo = [*unpickler.memo.copy().values()] if self.is_steady else []
             self.others: Any = unpickler.load() if second else None
-            self.objects: dict[int, Any] = unpickler.memo.copy() if second else {}
+            read = unpickler.memo.copy() if second else {}
+            self.objects = {number: each for number, each in read.items() if hasattr(each, "__dict__")}
             with contextlib.suppress(EOFError):
                 while True:
                     for module, attributes in unpickler.load():

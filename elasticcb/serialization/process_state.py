@@ -3,10 +3,11 @@ and absl flags."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -74,8 +75,8 @@ def read() -> dict[str, Any]:
     }
 
 
-def write(state: Mapping[str, Any]) -> None:
-    """Gives it to this process."""
+def write(state: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Gives it to this process; returns the state of the given generator of Keras, and of the one that is used here."""
     seeds = state["random"]
     random.setstate(seeds["python"])
     np.random.set_state(seeds["numpy"])
@@ -84,6 +85,41 @@ def write(state: Mapping[str, Any]) -> None:
         _seeding.given = seeds["tensorflow"]
     _set_generator(seeds["keras"])
     _set_flags(state["flags"])
+    own = global_state.get_global_attribute(_SEED_GENERATOR)
+    return getattr(seeds["keras"], "state", None), getattr(own, "state", None)
+
+
+@contextlib.contextmanager
+def without_draws() -> Iterator[None]:
+    """Context whose random numbers do not count: Python's, NumPy's and Keras's generators are set back at the end."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with without_draws_of_keras():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def without_draws_of_keras() -> Iterator[None]:
+    """The same for Keras's generators alone."""
+    before: dict[int, tuple[Any, Any]] = {}
+    draw = keras.random.SeedGenerator.next
+
+    def note_and_draw(generator: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(generator) not in before:
+            with contextlib.suppress(Exception):  # in a function that is traced, which changes no value
+                before[id(generator)] = generator.state, np.array(generator.state._value)
+        return draw(generator, *args, **kwargs)
+
+    keras.random.SeedGenerator.next = note_and_draw
+    try:
+        yield
+    finally:
+        keras.random.SeedGenerator.next = draw
+        for state, value in before.values():
+            state.assign(value)
 
 
 class _Seeding:

@@ -28,6 +28,7 @@ from elasticcb.model.spec import Spec, words_of
 from elasticcb.model.weights import assign_dense, variable_specs
 from elasticcb.optimizers.traits import model_optimizers, sets_final_weights, unwrapped
 from elasticcb.process.generated_files import remove_generated_files
+from elasticcb.serialization.process_state import without_draws, without_draws_of_keras
 from elasticcb.settings import Command, JobSettings, Mode, NonFinite, WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
@@ -76,11 +77,12 @@ class BuiltModel:
         self.metrics = self.before.metrics if self.before else ModelMetrics(self.model, spec.make_eval_metrics())
         self.first_mode = Mode.of(settings.command)
         if not spec.is_built or self.metrics.own_steps:
-            batch = self.pipeline(self.first_mode).first_batch()
-            backend().build(spec, self.model, batch, self.first_mode)
             validates = settings.data.validation or spec.batch_source(Mode.EVALUATION) is not None
-            if self.first_mode is Mode.TRAINING and validates and self.metrics.own_steps:
-                backend().build(spec, self.model, self.pipeline(Mode.EVALUATION).first_batch(), Mode.EVALUATION)
+            both = self.first_mode is Mode.TRAINING and validates and self.metrics.own_steps
+            for mode in (self.first_mode, *([Mode.EVALUATION] if both else ())):
+                batch = self.pipeline(mode).first_batch()
+                with without_draws_of_keras():
+                    backend().build(spec, self.model, batch, mode)
         self.metrics.reset()
         remove_generated_files()  # a job may end before this worker gets a task
         logger.info("The model is built")
@@ -200,7 +202,8 @@ class Session:
             return
         batch = self.pipeline(built.first_mode).first_batch()
         if digest_of((batch, self.model.weights)) == rehearsal.digest:
-            rehearsal.check(rehearsed(self.model, backend().data(self.model, batch)))
+            with without_draws():
+                rehearsal.check(rehearsed(self.model, backend().data(self.model, batch)))
             self.metrics.reset()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from batch_helpers import all_batches, assert_same_batches, copy_of, keras_batches, rows_in
 
 from elasticcb.data.batch_sources.adapt import adapt, split_validation
+from elasticcb.data.batches import BatchSource
 
 N = 10
 RANDOM = np.random.default_rng(0)
@@ -129,11 +130,17 @@ def test_shuffling_batches_keeps_rows_in_their_batch(tmp_path: Path) -> None:
 
 
 def test_epochs_of_steps_go_on_where_the_last_ended(tmp_path: Path) -> None:
-    source = adapt(np.arange(6), batch_size=2, steps=4, shuffle=False, purpose="fit", folder=tmp_path, seed=1)
-    assert source.num_batches == 4
-    assert rows_in(all_batches(source, 0)) == [0, 1, 2, 3, 4, 5, 0, 1]
-    assert rows_in(all_batches(source, 1)) == [2, 3, 4, 5, 0, 1, 2, 3]
-    assert rows_in(list(source.batches(1, 2, 99))) == [0, 1, 2, 3]
+    def source(steps: int) -> BatchSource:
+        with pytest.warns(UserWarning, match="ran out of data"):
+            return adapt(
+                np.arange(6), batch_size=2, steps=steps, shuffle=False, purpose="fit", folder=tmp_path, seed=1
+            )
+
+    assert [rows_in(all_batches(source(2), epoch)) for epoch in range(3)] == [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3]]
+    assert rows_in(list(source(2).batches(2, 1, 99))) == [2, 3]
+    longer = source(4)
+    assert longer.num_batches == 3
+    assert rows_in(all_batches(longer, 1)) == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_batch_size_follows_from_steps_as_in_keras(tmp_path: Path) -> None:

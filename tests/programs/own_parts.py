@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from catalogue import RECORDS, Given, case, compiled, dense, integers, normal
+from catalogue import BATCH, RECORDS, Given, case, compiled, dense, integers, normal
 
 loss_or_metric = functools.partial(case, "Losses and metrics of your own", everywhere=True)
 optimizer = functools.partial(case, "Optimizers and schedules of your own", everywhere=True)
@@ -101,6 +101,27 @@ def shared_temperature():
 
 
 SCALE = keras.Variable(1.0, trainable=False)
+
+
+@loss_or_metric("a loss that draws random numbers, with a generator of its own and with Keras's")
+def random_loss():
+    class Noisy(keras.losses.Loss):
+        def __init__(self):
+            super().__init__()
+            self.seed = keras.random.SeedGenerator(7)
+
+        def call(self, y_true, y_pred):
+            scale = keras.random.uniform((), seed=self.seed)
+            if keras.backend.backend() != "jax":  # where it would be the same in each batch
+                scale += keras.random.uniform(())
+            return ops.mean((y_true - y_pred) ** 2, -1) * scale
+
+    model, x, y = dense(loss=Noisy()), normal(6), normal(1)
+
+    def then(fit):
+        return fit(model, x, y, epochs=2, batch_size=BATCH, shuffle=False, verbose=0)
+
+    return Given(model, x, y, test=(), then=then)
 
 
 @loss_or_metric("learned weights of tasks, with `add_loss` in a layer that takes the targets")
@@ -366,3 +387,63 @@ def stopping_callback():
     given = Given(dense(), normal(6), normal(1), np.linspace(0, 2, RECORDS, dtype="float32"))
     given.options, given.after = {"callbacks": [stop], "epochs": 4}, lambda: stop.epochs
     return given
+
+
+class Annealed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.last = layers.Dense(8, "tanh"), layers.Dense(1)
+        self.beta, self._gamma = 0.0, 0.0
+
+    def call(self, x):
+        return self.last(self.hidden(x))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean((y - y_pred) ** 2) + (self.beta + self._gamma) * ops.mean(y_pred**2) * SHARE
+
+
+SHARE = 1.0
+
+
+def anneal(model, share_of):
+    def set_all(epoch, logs=None):
+        global SHARE
+        SHARE = share_of(epoch)
+        model.beta, model._gamma = 0.3 * (epoch + 1), 0.1 * epoch
+        model.optimizer.momentum = 0.5 + 0.1 * epoch
+
+    return keras.callbacks.LambdaCallback(on_epoch_begin=set_all)
+
+
+@callback("a callback that sets attributes of the model and the optimizer, and a global, in a step that runs eagerly")
+def annealing_eagerly():
+    global SHARE
+    SHARE, model = 1.0, Annealed()
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.5), run_eagerly=True)
+    return Given(
+        model, normal(6), normal(1), options={"callbacks": [anneal(model, lambda e: 1 - 0.2 * e)], "epochs": 3}
+    )
+
+
+@callback("the same in a compiled step, which keeps the values that it had at its first batch")
+def annealing():
+    global SHARE
+    SHARE, model = 1.0, Annealed()
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.5))
+    return Given(
+        model, normal(6), normal(1), options={"callbacks": [anneal(model, lambda e: 1 - 0.2 * e)], "epochs": 3}
+    )
+
+
+@callback("a callback that compiles the model at the end of training, for the next stage")
+def staged():
+    model = dense()
+    stage = keras.callbacks.LambdaCallback(
+        on_train_end=lambda logs: model.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mae", metrics=["mse"])
+    )
+    x, y = normal(6), normal(1)
+
+    def then(fit):
+        return fit(model, x, y, epochs=2, batch_size=BATCH, shuffle=False, verbose=0)
+
+    return Given(model, x, y, options={"callbacks": [stage]}, then=then)

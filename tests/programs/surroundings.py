@@ -54,6 +54,42 @@ def generator():
     return Given(dense(), batches(), test=(x, y), options=options)
 
 
+@data("a `PyDataset` of which a callback sets an attribute (a curriculum)")
+def curriculum():
+    class Cut(keras.utils.PyDataset):
+        def __init__(self, x, y):
+            super().__init__()
+            self.x, self.y, self.level, self.order = x, y, 0.2, [*range(RECORDS // BATCH)]
+
+        def __len__(self):
+            return RECORDS // BATCH
+
+        def __getitem__(self, index):
+            rows = slice(self.order[index] * BATCH, (self.order[index] + 1) * BATCH)
+            return np.clip(self.x[rows], -self.level, self.level), self.y[rows]
+
+        def on_epoch_end(self):
+            self.order = self.order[1:] + self.order[:1]
+
+    x, y = normal(6), normal(1)
+    data = Cut(x, y)
+    rise = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: setattr(data, "level", data.level * 2))
+    options = {"callbacks": [rise], "epochs": 3, "validation_data": (x, y)}
+    return Given(dense(), data, test=(x, y), options=options)
+
+
+@data("`steps_per_epoch` with data that ends within an epoch")
+def uneven_steps():
+    return Given(dense(), normal(6), normal(1), options={"steps_per_epoch": 3, "epochs": 3})
+
+
+@case("Data that the program makes", "a `tf.data.Dataset` that shuffles with a seed")
+def shuffled_dataset():
+    x, y = normal(6), normal(1)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(RECORDS, seed=3).batch(BATCH)
+    return Given(dense(), dataset, test=(x, y), options={"epochs": 3, "validation_data": (x, y)})
+
+
 @data("a `tf.data.Dataset` with closures, `py_function` and lookups in its maps")
 def dataset_of_closures():
     x, y, offsets = normal(6), normal(1), np.linspace(0, 1, 6, dtype="float32")

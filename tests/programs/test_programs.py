@@ -26,18 +26,13 @@ NAMES = [name for name, case in CASES.items() if ON_TENSORFLOW or case.everywher
 KEPT = (
     "average", "fixed_batch_size", "functional", "gan", "masked_lstm", "mixed_float16", "own_methods", "own_steps",
     "preprocessing", "resnet", "sequential_recommender", "sequential_without_input", "states_of_python", "subclass",
-    "teacher",
+    "shuffled_dataset", "teacher",
 )  # fmt: skip
 KEPT_EVERYWHERE = (
-    "boosted_optimizer", "changed_globals", "deep_fm", "distillation", "forgetful_config", "lent_variable",
-    "metrics_with_state", "objects_without_config", "py_dataset", "shared_temperature",
-    "target_network", "tied_autoencoder", "transfer_learning", "variational_autoencoder",
+    "annealing", "annealing_eagerly", "boosted_optimizer", "changed_globals", "curriculum", "deep_fm", "distillation", "forgetful_config", "lent_variable",
+    "metrics_with_state", "objects_without_config", "py_dataset", "random_loss", "shared_temperature", "staged",
+    "target_network", "tied_autoencoder", "transfer_learning", "uneven_steps", "variational_autoencoder",
 )  # fmt: skip
-# Servers apply gradients after the step (docs/keras_support.md).
-ONLY_LOCAL = {
-    "accumulated_by_hand", "key_queue", "moving_average_network", "steps_around_keras", "wasserstein_gan",
-    "wrappers",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +46,16 @@ def test_a_program_ends_where_fit_ends(cluster, name):
     compare_with_fit(cluster, CASES[name])
 
 
-SERVED = sorted({*NAMES} - ONLY_LOCAL)
-
-
 @pytest.fixture(scope="module")
-def servers_apply():
+def in_rounds():
     with elasticcb.Cluster(updates="sync", log_level="WARNING") as cluster:
         yield cluster
 
 
-@pytest.mark.skipif(not ON_TENSORFLOW, reason="tests/backends shows what servers apply on other backends")
-@pytest.mark.parametrize("name", deep_but(SERVED, *({"functional", "gan", "lent_variable"} & {*SERVED})))
-def test_a_program_whose_gradients_servers_apply_ends_where_fit_ends(servers_apply, name):
-    compare_with_fit(servers_apply, CASES[name])
+@pytest.mark.skipif(not ON_TENSORFLOW, reason="tests/backends shows rounds on other backends")
+@pytest.mark.parametrize("name", deep_but(NAMES, *({"functional", "gan", "lent_variable"} & {*NAMES})))
+def test_a_program_in_rounds_of_one_batch_ends_where_fit_ends(in_rounds, name):
+    compare_with_fit(in_rounds, CASES[name])
 
 
 @pytest.mark.skipif(not ON_TENSORFLOW, reason="this is that process")

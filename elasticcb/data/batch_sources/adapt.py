@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def adapt(
             source = PyDatasetSource(x, class_weight=class_weight, **of_index)
         else:
             source = _iterated(adapter, steps, purpose, folder, service)
-    if not fit and steps and isinstance(source, PassSource) and source.size < steps:
+    if steps and isinstance(source, PassSource) and (source.size % steps if fit else source.size < steps):
         keras_data.warn_of_missing_data()
     return source
 
@@ -123,7 +124,7 @@ def _iterated(
     if isinstance(adapter, keras_data.TFDatasetAdapter):
         batches = _finite(adapter.get_tf_dataset(), steps, purpose)
     elif isinstance(adapter, keras_data.GeneratorDataAdapter):
-        batches = adapter.generator()
+        batches = Generator(adapter.generator)
     else:
         batches = adapter.get_numpy_iterator()
     is_dataset = isinstance(batches, tf.data.Dataset)
@@ -133,6 +134,16 @@ def _iterated(
             raise ValueError("`fit` with a tf.data.Dataset or a generator needs a DataService. Received: service=None")
         return ServedSource(batches, size=adapter.num_batches if is_dataset else None, steps=steps, service=service)
     return StoredSource(batches, folder=folder, limit=steps)
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A generator: each pass has its first batches, which Keras has taken from it, and what it yields after them."""
+
+    begin: Callable[[], Iterator[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.begin()
 
 
 def _finite(dataset: tf.data.Dataset, steps: int | None, purpose: Purpose) -> tf.data.Dataset:

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from elasticcb.data.batch_sources import keras_data
@@ -23,15 +24,14 @@ class ServedSource(BatchSource):
 
     Each batch of a pass goes to one worker, so it is seen at most once; exactly once if no worker dies. Batches that a
     worker read but did not train before it died are not repeated: the epoch is shorter, or, with `steps`, reads further
-    into the data. Which batches belong to which range is decided when they are requested.
+    into the pass. Which batches belong to which range is decided when they are requested.
 
     The original object, in the caller's process, returns only the first batch, without taking it from the workers.
 
     Args:
       batches: an iterable, iterated once per pass.
       size: number of batches in a pass, if known.
-      steps: number of batches in an epoch; each epoch then continues where the previous one ended. None: an epoch is a
-        pass.
+      steps: as in `PassSource`.
 
     Attributes:
       runs_python: whether Python code of the user's makes the batches, which may read the model.
@@ -63,7 +63,9 @@ class ServedSource(BatchSource):
         self._service: DataService | None = service  # in the serving process; this copy does not read batches
         # The inspected batch belongs to the first pass; a generator could not yield it again.
         passes = itertools.chain([itertools.chain([first], first_pass)], map(iter, itertools.repeat(batches)))
-        self._number = service.register(passes, self._arrays_of, by_epoch=steps is None)
+        if steps is None and size is not None and keras.backend.backend() == "tensorflow":
+            passes = (_with_one_more(batches, each, size) for each in passes)
+        self._number = service.register(passes, self._arrays_of, size, by_epoch=steps is None)
         self._next_batch: NextBatch | None = None  # in a reading process
         self._reader = self._asked = 0
 
@@ -97,6 +99,14 @@ class ServedSource(BatchSource):
     def close(self) -> None:
         if self._service is not None:
             self._service.release(self._number)
+
+
+def _with_one_more(batches: Iterable[Any], one_pass: Iterator[Any], size: int) -> Iterator[Any]:
+    """Begins another pass at the end of one, as Keras does with TensorFlow: the next `shuffle` depends on it."""
+    for number, batch in enumerate(one_pass, 1):
+        if number == size:
+            iter(batches)
+        yield batch
 
 
 def _runs_python(batches: Any) -> bool:

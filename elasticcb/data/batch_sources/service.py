@@ -35,16 +35,19 @@ class DataService:
         """The RPC service from which workers request batches."""
         return FrameService({NEXT_BATCH: self._next})
 
-    def register(self, passes: Iterator[Iterator[Any]], arrays_of: Callable[[Any], Arrays], *, by_epoch: bool) -> int:
+    def register(
+        self, passes: Iterator[Iterator[Any]], arrays_of: Callable[[Any], Arrays], size: int | None, *, by_epoch: bool
+    ) -> int:
         """Starts serving batches, each to one process; returns the number of the stream.
 
         Args:
           passes: iterator of iterators over batches, one per pass.
           arrays_of: function that splits a batch into arrays.
-          by_epoch: an epoch is a pass; otherwise epochs continue through consecutive passes.
+          size: number of batches in a pass, if known.
+          by_epoch: an epoch is a pass; otherwise an epoch continues where the previous one ended, up to the pass's end.
         """
         number = secrets.randbits(62)
-        self._registered[number] = _SharedBatches(passes, arrays_of, by_epoch)
+        self._registered[number] = _SharedBatches(passes, arrays_of, None if by_epoch else size, by_epoch)
         return number
 
     def release(self, number: int) -> None:
@@ -65,8 +68,12 @@ class DataService:
 class _SharedBatches:
     """The iterator of each epoch, which all processes share."""
 
-    def __init__(self, passes: Iterator[Iterator[Any]], arrays_of: Callable[[Any], Arrays], by_epoch: bool) -> None:
+    def __init__(
+        self, passes: Iterator[Iterator[Any]], arrays_of: Callable[[Any], Arrays], size: int | None, by_epoch: bool
+    ) -> None:
         self._passes = passes
+        self._size, self._read = size, 0  # of the present pass, unless each epoch is one
+        self._ended: set[int] = set()  # epochs in which a pass has ended
         self._arrays_of = arrays_of
         self._by_epoch = by_epoch
         self._iterators: dict[int, Iterator[Any]] = {}
@@ -86,7 +93,7 @@ class _SharedBatches:
                 return arrays
             if not self._error:
                 try:
-                    batch = self._next(epoch if self._by_epoch else 0)
+                    batch = self._of_epoch(epoch) if self._by_epoch else self._of_steps(epoch)
                     arrays = None if batch is None else self._arrays_of(batch)
                     self._given[reader] = number, arrays
                     return arrays
@@ -99,16 +106,24 @@ class _SharedBatches:
         self._error = _OVER
         self._passes, self._iterators, self._given = iter(()), {}, {}
 
-    def _next(self, epoch: int) -> Any:
+    def _of_epoch(self, epoch: int) -> Any:
         if epoch not in self._iterators:
             self._iterators[epoch] = next(self._passes)
             for old in self._iterators:
                 if old < epoch - 1:
                     self._iterators[old] = iter(())  # frees unrequested batches
-        batch = next(self._iterators[epoch], None)
-        if batch is None and not self._by_epoch:
-            self._iterators[epoch] = next(self._passes)
-            batch = next(self._iterators[epoch], None)
+        return next(self._iterators[epoch], None)
+
+    def _of_steps(self, epoch: int) -> Any:
+        if epoch in self._ended:
+            return None
+        if 0 not in self._iterators:
+            self._iterators[0], self._read = next(self._passes), 0
+        batch = next(self._iterators[0], None)
+        self._read += 1
+        if batch is None or self._read == self._size:
+            del self._iterators[0]
+            self._ended.add(epoch)
         return batch
 
 
