@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 import keras
 import numpy as np
@@ -156,11 +156,11 @@ def _is_own(thing: Any, name: str) -> bool:
         return not name.startswith("__")
     if not isinstance(thing, KerasSaveable):
         return True
-    return name not in _OF_KERAS and (not name.startswith("_") or name in _named_by_user(type(thing)))
+    return name not in _OF_KERAS and (not name.startswith("_") or name in _named_by_user(cast(Hashable, type(thing))))
 
 
 @functools.lru_cache(maxsize=1000)
-def _named_by_user(kind: type) -> frozenset[str]:
+def _named_by_user(kind: Any) -> frozenset[str]:
     """What the methods of the user's classes name."""
     methods = [
         method

@@ -121,9 +121,7 @@ class ModelHost:
                 one_worker=shares_state(settings),
             )
             check_hooks(self.callbacks.callbacks, settings)
-            self.shared_callbacks = SharedCallbacks(
-                self.callbacks.callbacks, settings, self.model, bool(self.tables)
-            )
+            self.shared_callbacks = SharedCallbacks(self.callbacks.callbacks, settings, self.model, bool(self.tables))
             self.metrics.give_directions(self.callbacks.callbacks)
             # Callbacks on workers may hold results until their hooks have ended.
             self.holds_predictions = predicts and holds_predictions(self.callbacks.callbacks)

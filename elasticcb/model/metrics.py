@@ -313,9 +313,7 @@ class ModelMetrics:
 
         Raises `ModelFileError` for a metric that `reset_state` does not set back.
         """
-        own = {
-            unit.name: unit.metric for unit in self._units() if self._transport(unit) is MetricTransport.OUTPUTS
-        }
+        own = {unit.name: unit.metric for unit in self._units() if self._transport(unit) is MetricTransport.OUTPUTS}
         summable: set[str] = set()
         keeping: list[tuple[str, Any, Any]] = []
         if own:
@@ -330,8 +328,8 @@ class ModelMetrics:
             raise ModelFileError(
                 f"The metric {name!r} ({type(own[name]).__name__}) is not set back by its reset_state(): for the same "
                 f"batch, its result is {_shown(first)} at first and {_shown(second)} later. Metrics of a cluster are "
-                "computed anew for each epoch and pass. Set everything back in reset_state(), or keep in a callback "
-                "what shall last longer."
+                "computed from scratch for each epoch and pass. Set everything back in reset_state(); a callback can "
+                "keep what is to last longer."
             )
         replayed = own.keys() - summable
         if replayed:

@@ -103,7 +103,7 @@ def without_draws() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_draws_of_keras() -> Iterator[None]:
-    """The same for Keras's generators alone."""
+    """The same for Keras's generators only."""
     before: dict[int, tuple[Any, Any]] = {}
     draw = keras.random.SeedGenerator.next
 

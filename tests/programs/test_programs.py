@@ -29,9 +29,10 @@ KEPT = (
     "shuffled_dataset", "teacher",
 )  # fmt: skip
 KEPT_EVERYWHERE = (
-    "annealing", "annealing_eagerly", "boosted_optimizer", "changed_globals", "curriculum", "deep_fm", "distillation", "forgetful_config", "lent_variable",
-    "metrics_with_state", "objects_without_config", "py_dataset", "random_loss", "shared_temperature", "staged",
-    "target_network", "tied_autoencoder", "transfer_learning", "uneven_steps", "variational_autoencoder",
+    "annealing", "annealing_eagerly", "boosted_optimizer", "changed_globals", "curriculum", "deep_fm",
+    "distillation", "forgetful_config", "lent_variable", "metrics_with_state", "objects_without_config",
+    "py_dataset", "random_loss", "shared_temperature", "staged", "target_network", "tied_autoencoder",
+    "transfer_learning", "uneven_steps", "variational_autoencoder",
 )  # fmt: skip
 
 

@@ -62,7 +62,9 @@ class ServedSource(BatchSource):
         self._first = self._layout.arrays(first_batch)
         self._service: DataService | None = service  # in the serving process; this copy does not read batches
         # The inspected batch belongs to the first pass; a generator could not yield it again.
-        passes = itertools.chain([itertools.chain([first], first_pass)], map(iter, itertools.repeat(batches)))
+        passes: Iterator[Any] = itertools.chain(
+            [itertools.chain([first], first_pass)], map(iter, itertools.repeat(batches))
+        )
         if steps is None and size is not None and keras.backend.backend() == "tensorflow":
             passes = (_with_one_more(batches, each, size) for each in passes)
         self._number = service.register(passes, self._arrays_of, size, by_epoch=steps is None)
