@@ -31,8 +31,10 @@ class HeldOptimizers:
         self._names, self._periods = tuple(optimizers.names), dict(optimizers.periods)
         self._held: dict[str, dict[Any, Array]] = {kind: {} for kind in _KINDS}
         self._not_shown: dict[str, int] = {}  # steps missing in `iterations`, by its key
-        if optimizers.learning_rate is not None:
-            self._held["shared"][LEARNING_RATE] = np.asarray(optimizers.learning_rate, np.float32)
+        rate = optimizers.learning_rate
+        if rate is not None:
+            dtype = np.float32 if np.float32(rate) == rate else np.float64  # as that of the optimizer's variable
+            self._held["shared"][LEARNING_RATE] = np.asarray(rate, dtype)
 
     @property
     def learning_rate(self) -> float:
