@@ -1,15 +1,19 @@
-"""Attributes and globals of a program that hooks on the master set, and that steps, losses or data on workers read.
+"""Attributes and globals of a program that hooks set in one process, and that others read.
 
-They are numbers, strings, small arrays and containers of these: `model.beta`, `optimizer.momentum`, `dataset.scale`, a
-global of the script. A step that is compiled has them as they were at its first batch, here as in `fit`.
+Such as `model.beta`, `optimizer.momentum`, `dataset.scale`, or a global of the script that a loss uses. A step that is
+compiled has them as they were at its first batch, here as in `fit`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import sys
 import types
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
+from enum import Enum
 from typing import Any, NamedTuple, cast
 
 import keras
@@ -18,34 +22,22 @@ import numpy as np
 from elasticcb.keras_private import KerasSaveable, KerasVariable
 from elasticcb.serialization import own_modules
 
-_Key = tuple[int, str]  # number of the object, and name
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
-_LARGE_BYTES = 1 << 20
-_LARGE_LENGTH = 1000  # of a container
-_OF_KERAS = frozenset({"built", "compiled", "stop_training", "training"})  # set by what runs in this process
-_OTHERS = (keras.callbacks.Callback, keras.metrics.Metric, KerasVariable)  # which travel by themselves
+Key = tuple[int, str]  # number of the holder, and name
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_MOST_PARTS = 10_000  # of a value that is compared by what is in it
+_MOST_BYTES = 1 << 20
+# Set by what runs in this process.
+_OF_KERAS = frozenset(
+    {
+        "built", "compiled", "history", "loss", "metrics", "optimizer", "predict_function", "stop_evaluating",
+        "stop_predicting", "stop_training", "test_function", "train_function", "training",
+    }
+)  # fmt: skip
+_BY_THEMSELVES = (keras.callbacks.Callback, keras.metrics.Metric, KerasVariable)  # these travel in other ways
 
 
-def holders(objects: Mapping[int, Any]) -> dict[int, Any]:
-    """Those of a program's objects that may have such attributes, in the process of its user."""
-    return {number: each for number, each in objects.items() if _is_holder(each)}
-
-
-def _is_holder(thing: Any) -> bool:
-    if isinstance(thing, types.FunctionType):
-        return not own_modules.is_installed(thing.__code__.co_filename)
-    kind = thing if isinstance(thing, type) else type(thing)
-    if issubclass(kind, _OTHERS) and not isinstance(thing, type):
-        return False
-    is_of_keras = issubclass(kind, KerasSaveable) and kind is not thing
-    return hasattr(thing, "__dict__") and (is_of_keras or own_modules.is_of_user(kind.__module__))
-
-
-class Change(NamedTuple):
-    """A value that has changed."""
-
-    first: Any
-    now: Any
+class _Absent(Enum):
+    ABSENT = "absent"
 
 
 class Attribute(NamedTuple):
@@ -58,8 +50,15 @@ class Attribute(NamedTuple):
     def __str__(self) -> str:
         if isinstance(self.holder, types.FunctionType):
             return self.name
-        kind = self.holder if isinstance(self.holder, type) else type(self.holder)
-        return f"{kind.__name__}.{self.name}"
+        named = self.holder if isinstance(self.holder, (type, types.ModuleType)) else type(self.holder)
+        return f"{named.__name__}.{self.name}"
+
+
+class Change(NamedTuple):
+    """A value that is not what it was at first."""
+
+    first: Any
+    now: Any
 
 
 class SharedAttributes:
@@ -67,92 +66,119 @@ class SharedAttributes:
 
     Args:
         objects: by number, the same in each process.
+        takes_turns: whether only one process changes them at a time; else this one keeps what it has changed itself.
     """
 
-    def __init__(self, objects: Mapping[int, Any]) -> None:
-        self._objects = objects
+    def __init__(self, objects: Mapping[int, Any], takes_turns: bool = True) -> None:
+        self._objects = {number: each for number, each in objects.items() if _is_holder(each)}
+        self._takes_turns = takes_turns
         self._first = self._read()
-        self._ever: set[_Key] = set()  # those that have changed, and may be back at the first value
+        self._ever: dict[Key, None] = {}  # those that have changed, and may be back at the first value
+        self._adopted: dict[Key, Any] = {}
 
-    def _read(self) -> dict[_Key, Any]:
-        return {
-            (number, name): _plain(value)
-            for number, thing in self._objects.items()
-            for name, value in _attributes(thing)
-            if _is_plain(value)
-        }
+    def _read(self) -> dict[Key, Any]:
+        seen: set[tuple[int, str]] = set()  # functions share globals
+        found: dict[Key, Any] = {}
+        for number, thing in self._objects.items():
+            for name, value in _attributes(thing):
+                if isinstance(thing, types.FunctionType):
+                    place = id(_cells(thing).get(name, thing.__globals__)), name
+                    if place in seen:
+                        continue
+                    seen.add(place)
+                found[number, name] = _copied(value)
+        return found
 
-    def changed(self) -> dict[_Key, Change]:
+    def changed(self) -> dict[Key, Change]:
         """Those that have ever differed from what they were at first."""
-        values = self._read()
-        self._ever |= {key for key, value in values.items() if not is_same_value(value, self._first.get(key))}
-        return {key: Change(self._first.get(key), values[key]) for key in self._ever if key in values}
+        values, absent = self._read(), _Absent.ABSENT
+        for key in {**values, **self._first}:
+            if not is_same(values.get(key, absent), self._first.get(key, absent)):
+                self._ever[key] = None
+        found = {key: Change(self._first.get(key, absent), values.get(key, absent)) for key in self._ever}
+        return {key: change for key, change in found.items() if self._is_to_be_sent(key, change)}
 
-    def of_optimizers(self) -> list[Attribute]:
-        """Those of `changed` that are of optimizers."""
-        found = [Attribute(self._objects[key[0]], key[1], change.now) for key, change in self.changed().items()]
+    def is_known(self, changes: Mapping[Key, Change], sent: Mapping[Key, Change]) -> bool:
+        """Whether another process that has got `sent` knows the changes, as far as can be seen."""
+        return is_same({**changes}, {**sent}) and all(_has_parts(change.now) for change in changes.values())
+
+    def _is_to_be_sent(self, key: Key, change: Change) -> bool:
+        if _has_parts(change.now):
+            return True
+        is_own = change.now is not self._adopted.get(key)
+        return is_own and _may_travel(self._objects[key[0]], change.now)
+
+    def of_optimizers(self, changes: Mapping[Key, Change]) -> list[Attribute]:
+        """Those of optimizers."""
+        found = [Attribute(self._objects[number], name, each.now) for (number, name), each in changes.items()]
         return [each for each in found if isinstance(each.holder, keras.optimizers.Optimizer)]
 
-
-class FollowedAttributes:
-    """The same where they are read.
-
-    Args:
-        objects: by number.
-    """
-
-    def __init__(self, objects: Mapping[int, Any]) -> None:
-        self._objects = objects
-        self._adopted: dict[_Key, Any] = {}
-
-    def adopt(self, changes: Mapping[_Key, Change]) -> tuple[list[Attribute], list[Attribute]]:
-        """Sets them; returns those that were set, and those that this process has also changed, which are left as they
-        are."""
+    def adopt(self, changes: Mapping[Key, Change]) -> tuple[list[Attribute], list[Attribute]]:
+        """Sets them to values of another process; returns those that were set, and those that were not, because this
+        process has changed them, too, or because they can't be set."""
         found: list[Attribute] = []
         conflicts: list[Attribute] = []
         for key, (first, value) in changes.items():
             number, name = key
-            thing = self._objects[number]
-            here = _plain(_get(thing, name))
-            if is_same_value(here, value):
+            if number not in self._objects:
                 continue
-            is_ours = not is_same_value(here, self._adopted.get(key, first))
-            (conflicts if is_ours else found).append(Attribute(thing, name, value))
-            if not is_ours:
-                self._adopted[key] = value
-                _set(thing, name, value)
+            thing = self._objects[number]
+            here = _copied(_get(thing, name))
+            if is_same(here, value):
+                continue
+            known = self._adopted.get(key, first)
+            attribute = Attribute(thing, name, value)
+            if not self._takes_turns and _has_parts(known) and not is_same(here, known):
+                conflicts.append(attribute)
+                continue
+            try:
+                _set(thing, name, _in_place(_get(thing, name), value))
+            except Exception:  # of a user's property
+                conflicts.append(attribute)
+                continue
+            self._adopted[key] = _copied(value)
+            found.append(attribute)
         return found, conflicts
 
 
-def is_same_value(one: Any, other: Any) -> bool:
-    """Whether two plain values are the same, with their types; NaN is the same as NaN."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(is_same_value(each, other[key]) for key, each in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(is_same_value, one, other))
-    return bool(one == other or (one != one and other != other))
+# ---------------------------------------------------------------- what has them
+
+
+def _is_holder(thing: Any) -> bool:
+    if isinstance(thing, types.FunctionType):
+        return not own_modules.is_installed(thing.__code__.co_filename)
+    if isinstance(thing, types.ModuleType):
+        return own_modules.is_own(thing.__name__)
+    if isinstance(thing, type):
+        return _is_users(thing)
+    if isinstance(thing, _BY_THEMSELVES) or not hasattr(thing, "__dict__"):
+        return False
+    return isinstance(thing, KerasSaveable) or _is_users(type(thing))
+
+
+def _is_users(kind: type) -> bool:
+    # In the workers' processes, the user's modules need not be there.
+    return kind.__module__ not in sys.modules or own_modules.is_of_user(kind.__module__)
 
 
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
     """Names and values of what it may share."""
     if isinstance(thing, types.FunctionType):
-        names = own_modules.names_in(thing.__code__)
-        yield from ((name, thing.__globals__[name]) for name in names if name in thing.__globals__)
-        for name, cell in _cells(thing).items():
+        own = _cells(thing)
+        for name, cell in own.items():
             with contextlib.suppress(ValueError):  # it is empty
                 yield name, cell.cell_contents
-    else:
-        yield from ((name, value) for name, value in list(vars(thing).items()) if _is_own(thing, name))
-        if isinstance(thing, keras.layers.Layer):
+        names = own_modules.names_in(thing.__code__)
+        yield from ((name, thing.__globals__[name]) for name in names if name in thing.__globals__ and name not in own)
+        return
+    yield from ((name, value) for name, value in list(vars(thing).items()) if _is_own(thing, name))
+    if isinstance(thing, keras.layers.Layer):
+        with contextlib.suppress(Exception):  # of a user's property
             yield "trainable", thing.trainable
 
 
 def _is_own(thing: Any, name: str) -> bool:
-    if isinstance(thing, type):
+    if isinstance(thing, (type, types.ModuleType)):
         return not name.startswith("__")
     if not isinstance(thing, KerasSaveable):
         return True
@@ -165,7 +191,7 @@ def _named_by_user(kind: Any) -> frozenset[str]:
     methods = [
         method
         for each in kind.__mro__
-        if own_modules.is_of_user(each.__module__)
+        if _is_users(each)
         for method in vars(each).values()
         if isinstance(method, types.FunctionType)
     ]
@@ -178,34 +204,113 @@ def _cells(function: types.FunctionType) -> dict[str, types.CellType]:
 
 def _get(thing: Any, name: str) -> Any:
     if not isinstance(thing, types.FunctionType):
-        return getattr(thing, name, None)
-    return _cells(thing)[name].cell_contents if name in _cells(thing) else thing.__globals__.get(name)
+        return getattr(thing, name, _Absent.ABSENT)
+    if name not in _cells(thing):
+        return thing.__globals__.get(name, _Absent.ABSENT)
+    try:
+        return _cells(thing)[name].cell_contents
+    except ValueError:
+        return _Absent.ABSENT
 
 
 def _set(thing: Any, name: str, value: Any) -> None:
-    if not isinstance(thing, types.FunctionType):
-        setattr(thing, name, value)
-    elif name in _cells(thing):
-        _cells(thing)[name].cell_contents = value
+    if isinstance(thing, types.FunctionType):
+        if name in _cells(thing):
+            _cells(thing)[name].cell_contents = value
+        elif value is _Absent.ABSENT:
+            thing.__globals__.pop(name, None)
+        else:
+            thing.__globals__[name] = value
+    elif value is _Absent.ABSENT:
+        delattr(thing, name)
     else:
-        thing.__globals__[name] = value
+        setattr(thing, name, value)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.dtype != object and value.nbytes <= _LARGE_BYTES
-    if isinstance(value, (list, tuple, dict)):
-        parts = [*value, *(value.values() if isinstance(value, dict) else ())]
-        return len(value) <= _LARGE_LENGTH and all(map(_is_plain, parts))
-    return isinstance(value, _PLAIN)
+# ---------------------------------------------------------------- values
 
 
-def _plain(value: Any) -> Any:
-    """A copy without what Keras tracks."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, tuple) and type(value) is not tuple:
+class _TooLargeError(Exception):
+    """It has too many parts to be compared by them, or parts of other kinds."""
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a value that consists of numbers, strings, arrays and containers of these; another value itself."""
+    budget = [_MOST_PARTS, _MOST_BYTES]
+
+    def copied(part: Any) -> Any:
+        budget[0] -= 1
+        budget[1] -= getattr(part, "nbytes", 0)
+        if min(budget) < 0:
+            raise _TooLargeError
+        if isinstance(part, _SIMPLE):
+            return part
+        if isinstance(part, np.ndarray) and part.dtype != object:
+            return part.copy()
+        if isinstance(part, dict):
+            return _like(part, {key: copied(each) for key, each in dict(part).items()})
+        if isinstance(part, tuple):
+            parts = [copied(each) for each in part]
+            return tuple(parts) if type(part) is tuple else type(part)(*parts)
+        if isinstance(part, (list, deque)):
+            return _like(part, [copied(each) for each in list(part)])
+        if isinstance(part, (set, frozenset)) and all(isinstance(each, _SIMPLE) for each in set(part)):
+            return set(part)
+        raise _TooLargeError
+
+    try:
+        return copied(value)
+    except (_TooLargeError, RecursionError, TypeError, RuntimeError):  # also a container that changes meanwhile
         return value
-    if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(map(_plain, value))
-    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _like(given: Any, parts: Any) -> Any:
+    """A container of these parts: of the same class, unless Keras tracks it, which needs its tracker."""
+    if type(given) in (dict, list) or hasattr(given, "tracker"):
+        return parts
+    made = copy.copy(given)
+    made.clear()
+    (made.update if isinstance(made, dict) else made.extend)(parts)
+    return made
+
+
+def _in_place(mine: Any, theirs: Any) -> Any:
+    """The container `mine`, to which others may refer, with what is in `theirs`; or `theirs`."""
+    if type(mine) is not type(theirs) or not isinstance(mine, (dict, list, deque, set)):
+        return theirs
+    parts = copy.copy(theirs)
+    mine.clear()
+    (mine.extend if isinstance(mine, (list, deque)) else mine.update)(parts)
+    return mine
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether `_copied` copies it."""
+    return isinstance(value, (*_SIMPLE, _Absent)) or (
+        isinstance(value, (np.ndarray, dict, tuple, list, deque, set)) and _copied(value) is not value
+    )
+
+
+def _may_travel(holder: Any, value: Any) -> bool:
+    """Whether a value that is compared by its identity is sent: functions, objects of the user's, large containers."""
+    if isinstance(holder, keras.optimizers.Optimizer) or isinstance(value, (keras.layers.Layer, *_BY_THEMSELVES)):
+        return False
+    if isinstance(value, (dict, list, tuple, deque, set)):
+        parts = value.values() if isinstance(value, dict) else value
+        return all(isinstance(each, (*_SIMPLE, np.ndarray)) for each in parts)
+    return isinstance(value, (types.FunctionType, type, np.ndarray)) or callable(value) or _is_users(type(value))
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are the same, with their types; NaN is the same as NaN."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(is_same(each, other[key]) for key, each in one.items())
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, (*_SIMPLE, set)):
+        return bool(one == other or (one != one and other != other))
+    return False

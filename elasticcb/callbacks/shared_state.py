@@ -9,6 +9,7 @@ others who refer to them see the change.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -21,11 +22,13 @@ import numpy as np
 from elasticcb.callbacks.attribute_use import GIVEN, Slot, use_of
 from elasticcb.callbacks.hook_conflicts import Placed
 from elasticcb.callbacks.placement import overridden_hooks
-from elasticcb.callbacks.shared_attributes import Change, SharedAttributes
+from elasticcb.callbacks.shared_attributes import Change, Key
 from elasticcb.errors import ElasticCBError
 from elasticcb.keras_private import KerasSaveable
 from elasticcb.serialization import carry
 from elasticcb.serialization.references import references
+
+logger = logging.getLogger(__name__)
 
 _LARGE_BYTES = 1 << 20  # of arrays that no hook changes, and that are not sent again
 _WHAT = "The state of callbacks"
@@ -46,7 +49,7 @@ class Sent:
     values: list[dict[_Key, Any]]
     left: list[dict[str, str]]
     variables: dict[int, Any]
-    attributes: dict[tuple[int, str], Change]
+    attributes: dict[Key, Change]
 
 
 class SharedState:
@@ -56,28 +59,23 @@ class SharedState:
         callbacks: the same ones in each process, in order.
         whole: whether to send all attributes, and the variables that hooks change; else only `Placed.follows`.
         model: what they refer to as the model; it does not travel.
-        variables, attributes: sent with it.
+        variables: sent with it.
     """
 
-    def __init__(
-        self,
-        callbacks: Iterable[Placed],
-        whole: bool,
-        model: Any,
-        variables: SharedVariables,
-        attributes: SharedAttributes | None = None,
-    ) -> None:
+    def __init__(self, callbacks: Iterable[Placed], whole: bool, model: Any, variables: SharedVariables) -> None:
         self._states = [_State(each.callback, None if whole else each.follows) for each in callbacks]
-        self._model, self._variables, self._attributes = model, variables, attributes
+        self._model, self._variables = model, variables
 
-    def dump(self) -> tuple[bytes, list[dict[str, str]]]:
-        """The state, and `Sent.left`."""
+    def dump(self, attributes: Mapping[Key, Change] | None = None) -> tuple[bytes, list[dict[str, str]]]:
+        """The state, with changed attributes of other objects (shared_attributes.py), and `Sent.left`."""
         values, left = zip(*(state.get() for state in self._states), strict=True) if self._states else ((), ())
-        changed = {} if self._attributes is None else self._attributes.changed()
-        sent = Sent([*values], [*left], self._variables.changed(), changed)
+        sent = Sent([*values], [*left], self._variables.changed(), dict(attributes or {}))
         try:
             return self._dumped(sent), sent.left
         except ElasticCBError:
+            for key in [key for key, change in sent.attributes.items() if not self._can_be_sent(change)]:
+                logger.warning("%s can't be sent to other processes.", key[1])
+                del sent.attributes[key]
             for own, stays in zip(sent.values, sent.left, strict=True):
                 for name in [name for name, value in own.items() if not self._can_be_sent(value)]:
                     stays[str(name)] = type(own.pop(name)).__name__

@@ -95,4 +95,4 @@ def opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="np") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
+        raise CheckpointError(f"The file {path} can't be read: {error}.") from error

@@ -114,7 +114,7 @@ def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
                     start += len(piece.ids)
         return SavedFile(path.name, *durable.digest_of(path))
     except OSError as error:
-        raise CheckpointError(f"The checkpoint file {path} can't be written: {error}.") from error
+        raise CheckpointError(f"The file {path} can't be written: {error}.") from error
 
 
 def read_part(path: Path, saved: SavedFile) -> Part:
@@ -145,8 +145,7 @@ def check_file(path: Path, saved: SavedFile) -> None:
         if size == saved.bytes and durable.digest_of(path).sha256 == saved.sha256:
             return
     except OSError as error:
-        raise CheckpointError(f"The checkpoint file {path} can't be read: {error}.") from error
+        raise CheckpointError(f"The file {path} can't be read: {error}.") from error
     raise CheckpointError(
-        f"The checkpoint file {path} is damaged: its {size} bytes are not the {saved.bytes} bytes listed in its "
-        "manifest."
+        f"The file {path} is damaged: its {size} bytes are not the {saved.bytes} bytes listed in its manifest."
     )

@@ -101,7 +101,8 @@ class PSControl:
                 answer = link.call("Initialize", beginning).header
                 held = answer.recovered_version if given.checkpoint else given.version
                 restored = Restored(held, words, answer.learning_rate)
-            if learning_rate is not None and learning_rate not in (restored.learning_rate, np.float32(restored.learning_rate)):
+            rate = restored.learning_rate
+            if learning_rate is not None and learning_rate not in (rate, np.float32(rate)):
                 link.call("SetLearningRate", Frame(pb.SetLearningRateRequest(learning_rate=learning_rate), {}))
             if evaluation_round:
                 link.call("Snapshot", Frame(pb.SnapshotRequest(evaluation_round=evaluation_round), {}))

@@ -89,6 +89,7 @@ class Servers:
         self.control.members = self._members
         if places:
             end_earlier_move(self.control)
+        self._repeats_lost = settings is not None and settings.repeats_lost
         self._saves: Saves | None = None
         if settings is not None and settings.keeps_recovery_files:
             self._saves = Saves(desk, self.control, settings.checkpoint.interval_seconds)
@@ -188,7 +189,8 @@ class Servers:
                 state.server_is_back(index, place, complete=True)  # the queue is not restored yet
                 state.totals.updates_lost += lost
             self.lack_updates = self.lack_updates or not restored.complete
-            self._say(f"Parameter server {index} resumes from {restored.source}; {_how_many_lost(lost)}.")
+            again = ", and trained again" if self._repeats_lost and lost else ""
+            self._say(f"Parameter server {index} resumes from {restored.source}; {_how_many_lost(lost)}{again}.")
         self.control.client.pull()
 
     def _find(self, index: int, unreachable: int) -> tuple[str, int]:

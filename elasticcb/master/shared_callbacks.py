@@ -9,7 +9,7 @@ from typing import Any
 from elasticcb.callbacks.attribute_use import use_of
 from elasticcb.callbacks.hook_conflicts import Placed, shares_state, sharing
 from elasticcb.callbacks.placement import overridden_hooks
-from elasticcb.callbacks.shared_attributes import Change, SharedAttributes, holders, is_same_value
+from elasticcb.callbacks.shared_attributes import Change, Key, SharedAttributes
 from elasticcb.callbacks.shared_state import SharedState, SharedVariables, is_same
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import UsageError
@@ -27,7 +27,7 @@ class SharedCallbacks:
         self._variables = SharedVariables({})
         self._state = SharedState(self._placed, self._returns, self._model, self._variables)
         self._sent: dict[int, Any] = {}  # values of variables that were sent last
-        self._attributes = SharedAttributes({})
+        self._attributes, self._follows = SharedAttributes({}), False
         self._warn: Callable[[CallbackWarning], None] | None = None
         self._sent_attributes: dict[Any, Change] = {}
         self._lock = threading.Lock()  # protects what follows
@@ -43,8 +43,9 @@ class SharedCallbacks:
         """Call before `prepare`, with variables of the program that workers read, and objects whose attributes hooks
         may set, by number."""
         self._variables, self._sent = SharedVariables(variables), {}
-        self._attributes, self._warn = SharedAttributes(holders(objects)), warn
-        self._state = SharedState(self._placed, self._returns, self._model, self._variables, self._attributes)
+        self._attributes, self._warn = SharedAttributes(objects), warn
+        self._follows = bool(objects)
+        self._state = SharedState(self._placed, self._returns, self._model, self._variables)
 
     @property
     def names(self) -> str:
@@ -66,17 +67,17 @@ class SharedCallbacks:
             values, attributes = self._variables.changed(), self._attributes.changed()
             is_old = self._is_old and bool(self._placed)
             is_old |= any(n not in self._sent or not is_same(value, self._sent[n]) for n, value in values.items())
-            if is_old or not is_same_value(attributes, self._sent_attributes):
-                self._data, _ = self._state.dump()
+            if is_old or not self._attributes.is_known(attributes, self._sent_attributes):
+                self._data, _ = self._state.dump(attributes)
                 self._number, self._is_old = self._number + 1, False
                 self._sent, self._sent_attributes = values, attributes
-                self._warn_of_tables()
-            if self._returns and (self._placed or self._variables):
+                self._warn_of_tables(attributes)
+            if self._returns and (self._placed or self._variables or self._follows):
                 self._holder, self._returned = worker, b""
             return self._number, self._data if known != self._number else b""
 
-    def _warn_of_tables(self) -> None:
-        names = ", ".join(sorted(map(str, self._attributes.of_optimizers()))) if self._has_tables else ""
+    def _warn_of_tables(self, changes: Mapping[Key, Change]) -> None:
+        names = ", ".join(sorted(map(str, self._attributes.of_optimizers(changes)))) if self._has_tables else ""
         if names and self._warn is not None:
             text = (
                 f"A hook has set {names}: the optimizers of embedding tables on parameter servers keep the value of "
@@ -107,7 +108,9 @@ class SharedCallbacks:
             data, self._returned, self._holder, self._is_old = self._returned, b"", 0, True
         if not data:
             return None
-        self._state.adopt(self._state.read(data))
+        sent = self._state.read(data)
+        self._state.adopt(sent)
+        self._attributes.adopt(sent.attributes)
         return self._rate
 
 

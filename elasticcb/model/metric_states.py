@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -120,24 +120,38 @@ def keeping_states(
 ) -> list[tuple[str, Any, Any]]:
     """The metrics that `reset_state` does not set back, and their results after a batch, at first and once more."""
 
-    def after(batch: Any) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    def after(batch: Any) -> tuple[dict[str, _State], dict[str, Any]]:
         reset()
-        states = {name: [*(v.numpy() for v in unit.variables), *_numbers(unit)] for name, unit in metrics.items()}
+        at_first = {name: _State.of(unit) for name, unit in metrics.items()}
         update(batch)
-        return states, {name: unit.result() for name, unit in metrics.items()}
+        return at_first, {name: unit.result() for name, unit in metrics.items()}
 
     (at_first, results), _, (again, others) = (after(batches[place]) for place in (0, 1, 0))
     reset()
     found = []
     for name in metrics:
         pair = [keras.tree.flatten(each[name]) for each in (results, others)]
-        if not _are_close(at_first[name], again[name]) and not _are_close(*pair):
+        if not at_first[name].is_same(again[name]) and not _are_close(*pair):
             found.append((name, results[name], others[name]))
     return found
 
 
-def _numbers(metric: keras.metrics.Metric) -> list[Any]:
-    return [value for _, value in sorted(vars(metric).items()) if isinstance(value, (int, float))]
+class _State(NamedTuple):
+    """Variables, and attributes that are numbers."""
+
+    variables: list[np.ndarray]
+    numbers: dict[str, Any]
+
+    @classmethod
+    def of(cls, metric: keras.metrics.Metric) -> _State:
+        numbers = {name: value for name, value in vars(metric).items() if isinstance(value, (int, float))}
+        return cls([np.array(variable.numpy()) for variable in metric.variables], numbers)
+
+    def is_same(self, other: _State) -> bool:
+        shared = self.numbers.keys() & other.numbers.keys()  # some are set by the first batch
+        return all(self.numbers[name] == other.numbers[name] for name in shared) and _are_close(
+            self.variables, other.variables
+        )
 
 
 def _are_close(values: Sequence[Any], others: Sequence[Any]) -> bool:

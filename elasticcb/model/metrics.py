@@ -320,10 +320,10 @@ class ModelMetrics:
             _, labels, weight = keras.utils.unpack_x_y_sample_weight(batch)
             try:
                 trials = [(labels, each, weight) for each in trial_predictions(labels, self._predictions)]
-                keeping = keeping_states(own, self.reset, self._replay, trials)
                 summable = summable_states(own, self.reset, self._replay, trials)
+                keeping = keeping_states(own, self.reset, self._replay, trials)
             except Exception as error:  # of a metric that does not accept these predictions
-                logger.info("Whether the states of metrics can be summed is unknown: %s", describe(error))
+                logger.info("How metrics keep their state is unknown: %s", describe(error))
         for name, first, second in keeping:
             raise ModelFileError(
                 f"The metric {name!r} ({type(own[name]).__name__}) is not set back by its reset_state(): for the same "

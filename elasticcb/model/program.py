@@ -159,6 +159,8 @@ class ProgramSpec(_SpecOfProgram):
         before, self._before = self._before, None
         same = before is not None and replace(before._job, program=self._job.program) == self._job
         graph = carry.Graph(self._job.program, before=before._graph if before is not None and same else None)
+        if not self._job.follows:
+            graph.objects = {}
         if self._is_elsewhere:
             given, used = process_state.write(graph.others["state"])
             if given is not None:

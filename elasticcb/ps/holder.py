@@ -129,8 +129,6 @@ class Holder:
             parameters.load({}, state, version)
         model = self._model_of(request, buckets, parameters, taken)
         self.close()  # of the previous model
-        if log is not None and not continues:
-            log.begin()
         recovered = parameters.version
         parameters.version = max(parameters.version, request.version)
         with self.lock:
@@ -205,8 +203,6 @@ class Holder:
         self._hang_up()
         self.model = model
         log = self._recovery_log(request)
-        if log is not None:
-            log.begin()
         self._keep_files(model, log, None)
 
     def write_down(self, replaced: bool = False, final: bool = False) -> None:

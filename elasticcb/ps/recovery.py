@@ -58,10 +58,11 @@ class RecoveryLog:
         self._folder, self._run = folder, run
         self._entries: list[dict[str, Any]] = []
         self._next = 0
+        self._is_begun = False
         self._token = secrets.token_hex(4)  # makes file names unique to this process
         self._own: tuple[int, int] | None = None  # identity of the log last written by this process
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Discards existing files; moves those of this training aside if some are damaged.
 
         Raises `CheckpointError` when the folder can't be created.
@@ -74,6 +75,7 @@ class RecoveryLog:
                 self._folder.rename(aside)
                 logger.warning("Unused recovery files were moved to %s", aside)
             self._folder.mkdir(parents=True, mode=0o700)
+            self._is_begun = True
         except OSError as error:
             raise CheckpointError(f"The recovery folder {self._folder} can't be made: {error}.") from error
 
@@ -97,6 +99,8 @@ class RecoveryLog:
         Args:
             whole: it contains everything, and replaces all previous files.
         """
+        if not self._is_begun:
+            self._begin()
         self._check_is_ours()
         file = write_part(self._folder / f"{self._next:08d}-{self._token}.safetensors", saved.part)
         self._next += 1
@@ -126,14 +130,15 @@ class RecoveryLog:
             )
 
     def take_over(self) -> Saved:
-        """Like `read`; a previous server process, if alive, can't write any more.
-
-        Raises `CheckpointError` also when the files can't be written.
-        """
+        """Like `read`; a previous server process, if alive, can't write any more, and files are added to these."""
         saved = self.read()
-        durable.drop_unfinished(self._folder)
         last = self._entries[-1] | {"final": False}  # the server answers again
-        self._write_log([*self._entries[:-1], last])
+        try:
+            durable.drop_unfinished(self._folder)
+            self._write_log([*self._entries[:-1], last])
+        except (CheckpointError, OSError) as error:  # nor can the previous process
+            logger.warning("%s", error)
+        self._is_begun = True
         return saved
 
     def read(self) -> Saved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from elasticcb.checkpoint import parts
@@ -25,8 +26,8 @@ class ReadingCalls:
 
     def save(self, frame: Frame[pb.SaveRequest]) -> Frame[Any]:
         directory = frame.header.directory
-        if "\0" in directory:
-            raise WireError(f"Save has an invalid path: {directory!r}.")
+        if "\0" in directory or not os.path.isabs(directory):
+            raise WireError(f"Save has an invalid path: {directory!r}; expected an absolute one.")
         with self._holder.lock:
             model = self._holder.present()
             part = model.parameters.hold(self._holder.lock)

@@ -44,8 +44,8 @@ class AtOnce:
         """The worker takes part from now on."""
 
     def rest(self, worker: int) -> None:
-        """The worker takes no part until it joins, or pushes."""
-        self._last.pop(worker, None)
+        """The worker takes no part until it joins, or pushes. The others count more only if that takes long: what the
+        last ones push in an epoch would else be several times as large as before."""
 
     def come(self, push: PushName) -> None:
         """A movement has come."""

@@ -197,7 +197,7 @@ class Graph:
     Attributes:
         variables: those that travel with their values, by place.
         continues: whether `parts` is that of `before`.
-        objects: all of them, by number.
+        objects: those of the second object and its parts too that have attributes, by number.
         is_steady: whether `parts` can be used again: of its state, only variables change.
     """
 
@@ -227,12 +227,12 @@ class Graph:
                 self._kept = dict(variables)
                 self._memo = [*unpickler.memo.copy().values()] if self.is_steady else []
             self.others: Any = unpickler.load() if second else None
-            read = unpickler.memo.copy() if second else {}
-            self.objects = {number: each for number, each in read.items() if hasattr(each, "__dict__")}
             with contextlib.suppress(EOFError):
                 while True:
                     for module, attributes in unpickler.load():
                         own_modules.set_values(module, attributes)
+            read = unpickler.memo.copy() if second else {}
+            self.objects = {number: each for number, each in read.items() if hasattr(each, "__dict__")}
             self.variables = self._kept | variables
 
 

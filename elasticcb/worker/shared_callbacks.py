@@ -7,7 +7,7 @@ from typing import Any
 
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.hook_conflicts import shares_state, sharing
-from elasticcb.callbacks.shared_attributes import Change, FollowedAttributes
+from elasticcb.callbacks.shared_attributes import Change, SharedAttributes
 from elasticcb.callbacks.shared_state import SharedState, SharedVariables
 from elasticcb.clients.master import MasterClient
 from elasticcb.model.spec import Spec
@@ -34,8 +34,8 @@ class FollowedCallbacks:
     ) -> None:
         self._client, self._dispatcher, self._warn = client, callbacks, warn
         self._spec, self._variables, self._followed = spec, SharedVariables(spec.variables), spec.followed
-        self._attributes = FollowedAttributes(self._followed)
         self._returns = shares_state(settings)
+        self._attributes = SharedAttributes(self._followed, takes_turns=self._returns)
         found = sharing(callbacks.callbacks, settings)
         self._callbacks = [each.callback for each in found]
         self._state = SharedState(found, self._returns, callbacks.model, self._variables)
@@ -56,6 +56,8 @@ class FollowedCallbacks:
                 if not left.keys() <= vars(callback).keys() and id(callback) not in self._begun:
                     self._begun.add(id(callback))
                     self._dispatcher.call_on(callback, "on_train_begin", {})
+            if not self._returns:  # each worker has random numbers of its own
+                sent.variables = {n: value for n, value in sent.variables.items() if not self._is_seed(n)}
             self._state.adopt(sent)
             self._variables.follow(sent.variables)
             self._follow(sent.attributes)
@@ -68,8 +70,8 @@ class FollowedCallbacks:
             names = ", ".join(sorted(map(str, conflicts)))
             self._warn(
                 f"{names} changed on both sides",
-                f"{names} changes both in hooks in your process and in steps or data on workers, which keep their own "
-                "values. Use variables of your own for each, or a keras.Variable.",
+                f"{names} changes in hooks in your process, but workers can't follow: their steps or data change it, "
+                "too, or it can't be set. Use different attributes, or a keras.Variable.",
             )
 
     @property
@@ -80,7 +82,7 @@ class FollowedCallbacks:
     @property
     def is_awaited(self) -> bool:
         """Whether hooks on the master wait for `give_back`."""
-        return self._returns and (self._has_state or bool(self._variables))
+        return self._returns and (self._has_state or bool(self._variables) or self.follows)
 
     def give_back(self, learning_rate: float | None) -> None:
         """After the last hook of an epoch or a pass.
@@ -91,12 +93,15 @@ class FollowedCallbacks:
         if not self._returns:
             self._warn_of_changes()
         elif self.is_awaited:
-            state, _ = self._state.dump()
+            state, _ = self._state.dump(self._attributes.changed())
             self._client.share_callbacks(self._number, state, learning_rate)
+
+    def _is_seed(self, number: int) -> bool:
+        return _SEED in self._variables.names_of([number])[0]
 
     def _warn_of_changes(self) -> None:
         """Of variables that each worker changes for itself, except the state of random generators."""
-        names = [name for name in self._variables.names_of(self._variables.differing()) if _SEED not in name]
+        names = self._variables.names_of(n for n in self._variables.differing() if not self._is_seed(n))
         if names and not self._has_warned:
             self._has_warned = True
             self._warn(

@@ -92,7 +92,6 @@ def test_recovery_file_is_of_the_version_at_its_beginning(losing, monkeypatch, t
     expected = copy.deepcopy(exported(servers.model(0).parameters, since))
     training = Training(servers, monkeypatch)
     log = RecoveryLog(tmp_path / "files", "run")
-    log.begin()
     saved = servers.servers[0]._servicer.holder._saved(servers.model(0), since)
     log.write(saved, True)
     saved.part.release()

@@ -18,6 +18,7 @@ from elasticcb.ps.update_policy import PushName
 from elasticcb.rpc import shared_frames
 from elasticcb.sharding.table_source import whole
 from elasticcb.sharding.table_state import TableState
+from elasticcb.storage import durable
 from helpers_ps_lost import ON_DISK, SIZES, SPECS, VALUES, assert_same
 
 
@@ -189,7 +190,6 @@ def saved(version, ids, worker=1):
 
 def test_files_hold_the_last_of_each_row(tmp_path):
     log = RecoveryLog(tmp_path / "ps-0", "run")
-    log.begin()
     for version, ids in ((1, [4, 0, 9]), (2, [0]), (3, [9, 7])):
         log.write(saved(version, ids), whole=version == 1)
     found = RecoveryLog(tmp_path / "ps-0", "run").read()
@@ -201,7 +201,6 @@ def test_files_hold_the_last_of_each_row(tmp_path):
 
 def test_whole_file_replaces_those_before_it(tmp_path):
     log = RecoveryLog(tmp_path, "run")
-    log.begin()
     for version in (1, 2, 3):
         log.write(saved(version, [version]), whole=version != 2)
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
@@ -210,22 +209,36 @@ def test_whole_file_replaces_those_before_it(tmp_path):
 
 def test_damaged_file_ends_what_is_read_and_one_can_go_on_from_there(tmp_path, caplog):
     log = RecoveryLog(tmp_path, "run")
-    log.begin()
     for version in (1, 2, 3):
         log.write(saved(version, [version]), whole=version == 1)
     last = sorted(tmp_path.glob("*.safetensors"))[-1]
     last.write_bytes(last.read_bytes()[:-1])
     log = RecoveryLog(tmp_path, "run")
-    found = log.read()
+    found = log.take_over()
     assert (found.part.version, found.answered) == (2, {1: 2})
     assert "is damaged" in caplog.text
     log.write(saved(4, [4]), whole=False)
     assert whole(RecoveryLog(tmp_path, "run").read().part.tables[1]).ids.tolist() == [1, 2, 4]
 
 
+def test_what_can_only_be_read_is_restored_and_written_later(tmp_path, monkeypatch):
+    RecoveryLog(tmp_path, "run").write(saved(1, [1]), whole=True)
+    log = RecoveryLog(tmp_path, "run")
+
+    def fail(*_):
+        raise OSError("The disk is full.")
+
+    with monkeypatch.context() as full:
+        full.setattr(durable, "write_document", fail)
+        assert log.take_over().part.version == 1
+        with pytest.raises(CheckpointError, match="The disk is full"):
+            log.write(saved(2, [2]), whole=False)
+    log.write(saved(3, [3]), whole=False)
+    assert RecoveryLog(tmp_path, "run").read().part.version == 3
+
+
 def test_files_of_another_training_are_refused(tmp_path):
     log = RecoveryLog(tmp_path, "run")
-    log.begin()
     log.write(saved(1, [1]), whole=True)
     with pytest.raises(CheckpointError, match="another training"):
         RecoveryLog(tmp_path, "other").read()

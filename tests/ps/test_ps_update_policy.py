@@ -27,8 +27,8 @@ def test_without_rounds_each_movement_is_merged_when_it_comes_by_its_share_of_th
             shares.append(policy.workers)
     assert shares == [1, 2, 3, 3, 3, 3]
     policy.rest(3)
-    assert policy.workers == 2
-    for sequence in range(3, 12):  # nothing comes from worker 2 any more
+    assert policy.workers == 3  # at once
+    for sequence in range(3, 16):  # nothing comes from the others any more
         come(policy, 1, sequence)
     assert policy.workers == 1
 

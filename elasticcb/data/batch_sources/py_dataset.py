@@ -110,9 +110,8 @@ class PyDatasetSource(PassSource):
             self.close()
 
     def follow(self, attribute: Attribute) -> None:
-        if attribute.holder is self.given and self._adapter is not None:
-            setattr(self._adapter.py_dataset, attribute.name, attribute.value)
-        self._copies = None  # later ones begin with it
+        if self._stateful:  # its copy has others; a new one has them, and gets the hooks of all epochs so far
+            self._adapter, self._copies, self._epoch = None, None, -1
 
     def _leave(self, dataset: keras.utils.PyDataset, epoch: int) -> None:
         self._call(dataset.on_epoch_end, epoch, 2)
