@@ -10,8 +10,10 @@ import tensorflow as tf
 
 from elasticcb.api.job_folder import KeptFit
 from elasticcb.data.batch_sources.adapt import adapt
+from elasticcb.data.batch_sources.py_dataset import has_hooks
 from elasticcb.data.batch_sources.service import DataService
 from elasticcb.data.batches import BatchSource
+from elasticcb.errors import UsageError
 from elasticcb.settings import Mode
 
 
@@ -99,6 +101,12 @@ def training_sources(
     }
     sources[Mode.TRAINING].first_epoch = initial_epoch
     if validation_data is not None:
+        if validation_data is x and has_hooks(x):
+            raise UsageError(
+                f"x and validation_data are the same {type(x).__name__}, which its on_epoch_begin or on_epoch_end may "
+                "change: training and validation read copies of their own, so their hooks would not see each other. "
+                "Create one object for each."
+            )
         sources[Mode.EVALUATION] = call.adapt(
             *keras.utils.unpack_x_y_sample_weight(validation_data),
             purpose="validation",

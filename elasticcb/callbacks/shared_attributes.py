@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, cast
 import keras
 import numpy as np
 
-from elasticcb.keras_private import KerasSaveable, KerasVariable
+from elasticcb.keras_private import KerasSaveable, KerasVariable, layers_of
 from elasticcb.serialization import own_modules
+from elasticcb.serialization.process_state import without_draws
 
 Key = tuple[int, str]  # number of the holder, and name
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
@@ -102,6 +103,10 @@ class SharedAttributes:
         """Whether another process that has got `sent` knows the changes, as far as can be seen."""
         return is_same({**changes}, {**sent}) and all(_has_parts(change.now) for change in changes.values())
 
+    def at(self, number: int) -> Any:
+        """The object with this number."""
+        return self._objects[number]
+
     def _is_to_be_sent(self, key: Key, change: Change) -> bool:
         if _has_parts(change.now):
             return True
@@ -139,6 +144,20 @@ class SharedAttributes:
             self._adopted[key] = _copied(value)
             found.append(attribute)
         return found, conflicts
+
+
+@contextlib.contextmanager
+def without_traces(model: keras.Model) -> Iterator[None]:
+    """Context that builds a model by its first batch. As in Keras, which builds symbolically, no attributes are changed
+    and no numbers drawn by a step that only looks like one of training."""
+    attributes = SharedAttributes(dict(enumerate([*layers_of(model), getattr(model, "loss", None)])))
+    was_built = model.built
+    with without_draws(model, of_python=was_built):
+        yield
+    for (number, name), change in attributes.changed().items() if was_built else ():
+        if _has_parts(change.first) and change.first is not _Absent.ABSENT:
+            with contextlib.suppress(Exception):  # of a user's property
+                _set(attributes.at(number), name, change.first)
 
 
 # ---------------------------------------------------------------- what has them

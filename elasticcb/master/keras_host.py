@@ -15,6 +15,7 @@ from elasticcb.callbacks.hook_conflicts import check_hooks, shares_state
 from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.callbacks.placement import Place, holds_predictions, takes_predictions
 from elasticcb.callbacks.serving_signature import serving_inputs
+from elasticcb.callbacks.shared_attributes import without_traces
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import find_latest
 from elasticcb.compute.registry import backend
@@ -56,7 +57,7 @@ from elasticcb.optimizers.variables import StepVariables, described, leaves_of
 from elasticcb.predictions.columns import columns_of, names_of_outputs
 from elasticcb.predictions.files import check
 from elasticcb.rpc.tensors import Array
-from elasticcb.serialization.process_state import without_draws, without_draws_of_keras
+from elasticcb.serialization.process_state import without_draws
 from elasticcb.settings import Command, JobSettings, Mode
 from elasticcb.sharding.table_spec import TableSpec
 
@@ -91,7 +92,7 @@ class ModelHost:
                 pipelines[Mode.EVALUATION] = open_pipeline(settings, self.spec, Mode.EVALUATION)
             self._counts = SourceCounts(settings, pipelines)
             on_error.callback(self._counts.stop)  # the user may have interrupted the job
-            with without_draws_of_keras():  # as in Keras, which builds symbolically
+            with without_traces(self.model):
                 batch, step = self._build(pipelines, mode)
             # A hook may compile the model again, or set attributes that say which slots an optimizer has.
             self.optimizer, self._all_optimizers = getattr(self.model, "optimizer", None), model_optimizers(self.model)
@@ -99,7 +100,7 @@ class ModelHost:
             self.sources: dict[str, Sources] = self._counts.result()
             # With metrics as the first batch has built them.
             self.metrics.reset()
-            with without_draws():
+            with without_draws(self.model):
                 replayed = self.metrics.try_out(batch)
                 data = backend().data(self.model, batch)
                 self.rehearsal = rehearse(self.model, batch, data) if rehearses else None

@@ -33,7 +33,7 @@ class HeldOptimizers:
         self._not_shown: dict[str, int] = {}  # steps missing in `iterations`, by its key
         rate = optimizers.learning_rate
         if rate is not None:
-            dtype = np.float32 if np.float32(rate) == rate else np.float64  # as that of the optimizer's variable
+            dtype = np.float32 if float(np.float32(rate)) == rate else np.float64  # as that of the optimizer's variable
             self._held["shared"][LEARNING_RATE] = np.asarray(rate, dtype)
 
     @property

@@ -59,7 +59,7 @@ _NOT_SENT = {
     tf.data.Dataset: "create it in a function that each worker calls (elasticcb.DatasetFactory)",
     tf.data.Iterator: "create it where it is used",
 }
-_KEPT = (KerasVariable, KerasSaveable)
+_KEPT = (KerasVariable, KerasSaveable, type, types.FunctionType)
 _LARGE_BYTES = 1 << 20
 _ALIGNMENT_BYTES = 64
 _lock = threading.RLock()  # cloudpickle's list of modules belongs to the process
@@ -171,7 +171,9 @@ def _dumped(
 
 
 class Copies:
-    """Makes copies of an object in this process. Keras objects in it, such as a model that data reads, are shared."""
+    """Makes copies of an object in this process. They share Keras objects, such as a model that data reads, classes, and
+    functions without variables of their own.
+    """
 
     def __init__(self, value: Any, name: str) -> None:
         self._kept: list[Any] = []
@@ -310,7 +312,8 @@ class _Pickler(cloudpickle.Pickler):
         return file.name, places
 
     def persistent_id(self, obj: Any) -> int | None:
-        if self._keeps and isinstance(obj, self._keeps) and id(obj) not in self._known:
+        is_kept = isinstance(obj, self._keeps) and not getattr(obj, "__closure__", None)
+        if is_kept and id(obj) not in self._known:
             self._known[id(obj)] = len(self._objects)
             self._objects.append(obj)
         return self._known.get(id(obj)) if self._known else None

@@ -29,6 +29,19 @@ def path_of(roots: Mapping[str, Any], target: Any) -> tuple[str, str]:
     return ", ".join(roots), ""
 
 
+def objects_in(roots: Any) -> Iterator[Any]:
+    """The objects that others lead to, except through layers, variables and optimizers of Keras."""
+    pending: list[Any] = [roots]
+    seen: dict[int, Any] = {}
+    while pending and len(seen) < _MOST // 10:
+        item = pending.pop()
+        if id(item) not in seen:
+            seen[id(item)] = item
+            yield item
+            if not isinstance(item, (keras.layers.Layer, keras.Variable, keras.optimizers.Optimizer)):
+                pending += [value for value, _, _ in _parts(item)]
+
+
 def _parts(item: Any) -> Iterator[tuple[Any, str, str]]:
     """Objects inside of another, with the step that leads to each; or, for globals of a module, the whole path."""
     if isinstance(item, (str, bytes, int, float, type(None))):

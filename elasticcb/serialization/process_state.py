@@ -17,8 +17,9 @@ from absl import flags
 from tensorflow.python.eager import context
 from tensorflow.python.framework import config as tensorflow_config
 
-from elasticcb.keras_private import global_state
+from elasticcb.keras_private import global_state, layers_of
 from elasticcb.serialization import own_modules
+from elasticcb.serialization.object_paths import objects_in
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads, sets
 
@@ -66,8 +67,7 @@ def read() -> dict[str, Any]:
     """Seeds and flags of this process; can be pickled by `carry`."""
     return {
         "random": {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
+            **_read_python(),
             "keras": global_state.get_global_attribute(_SEED_GENERATOR),  # None: not used yet
             "tensorflow": _tensorflow_seed(),
         },
@@ -78,8 +78,7 @@ def read() -> dict[str, Any]:
 def write(state: Mapping[str, Any]) -> tuple[Any, Any]:
     """Gives it to this process; returns the state of the given generator of Keras, and of the one that is used here."""
     seeds = state["random"]
-    random.setstate(seeds["python"])
-    np.random.set_state(seeds["numpy"])
+    _write_python(seeds)
     if seeds["tensorflow"] not in (None, _seeding.given):
         tf.random.set_seed(seeds["tensorflow"][0])
         _seeding.given = seeds["tensorflow"]
@@ -90,36 +89,40 @@ def write(state: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def without_draws() -> Iterator[None]:
-    """Context whose random numbers do not count: Python's, NumPy's and Keras's generators are set back at the end."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with without_draws_of_keras():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-@contextlib.contextmanager
-def without_draws_of_keras() -> Iterator[None]:
-    """The same for Keras's generators only."""
-    before: dict[int, tuple[Any, Any]] = {}
-    draw = keras.random.SeedGenerator.next
-
-    def note_and_draw(generator: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(generator) not in before:
-            with contextlib.suppress(Exception):  # in a function that is traced, which changes no value
-                before[id(generator)] = generator.state, np.array(generator.state._value)
-        return draw(generator, *args, **kwargs)
-
-    keras.random.SeedGenerator.next = note_and_draw
+def without_draws(model: keras.Model, of_python: bool = True) -> Iterator[None]:
+    """Context whose random numbers do not count: generators of Keras that losses, metrics and methods of the user's use
+    are set back at the end, and so are Python's, NumPy's and PyTorch's, if `of_python`. (Those of layers: priming.py.)
+    """
+    shared = global_state.get_global_attribute(_SEED_GENERATOR)
+    methods = {type(layer) for layer in layers_of(model) if own_modules.is_of_user(type(layer).__module__)}
+    roots = [getattr(model, "loss", None), model.metrics, methods, shared]
+    states = [each.state for each in objects_in(roots) if isinstance(each, keras.random.SeedGenerator)]
+    before = [(state, np.array(state.numpy())) for state in states]
+    python = _read_python()
     try:
         yield
     finally:
-        keras.random.SeedGenerator.next = draw
-        for state, value in before.values():
+        for state, value in before:
             state.assign(value)
+        if shared is None:
+            global_state.set_global_attribute(_SEED_GENERATOR, None)
+        if of_python:
+            _write_python(python)
+
+
+def _read_python() -> dict[str, Any]:
+    torch = sys.modules.get("torch") if keras.backend.backend() == "torch" else None
+    drawn = None if torch is None else torch.get_rng_state().numpy()
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": drawn}
+
+
+def _write_python(seeds: Mapping[str, Any]) -> None:
+    random.setstate(seeds["python"])
+    np.random.set_state(seeds["numpy"])
+    if seeds["torch"] is not None:
+        import torch
+
+        torch.set_rng_state(torch.from_numpy(seeds["torch"]))
 
 
 class _Seeding:

@@ -12,6 +12,7 @@ from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.hook_conflicts import shares_state
 from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.callbacks.placement import Place, holds_predictions
+from elasticcb.callbacks.shared_attributes import without_traces
 from elasticcb.clients.master import MasterClient, places_of
 from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient
@@ -28,7 +29,7 @@ from elasticcb.model.spec import Spec, words_of
 from elasticcb.model.weights import assign_dense, variable_specs
 from elasticcb.optimizers.traits import model_optimizers, sets_final_weights, unwrapped
 from elasticcb.process.generated_files import remove_generated_files
-from elasticcb.serialization.process_state import without_draws, without_draws_of_keras
+from elasticcb.serialization.process_state import without_draws
 from elasticcb.settings import Command, JobSettings, Mode, NonFinite, WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
@@ -81,7 +82,7 @@ class BuiltModel:
             both = self.first_mode is Mode.TRAINING and validates and self.metrics.own_steps
             for mode in (self.first_mode, *([Mode.EVALUATION] if both else ())):
                 batch = self.pipeline(mode).first_batch()
-                with without_draws_of_keras():
+                with without_traces(self.model):
                     backend().build(spec, self.model, batch, mode)
         self.metrics.reset()
         remove_generated_files()  # a job may end before this worker gets a task
@@ -202,7 +203,7 @@ class Session:
             return
         batch = self.pipeline(built.first_mode).first_batch()
         if digest_of((batch, self.model.weights)) == rehearsal.digest:
-            with without_draws():
+            with without_draws(self.model):
                 rehearsal.check(rehearsed(self.model, backend().data(self.model, batch)))
             self.metrics.reset()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from elasticcb.data.batch_sources.arrays import ArraySource
 from elasticcb.data.batch_sources.dataset_fn import DatasetFactory, DatasetFnSource
 from elasticcb.data.batch_sources.py_dataset import PyDatasetSource
 from elasticcb.data.batch_sources.records import Records, RecordSource
-from elasticcb.data.batch_sources.served import ServedSource
+from elasticcb.data.batch_sources.served import ServedSource, begin_one_more, chooses_anew
 from elasticcb.data.batch_sources.service import DataService
 from elasticcb.data.batch_sources.stored import StoredSource
 from elasticcb.data.batches import BatchSource, PassSource, Purpose
@@ -133,7 +134,18 @@ def _iterated(
         if service is None:
             raise ValueError("`fit` with a tf.data.Dataset or a generator needs a DataService. Received: service=None")
         return ServedSource(batches, size=adapter.num_batches if is_dataset else None, steps=steps, service=service)
-    return StoredSource(batches, folder=folder, limit=steps)
+    stored = StoredSource(batches, folder=folder, limit=steps)
+    if is_dataset:
+        if adapter.num_batches and stored.num_batches == adapter.num_batches:
+            begin_one_more(batches)
+        if purpose == "validation" and chooses_anew(batches, steps):
+            warnings.warn(
+                "validation_data shuffles, and then takes only some of its records. Keras takes others in each epoch; a "
+                "cluster reads them once, and evaluates the same in each. To keep training data apart from validation "
+                "data, use shuffle(..., reshuffle_each_iteration=False).",
+                stacklevel=3,
+            )
+    return stored
 
 
 @dataclass(frozen=True)

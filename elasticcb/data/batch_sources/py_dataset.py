@@ -59,9 +59,7 @@ class PyDatasetSource(PassSource):
         self._purpose = purpose
         self._seed = seed
         # If a task of an earlier epoch is retried, a fresh copy is needed.
-        self._stateful = any(
-            getattr(type(dataset), hook) is not getattr(keras.utils.PyDataset, hook) for hook in _HOOKS
-        )
+        self._stateful = has_hooks(dataset)
         self.given = dataset
         self._copies: Copies | None = None
         self._adapter: Any = None
@@ -118,6 +116,12 @@ class PyDatasetSource(PassSource):
 
     def _call(self, hook: Callable[[], None], epoch: int, place: int) -> None:
         _call_seeded(hook, source_seed(self._seed, epoch, place))
+
+
+def has_hooks(dataset: Any) -> bool:
+    """Whether it is a `PyDataset` that its hooks may change."""
+    is_own = any(getattr(type(dataset), hook, None) is not getattr(keras.utils.PyDataset, hook) for hook in _HOOKS)
+    return isinstance(dataset, keras.utils.PyDataset) and is_own
 
 
 def _call_seeded(hook: Callable[[], None], seed: list[int]) -> None:

@@ -16,6 +16,7 @@ from elasticcb.data.batch_sources.service import DataService, unpacked
 from elasticcb.data.batches import BatchSource, NextBatch
 from elasticcb.proto import elasticcb_pb2 as pb
 
+_PARTS = ("Take", "Skip", "Shard")  # in names of classes of datasets
 _PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}  # operations
 
 
@@ -65,7 +66,7 @@ class ServedSource(BatchSource):
         passes: Iterator[Any] = itertools.chain(
             [itertools.chain([first], first_pass)], map(iter, itertools.repeat(batches))
         )
-        if steps is None and size is not None and keras.backend.backend() == "tensorflow":
+        if steps is None and size is not None:
             passes = (_with_one_more(batches, each, size) for each in passes)
         self._number = service.register(passes, self._arrays_of, size, by_epoch=steps is None)
         self._next_batch: NextBatch | None = None  # in a reading process
@@ -104,11 +105,28 @@ class ServedSource(BatchSource):
 
 
 def _with_one_more(batches: Iterable[Any], one_pass: Iterator[Any], size: int) -> Iterator[Any]:
-    """Begins another pass at the end of one, as Keras does with TensorFlow: the next `shuffle` depends on it."""
     for number, batch in enumerate(one_pass, 1):
         if number == size:
-            iter(batches)
+            begin_one_more(batches)
         yield batch
+
+
+def begin_one_more(batches: Iterable[Any]) -> None:
+    """Begins another pass at the end of one, as Keras does with TensorFlow: the next `shuffle` depends on it."""
+    if keras.backend.backend() == "tensorflow":
+        iter(batches)
+
+
+def chooses_anew(dataset: tf.data.Dataset, steps: int | None) -> bool:
+    """Whether each pass over a dataset has other records, because it takes a part of what is shuffled."""
+    pending = [(dataset, steps is not None)]
+    while pending:
+        each, is_part = pending.pop()
+        kind = type(each).__name__
+        if is_part and "Shuffle" in kind and getattr(each, "_reshuffle_each_iteration", True):
+            return True
+        pending += [(source, is_part or any(name in kind for name in _PARTS)) for source in each._inputs()]
+    return False
 
 
 def _runs_python(batches: Any) -> bool:
