@@ -171,7 +171,7 @@ def _dumped(
 
 
 class Copies:
-    """Makes copies of an object in this process. They share Keras objects, such as a model that data reads, classes, and
+    """Makes copies of an object in this process. They share Keras objects (a model that data reads), classes, and
     functions without variables of their own.
     """
 
