@@ -120,8 +120,7 @@ def _write_python(seeds: Mapping[str, Any]) -> None:
     random.setstate(seeds["python"])
     np.random.set_state(seeds["numpy"])
     if seeds["torch"] is not None:
-        import torch
-
+        torch = sys.modules["torch"]
         torch.set_rng_state(torch.from_numpy(seeds["torch"]))
 
 

@@ -156,7 +156,6 @@ def test_a_journal_that_is_rewritten_tells_the_old_or_the_new_at_each_moment(tmp
 
 def test_recovery_files_hold_the_old_or_the_new_at_each_moment(tmp_path, crash):
     log = RecoveryLog(tmp_path / "job" / "ps-0", "abc")
-    log.begin()
     log.write(Saved(part(3), {1: 2}), whole=True)
 
     def load(folder):
@@ -235,7 +234,6 @@ def test_a_journal_that_lost_its_first_entry_is_refused(tmp_path, cut):
 
 def test_recovery_files_that_are_damaged_are_kept_aside(tmp_path):
     log = RecoveryLog(tmp_path / "ps-0", "abc")
-    log.begin()
     log.write(Saved(part(3), {}), whole=True)
     path = tmp_path / "ps-0" / "log.json"
     content = path.read_bytes()
@@ -243,7 +241,7 @@ def test_recovery_files_that_are_damaged_are_kept_aside(tmp_path):
     again = RecoveryLog(tmp_path / "ps-0", "abc")
     with pytest.raises(CheckpointError, match="damaged"):
         again.read()
-    again.begin()
+    again.write(Saved(part(4), {}), whole=True)
     (aside,) = tmp_path.glob("set-aside-*")
     assert sorted(file.suffix for file in aside.iterdir()) == [".json", ".safetensors"]
 
@@ -305,7 +303,6 @@ def test_a_journal_on_a_full_disk_keeps_what_it_had_and_goes_on_when_there_is_ro
 
 def test_files_on_a_full_disk_are_as_before_and_written_when_there_is_room(small_disk):
     log = RecoveryLog(small_disk / "ps-0", "abc")
-    log.begin()
     log.write(Saved(part(3), {}), whole=True)
     durable.write_document(small_disk / "a.json", {"value": 1})
     fill(small_disk)
@@ -329,7 +326,6 @@ def test_a_master_that_was_replaced_can_not_write_the_journal(tmp_path):
     old.add(version=1)
     old.add(version=2)
     new = Journal(path)
-    new.begin()
     assert new.term == old.term + 1
     for write in (lambda: old.add(version=9), lambda: old.rewrite([]), old.check_is_ours):
         with pytest.raises(ReplacedError, match="Another master took over"):
@@ -341,7 +337,6 @@ def test_a_master_that_was_replaced_can_not_write_the_journal(tmp_path):
 
 def test_a_server_that_was_replaced_can_not_write_recovery_files(tmp_path):
     old = RecoveryLog(tmp_path / "ps-0", "abc")
-    old.begin()
     old.write(Saved(part(3), {1: 2}), whole=True)
     new = RecoveryLog(tmp_path / "ps-0", "abc")
     assert new.take_over().part.version == 3

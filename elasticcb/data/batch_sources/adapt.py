@@ -140,9 +140,9 @@ def _iterated(
             begin_one_more(batches)
         if purpose == "validation" and chooses_anew(batches, steps):
             warnings.warn(
-                "validation_data shuffles, and then takes only some of its records: in Keras others in each epoch, in a "
-                "cluster the same in each. To keep training data apart from validation data, use "
-                "shuffle(..., reshuffle_each_iteration=False).",
+                "validation_data shuffles, and then takes only some of its records: others in each epoch of Keras, the "
+                "same in each of a cluster. To keep training data apart from validation data, use shuffle(..., "
+                "reshuffle_each_iteration=False).",
                 stacklevel=3,
             )
     return stored
