@@ -326,6 +326,7 @@ def test_a_master_that_was_replaced_can_not_write_the_journal(tmp_path):
     old.add(version=1)
     old.add(version=2)
     new = Journal(path)
+    new.begin()
     assert new.term == old.term + 1
     for write in (lambda: old.add(version=9), lambda: old.rewrite([]), old.check_is_ours):
         with pytest.raises(ReplacedError, match="Another master took over"):
