@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Frame
-
-if TYPE_CHECKING:
-    from elasticcb.callbacks.shared_attributes import Attribute
 
 # Requests a batch from the process that called `fit`.
 NextBatch = Callable[[pb.NextBatchRequest], Frame[pb.NextBatchResponse]]
@@ -68,8 +65,8 @@ class BatchSource(ABC):
     def was_read(self, passes: int) -> None:  # noqa: B027 - most data does not change by being read
         """Changes the caller's data as if its own process had read it `passes` times."""
 
-    def follow(self, attribute: Attribute) -> None:  # noqa: B027 - most sources have no copies of objects
-        """An attribute of an object was set, of which this source may have a copy."""
+    def follow(self) -> None:  # noqa: B027 - most sources have no copies of objects
+        """Objects were changed, of which this source may have copies."""
 
     def close(self) -> None:  # noqa: B027 - most sources hold nothing
         """Closes this process's resources. Files in the source's folder are kept: the folder's owner removes them."""

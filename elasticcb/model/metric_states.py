@@ -120,9 +120,9 @@ def keeping_states(
 ) -> list[tuple[str, Any, Any]]:
     """The metrics that `reset_state` does not set back, and their results after a batch, at first and once more."""
 
-    def after(batch: Any) -> tuple[dict[str, _State], dict[str, Any]]:
+    def after(batch: Any) -> tuple[dict[str, _AtReset], dict[str, Any]]:
         reset()
-        at_first = {name: _State.of(unit) for name, unit in metrics.items()}
+        at_first = {name: _AtReset.of(unit) for name, unit in metrics.items()}
         update(batch)
         return at_first, {name: unit.result() for name, unit in metrics.items()}
 
@@ -136,18 +136,18 @@ def keeping_states(
     return found
 
 
-class _State(NamedTuple):
+class _AtReset(NamedTuple):
     """Variables, and attributes that are numbers."""
 
     variables: list[np.ndarray]
     numbers: dict[str, Any]
 
     @classmethod
-    def of(cls, metric: keras.metrics.Metric) -> _State:
+    def of(cls, metric: keras.metrics.Metric) -> _AtReset:
         numbers = {name: value for name, value in vars(metric).items() if isinstance(value, (int, float))}
         return cls([np.array(variable.numpy()) for variable in metric.variables], numbers)
 
-    def is_same(self, other: _State) -> bool:
+    def is_same(self, other: _AtReset) -> bool:
         shared = self.numbers.keys() & other.numbers.keys()  # some are set by the first batch
         return all(self.numbers[name] == other.numbers[name] for name in shared) and _are_close(
             self.variables, other.variables

@@ -9,14 +9,13 @@ import contextlib
 import os
 import pickle
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from elasticcb.callbacks.shared_attributes import Attribute
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import ElasticCBError, ModelFileError, UsageError, describe, user_traceback
 from elasticcb.keras_private import layers_of, seed_generators_of
@@ -181,11 +180,10 @@ class ProgramSpec(_SpecOfProgram):
     def followed(self) -> Mapping[int, Any]:
         return self._graph.objects if self._graph is not None and self._job.follows else {}
 
-    def follow(self, attributes: Iterable[Attribute]) -> None:
-        for attribute in attributes:
-            self._has_followed = True
-            for source in self._part("data").values():
-                source.follow(attribute)
+    def follow(self) -> None:
+        self._has_followed = True
+        for source in self._part("data").values():
+            source.follow()
 
     def batch_source(self, mode: Mode) -> BatchSource | None:
         source: BatchSource | None = self._part("data").get(mode)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from elasticcb.settings import Mode
 if TYPE_CHECKING:
     import keras
 
-    from elasticcb.callbacks.shared_attributes import Attribute
     from elasticcb.data.batches import BatchSource
 
 
@@ -50,8 +49,8 @@ class Spec(ABC):
         """Objects whose attributes hooks in another process may set, by number (callbacks/shared_attributes.py)."""
         return {}
 
-    def follow(self, attributes: Iterable[Attribute]) -> None:  # noqa: B027 nothing is followed
-        """These attributes were set here."""
+    def follow(self) -> None:  # noqa: B027 nothing is followed
+        """Some of these were changed here."""
 
     @property
     def rehearsal(self) -> Any:

@@ -104,14 +104,16 @@ def without_draws(model: keras.Model, of_python: bool = True) -> Iterator[None]:
     finally:
         for state, value in before:
             state.assign(value)
-        if shared is None:
-            global_state.set_global_attribute(_SEED_GENERATOR, None)
-        if of_python:
-            _write_python(python)
+        own = global_state.get_global_attribute(_SEED_GENERATOR)
+        drawn = _read_python()
+        _write_python(python)
+        if shared is None and own is not None:
+            own.state.assign(keras.random.SeedGenerator().state)  # which draws the same seed from Python's generator
+        _write_python(python if of_python else drawn)
 
 
 def _read_python() -> dict[str, Any]:
-    torch = sys.modules.get("torch") if keras.backend.backend() == "torch" else None
+    torch = sys.modules.get("torch")
     drawn = None if torch is None else torch.get_rng_state().numpy()
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": drawn}
 

@@ -65,7 +65,8 @@ class FollowedCallbacks:
 
     def _follow(self, changes: Mapping[Any, Change]) -> None:
         found, conflicts = self._attributes.adopt(changes)
-        self._spec.follow(found)
+        if found:
+            self._spec.follow()
         if conflicts:
             names = ", ".join(sorted(map(str, conflicts)))
             self._warn(

@@ -67,10 +67,10 @@ def test_what_killed_servers_had_not_saved_is_trained_again(data, start_job, fau
         job.kill("ps", index)
         assert "lost, and trained again." in job.wait_for_line(rf"Parameter server {index} recovered in")
     assert master_died()
-    files = data / "job" / "recovery" / "ps-1"
-    shutil.rmtree(files)
-    files.write_text("")  # at the end of training, the server can't save
-    job.wait_for_line(r"ps-1.* can't be written: .*\. Training continues, but if this server is lost now")
+    files = data / "job" / "recovery"
+    shutil.rmtree(files, ignore_errors=True)
+    files.write_text("")  # at the end of training, the servers can't save
+    job.wait_for_line(r"ps-\d.* can't be (written|made): .*\. Training continues; what is not saved is trained again")
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * 3
     assert re.search(r"parameter servers lost +3 \(3 replaced", job.output)

@@ -12,7 +12,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from elasticcb.callbacks.shared_attributes import Attribute
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batches import PassSource, Purpose, source_seed
 from elasticcb.serialization.carry import Copies
@@ -107,7 +106,7 @@ class PyDatasetSource(PassSource):
             self._leave(self.given, passes - 1)
             self.close()
 
-    def follow(self, attribute: Attribute) -> None:
+    def follow(self) -> None:
         if self._stateful:  # its copy has others; a new one has them, and gets the hooks of all epochs so far
             self._adapter, self._copies, self._epoch = None, None, -1
 

@@ -121,11 +121,12 @@ def chooses_anew(dataset: tf.data.Dataset, steps: int | None) -> bool:
     """Whether each pass over a dataset has other records, because it takes a part of what is shuffled."""
     pending = [(dataset, steps is not None)]
     while pending:
-        each, is_part = pending.pop()
-        kind = type(each).__name__
-        if is_part and "Shuffle" in kind and getattr(each, "_reshuffle_each_iteration", True):
+        dataset, is_part = pending.pop()
+        kind = type(dataset).__name__
+        if is_part and "Shuffle" in kind and getattr(dataset, "_reshuffle_each_iteration", True):
             return True
-        pending += [(source, is_part or any(name in kind for name in _PARTS)) for source in each._inputs()]
+        is_part = is_part or any(name in kind for name in _PARTS)
+        pending += [(source, is_part) for source in dataset._inputs()]
     return False
 
 
