@@ -9,7 +9,7 @@ from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.settings import WireDtype
-from elasticcb.sharding.bucket_map import even
+from elasticcb.sharding.shard_map import ShardMap
 
 
 def client_of(
@@ -27,9 +27,9 @@ def client_of(
     return PSClient(servers, client_id, wire_dtype=wire_dtype)
 
 
-def places_at(addresses: Any, ids: Any = (), buckets: Any = None) -> Places:
+def places_at(addresses: Any, ids: Any = (), shard_map: Any = None) -> Places:
     servers = [ServerPlace(*each) for each in zip(addresses, ids or [0] * len(addresses), strict=True)]
-    return Places(servers, buckets or even(len(servers)))
+    return Places(servers, shard_map or ShardMap(len(servers)))
 
 
 class TrainingControl(PSControl):

@@ -58,7 +58,7 @@ AT_THE_ROOT = {"__init__", "__main__", "errors", "keras_private", "settings"}
 ON_TOP = {"elasticcb", "elasticcb.__main__"}  # import what users call
 
 PURE = (
-    "elasticcb.sharding.bucket_map",
+    "elasticcb.sharding.shard_map",
     "elasticcb.cluster.kubernetes.fate",
     "elasticcb.cluster.kubernetes.flags",
     "elasticcb.cluster.kubernetes.pods",

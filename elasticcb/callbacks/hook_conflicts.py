@@ -135,6 +135,13 @@ def left_on_workers(callbacks: Iterable[Any], settings: JobSettings) -> Iterator
     """What hooks of batches collect on several workers, where the caller of `fit` may look for it in vain."""
     for each in [] if settings.model.definition or shares_state(settings) else placed(callbacks, settings):
         collected = each.on_workers.fills
+        if "the model" in each.on_workers.sets:
+            text = (
+                f"{each.those(each.batches, {'model', '_model'})} sets something of the model on "
+                f"{settings.cluster.num_workers} workers, in a copy on each: neither hooks elsewhere nor your model get "
+                "it. Use num_workers=1, where it comes back."
+            )
+            yield CallbackWarning(f"{each.name} sets something of the model", text)
         if collected:
             text = (
                 f"{each.those(each.batches, collected)} changes {in_words(collected)} on "

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint.shard_file import FORMAT, SavedFile, check_file
+from elasticcb.checkpoint.shard_file import SavedFile, check_file
 from elasticcb.errors import CheckpointError
-from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.storage import durable
 
 MANIFEST = "manifest.json"
+_FORMAT = 2  # 1: rows were spread over the files in other ways
 
 
 def write_manifest(
@@ -23,12 +24,11 @@ def write_manifest(
     specs: Sequence[VariableSpec],
     parts: Sequence[Sequence[Slice]],
     files: Sequence[SavedFile],
-    buckets: BucketMap | None,
     extra: Mapping[str, Any] | None,
 ) -> None:
     """Writes the manifest of the files in `folder`; arguments as for `versions.finish_version`. Raises `OSError`."""
     manifest = {
-        "format": FORMAT,
+        "format": _FORMAT,
         "version": version,
         "variables": [_described(spec) for spec in specs],
         "files": [
@@ -36,15 +36,20 @@ def write_manifest(
             for saved, slices in zip(files, parts, strict=True)
         ],
         "extra": dict(extra or {}),
-    } | ({} if buckets is None else {"buckets": buckets.to_bytes().hex()})
+    }
     durable.write_document(folder / MANIFEST, manifest, mode=durable.SHARED)
+
+
+def map_in(manifest: Mapping[str, Any]) -> ShardMap | None:
+    """The map by which the rows of tables are spread over the files; None: unknown."""
+    return ShardMap(len(manifest["files"])) if manifest["format"] == _FORMAT else None
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
     """The manifest of a version. Raises `CheckpointError` if there is no readable manifest."""
     path = Path(folder) / MANIFEST
     try:
-        return durable.read_document(path, FORMAT)
+        return durable.read_document(path, _FORMAT)
     except durable.NewerFormatError as error:
         raise CheckpointError(str(error)) from error
     except FileNotFoundError:

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.checkpoint.manifest import check_variables, read_manifest
+from elasticcb.checkpoint.manifest import check_variables, map_in, read_manifest
 from elasticcb.checkpoint.saved_table import SavedTable, opened, tables_in
 from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, write_part
-from elasticcb.errors import CheckpointError, WireError
+from elasticcb.errors import CheckpointError
 from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import AGES, EXTRA, SHARED, SLOT, WEIGHT, by_index, kind_of
-from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.sharding.table_source import JoinedTable, TableSource
 from elasticcb.sharding.table_state import TableState
 
@@ -37,7 +37,7 @@ def load_slices(
     specs: Sequence[VariableSpec],
     slices: Sequence[Slice],
     index: int = 0,
-    buckets: BucketMap | None = None,
+    shard_map: ShardMap | None = None,
 ) -> Part:
     """Loads the part of a checkpoint for a server with `slices`, whichever servers wrote it.
 
@@ -54,17 +54,17 @@ def load_slices(
     assemblies = {part.variable: _Assembly(part, specs[part.variable]) for part in slices}
     result = Part(version=int(manifest["version"]))
     files = manifest["files"]
-    buckets = buckets or even(1)
-    scalars_from = index if len(files) == buckets.servers else 0
-    same_buckets = len(files) == buckets.servers and manifest.get("buckets") == buckets.to_bytes().hex()
-    written_by = _buckets_in(manifest, folder)
+    shard_map = shard_map or ShardMap(1)
+    scalars_from = index if len(files) == shard_map.servers else 0
+    written_by = map_in(manifest)
+    same_map = written_by is not None and written_by.servers == shard_map.servers
     tables: dict[int, list[TableSource]] = {
         number: [] for number, variable in enumerate(manifest["variables"]) if variable.get("table")
     }
     for place, saved in enumerate(files):
         held = [Slice(*part) for part in saved["slices"]]
         wanted = [part for part in held if part.variable in assemblies and assemblies[part.variable].overlaps(part)]
-        has_ids = bool(tables) and (place == index or not same_buckets)
+        has_ids = bool(tables) and (place == index or not same_map)
         if not wanted and place != scalars_from and not has_ids:
             continue
         with _opened(folder, saved) as file:
@@ -91,23 +91,13 @@ def load_slices(
     return result
 
 
-def _buckets_in(manifest: Mapping[str, Any], folder: Path) -> BucketMap | None:
-    """The shard map with which the rows in the files were written; None: unknown."""
-    if "buckets" not in manifest:
-        return None
-    try:
-        return BucketMap.from_bytes(len(manifest["files"]), bytes.fromhex(manifest["buckets"]), 0)
-    except (TypeError, ValueError, WireError) as error:
-        raise CheckpointError(f"The manifest of the checkpoint {folder} can't be read: {error}.") from error
-
-
 class _OfServer:
     """A `TableSource` of one server's file. Every row must belong to that server: an id in two files would have two
     rows.
     """
 
-    def __init__(self, table: SavedTable, server: int, buckets: BucketMap) -> None:
-        self._table, self._server, self._buckets = table, server, buckets
+    def __init__(self, table: SavedTable, server: int, shard_map: ShardMap) -> None:
+        self._table, self._server, self._shard_map = table, server, shard_map
 
     def __len__(self) -> int:
         return len(self._table)
@@ -123,9 +113,9 @@ class _OfServer:
             yield piece
 
     def _check(self, ids: Array) -> None:
-        foreign = np.flatnonzero(~self._buckets.owns(self._server, ids))
+        foreign = np.flatnonzero(~self._shard_map.owns(self._server, ids))
         if len(foreign):
-            owner = self._buckets.server_of(ids[foreign[:1]])[0]
+            owner = self._shard_map.server_of(ids[foreign[:1]])[0]
             raise CheckpointError(
                 f"The checkpoint file {self._table.files[0]} contains a row of the id {ids[foreign[0]]}, which "
                 f"belongs in the file of server {owner}, so the id may have two rows. The files are not from one "

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from elasticcb.checkpoint.manifest import read_manifest
+from elasticcb.checkpoint.manifest import map_in, read_manifest
 from elasticcb.checkpoint.parts import dtype_in
 from elasticcb.checkpoint.saved_table import opened
 from elasticcb.checkpoint.table_report import IdReport, TablesReport, id_in_table, table_report
 from elasticcb.checkpoint.versions import find_latest
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import SLOT, TABLE, kind_of
-from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.sharding.table_counts import TableCounts, Top
 from elasticcb.sharding.table_state import TableState
 
@@ -26,14 +26,14 @@ class SavedTables(NamedTuple):
     """The tables of one version of a checkpoint.
 
     Attributes:
-        buckets: which server has which rows; None: unknown.
+        shard_map: which server has which rows; None: unknown.
     """
 
     folder: Path
     version: int
     specs: Mapping[int, VariableSpec]
     files: tuple[Path, ...]
-    buckets: BucketMap | None
+    shard_map: ShardMap | None
 
     @classmethod
     def of(cls, checkpoint: str | Path) -> SavedTables:
@@ -51,9 +51,7 @@ class SavedTables(NamedTuple):
             if saved.get("table")
         }
         files = tuple(folder / saved["name"] for saved in manifest["files"])
-        owners = manifest.get("buckets")
-        buckets = BucketMap.from_bytes(len(files), bytes.fromhex(owners), 0) if owners else None
-        return cls(folder, int(manifest["version"]), specs, files, buckets)
+        return cls(folder, int(manifest["version"]), specs, files, map_in(manifest))
 
     def report(self, top: int) -> TablesReport:
         """Reports on all tables.
@@ -75,7 +73,7 @@ class SavedTables(NamedTuple):
                 places = np.flatnonzero(file.get_tensor(names["ids"]) == id)
                 if len(places):
                     found[index] = server, _row_at(file, names, int(places[0]))
-        owner = None if self.buckets is None else int(self.buckets.server_of(np.array([id], np.int64))[0])
+        owner = None if self.shard_map is None else int(self.shard_map.server_of(np.array([id], np.int64))[0])
         none = TableState(np.empty(0, np.int64), np.empty((0, 0)))
         tables = tuple(id_in_table(spec, *found.get(index, (owner, none))) for index, spec in self.specs.items())
         return IdReport(str(self.folder), self.version, id, tables)

@@ -17,7 +17,6 @@ from typing import Any
 from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.errors import CheckpointError
-from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import Slice, VariableSpec
 from elasticcb.storage import durable
 from elasticcb.storage.durable import TEMPORARY
@@ -58,7 +57,6 @@ def finish_version(
     specs: Sequence[VariableSpec],
     parts: Sequence[Sequence[Slice]],
     files: Sequence[SavedFile],
-    buckets: BucketMap | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Finishes a temporary folder of `begin_version`: checks its files, writes the manifest, renames it.
@@ -75,7 +73,7 @@ def finish_version(
             )
     final = folder.parent / version_folder(version)
     try:
-        write_manifest(folder, version=version, specs=specs, parts=parts, files=files, buckets=buckets, extra=extra)
+        write_manifest(folder, version=version, specs=specs, parts=parts, files=files, extra=extra)
         durable.sync(folder)
         old = folder.with_name(f"{folder.name}{_OLD}")  # named as unfinished, so that `prune` removes it
         if final.exists():  # the same version, written again after a restart

@@ -19,7 +19,7 @@ from elasticcb.rpc.services import MASTER_METHODS, NEXT_BATCH
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import JobSettings
-from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.sharding.shard_map import ShardMap
 
 logger = logging.getLogger(__name__)
 
@@ -266,5 +266,5 @@ class MasterClient:
 
 def places_of(cluster: Any) -> Places:
     """The parameter servers of a `GetClusterResponse`."""
-    buckets = BucketMap.from_bytes(len(cluster.ps_ids), cluster.buckets, cluster.map_version)
-    return Places(tuple(map(ServerPlace, cluster.ps_addresses, cluster.ps_ids)), buckets)
+    places = tuple(map(ServerPlace, cluster.ps_addresses, cluster.ps_ids))
+    return Places(places, ShardMap(len(places), cluster.map_version))

@@ -190,7 +190,7 @@ class PSClient:
                 known_version=-1,
                 known_state_version=-1,
                 snapshot=evaluation_round,
-                map_version=self.servers.buckets.version,
+                map_version=self.servers.shard_map.version,
             )
             answers = self._exchanged(self.servers.known, [Frame(request, {}) for _ in self.servers.known])
             self.snapshot_version = answers[0].header.version
@@ -226,7 +226,7 @@ class PSClient:
         for server, base in zip(servers.known, bases, strict=True):
             header = self._request(server, pull=is_movement, creates=bool(ids)).header
             header.sequence = self._sequence
-            part = movement.part(server.index, servers.specs, server.slices, servers.buckets, base)
+            part = movement.part(server.index, servers.specs, server.slices, servers.shard_map, base)
             tensors = narrowed(part.encode(header), self._wire_dtype)
             frames.append(Frame(header, tensors | wanted.of_server(server.index)))
         answers = self._exchange(servers.known, frames)
@@ -245,7 +245,7 @@ class PSClient:
             pull=pull or self.servers.has_moved,
             known_version=server.version,
             known_state_version=server.state_version,
-            map_version=self.servers.buckets.version,
+            map_version=self.servers.shard_map.version,
             create_rows=creates,
             rows_dtype=(self._wire_dtype if creates else WireDtype.SAME).value,
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from elasticcb.sharding.bucket_map import BucketMap
+    from elasticcb.sharding.shard_map import ShardMap
 
 
 class ServerPlace(NamedTuple):
@@ -20,4 +20,4 @@ class Places(NamedTuple):
     """The server processes, by index, and which embedding rows they hold."""
 
     servers: Sequence[ServerPlace]
-    buckets: BucketMap
+    shard_map: ShardMap

@@ -22,7 +22,7 @@ class WantedRows:
         # By server and table, the positions of the server's ids among all ids.
         self._places: list[dict[int, Any]] = [{} for _ in self._servers]
         for table, own in ids.items():
-            owners = servers.buckets.server_of(own) if len(self._servers) > 1 else None
+            owners = servers.shard_map.server_of(own) if len(self._servers) > 1 else None
             for index, places in enumerate(self._places):
                 places[table] = slice(None) if owners is None else np.flatnonzero(owners == index)
 

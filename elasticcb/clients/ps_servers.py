@@ -107,7 +107,7 @@ class ServerGroup:
         self._closed = False
         self._pool = ThreadPoolExecutor(_MOST_CALLS, thread_name_prefix="ps-client")
         self._blocks_before: PlacedBlocks = PlacedBlocks((), ())
-        self.buckets = places.buckets
+        self.shard_map = places.shard_map
         self.known: list[KnownServer] = []
         self.follow(places)
 
@@ -142,7 +142,7 @@ class ServerGroup:
         """Switches to these servers."""
         if self.known:
             self._blocks_before = self.blocks
-        self.buckets = places.buckets
+        self.shard_map = places.shard_map
         known = {(server.index, server.link.address, server.link.id): server.link for server in self.known}
         links = []
         for index, place in enumerate(places.servers):
@@ -160,7 +160,7 @@ class ServerGroup:
             except MapChangedError as changed:
                 if self._find_map is None:
                     raise
-                self.follow(self._find_map(max(changed.version, self.buckets.version + 1)))
+                self.follow(self._find_map(max(changed.version, self.shard_map.version + 1)))
                 logger.info("The job now has %d parameter servers", len(self.known))
 
     def link(self, index: int, address: str, id: int, patience_seconds: float | None = None) -> Link:

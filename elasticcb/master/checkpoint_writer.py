@@ -107,7 +107,6 @@ class CheckpointWriter:
                 version=version,
                 specs=self._control.servers.specs,
                 parts=self._control.servers.partition,
-                buckets=self._control.servers.buckets,
                 files=[SavedFile(a.file, a.bytes, a.sha256) for a in answers],
                 extra={"job": self._job, "run": self._control.run, "tasks": tasks},
             )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elasticcb.clients.ps_places import ServerPlace
-    from elasticcb.sharding.bucket_map import BucketMap
     from elasticcb.sharding.partition import VariableSpec
 
 
@@ -22,11 +21,7 @@ class ServedCluster:
     batch_events: bool = False  # whether to report each batch
     predictions: bool = False  # whether to report predictions
     replayed_metrics: Sequence[str] = ()  # as `ModelMetrics.replayed`
-    buckets: BucketMap | None = None  # maps embedding rows to servers; None: the even map
-
-    @property
-    def map_version(self) -> int:
-        return 0 if self.buckets is None else self.buckets.version
+    map_version: int = 0  # of their `ShardMap`
 
 
 @dataclass

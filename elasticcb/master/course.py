@@ -170,6 +170,11 @@ class Course:
         """Why the job can't have `servers` parameter servers; "": it can."""
         if self.queue.training_done:
             return "Training has ended, so the number of parameter servers can't change any more."
+        if not self._settings.keeps_recovery_files:
+            return (
+                "The number of parameter servers changes by their recovery files, which --checkpoint_interval=0 turns "
+                "off."
+            )
         optimizers = self._host.optimizers
         tables = any(spec.table for spec in self._host.variables)
         if tables and not all(may_serve_rows(each, servers) for each in optimizers):

@@ -26,7 +26,6 @@ from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.logs import may_reach_nobody
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import ClusterSettings, Command, JobSettings
-from elasticcb.sharding.bucket_map import BucketMap
 
 logger = logging.getLogger(__name__)
 
@@ -256,10 +255,10 @@ class Desk:
                 state.note(workers=size)
             state.wake()
 
-    def servers_have_moved(self, servers: Sequence[ServerPlace], buckets: BucketMap) -> None:
+    def servers_have_moved(self, servers: Sequence[ServerPlace], map_version: int) -> None:
         """These servers now hold the model; the others may leave."""
         with self.state() as state:
-            state.servers_have_moved(servers, buckets)
+            state.servers_have_moved(servers, map_version)
             self._processes.resize(Role.PS, len(servers))
 
     def replace(self, member: Member, reason: str) -> None:

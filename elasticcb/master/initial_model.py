@@ -36,7 +36,7 @@ class InitialModel(NamedTuple):
         specs, slices, state = servers.specs, servers.partition[index], self.optimizer_state or OptimizerState()
         tensors = pack_weights(self.weights, specs, slices) if self.weights else {}
         tables = {
-            table: self._table(table, state).part(index, servers.buckets)
+            table: self._table(table, state).part(index, servers.shard_map)
             for table, spec in enumerate(specs)
             if spec.table and self.weights
         }

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from elasticcb.callbacks.warning import CallbackWarning
     from elasticcb.model.metric_messages import Outputs, States
     from elasticcb.process.stats import Stats
-    from elasticcb.sharding.bucket_map import BucketMap
 
 logger = logging.getLogger(__name__)
 
@@ -132,10 +131,10 @@ class JobState(JobRecord):
         self.wake()
         return repeated
 
-    def servers_have_moved(self, servers: Sequence[ServerPlace], buckets: BucketMap) -> None:
+    def servers_have_moved(self, servers: Sequence[ServerPlace], map_version: int) -> None:
         """These servers hold the model from now on."""
         if self.cluster is not None:
-            self.cluster = replace(self.cluster, servers=tuple(servers), buckets=buckets)
+            self.cluster = replace(self.cluster, servers=tuple(servers), map_version=map_version)
         self.wake()
 
     @property

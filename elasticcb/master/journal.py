@@ -23,7 +23,6 @@ import numpy as np
 
 from elasticcb.errors import JobFailedError, ReplacedError
 from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.storage import durable
 from elasticcb.storage.durable import NewerFormatError, refuse_newer
 
@@ -44,8 +43,7 @@ class Memory:
         next_id: next process id; lower ones were used.
         workers: number of workers after the last scaling; 0: never scaled.
         autoscale: whether autoscaling, if requested, is still on.
-        buckets, map_version: shard map by which the servers hold the model, if their number has changed:
-            `BucketMap.to_bytes` in hex.
+        map_version: of the shard map by which the servers hold the model; 0: their number has not changed.
         version: lower bound of the model's version.
         states: metric states of each finished training task, by epoch that has not ended.
         ended_epochs: the first epoch whose end hooks have not run; earlier ones have ended.
@@ -70,7 +68,6 @@ class Memory:
     next_id: int = 1
     workers: int = 0
     autoscale: bool = True
-    buckets: str = ""
     map_version: int = 0
     queue: dict[str, Any] | None = None
     version: int = 0
@@ -100,12 +97,6 @@ class Memory:
     def undone_learning_rate(self) -> float | None:
         """The base rate before hooks of epochs that run again, which may have changed it; None: no hooks do."""
         return self.learning_rate_at_end if self.epoch_begun else self.learning_rate
-
-    def bucket_map(self) -> BucketMap | None:
-        """The servers' shard map; None: the even one."""
-        if not self.buckets:
-            return None
-        return BucketMap.from_bytes(len(self.servers), bytes.fromhex(self.buckets), self.map_version)
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Applies one entry."""

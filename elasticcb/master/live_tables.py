@@ -14,7 +14,7 @@ from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import JobState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import to_message
-from elasticcb.sharding.bucket_map import even
+from elasticcb.sharding.shard_map import ShardMap
 
 _PATIENCE_SECONDS = 2.0  # with an unresponsive server
 _RESTORE_SECONDS = 30.0  # for the replacement of a lost server
@@ -53,7 +53,7 @@ class LiveTables:
     def _answer(self, cluster: ServedCluster, top: int, id: int | None, memory_bytes: int) -> pb.TablesResponse:
         answer = pb.TablesResponse(memory_bytes=memory_bytes)
         answer.variables.extend(spec.to_message() for spec in cluster.variables)
-        places = Places(tuple(cluster.servers), cluster.buckets or even(len(cluster.servers)))
+        places = Places(tuple(cluster.servers), ShardMap(len(cluster.servers), cluster.map_version))
         servers = ServerGroup(places, cluster.variables, cluster.split, _PATIENCE_SECONDS, self._desk.access)
         try:
             if id is None:
@@ -65,7 +65,7 @@ class LiveTables:
         return answer
 
     def _find(self, answer: pb.TablesResponse, servers: ServerGroup, id: int) -> None:
-        answer.server = int(servers.buckets.server_of(np.array([id], np.int64))[0])
+        answer.server = int(servers.shard_map.server_of(np.array([id], np.int64))[0])
         frame = servers.call(servers.known[answer.server], "FindRow", pb.FindRowRequest(id=id))
         del frame.header.tensors[:]
         answer.found.CopyFrom(frame.header)

@@ -78,7 +78,7 @@ def _start_processes(order: Order) -> str:
             state.roster.next_id = memory.next_id
             if memory.workers:
                 state.roster.resize(Role.WORKER, memory.workers)
-            if memory.buckets:
+            if memory.map_version:
                 state.roster.resize(Role.PS, len(memory.servers))
     desk.start_processes()
     if order.make_program is None:
@@ -151,7 +151,7 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
         run="" if memory is None else memory.run,
         term=1 if order.journal is None else order.journal.term,
         places=[ServerPlace(*place) for place in memory.servers] if memory and taken_over else (),
-        buckets=None if memory is None else memory.bucket_map(),
+        map_version=0 if memory is None else memory.map_version,
     )
     order.until_end.callback(servers.close)
     ps = servers.control
@@ -328,7 +328,7 @@ def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epoch
             batch_events=course.follows_batches,
             predictions=host.collects_predictions,
             replayed_metrics=sorted(host.metrics.replayed),
-            buckets=ps.servers.buckets,
+            map_version=ps.servers.shard_map.version,
         )
         state.note(
             servers=served.servers.places,

@@ -20,7 +20,6 @@ from elasticcb.optimizers.state import ModelState, Optimizers, OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors, join_states
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, Frame
-from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.flat_blocks import pack_weights, unpack_weights
 from elasticcb.sharding.table_state import gathered
 
@@ -113,7 +112,7 @@ class PSControl:
     def _beginning(self, server: KnownServer, source: InitialModel, recover: bool = False) -> Frame[Any]:
         """The initialization request of a server."""
         servers = self.servers
-        header = self.model_by(servers.buckets, [link.address for link in servers.links])
+        header = self._model()
         header.index, header.checkpoint, header.version = server.index, source.checkpoint, source.version
         header.recover = recover
         tensors: dict[str, Array] = {}
@@ -121,20 +120,18 @@ class PSControl:
             tensors = source.part(servers, server.index)
         return Frame(header, tensors)
 
-    def model_by(self, buckets: BucketMap, addresses: Sequence[str]) -> pb.InitializeRequest:
-        """The model without its weights, for servers at `addresses` with this map."""
-        optimizers = self._optimizers
+    def _model(self) -> pb.InitializeRequest:
+        """The model without its weights."""
+        optimizers, shard_map = self._optimizers, self.servers.shard_map
         return pb.InitializeRequest(
             variables=[spec.to_message() for spec in self.servers.specs],
-            num_ps=buckets.servers,
+            num_ps=shard_map.servers,
             split=self.servers.split,
-            ps_addresses=addresses,
             optimizers=optimizers.names,
             periods=optimizers.periods,
             learning_rate=optimizers.learning_rate,
             run=self.run,
-            buckets=buckets.to_bytes(),
-            map_version=buckets.version,
+            map_version=shard_map.version,
             members=self.members(),
         )
 
@@ -241,14 +238,17 @@ class PSControl:
         """Merges pending movements; returns the new version."""
         return int(self.servers.on_all("FinishTraining", pb.FinishTrainingRequest())[0].version)
 
-    def persist(self) -> None:
+    def persist(self, forget_older: bool = False) -> None:
         """Returns once all servers have written what has changed to their recovery files.
+
+        Args:
+            forget_older: they have all done so by the present map; files of older ones are removed.
 
         Raises:
             CheckpointError: a server can't write.
             ConnectionLostError: a server is lost, and is not replaced in time.
         """
-        self.servers.on_all("Persist", pb.PersistRequest())
+        self.servers.on_all("Persist", pb.PersistRequest(forget_older=forget_older))
 
     def refused_calls(self) -> list[dict[str, int]]:
         """How many calls each server has refused, by reason (text); empty for an unresponsive server."""

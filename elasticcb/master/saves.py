@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -24,6 +25,7 @@ class Saves:
     def __init__(self, desk: Desk, control: PSControl, interval_seconds: float) -> None:
         self._desk, self._control, self._interval = desk, control, interval_seconds
         self._closed = False
+        self._map = 0  # version of the map of the files
         self._earliest = 0.0  # time of the next save, unless all is trained
         self._thread = threading.Thread(target=self._run, name="saves", daemon=True)
         self._thread.start()
@@ -55,7 +57,7 @@ class Saves:
         with self._desk.state() as state:
             queue = state.queue
             mark = 0 if queue is None else queue.begin_save()
-        written, moves = True, self._control.servers.buckets.version
+        written, moves = True, self._control.servers.shard_map.version
         try:
             self._control.persist()
         except CheckpointError as error:
@@ -70,8 +72,12 @@ class Saves:
         except ElasticCBError as error:
             logger.debug("The servers' state is not saved: %s", error)
             return False
-        if self._control.servers.buckets.version != moves:
+        if self._control.servers.shard_map.version != moves:
             return False  # a server that was asked may have had no part of the model yet
+        if written and self._map != moves:
+            self._map = moves
+            with contextlib.suppress(ElasticCBError):
+                self._control.persist(forget_older=True)
         with self._desk.state() as state:
             if queue is not None and state.queue is queue and not self._closed and (written or queue.wants_save):
                 queue.saved(mark)  # also if it can't be saved, but training must end, or too much is unsaved

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import secrets
@@ -15,17 +14,17 @@ from dataclasses import replace
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
-from elasticcb.errors import ConnectionLostError, HandlerError
+from elasticcb.errors import ConnectionLostError
 from elasticcb.master.desk import Desk
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.members import Role
 from elasticcb.master.ps_admin import PSControl, Restored
-from elasticcb.master.resharding import Moved, ServerMove, end_earlier_move
+from elasticcb.master.resharding import Moved, Pause, end_pause
 from elasticcb.master.saves import Saves
 from elasticcb.optimizers.state import Optimizers
 from elasticcb.process.wording import how_many
-from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.shard_map import ShardMap
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class Servers:
         run: name of the training in the servers' recovery files; "": a new one.
         term: term of this master; servers that know a later one refuse it.
         places: the servers, by index, that already hold the model from a killed master.
-        buckets: maps embedding rows to servers; None: the even map.
+        map_version: of their shard map.
 
     Attributes:
         learning_rate: returns the base rate set by the master; None with a schedule.
@@ -61,7 +60,7 @@ class Servers:
         run: str = "",
         term: int = 1,
         places: Sequence[ServerPlace] = (),
-        buckets: BucketMap | None = None,
+        map_version: int = 0,
     ) -> None:
         self._desk, self._doubt, self._source, self._say = desk, doubt, source, say
         self.learning_rate: Callable[[], float | None] = lambda: None
@@ -77,7 +76,7 @@ class Servers:
         self._patience = desk.cluster.patience_seconds
         run = run or secrets.token_hex(8)
         servers = ServerGroup(
-            Places(self._places, buckets or even(len(self._places))),
+            Places(self._places, ShardMap(len(self._places), map_version)),
             variables,
             may_split,
             self._patience,
@@ -87,8 +86,8 @@ class Servers:
         desk.end_calls = servers.end_calls
         self.control = PSControl(PSClient(servers), run, optimizers)
         self.control.members = self._members
-        if places:
-            end_earlier_move(self.control)
+        for index in end_pause(self.control) if places else ():
+            self._places[index] = ServerPlace(self._places[index].address, 0)  # to be restored
         self._repeats_lost = settings is not None and settings.repeats_lost
         self._saves: Saves | None = None
         if settings is not None and settings.keeps_recovery_files:
@@ -125,38 +124,49 @@ class Servers:
             if None in members:
                 raise ConnectionLostError("A parameter server is missing.")
             places = [ServerPlace(member.address, member.id) for member in members if member is not None]
-            links = [self.control.servers.link(index, *place) for index, place in enumerate(places)]
-            move = ServerMove(self.control, links, servers, self._is_up)
-
-            def commit() -> None:
-                owners = move.buckets.to_bytes().hex()
-                with desk.state() as state:
-                    state.note(servers=places[:servers], buckets=owners, map_version=move.buckets.version)
-                with desk.state() as state:  # the entry has been written by now, or that has failed
-                    if state.error is not None:
-                        raise state.error
-
-            def carry_out() -> Moved:
-                moved = move.run(commit)
-                self._places = places[:servers]
-                self.control.servers.follow(Places(self._places, move.buckets))
-                desk.servers_have_moved(self._places, move.buckets)
-                with contextlib.suppress(ConnectionLostError, HandlerError):  # a replacement will write them
-                    move.write_down()
-                return moved
-
-            try:
-                moved = self._while_tending(carry_out)
-            finally:
-                move.close()
-                for link in links:
-                    link.close()
+            moved = self._while_tending(lambda: self._move_to(places[:servers]))
         give_up = time.monotonic() + _LEAVE_SECONDS
         with desk.state() as state:
             while state.roster.leaving(Role.PS) and time.monotonic() < give_up:
                 desk.tend()
                 desk.wait_a_tick()
         return moved
+
+    def _move_to(self, places: list[ServerPlace]) -> Moved:
+        control, pause, before = self.control, Pause(self.control, self._is_up), len(self._places)
+        shard_map = control.servers.shard_map.resized(len(places))
+        try:
+            pause.begin()
+            self._note(places, shard_map)
+        except BaseException:
+            end_pause(control)
+            raise
+        # From now on, servers that are lost are restored by the new map, as the others are now.
+        self._places = places
+        control.servers.follow(Places(places, shard_map))
+        control.servers.each(self._restore_moved, range(len(places)))
+        control.servers.follow(Places(self._places, shard_map))
+        self._note(self._places, shard_map)
+        self._desk.servers_have_moved(self._places, shard_map.version)
+        return Moved(len(places), before, time.monotonic() - pause.begun)
+
+    def _restore_moved(self, index: int) -> None:
+        with self._desk.state() as state:
+            version = state.version
+        self._places[index], restored = self._give_back(index, version, 0)
+        with self._desk.state() as state:
+            if restored.version < version and state.queue is not None:  # files were damaged
+                state.totals.updates_lost += version - restored.version
+                state.queue.updates_lost()
+            state.lost_ps.pop(index, None)
+
+    def _note(self, places: Sequence[ServerPlace], shard_map: ShardMap) -> None:
+        """Writes to the journal which servers hold the model. Raises `JobFailedError` if that fails."""
+        with self._desk.state() as state:
+            state.note(servers=list(places), map_version=shard_map.version)
+        with self._desk.state() as state:  # the entry has been written by now, or that has failed
+            if state.error is not None:
+                raise state.error
 
     def _members(self) -> Sequence[int]:
         """Ids of the workers that train."""

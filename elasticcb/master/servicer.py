@@ -94,7 +94,6 @@ class MasterServicer:
             batch_events=cluster.batch_events,
             predictions=cluster.predictions,
             replayed_metrics=cluster.replayed_metrics,
-            buckets=b"" if cluster.buckets is None else cluster.buckets.to_bytes(),
             map_version=cluster.map_version,
         )
 

@@ -68,11 +68,6 @@ class ColdRows:
             self._store.write((), [*row_keys, *used_keys])
             self._count -= len(part.ids)
 
-    def keep(self, keeps: Callable[[Array], Array]) -> None:
-        """Keeps only the rows of ids (int64 [n]) for which `keeps` returns True (bool [n])."""
-        for piece in self.pieces():
-            self.remove(piece.select(~keeps(piece.ids)))
-
     def forget_older(self, version: int) -> int:
         """Removes rows last trained before `version`; returns their number."""
         before = self._count

@@ -290,8 +290,3 @@ class EmbeddingTable(StoredTable):
         super()._begin_anew(version)
         self.candidates.clear()
         self.ages.begin(version)
-
-    def take_over(self, before: EmbeddingTable, keeps: Callable[[Array], Array]) -> None:
-        """Adds the rows of `before`, which must not be used afterwards, including counts of ids without rows."""
-        self.candidates, self.ages, self.flow = before.candidates, before.ages, before.flow
-        self._take_rows(before, keeps)

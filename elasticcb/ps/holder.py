@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from elasticcb.checkpoint import parts
 from elasticcb.errors import CheckpointError, ElasticCBError, WireError
 from elasticcb.optimizers.state import Optimizers
@@ -24,11 +22,11 @@ from elasticcb.ps.recovery import RecoveryLog, RecoveryWriter, Saved, forget_old
 from elasticcb.ps.served_model import ServedModel, values_of
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.update_policy import policy_of
-from elasticcb.rpc.tensors import Frame, dtype_of
+from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import Access
 from elasticcb.settings import TrainingSettings
-from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import MOST_SERVERS, Slice, VariableSpec, partition
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.sharding.table_state import from_tensors as tables_from
 
 if TYPE_CHECKING:
@@ -62,6 +60,7 @@ class Holder:
 
     Attributes:
         model: None until the master has called `Initialize`.
+        is_moving: whether it reads another model in place of the one that it held.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -71,6 +70,7 @@ class Holder:
         self._models = 0  # that it has held
         self.lock = threading.Lock()
         self.model: ServedModel | None = None
+        self.is_moving = False
 
     @property
     def ready(self) -> bool:
@@ -98,25 +98,27 @@ class Holder:
             raise WireError(
                 f"Initialize has server {request.index} of {request.num_ps}; at most {MOST_SERVERS:,} are allowed."
             )
-        specs, slices, buckets, optimizers = _part_of(request)
+        specs, slices, shard_map, optimizers = _part_of(request)
         part, log, saved = None, self._recovery_log(request), None
         continues = False  # whether the server continues the files of its recovery log
         taken: dict[int, int] = {}
         if request.recover:
-            if self._writer is not None:  # another master has also called this
+            if self._writer is not None:  # another master has also called this, or the number of servers changes
                 self._writer.close()
+            if self.model is not None and self.model.gate is not None:
+                self._drop()
             saved, continues = self._recovered(log, request, specs, slices)
             part = saved.part
             taken.update(saved.answered)
             values, version, tables = part.weights, part.version, part.tables
         elif request.checkpoint:
-            part = parts.load_slices(request.checkpoint, specs, slices, request.index, buckets)
+            part = parts.load_slices(request.checkpoint, specs, slices, request.index, shard_map)
             values, version, tables = part.weights, max(part.version, request.version), part.tables
         else:
             values, version = values_of(frame.tensors, specs, slices, "Initialize"), request.version
             tables = tables_from(frame.tensors)
         limits = replace(self._options.limits)  # which has no tables yet
-        place = (request.index, buckets)
+        place = (request.index, shard_map)
         make_optimizers = self._options.make_optimizers
         parameters = Parameters(specs, slices, make_optimizers, values, version, place, limits, optimizers)
         parameters.tables.load(tables, max(version, request.version))
@@ -127,12 +129,12 @@ class Holder:
             state = from_tensors(frame.tensors)
             parameters.check_state(state)
             parameters.load({}, state, version)
-        model = self._model_of(request, buckets, parameters, taken)
+        model = self._model_of(request, shard_map, parameters, taken)
         self.close()  # of the previous model
         recovered = parameters.version
         parameters.version = max(parameters.version, request.version)
         with self.lock:
-            self.model = model
+            self.model, self.is_moving = model, False
         self._keep_files(model, log, saved if continues else None)
         logger.info(
             "Holds %d slices of %d variables, %d of %d servers, version %d",
@@ -146,11 +148,12 @@ class Holder:
 
     def persist(self, frame: Frame[pb.PersistRequest]) -> Frame[Any]:
         """Handles `Persist`."""
-        with self.lock:  # a move gives it another model, with another writer
-            self.present()
-            writer = self._writer
+        with self._initializing:  # which gives it another model, with another writer
+            model, writer = self.present(), self._writer
         if writer is not None:
             writer.write()
+        if frame.header.forget_older and self._options.recovery is not None:
+            forget_older(self._options.recovery, model.shard_map.version)
         return Frame(pb.PersistResponse(), {})
 
     def close(self) -> None:
@@ -159,13 +162,19 @@ class Holder:
         if self._writer is not None:
             self._writer.close()
 
+    def _drop(self) -> None:
+        """Frees the memory of the model, which is in the recovery files."""
+        with self.lock:
+            self._hang_up()
+            self.is_moving, self.model = self.is_moving or self.model is not None, None
+
     def _hang_up(self) -> None:
         """Lets workers wait no more."""
         if self.model is not None:
             self.model.is_closed = True
 
     def _model_of(
-        self, request: pb.InitializeRequest, buckets: BucketMap, parameters: Parameters, taken: dict[int, int]
+        self, request: pb.InitializeRequest, shard_map: ShardMap, parameters: Parameters, taken: dict[int, int]
     ) -> ServedModel:
         self._models += 1
         if parameters.tables.numbers and self._models % _MODELS_WITH_KERNELS == 0:
@@ -180,30 +189,13 @@ class Holder:
             slices=parameters.slices,
             index=request.index,
             num_ps=request.num_ps,
-            buckets=buckets,
+            shard_map=shard_map,
             parameters=parameters,
             reader=PushReader(parameters.specs, parameters.slices, parameters.tables.check_ids),
             policy=policy,
             merged=threading.Condition(self.lock),
             taken=taken,
         )
-
-    def empty_model(self, request: pb.InitializeRequest) -> ServedModel:
-        """An empty model, which a move fills."""
-        specs, slices, buckets, optimizers = _part_of(request)
-        own = [(part, specs[part.variable]) for part in slices]
-        zeros = {part.variable: np.zeros(part.shape(spec), dtype_of(spec.dtype)) for part, spec in own}
-        place, limits = (request.index, buckets), replace(self._options.limits)
-        parameters = Parameters(specs, slices, self._options.make_optimizers, zeros, 0, place, limits, optimizers)
-        return self._model_of(request, buckets, parameters, {})
-
-    def serve(self, model: ServedModel, request: pb.InitializeRequest) -> None:
-        """Serves the result of a move. The lock must be held."""
-        self._writer = None  # a file that it is writing now is refused: the model is not the present one
-        self._hang_up()
-        self.model = model
-        log = self._recovery_log(request)
-        self._keep_files(model, log, None)
 
     def write_down(self, replaced: bool = False, final: bool = False) -> None:
         """Writes recovery files now, if enabled; arguments as in `RecoveryWriter.write`."""
@@ -213,11 +205,6 @@ class Holder:
                 writer.write(replaced, final)
             except ElasticCBError as error:
                 logger.warning("%s", error)
-
-    def forget_older(self, map_version: int) -> None:
-        """Removes recovery files of older maps."""
-        if self._options.recovery is not None:
-            forget_older(self._options.recovery, map_version)
 
     def _keep_files(self, model: ServedModel, log: RecoveryLog | None, held: Saved | None) -> None:
         """Recovery files are written from now on.
@@ -266,10 +253,10 @@ class Holder:
             return Saved(model.parameters.hold(self.lock, since), dict(model.taken))
 
 
-def _part_of(request: pb.InitializeRequest) -> tuple[list[VariableSpec], list[Slice], BucketMap, Optimizers]:
+def _part_of(request: pb.InitializeRequest) -> tuple[list[VariableSpec], list[Slice], ShardMap, Optimizers]:
     """The variables of the model, the server's slices of them, which rows of tables are its own, and the optimizers."""
     specs = [VariableSpec.from_message(variable) for variable in request.variables]
-    buckets = BucketMap.from_bytes(request.num_ps, request.buckets, request.map_version)
+    shard_map = ShardMap(request.num_ps, request.map_version)
     slices = partition(specs, request.num_ps, request.split)[request.index]
     rate = request.learning_rate if request.HasField("learning_rate") else None
-    return specs, slices, buckets, Optimizers(tuple(request.optimizers), dict(request.periods), rate)
+    return specs, slices, shard_map, Optimizers(tuple(request.optimizers), dict(request.periods), rate)

@@ -25,10 +25,10 @@ from elasticcb.ps.table_snapshot import TableSnapshot
 from elasticcb.ps.tables import Tables
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import SHARED, of_kind
-from elasticcb.sharding.bucket_map import BucketMap, even
 from elasticcb.sharding.flat_blocks import moved_state
 from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layout
 from elasticcb.sharding.push import Push
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.sharding.table_source import TableSource
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Parameters:
         make_optimizers: MakeOptimizers | None,
         values: Mapping[int, Array],
         version: int = 0,
-        place: tuple[int, BucketMap] | None = None,
+        place: tuple[int, ShardMap] | None = None,
         limits: TableLimits | None = None,
         optimizers: Optimizers | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class Parameters:
         self._weights, self._state = (flat(values, specs, slices, trainable) for trainable in (True, False))
         self._constraints = {} if make_optimizers is None else _constraints_of(specs, slices, make_optimizers)
         self._optimizers = HeldOptimizers(specs, slices, optimizers or Optimizers())
-        self.tables = Tables(specs, *(place or (0, even(1))), make_optimizers, limits or TableLimits())
+        self.tables = Tables(specs, *(place or (0, ShardMap(1))), make_optimizers, limits or TableLimits())
 
     # -------------------------------------------------------------- reading
 

@@ -16,10 +16,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from elasticcb.checkpoint.saved_table import SavedTable
 from elasticcb.checkpoint.shard_file import Part, SavedFile, read_part, write_part
 from elasticcb.errors import CheckpointError, ElasticCBError
-from elasticcb.ps.reslice import PartSlices, put_together
+from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.partition import Slice, VariableSpec, partition
 from elasticcb.sharding.table_source import JoinedTable
 from elasticcb.storage import durable
@@ -28,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _LOG = "log.json"
 SET_ASIDE = "set-aside-"  # prefix of folders that are no longer read
-_FORMAT = 3  # 1: servers had rows by the remainder of their ids; 2: with changes that a neighbour kept
+_FORMAT = 4  # 1: servers had rows by the remainder of their ids; 2: with changes that a neighbour kept; 3: by buckets
 # Changes are merged into a new full file once they are as large as the full one, and at least this large.
 _SMALLEST_TOTAL = 64 << 20  # bytes
 
@@ -257,7 +259,9 @@ def read_by_older_map(
         raise CheckpointError(f"There are no recovery files of map {map_version - 1} in {root}.")
     held = partition(specs, len(saved), split)
     try:
-        part = put_together([PartSlices(own, each.part) for own, each in zip(held, saved, strict=True)], slices, specs)
+        part = _put_together(
+            [_PartSlices(own, each.part) for own, each in zip(held, saved, strict=True)], slices, specs
+        )
     except ElasticCBError as error:
         raise CheckpointError(f"The recovery files in {root} belong to another model: {error}") from error
     part.tables = {number: JoinedTable([each.part.tables[number] for each in saved]) for number in saved[0].part.tables}
@@ -266,3 +270,52 @@ def read_by_older_map(
     for each in saved:
         answered |= {worker: max(last, answered.get(worker, 0)) for worker, last in each.answered.items()}
     return Saved(part, answered, final=all(each.final for each in saved))
+
+
+class _PartSlices(NamedTuple):
+    """A part of the model, and the slices of its arrays."""
+
+    slices: Sequence[Slice]
+    part: Part
+
+
+def _put_together(pieces: Sequence[_PartSlices], wanted: Sequence[Slice], specs: Sequence[VariableSpec]) -> Part:
+    """Assembles the part of a server with the slices `wanted` from `pieces`, without tables; shared variables come from
+    the first piece that has any.
+
+    Raises `ElasticCBError` when weights are missing.
+    """
+    result = Part(version=max((piece.part.version for piece in pieces), default=0))
+    for part in wanted:
+        spec, filled = specs[part.variable], 0
+        arrays: dict[str, Array] = {}
+        found: dict[str, int] = {}  # elements
+        for piece in pieces:
+            for held in piece.slices:
+                if held.variable != part.variable:
+                    continue
+                common = Slice(part.variable, max(held.start, part.start), min(held.stop, part.stop))
+                if common.elements < 0:
+                    continue
+                given = {"": piece.part.weights[held.variable]}
+                given |= {name: slot for (index, name), slot in piece.part.slots.items() if index == held.variable}
+                for name, array in given.items():
+                    if name not in arrays:
+                        arrays[name] = np.empty((*part.shape(spec)[:1], *array.shape[1:]), array.dtype)
+                    common.of(arrays[name], spec, part)[...] = common.of(array, spec, held)
+                    found[name] = found.get(name, 0) + common.elements
+                filled += common.elements
+                extras = {key: value for key, value in piece.part.extras.items() if key[0] == held.variable}
+                result.extras |= extras
+        if filled != part.elements:
+            raise ElasticCBError(f"{part.elements - filled} elements of {spec.path!r} are missing.")
+        empty = np.empty(part.shape(spec), dtype_of(spec.dtype))
+        result.weights[part.variable] = arrays.pop("", empty)
+        # A slot that some piece lacks is left out: workers start it afresh.
+        complete = {name: slot for name, slot in arrays.items() if found[name] == part.elements}
+        result.slots |= {(part.variable, name): slot for name, slot in complete.items()}
+    for piece in pieces:
+        if piece.part.shared and not result.shared:
+            result.shared, result.optimizer = piece.part.shared, piece.part.optimizer
+            result.ages = piece.part.ages
+    return result

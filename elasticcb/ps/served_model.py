@@ -15,10 +15,10 @@ from elasticcb.ps.push_reader import PushReader
 from elasticcb.ps.update_policy import AtOnce, PushName
 from elasticcb.rpc.tensors import Array, all_finite
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
-from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.partition import Slice, VariableSpec, check_blocks, layout
 from elasticcb.sharding.partition import block_sizes as sizes_of
 from elasticcb.sharding.push import Push
+from elasticcb.sharding.shard_map import ShardMap
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Exported(NamedTuple):
 
 
 class MoveGate:
-    """Which calls a server accepts before it hands over its data.
+    """Which calls a server accepts before the number of servers changes.
 
     Attributes:
         allowed: by worker, the sequence number up to which pushes are accepted.
@@ -74,14 +74,14 @@ class ServedModel:
         snapshots: by evaluation pass.
         loaded: id of the last change by the master, and the version it made.
         rate_version, slots_version: increase when the master sets the base rate, or the optimizers' state.
-        gate: while it hands over its data.
+        gate: while it waits for a change of the number of servers.
     """
 
     specs: Sequence[VariableSpec]
     slices: Sequence[Slice]
     index: int
     num_ps: int
-    buckets: BucketMap
+    shard_map: ShardMap
     parameters: Parameters
     reader: PushReader
     policy: AtOnce

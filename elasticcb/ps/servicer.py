@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.holder import Holder, ServerOptions
-from elasticcb.ps.migration import Moves
 from elasticcb.ps.state_calls import ReadingCalls, load_state, snapshot
 from elasticcb.ps.table_calls import TableCalls
 from elasticcb.ps.training_calls import TrainingCalls
@@ -81,14 +81,14 @@ class Servicer:
         training_calls = TrainingCalls(options.lost_workers)
         self.holder = Holder(options)
         self._once = Once()
-        self.handlers = self._answers(training_calls, ReadingCalls(self.holder), Moves(self.holder, options.access))
+        self.handlers = self._answers(training_calls, ReadingCalls(self.holder))
 
-    def _answers(self, training: TrainingCalls, reading: ReadingCalls, moves: Moves) -> dict[str, Handler]:
+    def _answers(self, training: TrainingCalls, reading: ReadingCalls) -> dict[str, Handler]:
         """Handlers by method name."""
         locked, saved, holder = self._locked, self._then_saved, self.holder
         tables = TableCalls(self.holder)
         answers: dict[str, Handler] = {
-            "Exchange": locked(training.exchange),
+            "Exchange": self._unless_moving(locked(training.exchange)),
             "Snapshot": locked(snapshot),
             "FinishTraining": saved(locked(training.finish_training)),
             "SetLearningRate": locked(training.set_learning_rate),
@@ -100,8 +100,7 @@ class Servicer:
             "Export": reading.export,
             "CountTables": tables.count,
             "FindRow": tables.find_row,
-            "Move": moves.move,
-            "Receive": moves.receive,
+            "Move": locked(training.move),
         }
         return {name: self._once_if_numbered(name, answer) for name, answer in answers.items()}
 
@@ -114,6 +113,14 @@ class Servicer:
         def answer(frame: Frame[Any]) -> Frame[Any]:
             with self.holder.lock:
                 return function(frame, self.holder.present())
+
+        return answer
+
+    def _unless_moving(self, method: Handler) -> Handler:
+        def answer(frame: Frame[Any]) -> Frame[Any]:
+            if self.holder.is_moving:
+                return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
+            return method(frame)
 
         return answer
 

@@ -145,55 +145,6 @@ class StoredTable:
             return state.ids, state.rows
         return self._rows.rows(start, count)
 
-    def put(self, state: TableState) -> None:
-        """Adds rows with slots and counts, replacing rows of the same ids. Limits are ignored unless rows may go to
-        disk.
-
-        Raises `ElasticCBError` when shapes or slots don't match.
-        """
-        state = self._checked(state)
-        if self._cold is not None:
-            self._cold.remove(self._cold.read(state.ids)[1])
-            new = np.flatnonzero(self.places(state.ids) < 0)
-            rest = new[self._room_at_start(len(new)) :]
-            self._put_on_disk(state, rest)
-            state = state.select(np.delete(np.arange(len(state.ids)), rest))
-        self._rows.put(state)
-
-    def _put_on_disk(self, state: TableState, chosen: Array) -> None:
-        """Puts the rows `chosen` (int64 [n]) of `state` on disk. None of them exists in the table."""
-        assert self._cold is not None
-        for first in range(0, len(chosen), _MOVED_AT_ONCE):
-            part = state.select(chosen[first : first + _MOVED_AT_ONCE])
-            nothing = np.empty(0, np.int64)
-            self._cold.put(self._rows.completed(part, nothing, nothing, self._version))
-
-    def keep(self, ids: Array) -> None:
-        """Removes all rows except those of `ids`, which must exist: int64 [n], unique."""
-        if len(ids) < len(self):
-            self._rows.remove(np.flatnonzero(~np.isin(self._rows.index.ids, ids)))
-        if self._cold:
-            self._cold.keep(lambda found: np.isin(found, ids))
-
-    def _take_rows(self, before: StoredTable, keeps: Callable[[Array], Array]) -> None:
-        """Adds the rows of `before`, which must not be used afterwards.
-
-        Args:
-            keeps: returns which ids (int64 [n]) to take: bool [n]; none of them has a row here.
-        """
-        own, own_cold = self._rows, self._cold
-        self._cold = before._cold
-        self._rows, self._version = before._rows, before._version
-        leaving = np.flatnonzero(~keeps(self._rows.index.ids))
-        if len(leaving):
-            self._rows.remove(leaving)
-        self._rows.fill(own.slice(0, len(own)))
-        self._left += 1  # rows have moved
-        if self._cold is not None and own_cold is not None:
-            self._cold.keep(keeps)
-            for piece in own_cold.pieces():
-                self._cold.put(piece)
-
     def load(self, source: TableSource, version: int) -> None:
         """Replaces all rows by those of `source`, piece by piece. Missing slots and counts stay as they were for
         existing ids, and start fresh for others.

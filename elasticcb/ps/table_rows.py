@@ -166,22 +166,6 @@ class TableRows:
         if state.used is not None:
             self._used.array[first:end] = state.used
 
-    def put(self, state: TableState) -> None:
-        """Adds all of `state`, with slots and counts, replacing rows of the same ids."""
-        places = self.index.find(state.ids)
-        new, here = np.flatnonzero(places < 0), np.flatnonzero(places >= 0)
-        if len(here):
-            given, places = state.select(here), places[here]
-            self._changing(places)
-            _scatter(self._rows.array, places, given.rows)
-            for name, slot in given.slots.items():
-                _scatter(self._slots[name].array, places, slot)
-            for counts, count in ((self._hits, given.hits), (self._used, given.used)):
-                if count is not None:
-                    counts.array[places] = count
-        if len(new):
-            self.fill(state.select(new))
-
     def completed(self, state: TableState, chosen: Array, places: Array, version: int) -> TableState:
         """`state`, with missing slots and counts taken from existing rows. Others start fresh.
 

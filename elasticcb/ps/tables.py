@@ -20,9 +20,9 @@ from elasticcb.ps.push_reader import check_row_ids
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
 from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.sharding.bucket_map import BUCKETS, BucketMap
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Rows
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.sharding.table_source import TableSource
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
@@ -45,13 +45,13 @@ class Tables:
         self,
         specs: Sequence[VariableSpec],
         index: int,
-        buckets: BucketMap,
+        shard_map: ShardMap,
         make_optimizers: MakeOptimizers | None,
         limits: TableLimits,
     ) -> None:
         self._specs = specs
         self._described = {number: TableSpec.from_json(spec.table) for number, spec in enumerate(specs) if spec.table}
-        self._index, self._buckets = index, buckets
+        self._index, self._shard_map = index, shard_map
         self._tables: dict[int, EmbeddingTable] = {}
         self._initial: dict[int, InitialValues] = {}  # of tables that create rows
         self._draws: dict[RowKind, Callable[[list[tf.Tensor]], tf.Tensor]] = {}
@@ -123,12 +123,9 @@ class Tables:
         )
 
     def _share(self, rows: int) -> int:
-        """This server's share of `rows`, in proportion to its buckets; at least 1, unless `rows` is 0."""
-        before, own = (
-            np.count_nonzero(found)
-            for found in (self._buckets.owners < self._index, self._buckets.owners == self._index)
-        )
-        share = rows * (before + own) // BUCKETS - rows * before // BUCKETS
+        """This server's share of `rows`; at least 1, unless `rows` is 0."""
+        servers = self._shard_map.servers
+        share = rows * (self._index + 1) // servers - rows * self._index // servers
         return max(share, min(rows, 1))
 
     def __getitem__(self, number: int) -> EmbeddingTable:
@@ -153,9 +150,9 @@ class Tables:
             return
         spec = self._specs[number]
         check_row_ids(ids, spec.shape[0] or None, spec.path)
-        if self._buckets.servers > 1 and not self._buckets.owns(self._index, ids).all():
+        if self._shard_map.servers > 1 and not self._shard_map.owns(self._index, ids).all():
             raise WireError(
-                f"Server {self._index} of {self._buckets.servers} got ids of {spec.path!r} of other servers."
+                f"Server {self._index} of {self._shard_map.servers} got ids of {spec.path!r} of other servers."
             )
 
     def lookup(
@@ -247,7 +244,7 @@ class Tables:
             self[number].ages.restore(marks, version, stood_still)
 
     def _owns(self, ids: Array) -> Array:
-        return self._buckets.owns(self._index, ids)
+        return self._shard_map.owns(self._index, ids)
 
     def _own_part(self, number: int, state: TableState) -> TableState:
         """This server's part of given rows. Raises `WireError` when they don't fit the table."""
@@ -257,7 +254,7 @@ class Tables:
                 f"Rows of {self._specs[number].path!r}: expected [{len(state.ids)}, {dim}], got "
                 f"{list(state.rows.shape)}."
             )
-        own = state.part(self._index, self._buckets)
+        own = state.part(self._index, self._shard_map)
         if number not in self._updates:  # nothing is trained here
             own = replace(own, slots={})
         self.check_ids(number, own.ids)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.optimizers.state_messages import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.served_model import ServedModel
+from elasticcb.ps.served_model import MoveGate, ServedModel
 from elasticcb.ps.update_policy import PushName
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.sharding.array_names import STATE, TABLE, WANTED, WEIGHTS, by_index, named, without
@@ -28,8 +28,8 @@ class TrainingCalls:
 
     def exchange(self, frame: Frame[pb.ExchangeRequest], model: ServedModel) -> Frame[Any]:
         request = frame.header
-        if request.map_version != model.buckets.version:
-            return Frame(pb.ExchangeResponse(status=pb.MOVED, map_version=model.buckets.version), {})
+        if request.map_version != model.shard_map.version:
+            return Frame(pb.ExchangeResponse(status=pb.MOVED, map_version=model.shard_map.version), {})
         if model.gate is not None and not model.gate.admits(request.worker_id, request.sequence, request.create_rows):
             return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
         rows_dtype = wire_dtype_of(request.rows_dtype, "rows")
@@ -113,6 +113,21 @@ class TrainingCalls:
             self._merge_due(model)
         return name not in model.waiting
 
+    def move(self, frame: Frame[pb.MoveRequest], model: ServedModel) -> Frame[Any]:
+        """Closes the model to pushes, or opens it again: see `MoveStep`."""
+        request, response = frame.header, pb.MoveResponse(map_version=model.shard_map.version)
+        if request.step == pb.OPEN:
+            model.gate = model.gate if request.map_version != model.shard_map.version else None
+            return Frame(response, {})
+        if request.step == pb.CLOSE:
+            model.gate = model.gate or MoveGate()
+            model.flush()
+            response.pushes.extend(_names(model.taken.items()))
+        elif model.gate is not None:
+            model.gate.allowed = {push.worker_id: push.sequence for push in request.pushes}
+            response.pushes.extend(_names(model.gate.missing(model.taken)))
+        return Frame(response, {})
+
     def finish_training(self, frame: Frame[pb.FinishTrainingRequest], model: ServedModel) -> Frame[Any]:
         model.flush()
         return Frame(pb.FinishTrainingResponse(version=model.parameters.version), {})
@@ -124,3 +139,7 @@ class TrainingCalls:
         model.parameters.set_learning_rate(rate)
         model.rate_version += 1
         return Frame(pb.SetLearningRateResponse(), {})
+
+
+def _names(pushes: Iterable[tuple[int, int]]) -> list[pb.PushName]:
+    return [pb.PushName(worker_id=worker, sequence=sequence) for worker, sequence in pushes]

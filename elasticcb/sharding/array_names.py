@@ -17,10 +17,8 @@ WEIGHTS, STATE, MOVED, SHARES = "weights", "state", "moved", "shares"
 ROWS, WANTED, TABLE = "rows", "lookup", "table"
 # Of optimizers: by variable and name, and by name only.
 SLOTS, EXTRAS, SHARED = "slots", "extras", "shared"
-# Between servers: the part of a variable, all ids of a table to come, and the table ages.
-WEIGHT, HELD, AGES = "weight", "held", "ages"
-# In files, where SHARED, TABLE, WEIGHT and AGES are as in frames; SLOT is also a part of a TABLE.
-SLOT, EXTRA = "slot", "extra"
+# In files, where SHARED and TABLE are as in frames: the part of a variable, table ages; SLOT is also part of a TABLE.
+WEIGHT, AGES, SLOT, EXTRA = "weight", "ages", "slot", "extra"
 
 
 def named(kind: str, arrays: Mapping[Any, Array]) -> dict[str, Array]:

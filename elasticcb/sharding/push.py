@@ -25,9 +25,9 @@ from elasticcb.sharding.array_names import (
     of_kind,
     only,
 )
-from elasticcb.sharding.bucket_map import BucketMap
 from elasticcb.sharding.flat_blocks import recut
 from elasticcb.sharding.partition import Slice, VariableSpec, cut_slots
+from elasticcb.sharding.shard_map import ShardMap
 
 _OPTIMIZERS = (SLOTS, EXTRAS, SHARED)
 _KINDS = (MOVED, STATE, SHARES, ROWS, *_OPTIMIZERS)
@@ -157,15 +157,15 @@ class Movement:
         )
 
     def part(
-        self, index: int, specs: Sequence[VariableSpec], slices: Sequence[Slice], buckets: BucketMap, base: int = -1
+        self, index: int, specs: Sequence[VariableSpec], slices: Sequence[Slice], shard_map: ShardMap, base: int = -1
     ) -> Push:
-        """The part for server `index`, which has `slices` and its `buckets` of tables."""
+        """The part for server `index`, which has `slices` and its `shard_map` of tables."""
         return Push(
             self.batches,
             self.moved[index],
             self.state[index],
             self.shares[index],
-            self._rows_of(index, buckets),
+            self._rows_of(index, shard_map),
             self._optimizers_of(specs, slices),
             base,
         )
@@ -180,12 +180,12 @@ class Movement:
             | only(self.optimizers, SHARED)
         )
 
-    def _rows_of(self, index: int, buckets: BucketMap) -> dict[int, Rows]:
-        if buckets.servers == 1:
+    def _rows_of(self, index: int, shard_map: ShardMap) -> dict[int, Rows]:
+        if shard_map.servers == 1:
             return {table: Rows(ids, values) for table, (ids, values) in self.rows.items()}
         found = {}
         for table, (ids, values) in self.rows.items():
-            places = np.flatnonzero(buckets.owns(index, ids))
+            places = np.flatnonzero(shard_map.owns(index, ids))
             found[table] = Rows(ids[places], values[places])
         return found
 

@@ -11,7 +11,7 @@ import numpy as np
 from elasticcb.errors import WireError
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import SLOT, TABLE, by_index_and_name, named, of_kind
-from elasticcb.sharding.bucket_map import BucketMap
+from elasticcb.sharding.shard_map import ShardMap
 
 
 @dataclass
@@ -50,9 +50,9 @@ class TableState:
             None if self.used is None else self.used[places],
         )
 
-    def part(self, index: int, buckets: BucketMap) -> TableState:
+    def part(self, index: int, shard_map: ShardMap) -> TableState:
         """The part of server `index`."""
-        return self if buckets.servers == 1 else self.select(buckets.owns(index, self.ids))
+        return self if shard_map.servers == 1 else self.select(shard_map.owns(index, self.ids))
 
 
 def joined(states: Sequence[TableState]) -> TableState:

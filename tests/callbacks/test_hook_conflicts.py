@@ -149,6 +149,14 @@ def test_what_several_workers_collect_is_told_to_the_caller() -> None:
     (warning,) = left_on_workers([Losses(), Harmless()], TWO)
     assert "Losses.on_train_batch_end changes self.losses on 2 workers" in warning.text
     assert not list(left_on_workers([Losses()], ONE))
+    (warning,) = left_on_workers([Freezes()], TWO)
+    assert "Freezes.on_train_batch_end sets something of the model on 2 workers" in warning.text
+    assert not list(left_on_workers([Freezes()], ONE))
+
+
+class Freezes(k.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.layers[0].trainable = batch < 9
 
 
 class Guarded(OneCycle):

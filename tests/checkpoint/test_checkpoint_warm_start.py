@@ -13,8 +13,8 @@ from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.checkpoint.warm_start import warm_start
 from elasticcb.errors import CheckpointError
 from elasticcb.optimizers.state import ModelState, OptimizerState
-from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
 
@@ -42,7 +42,7 @@ IDS, ITEMS = np.array([7, 2, 900], np.int64), np.array([7, 2, 9], np.int64)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A checkpoint of two servers with two tables. The slot `m` is ten times the weights, `s` has one number a row."""
-    unfinished, files, parts, buckets = begin_version(tmp_path, 50), [], partition(SAVED, 2, False), even(2)
+    unfinished, files, parts, shard_map = begin_version(tmp_path, 50), [], partition(SAVED, 2, False), ShardMap(2)
     ids = {0: IDS, 3: ITEMS}
     slots = {"m": 10 * array(3, 2), "s": array(3, 1)}
     tables = {i: TableState(ids[i], array(3, 2), slots, used=np.full(3, 40)) for i in ids}
@@ -51,9 +51,9 @@ def folder(tmp_path: Path) -> Path:
         slots = {(variable, "m"): 10 * weight for variable, weight in weights.items()}
         slots |= {(variable, "s"): array(len(weight), 1) for variable, weight in weights.items()}
         part = Part(50, weights, slots, {}, {"iterations": np.array(50)}, "Adam")
-        part.tables = {number: table.part(index, buckets) for number, table in tables.items()}
+        part.tables = {number: table.part(index, shard_map) for number, table in tables.items()}
         files.append(save_part(unfinished, part, slices, index, 2))
-    return finish_version(unfinished, version=50, specs=SAVED, parts=parts, files=files, buckets=buckets)
+    return finish_version(unfinished, version=50, specs=SAVED, parts=parts, files=files)
 
 
 def taken(folder: Path, specs: tuple[VariableSpec, ...], init_map: str = "", optimizer: str = "Adam") -> ModelState:

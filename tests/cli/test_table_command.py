@@ -107,7 +107,7 @@ def test_the_row_of_an_id_is_shown_in_every_table(two_servers, capsys):
         "  last trained    0 versions ago, at version 100",
         "",
         "users/embeddings",
-        "  row             none: it has its initial value",
+        "  row             none on server 0: it has its initial value",
     ]
     found = json.loads(run(capsys, two_servers, f"--id={10**15}", "--json", "--table=users"))
     assert found["tables"][0] | {"slot_norms": {}} == {

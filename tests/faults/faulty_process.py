@@ -40,20 +40,13 @@ EVENTS = {
     "has applied a push": ("elasticcb.ps.training_calls", "TrainingCalls._push", "after"),
     "has written recovery files": ("elasticcb.ps.recovery", "write_part", "after"),
     "has written its part of a checkpoint": ("elasticcb.checkpoint.parts", "save_part", "after"),
-    "copies rows for a move": ("elasticcb.ps.migration", "Moves._copy", "before"),
-    "hands over for a move": ("elasticcb.ps.migration", "Moves._hand_over", "before"),
-    "settles what a move has brought": ("elasticcb.ps.migration", "Moves._settle", "before"),
-    "opens what a move has brought": ("elasticcb.ps.migration", "Moves._open", "before"),
-    "writes down what a move has brought": ("elasticcb.ps.migration", "Moves._open", "after"),
+    "pauses for another number of servers": ("elasticcb.ps.training_calls", "TrainingCalls.move", "before"),
+    "reads what other servers have written": ("elasticcb.ps.holder", "read_by_older_map", "before"),
     # of the master
     "has taken a report": ("elasticcb.master.calls", "Calls.report_done", "after"),
     "has given a server its model back": ("elasticcb.master.servers", "Servers._give_back", "after"),
-    "has closed the servers for a move": ("elasticcb.master.resharding", "ServerMove._close", "after"),
-    "has written down where the servers' buckets are": (
-        "elasticcb.master.resharding",
-        "ServerMove._tell_all",
-        "before",
-    ),
+    "has paused the servers": ("elasticcb.master.resharding", "Pause._close", "after"),
+    "has written down the number of servers": ("elasticcb.master.servers", "Servers._note", "after"),
 }
 
 

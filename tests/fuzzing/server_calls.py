@@ -14,7 +14,6 @@ import grpc
 import numpy as np
 
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps.reslice import overlap
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.link import Message
@@ -22,11 +21,8 @@ from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame, encode_frame
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import CheckpointSettings, ClusterSettings, WireDtype
-from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec, pack, partition
 from elasticcb.sharding.table_spec import TableSpec
-from elasticcb.sharding.table_state import TableState
-from elasticcb.sharding.table_state import to_tensors as tables_to
 from elasticcb.sharding.wire_codec import narrowed
 from helpers_ps import SPECS, alone, initial_values, movements, push_frame, server_settings, sgd
 from mutations import ALLOWED, changed_bytes, changed_frame
@@ -102,9 +98,7 @@ class ServerFuzzer:
 
     def _model(self, num_ps: int, **more: Any) -> pb.InitializeRequest:
         variables = [spec.to_message() for spec in WITH_TABLE]
-        return pb.InitializeRequest(
-            variables=variables, num_ps=num_ps, split=True, ps_addresses=self._addresses[:num_ps], run="run", **more
-        )
+        return pb.InitializeRequest(variables=variables, num_ps=num_ps, split=True, run="run", **more)
 
     def _call(self, call: Call) -> Frame[Any]:
         connection = self._connections[call.server]
@@ -157,25 +151,14 @@ class ServerFuzzer:
             yield [Call(0, type(header).__name__.removesuffix("Request"), Frame(header, {}))]
 
     def _move(self) -> Iterator[Call]:
-        """A move to two servers, and what a third one might send meanwhile."""
-        buckets = even(1).resized(2)
-        name = {"map_version": buckets.version}
+        """A change to two servers."""
+        for step in (pb.CLOSE, pb.DRAIN, pb.OPEN):
+            pushes = [pb.PushName(worker_id=1, sequence=1)]
+            yield Call(0, "Move", Frame(pb.MoveRequest(step=step, pushes=pushes), {}))
+        yield Call(0, "Persist", Frame(pb.PersistRequest(), {}))
         for server in (0, 1):
-            model = self._model(2, index=server, buckets=buckets.to_bytes(), **name)
-            prepare = pb.MoveRequest(step=pb.PREPARE, model=model, servers_before=1, **name)
-            yield Call(server, "Move", Frame(prepare, {}))
-        ids = np.flatnonzero(buckets.owns(1, np.arange(40)))
-        received = tables_to({TABLE: TableState(ids, np.ones((len(ids), 4), np.float32), {})})
-        received[f"held/{TABLE}"] = ids
-        for each in overlap(SLICES, partition(WITH_TABLE, 2, True)[1]):
-            spec = WITH_TABLE[each.variable]
-            received[f"weight/{each.variable}"] = np.ones(each.shape(spec), spec.dtype)
-        for step in (pb.COPY, pb.CLOSE, pb.DRAIN, pb.HAND_OVER, pb.SETTLE, pb.OPEN, pb.WRITE, pb.FORGET, pb.ABANDON):
-            if step == pb.HAND_OVER:
-                yield Call(1, "Receive", Frame(pb.ReceiveRequest(sender=0, number=1, last=True, **name), received))
-            for server in (0, 1):
-                pushes = [pb.PushName(worker_id=1, sequence=1)]
-                yield Call(server, "Move", Frame(pb.MoveRequest(step=step, pushes=pushes, version=9, **name), {}))
+            yield Call(server, "Initialize", Frame(self._model(2, index=server, recover=True, map_version=1), {}))
+            yield Call(server, "Persist", Frame(pb.PersistRequest(forget_older=True), {}))
 
     # ------------------------------------------------------------ as they are sent
 

@@ -115,7 +115,7 @@ def test_error_in_a_hook_on_a_worker_names_hook_and_line_once_and_the_cluster_wo
 
 
 def test_nan_in_the_loss_ends_the_call(cluster):
-    with pytest.raises(JobFailedError, match="The loss is nan|holds NaN"):
+    with pytest.raises(JobFailedError, match=r"The loss is nan|holds NaN"):
         cluster.fit(make(), X * np.nan, Y, verbose=0)
 
 

@@ -235,7 +235,6 @@ class Cluster:
                 optimizers=self.optimizers.names,
                 periods=self.optimizers.periods,
                 learning_rate=self.optimizers.learning_rate,
-                ps_addresses=[server.address for server in self.servers],
             )
             self.call(index, "Initialize", Frame(request, tensors))
 

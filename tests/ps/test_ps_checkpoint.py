@@ -25,8 +25,8 @@ from elasticcb.errors import CheckpointError
 from elasticcb.optimizers.state_messages import join_states
 from elasticcb.optimizers.variables import described
 from elasticcb.ps.parameters import Parameters
-from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.sharding.shard_map import ShardMap
 from helpers_ps import SPECS, Part, alone, initial_values, movements, saved
 
 BIG = (
@@ -61,7 +61,7 @@ def trained(num_ps, make=adam, specs=BIG, split=True, extras=None):
 def restored(folder, num_ps, make=adam, specs=BIG, split=True):
     parts = []
     for index, slices in enumerate(partition(specs, num_ps, split)):
-        loaded = load_slices(folder, specs, slices, index, even(num_ps))
+        loaded = load_slices(folder, specs, slices, index, ShardMap(num_ps))
         part = Part(None, initial_values(specs, seed=9), specs, num_ps, index, split)
         optimizers = described([make()], specs) if make else None
         given = specs, slices, alone(make), loaded.weights, loaded.version

@@ -133,7 +133,7 @@ def test_table_with_rows_on_disk_is_the_same_as_one_in_memory(full, seed, small_
     assert both.table.flow.removed == 0
 
 
-def test_rows_are_loaded_put_kept_and_taken_over_beyond_the_memory(full, small_pieces):
+def test_rows_are_loaded_and_put_beyond_the_memory(full, small_pieces):
     random = np.random.default_rng(3)
     both = Both(full(50))
     for _ in range(30):
@@ -142,7 +142,6 @@ def test_rows_are_loaded_put_kept_and_taken_over_beyond_the_memory(full, small_p
     changes = (
         lambda table: table.load(state, 40),
         lambda table: table.load(in_pieces(state), 40),
-        lambda table: table.put(state),
     )
     for change in changes:
         for table in (both.table, both.plain):
@@ -152,20 +151,6 @@ def test_rows_are_loaded_put_kept_and_taken_over_beyond_the_memory(full, small_p
     for table in (both.table, both.plain):
         table.load(in_pieces(bare), 50)  # whose slots and counts stay
     both.version = 50
-    both.check(random)
-    kept = np.arange(0, IDS, 6)
-    for table in (both.table, both.plain):
-        table.keep(kept)
-    both.check(random)
-    next_table, next_plain = make_table(full(50)), make_table()
-    own = state.select(np.isin(state.ids, np.arange(1, IDS, 2)))
-    for table, before in ((next_table, both.table), (next_plain, both.plain)):
-        table.put(own)
-        table.take_over(before, lambda ids: ids % 12 == 0)
-    both.table, both.plain = next_table, next_plain
-    assert_same(next_table.export(), next_plain.export())
-    for _ in range(10):
-        both.train(some_ids(random), random)
     both.check(random)
 
 
@@ -229,7 +214,7 @@ def test_rows_on_disk_grow_old_as_those_in_memory_do(full):
 def test_table_of_given_rows_goes_to_disk_and_comes_back(full):
     table = EmbeddingTable(DIM, "float32", None, {"momentum": np.zeros(DIM)}, full(20))
     ids = np.arange(100)
-    table.put(TableState(ids, initial(ids)))
+    table.load(TableState(ids, initial(ids)), 0)
     assert table.lookup(ids[::-7], True).tolist() == initial(ids[::-7]).tolist()
     assert table.lookup(ids, False).tolist() == initial(ids).tolist()
     with pytest.raises(ElasticCBError, match="has no row for id 100"):

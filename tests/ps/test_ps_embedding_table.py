@@ -329,7 +329,7 @@ def test_rows_of_bfloat16_become_those_of_float32_and_again_bfloat16_without_a_c
     train_rows(table, ids, np.random.default_rng(0).standard_normal((100, DIM)).astype(np.float32), descend, 1)
     other.load(table.export(), 1)
     again = make_table(options=TableOptions(rows_dtype=RowsDtype.BFLOAT16))
-    again.put(other.export())
+    again.load(other.export(), 1)
     for each in (other, again):
         for name in ("ids", "rows", "used"):
             np.testing.assert_array_equal(getattr(each.export(), name), getattr(table.export(), name))

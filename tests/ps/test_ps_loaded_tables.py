@@ -13,8 +13,8 @@ from elasticcb.errors import CheckpointError, ElasticCBError
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.tables import Tables
 from elasticcb.settings.choices import WhenFull
-from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState, joined
 
@@ -31,17 +31,17 @@ def state(monkeypatch):
 
 
 def checkpoint(folder, state, num_ps):
-    unfinished, parts, buckets = begin_version(folder, 500), partition(SPECS, num_ps, False), even(num_ps)
+    unfinished, parts, shard_map = begin_version(folder, 500), partition(SPECS, num_ps, False), ShardMap(num_ps)
     files = [
-        save_part(unfinished, Part(500, tables={0: state.part(index, buckets)}), slices, index, num_ps)
+        save_part(unfinished, Part(500, tables={0: state.part(index, shard_map)}), slices, index, num_ps)
         for index, slices in enumerate(parts)
     ]
-    return finish_version(unfinished, version=500, specs=SPECS, parts=parts, files=files, buckets=buckets)
+    return finish_version(unfinished, version=500, specs=SPECS, parts=parts, files=files)
 
 
 def loaded(folder, num_ps, index, limits):
-    part = load_slices(folder, SPECS, partition(SPECS, num_ps, False)[index], index, even(num_ps))
-    tables = Tables(SPECS, index, even(num_ps), None, limits)
+    part = load_slices(folder, SPECS, partition(SPECS, num_ps, False)[index], index, ShardMap(num_ps))
+    tables = Tables(SPECS, index, ShardMap(num_ps), None, limits)
     tables.load(part.tables, part.version)
     return tables[0]
 
@@ -52,7 +52,7 @@ def test_each_server_has_the_rows_of_its_ids(tmp_path, state, before, now):
     folder = checkpoint(tmp_path, state, before)
     tables = [loaded(folder, now, index, TableLimits()) for index in range(now)]
     for index, table in enumerate(tables):
-        assert sorted(table.ids().tolist()) == state.part(index, even(now)).ids.tolist()
+        assert sorted(table.ids().tolist()) == state.part(index, ShardMap(now)).ids.tolist()
     whole = joined([table.export() for table in tables])
     for name in ("ids", "rows", "hits", "used"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(state, name))
@@ -60,10 +60,10 @@ def test_each_server_has_the_rows_of_its_ids(tmp_path, state, before, now):
 
 @pytest.mark.parametrize("now", [1, 2, 3])
 def test_an_id_in_the_files_of_two_servers_is_refused(tmp_path, state, now, monkeypatch):
-    twice = state.part(1, even(2)).ids[7]
-    own = state.part(0, even(2)).ids.tolist()
-    parts = [state.select(np.isin(state.ids, [*own, twice])), state.part(1, even(2))]
-    monkeypatch.setattr(TableState, "part", lambda self, index, buckets: parts[index])
+    twice = state.part(1, ShardMap(2)).ids[7]
+    own = state.part(0, ShardMap(2)).ids.tolist()
+    parts = [state.select(np.isin(state.ids, [*own, twice])), state.part(1, ShardMap(2))]
+    monkeypatch.setattr(TableState, "part", lambda self, index, shard_map: parts[index])
     folder = checkpoint(tmp_path, state, 2)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=rf"server-00000-of-00002.* row of the id {twice}, .*file of server 1"):
@@ -80,7 +80,7 @@ def test_rows_that_were_trained_last_fill_the_memory(tmp_path, state, store, whe
         with pytest.raises(ElasticCBError, match="are full"):
             loaded(folder, now, now - 1, limits)
         return
-    table, own = loaded(folder, now, now - 1, limits), state.part(now - 1, even(now))
+    table, own = loaded(folder, now, now - 1, limits), state.part(now - 1, ShardMap(now))
     in_memory = np.sort(own.used)[-50:]
     np.testing.assert_array_equal(np.sort(table.used), in_memory)
     expected = own if when_full is WhenFull.DISK else own.select(own.used >= in_memory[0])

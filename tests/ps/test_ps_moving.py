@@ -11,15 +11,11 @@ import pytest
 from ps_clients import TrainingControl, places_at
 
 from elasticcb.clients.ps import PSClient
-from elasticcb.clients.ps_link import Link
 from elasticcb.clients.ps_servers import ServerGroup
-from elasticcb.errors import ElasticCBError, WireError
+from elasticcb.errors import ElasticCBError
 from elasticcb.master.initial_model import InitialModel
-from elasticcb.master.resharding import ServerMove
-from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.master.resharding import Pause, end_pause
 from elasticcb.ps.server import PSServer
-from elasticcb.rpc.tensors import Frame
-from elasticcb.security.credentials import OPEN
 from elasticcb.settings import EmbeddingOptions, TrainingSettings, WhenFull
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.partition import VariableSpec, block_sizes, pack
@@ -42,7 +38,7 @@ SPECS = (
 class Servers:
     """Real servers, and the master's side of their move."""
 
-    def __init__(self, count, make_optimizer, folder="", embedding=None, **training):
+    def __init__(self, count, make_optimizer, folder, embedding=None, **training):
         training = {"updates": "async", **training}
         embedding = embedding or EmbeddingOptions()
         settings = server_settings(folder, training=TrainingSettings(**training), embedding=embedding)
@@ -52,7 +48,7 @@ class Servers:
         self._start(count)
         self.control = TrainingControl([s.address for s in self.servers], SPECS, True, ids=self.ids, run="run")
         self.control.initialize(InitialModel(weights_of()))
-        self.places = places_at([s.address for s in self.servers], self.ids, self.control.servers.buckets)
+        self.places = places_at([s.address for s in self.servers], self.ids, self.control.servers.shard_map)
         self.clients = []
 
     @property
@@ -67,7 +63,7 @@ class Servers:
     def client(self, number):
         def find_map(version):
             with self.changed:
-                assert self.changed.wait_for(lambda: self.places.buckets.version >= version, 60)
+                assert self.changed.wait_for(lambda: self.places.shard_map.version >= version, 60)
                 return self.places
 
         def find(index, unreachable):
@@ -81,29 +77,27 @@ class Servers:
         self.clients.append(client)
         return client
 
-    def links(self, count):
-        self._start(max(count, len(self.servers)))
-        return [Link(i, s.address, i + 1, 5.0, OPEN) for i, s in enumerate(self.servers)]
-
     def move(self, count, commit=lambda: None):
-        links = self.links(count)
-        move = ServerMove(self.control, links, count, is_up=lambda worker: True)
+        """As `master.servers.Servers` does it."""
+        self._start(count)
+        pause, shard_map = Pause(self.control, is_up=lambda worker: True), self.control.servers.shard_map.resized(count)
         try:
-            moved = move.run(commit)
-            places = places_at([s.address for s in self.servers[:count]], self.ids[:count], move.buckets)
-            self.control.follow(places)
-            with self.changed:
-                self.places = places
-                self.changed.notify_all()
-            move.write_down()
-        finally:
-            move.close()
-            for link in links:
-                link.close()
+            pause.begin()
+            commit()
+        except BaseException:
+            end_pause(self.control)
+            raise
+        places = places_at([s.address for s in self.servers[:count]], self.ids[:count], shard_map)
+        self.control.follow(places)
+        for index, place in enumerate(places.servers):
+            restored = self.control.restore(index, *place, 0, lambda: None, 0, None)
+            assert restored.source == "its recovery files"
+        with self.changed:
+            self.places = places
+            self.changed.notify_all()
         for server in self.servers[count:]:
             server.stop(0)
         del self.servers[count:]
-        return moved
 
     def close(self):
         for client in [*self.clients, self.control]:
@@ -133,12 +127,19 @@ def push_of(client, ids, amount):
     )
 
 
+def await_pushes(servers):
+    model = servers.servers[0]._servicer.holder.model
+    before = model.parameters.version
+    with model.merged:
+        assert model.merged.wait_for(lambda: model.parameters.version >= before + 5, 60)
+
+
 @pytest.fixture
-def start():
+def start(tmp_path):
     running = []
 
-    def start(count, make_optimizer=lambda: keras.optimizers.SGD(1.0), folder="", **more):
-        running.append(Servers(count, make_optimizer, folder, **more))
+    def start(count, make_optimizer=lambda: keras.optimizers.SGD(1.0), **more):
+        running.append(Servers(count, make_optimizer, tmp_path / str(len(running)), **more))
         return running[-1]
 
     yield start
@@ -167,7 +168,10 @@ def test_each_push_counts_once_while_servers_become_more_and_fewer(start):
     for thread in threads:
         thread.start()
     try:
-        moved = [servers.move(count) for count in (3, 2, 4, 1)]
+        for count in (3, 2, 4, 1):
+            await_pushes(servers)
+            servers.move(count)
+        await_pushes(servers)
     finally:
         stop.set()
     for thread in threads:
@@ -184,9 +188,7 @@ def test_each_push_counts_once_while_servers_become_more_and_fewer(start):
         assert ((value > pushes / 3 - 1) & (value < pushes)).all()
     assert ((weights[3] > 0) & (weights[3] <= 1)).all()
     assert weights[4] == 1
-    assert [each.buckets for each in moved] == [682, 341, 512, 768]
     assert pushes > 20
-    assert str(moved[0]).startswith("The job now has 3 parameter servers (was 1). Moved 682 of 1,024")
 
 
 @pytest.mark.parametrize("make", [keras.optimizers.Adam, RowNorms])
@@ -215,9 +217,9 @@ def test_slots_and_counts_of_rows_move_along(start, make):
     np.testing.assert_array_equal(kept[0], new[0])  # since when the model had its first version
 
 
-def test_rows_on_disk_move_along(start, tmp_path):
+def test_rows_on_disk_move_along(start):
     embedding = EmbeddingOptions(memory_bytes=60 * 96, when_full=WhenFull.DISK)  # 60 rows
-    servers = start(1, lambda: keras.optimizers.Adam(0.1), tmp_path, embedding=embedding)
+    servers = start(1, lambda: keras.optimizers.Adam(0.1), embedding=embedding)
     still = start(2, lambda: keras.optimizers.Adam(0.1))
     random, counts = np.random.default_rng(0), {20: 3, 40: 2, 50: 1}
     for step in range(60):
@@ -257,7 +259,7 @@ def test_a_move_that_fails_before_it_counts_leaves_all_as_it_was(start):
     with pytest.raises(ElasticCBError, match="The disk is full"):
         servers.move(3, commit=fail)
     client.push(push_of(client, ids, -1.0))
-    assert client.servers.buckets.version == 0
+    assert client.servers.shard_map.version == 0
     np.testing.assert_array_equal(servers.control.weights()[0][0], np.full((IDS, 4), 2.0))
     servers.move(3)
     client.push(push_of(client, ids, -1.0))
@@ -303,48 +305,39 @@ def test_a_push_cut_for_other_servers_is_cut_anew(start):
     assert weights[3].sum() + weights[4] == sum(values.sum() for values in before.state[1].values())
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"specs": [replace(SPECS[0], shape=(0, 8)), *SPECS[1:]]}, "has other variables"),
-        ({"addresses": 1}, "to 3 servers has 1 addresses"),
-    ],
-)
-def test_a_move_that_does_not_fit_what_a_server_holds_is_refused(start, changed, words):
-    servers = start(2)
-    addresses = [link.address for link in servers.links(3)][: changed.get("addresses", 3)]
-    model = pb.InitializeRequest(
-        variables=[spec.to_message() for spec in changed.get("specs", SPECS)],
-        num_ps=3,
-        split=True,
-        ps_addresses=addresses,
-        map_version=1,
-    )
-    request = pb.MoveRequest(step=pb.PREPARE, map_version=1, servers_before=2, model=model)
-    with pytest.raises(WireError, match=words):
-        servers.links(3)[0].call("Move", Frame(request, {}))
-
-
 def test_the_files_of_the_servers_before_serve_until_those_of_the_new_ones_are_written(start, tmp_path):
-    servers = start(2, folder=tmp_path)
+    servers = start(2)
     client = servers.client(1)
     client.pull()
     ids = np.arange(IDS, dtype=np.int64)
     client.push(push_of(client, ids, -1.0))
-    links = servers.links(3)
-    move = ServerMove(servers.control, links, 3, is_up=lambda worker: True)
-    move.run(lambda: None)
-    for index in range(3):  # lost before anything was written by the new map
-        for folder in (tmp_path / "recovery").glob(f"ps-{index}-map-1"):
-            (folder / "log.json").unlink(missing_ok=True)
-    servers.control.follow(places_at([s.address for s in servers.servers], servers.ids, move.buckets))
-    for index, server in enumerate(servers.servers):
+    servers.move(3)
+    for index, server in enumerate(servers.servers):  # lost before anything was written by the new map
         restored = servers.control.restore(index, server.address, index + 1, 1, lambda: None, 0, None)
-        assert restored.source == "its recovery files"
+        assert (restored.source, restored.version) == ("its recovery files", 1)
     weights, _ = servers.control.weights()
     for value in weights[:3]:
         np.testing.assert_array_equal(value, np.full(value.shape, 1.0))
-    move.write_down()
-    folders = sorted(path.name for path in (tmp_path / "recovery").iterdir())
+    servers.control.persist()
+    servers.control.persist(forget_older=True)
+    folders = sorted(path.name for path in (tmp_path / "0" / "recovery").iterdir())
     assert folders == ["ps-0-map-1", "ps-1-map-1", "ps-2-map-1"]
-    move.close()
+
+
+def test_a_master_that_follows_restores_what_has_not_moved_yet(start):
+    servers = start(2)
+    client = servers.client(1)
+    client.pull()
+    client.push(push_of(client, np.arange(IDS, dtype=np.int64), -1.0))
+    pause = Pause(servers.control, is_up=lambda worker: True)
+    pause.begin()
+    assert end_pause(servers.control) == []  # the map did not change
+    client.push(push_of(client, np.arange(IDS, dtype=np.int64), -1.0))
+    pause.begin()
+    servers._start(3)
+    addresses, shard_map = [s.address for s in servers.servers], servers.control.servers.shard_map.resized(3)
+    servers.control.follow(places_at(addresses, servers.ids, shard_map))
+    assert end_pause(servers.control) == [0, 1, 2]
+    restored = [servers.control.restore(i, addresses[i], i + 1, 0, lambda: None, 0, None) for i in range(3)]
+    assert [each.version for each in restored] == [2, 2, 2]
+    assert end_pause(servers.control) == []

@@ -16,9 +16,9 @@ from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.row_ages import RowAges
 from elasticcb.settings.age import read_age, seconds_of
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import partition
 from elasticcb.sharding.push import Push, Rows
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
 from helpers_ps import alone, exported, sgd, train_rows
@@ -159,7 +159,7 @@ def test_versions_that_count_anew_are_not_taken_for_those_before():
 def parameters_of(index: int = 0, num_ps: int = 1) -> Parameters:
     slices = partition([AGED], num_ps, False)[index]
     values = {part.variable: np.zeros((0, 3), np.float32) for part in slices}
-    return Parameters([AGED], slices, alone(sgd), values, place=(index, even(num_ps)))
+    return Parameters([AGED], slices, alone(sgd), values, place=(index, ShardMap(num_ps)))
 
 
 def push(parameters: Parameters, ids) -> None:
@@ -176,12 +176,12 @@ def test_a_checkpoint_keeps_how_old_rows_are_and_time_passes_until_a_job_begins_
     push(first, [2, 4])
     folder, slices = begin_version(tmp_path, 2), partition([AGED], 1, False)
     files = [save_part(folder, exported(first), slices[0], 0, 1)]
-    saved = finish_version(folder, version=2, specs=[AGED], parts=slices, files=files, buckets=even(1))
+    saved = finish_version(folder, version=2, specs=[AGED], parts=slices, files=files)
     clock.seconds += 3 * DAY
     left: list[int] = []
     young: list[int] = []
     for index in range(num_ps):
-        part = load_slices(saved, [AGED], partition([AGED], num_ps, False)[index], index, even(num_ps))
+        part = load_slices(saved, [AGED], partition([AGED], num_ps, False)[index], index, ShardMap(num_ps))
         second = parameters_of(index, num_ps)
         second.tables.load(part.tables, part.version)
         second.version = part.version

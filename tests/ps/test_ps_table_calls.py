@@ -14,7 +14,7 @@ from elasticcb.ps import table_calls
 from elasticcb.ps.embedding_table import EmbeddingTable, RowFlow
 from elasticcb.rpc.tensors import Frame, to_message
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.bucket_map import even
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.sharding.table_counts import Growth
 from helpers_ps import train_rows
 from helpers_ps_lost import ROUNDED, SPECS
@@ -48,7 +48,7 @@ def answer_of(servers, top=3, id=None):
     if id is None:
         answer.counts.extend(each["CountTables"](Frame(pb.CountTablesRequest(top=top), {})).header for each in handlers)
         return answer
-    answer.server = int(even(len(handlers)).server_of(np.array([id]))[0])
+    answer.server = int(ShardMap(len(handlers)).server_of(np.array([id]))[0])
     found = handlers[answer.server]["FindRow"](Frame(pb.FindRowRequest(id=id), {}))
     answer.found.CopyFrom(found.header)
     answer.found.tensors.extend(to_message(array, name) for name, array in found.tensors.items())
@@ -143,7 +143,7 @@ def test_the_row_of_an_id_is_told_with_its_slots_and_counts(losing):
         }
     (none,) = id_of("jobs/x", answer_of(servers, id=77), 77).tables
     assert (none.row, none.hits, none.used, none.slot_norms) == (None, 0, None, {})
-    assert none.server == even(2).server_of(np.array([77]))[0]
+    assert none.server == ShardMap(2).server_of(np.array([77]))[0]
     assert len(servers.model(0).parameters.tables[TABLE]) + len(servers.model(1).parameters.tables[TABLE]) == 4
 
 

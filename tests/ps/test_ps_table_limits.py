@@ -10,8 +10,8 @@ from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.tables import Tables
 from elasticcb.settings.choices import WhenFull
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.sharding.table_source import JoinedTable
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
@@ -324,7 +324,7 @@ def test_checkpoint_of_more_than_max_rows_is_taken_as_that_of_too_many_bytes(whe
 def test_servers_share_max_rows_by_their_buckets(servers):
     text = TableSpec(None, '"zeros"', options=TableOptions(max_rows=100)).to_json()
     specs = [VariableSpec("users/embeddings", (0, DIM), "float32", True, table=text)]
-    for buckets in (even(servers), even(servers + 1).resized(servers)):
-        shares = [Tables(specs, index, buckets, None, TableLimits())[0].max_rows for index in range(servers)]
+    for shard_map in (ShardMap(servers), ShardMap(servers + 1).resized(servers)):
+        shares = [Tables(specs, index, shard_map, None, TableLimits())[0].max_rows for index in range(servers)]
         assert sum(shares) == 100
         assert max(shares) - min(shares) <= 1

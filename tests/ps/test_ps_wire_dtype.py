@@ -64,6 +64,6 @@ def test_a_worker_that_is_alone_knows_what_servers_made_of_its_rounded_movement(
 
 def test_a_server_refuses_a_dtype_that_it_does_not_know(servers):
     some = servers()
-    request = pb.ExchangeRequest(pull=True, map_version=some.worker.servers.buckets.version, rows_dtype="int4")
+    request = pb.ExchangeRequest(pull=True, map_version=some.worker.servers.shard_map.version, rows_dtype="int4")
     with pytest.raises(WireError, match="invalid dtype 'int4' for rows"):
         some.worker.servers.send(some.worker.servers.known[0], Frame(request, {}))

@@ -11,9 +11,9 @@ import pytest
 from elasticcb.errors import WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.sharding import array_names
-from elasticcb.sharding.bucket_map import even
 from elasticcb.sharding.partition import VariableSpec, pack, partition
 from elasticcb.sharding.push import Movement, Push
+from elasticcb.sharding.shard_map import ShardMap
 
 PAGE = Path(__file__).parents[2] / "docs" / "wire_protocol.md"
 SPECS = (
@@ -38,7 +38,7 @@ def part_of(index, servers=2):
         rows={3: (np.arange(9), np.ones((9, 2), np.float32))},
         optimizers=slots,
     )
-    return step.part(index, SPECS, parts[index], even(servers), base=7)
+    return step.part(index, SPECS, parts[index], ShardMap(servers), base=7)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -75,7 +75,8 @@ def test_the_page_of_the_protocol_names_all_kinds_of_arrays():
     table = PAGE.read_text(encoding="utf-8").split("### Names of arrays")[1].split("\n## ")[0]
     rows = [row.partition(" | ")[0] for row in table.splitlines() if row.startswith("|")]
     documented = {kind for row in rows for kind in re.findall(r"`(\w+)/[A-Z]", row)}
-    assert kinds - {array_names.SLOT, array_names.EXTRA} == documented  # these are in files alone
+    of_files = {array_names.WEIGHT, array_names.AGES, array_names.SLOT, array_names.EXTRA}
+    assert kinds - of_files == documented
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from elasticcb.optimizers.variables import described
 from elasticcb.process.stats import Measures
 from elasticcb.ps.server import PSServer
 from elasticcb.settings import Command, JobSettings, Mode, ModelSettings, TrainingSettings
-from elasticcb.sharding.bucket_map import even
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.worker.local_updates import LocalUpdates
 from elasticcb.worker.window_length import WindowLength
 
@@ -45,7 +45,7 @@ def places():
     servers = [PSServer(settings, lambda count: []) for _ in range(SERVERS)]
     for server in servers:
         server.start()
-    yield Places([ServerPlace(server.address, 0) for server in servers], even(SERVERS))
+    yield Places([ServerPlace(server.address, 0) for server in servers], ShardMap(SERVERS))
     for server in servers:
         server.stop(0)
 
