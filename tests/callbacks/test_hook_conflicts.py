@@ -154,7 +154,7 @@ def test_what_several_workers_collect_is_told_to_the_caller() -> None:
     assert not list(left_on_workers([Freezes()], ONE))
 
 
-class Freezes(k.Callback):
+class Freezes(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.model.layers[0].trainable = batch < 9
 
