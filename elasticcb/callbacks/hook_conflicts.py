@@ -138,8 +138,8 @@ def left_on_workers(callbacks: Iterable[Any], settings: JobSettings) -> Iterator
         if "the model" in each.on_workers.sets:
             text = (
                 f"{each.those(each.batches, {'model', '_model'})} sets something of the model on "
-                f"{settings.cluster.num_workers} workers, in a copy on each: neither hooks elsewhere nor your model get "
-                "it. Use num_workers=1, where it comes back."
+                f"{settings.cluster.num_workers} workers, in a copy on each: neither hooks elsewhere nor your model "
+                "get it. Use num_workers=1, where it comes back."
             )
             yield CallbackWarning(f"{each.name} sets something of the model", text)
         if collected:
