@@ -27,11 +27,12 @@ Key = tuple[int, str]  # number of the holder, and name
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _MOST_PARTS = 10_000  # of a value that is compared by what is in it
 _MOST_BYTES = 1 << 20
-# Set by what runs in this process.
+# Set by what runs in this process: Keras, and ModelMetrics.
 _OF_KERAS = frozenset(
     {
-        "built", "compiled", "history", "loss", "metrics", "optimizer", "predict_function", "stop_evaluating",
-        "stop_predicting", "stop_training", "test_function", "train_function", "training",
+        "built", "compiled", "compute_metrics", "history", "loss", "metrics", "optimizer", "predict_function",
+        "stop_evaluating", "stop_predicting", "stop_training", "test_function", "test_step", "train_function",
+        "train_step", "training",
     }
 )  # fmt: skip
 _BY_THEMSELVES = (keras.callbacks.Callback, keras.metrics.Metric, KerasVariable)  # these travel in other ways
