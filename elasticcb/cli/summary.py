@@ -74,6 +74,7 @@ FAULTS: Mapping[str, Callable[[JobSnapshot], int]] = {
     "duplicate records (at most)": lambda job: job.records_repeated,
     "batches skipped (NaN or infinity)": lambda job: job.batches_skipped,
     "checkpoints not written": lambda job: job.checkpoints_failed,
+    "recovery files not written": lambda job: job.recovery_files_failed,
     "errors in callbacks": lambda job: job.callback_errors,
 }
 
