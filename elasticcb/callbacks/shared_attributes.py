@@ -104,9 +104,12 @@ class SharedAttributes:
         """Whether another process that has got `sent` knows the changes, as far as can be seen."""
         return is_same({**changes}, {**sent}) and all(_has_parts(change.now) for change in changes.values())
 
-    def at(self, number: int) -> Any:
-        """The object with this number."""
-        return self._objects[number]
+    def undo(self) -> None:
+        """Sets values that are compared by their parts back to what they were at first."""
+        for (number, name), change in self.changed().items():
+            if change.first is not _Absent.ABSENT and _has_parts(change.first):
+                with contextlib.suppress(Exception):  # of a user's property
+                    _set(self._objects[number], name, change.first)
 
     def _is_to_be_sent(self, key: Key, change: Change) -> bool:
         if _has_parts(change.now):
@@ -155,10 +158,8 @@ def without_traces(model: keras.Model) -> Iterator[None]:
     was_built = model.built
     with without_draws(model, of_python=was_built):
         yield
-    for (number, name), change in attributes.changed().items() if was_built else ():
-        if _has_parts(change.first) and change.first is not _Absent.ABSENT:
-            with contextlib.suppress(Exception):  # of a user's property
-                _set(attributes.at(number), name, change.first)
+    if was_built:
+        attributes.undo()
 
 
 # ---------------------------------------------------------------- what has them
@@ -250,20 +251,23 @@ def _set(thing: Any, name: str, value: Any) -> None:
 # ---------------------------------------------------------------- values
 
 
-class _TooLargeError(Exception):
+class _NotCopiedError(Exception):
     """It has too many parts to be compared by them, or parts of other kinds."""
 
 
-def _copied(value: Any) -> Any:
-    """A copy of a value that consists of numbers, strings, arrays and containers of these; another value itself."""
+def _copy_of(value: Any) -> Any:
+    """A copy of a value that consists of numbers, strings, arrays and containers of these.
+
+    Raises `_NotCopiedError` for others, and for large ones.
+    """
     budget = [_MOST_PARTS, _MOST_BYTES]
 
     def copied(part: Any) -> Any:
         budget[0] -= 1
         budget[1] -= getattr(part, "nbytes", 0)
         if min(budget) < 0:
-            raise _TooLargeError
-        if isinstance(part, _SIMPLE):
+            raise _NotCopiedError
+        if isinstance(part, (*_SIMPLE, _Absent)):
             return part
         if isinstance(part, np.ndarray) and part.dtype != object:
             return part.copy()
@@ -275,13 +279,30 @@ def _copied(value: Any) -> Any:
         if isinstance(part, (list, deque)):
             return _like(part, [copied(each) for each in list(part)])
         if isinstance(part, (set, frozenset)) and all(isinstance(each, _SIMPLE) for each in set(part)):
-            return set(part)
-        raise _TooLargeError
+            return part.copy()
+        raise _NotCopiedError
 
     try:
         return copied(value)
-    except (_TooLargeError, RecursionError, TypeError, RuntimeError):  # also a container that changes meanwhile
+    except (RecursionError, TypeError, RuntimeError):  # also a container that changes meanwhile
+        raise _NotCopiedError from None
+
+
+def _copied(value: Any) -> Any:
+    """A copy, where `_copy_of` makes one; else the value itself, which is then compared by its identity."""
+    try:
+        return _copy_of(value)
+    except _NotCopiedError:
         return value
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether it is copied, and so compared by what is in it."""
+    try:
+        _copy_of(value)
+    except _NotCopiedError:
+        return False
+    return True
 
 
 def _like(given: Any, parts: Any) -> Any:
@@ -304,13 +325,6 @@ def _in_place(mine: Any, theirs: Any) -> Any:
     return mine
 
 
-def _has_parts(value: Any) -> bool:
-    """Whether `_copied` copies it."""
-    return isinstance(value, (*_SIMPLE, _Absent)) or (
-        isinstance(value, (np.ndarray, dict, tuple, list, deque, set)) and _copied(value) is not value
-    )
-
-
 def _may_travel(holder: Any, value: Any) -> bool:
     """Whether a value that is compared by its identity is sent: functions, objects of the user's, large containers."""
     if isinstance(holder, keras.optimizers.Optimizer) or isinstance(value, (keras.layers.Layer, *_BY_THEMSELVES)):
@@ -326,11 +340,13 @@ def is_same(one: Any, other: Any) -> bool:
     if one is other or type(one) is not type(other):
         return one is other
     if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        return bool((one == other).all()) if one.dtype == object else one.tobytes() == other.tobytes()
     if isinstance(one, dict):
         return list(one) == list(other) and all(is_same(each, other[key]) for key, each in one.items())
     if isinstance(one, (list, tuple, deque)):
         return len(one) == len(other) and all(map(is_same, one, other))
-    if isinstance(one, (*_SIMPLE, set)):
+    if isinstance(one, (*_SIMPLE, set, frozenset)):
         return bool(one == other or (one != one and other != other))
     return False

@@ -22,7 +22,7 @@ import numpy as np
 from elasticcb.callbacks.attribute_use import GIVEN, Slot, use_of
 from elasticcb.callbacks.hook_conflicts import Placed
 from elasticcb.callbacks.placement import overridden_hooks
-from elasticcb.callbacks.shared_attributes import Change, Key
+from elasticcb.callbacks.shared_attributes import Change, Key, is_same
 from elasticcb.errors import ElasticCBError
 from elasticcb.keras_private import KerasSaveable
 from elasticcb.serialization import carry
@@ -243,10 +243,3 @@ class SharedVariables:
         for number, value in values.items():
             if number in self._variables:
                 self._variables[number].assign(value)
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Whether two arrays have the same values, of which NaN is one."""
-    if one.shape != other.shape:
-        return False
-    return one.tobytes() == other.tobytes() if one.dtype != object else bool((one == other).all())

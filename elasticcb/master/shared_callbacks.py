@@ -9,8 +9,8 @@ from typing import Any
 from elasticcb.callbacks.attribute_use import use_of
 from elasticcb.callbacks.hook_conflicts import Placed, shares_state, sharing
 from elasticcb.callbacks.placement import overridden_hooks
-from elasticcb.callbacks.shared_attributes import Change, Key, SharedAttributes
-from elasticcb.callbacks.shared_state import SharedState, SharedVariables, is_same
+from elasticcb.callbacks.shared_attributes import Change, Key, SharedAttributes, is_same
+from elasticcb.callbacks.shared_state import SharedState, SharedVariables
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import UsageError
 from elasticcb.settings import JobSettings
