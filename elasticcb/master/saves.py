@@ -75,9 +75,9 @@ class Saves:
         if self._control.servers.shard_map.version != moves:
             return False  # a server that was asked may have had no part of the model yet
         if written and self._map != moves:
-            self._map = moves
-            with contextlib.suppress(ElasticCBError):
+            with contextlib.suppress(ElasticCBError):  # then next time
                 self._control.persist(forget_older=True)
+                self._map = moves
         with self._desk.state() as state:
             if queue is not None and state.queue is queue and not self._closed and (written or queue.wants_save):
                 queue.saved(mark)  # also if it can't be saved, but training must end, or too much is unsaved

@@ -88,7 +88,7 @@ class Servicer:
         locked, saved, holder = self._locked, self._then_saved, self.holder
         tables = TableCalls(self.holder)
         answers: dict[str, Handler] = {
-            "Exchange": self._unless_moving(locked(training.exchange)),
+            "Exchange": self._unless_moving(training.exchange),
             "Snapshot": locked(snapshot),
             "FinishTraining": saved(locked(training.finish_training)),
             "SetLearningRate": locked(training.set_learning_rate),
@@ -116,11 +116,12 @@ class Servicer:
 
         return answer
 
-    def _unless_moving(self, method: Handler) -> Handler:
+    def _unless_moving(self, exchange: Callable[[Frame[Any], Any], Frame[Any]]) -> Handler:
         def answer(frame: Frame[Any]) -> Frame[Any]:
-            if self.holder.is_moving:
-                return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
-            return method(frame)
+            with self.holder.lock:  # the model may have gone while a call waited for the lock
+                if self.holder.is_moving:
+                    return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
+                return exchange(frame, self.holder.present())
 
         return answer
 
