@@ -6,11 +6,11 @@ import logging
 import socket
 import ssl
 import threading
-import time
 
 import numpy as np
 import pytest
 from echo_server import ECHO, ask, link_of, link_threads
+from waiting import wait_until
 
 from elasticcb.rpc import frame_pieces, shared_frames, stream
 from elasticcb.rpc.connection import Connection
@@ -21,13 +21,6 @@ from elasticcb.security.tls import make_ca
 @pytest.fixture(autouse=True)
 def _two_machines(monkeypatch):
     monkeypatch.setattr(shared_frames, "is_supported", lambda: False)
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def offered(connection):

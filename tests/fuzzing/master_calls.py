@@ -153,7 +153,7 @@ class MasterFuzzer:
 def endless_batches(data: DataService) -> int:
     """Has `data` serve them; under which number."""
     passes = (itertools.repeat([np.zeros((4, 3), np.float32)]) for _ in itertools.count())
-    return data.register(passes, lambda batch: batch, by_epoch=True)
+    return data.register(passes, lambda batch: batch, None, by_epoch=True)
 
 
 class BatchesFuzzer:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from waiting import wait_until
 
 from jobs import LINEAR_MODEL, linear_data, records_trained, train_flags, write_model_file
 
@@ -46,6 +47,7 @@ def test_recovery_files_that_can_not_be_written_are_told_of_and_training_goes_on
     job = start_job("train", *train_flags(data, "linear", num_epochs=10, checkpoint_interval=0.1))
     job.wait_for_line("training: epoch 1/10")
     folder = data / "job" / "recovery" / "ps-0"
+    wait_until(folder.exists)
     shutil.rmtree(folder)
     folder.touch()  # as hard to write into as a full disk, also for root
     warning = job.wait_for_line("recovery/ps-0/.* can't be written")
