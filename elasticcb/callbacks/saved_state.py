@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from elasticcb.rpc.tensors import Array
 from elasticcb.serialization.plain_values import MissingArray, NameNotFound, NotPlain, Writer, read
@@ -15,6 +17,7 @@ from elasticcb.serialization.plain_values import MissingArray, NameNotFound, Not
 # Set by the caller of the hooks, or by `keep_files`.
 _UNSET = object()
 _GIVEN = frozenset({"params", "model", "_model", "validation_data", "append", "append_header"})
+_MOST_TEXT = 1 << 20  # characters; the state of a callback that has more is saved with the arrays
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,25 +61,30 @@ class CallbackStates:
                 name: value for name, value in now.items() if made_with.get(name, _UNSET) == value
             }
 
-    def save(self, arrays: dict[str, Array] | None = None) -> list[Any]:
+    def save(self, arrays: dict[str, Array]) -> list[Any]:
         """For each callback, its class and attributes as JSON values; None for callbacks that can't be saved.
 
         Args:
-            arrays: receives the arrays, by names that replace them; None: arrays are not saved.
+            arrays: receives the arrays, by names that replace them; also large states, as text.
         """
-        return [
-            [type(callback).__name__, self._state_of(place, callback, arrays)]
-            for place, callback in enumerate(self._callbacks)
-        ]
+        saved: list[Any] = []
+        for place, callback in enumerate(self._callbacks):
+            state: Any = self._state_of(place, callback, arrays)
+            text = json.dumps(state).encode()
+            if len(text) > _MOST_TEXT:
+                arrays[str(place)] = np.frombuffer(text, np.uint8)
+                state = str(place)
+            saved.append([type(callback).__name__, state])
+        return saved
 
-    def _state_of(self, place: int, callback: Any, arrays: dict[str, Array] | None) -> dict[str, Any] | None:
+    def _state_of(self, place: int, callback: Any, arrays: dict[str, Array]) -> dict[str, Any] | None:
         given = self._given[place]
         values = {
             name: value
             for name, value in vars(callback).items()
             if name not in _GIVEN and (value is None or given.get(name) is not value)
         }
-        taken: dict[str, Array] | None = None if arrays is None else {}
+        taken: dict[str, Array] = {}
         state, left = _written(Writer(callback, taken), str(place), values)
         made_with = self._made_with[place]
         state = {name: value for name, value in state.items() if made_with.get(name, _UNSET) != value}
@@ -91,8 +99,7 @@ class CallbackStates:
                     "state. Use a top-level function of a module or a method of the callback instead."
                 )
             return None
-        if arrays is not None and taken is not None:
-            arrays.update(taken)
+        arrays.update(taken)
         return state
 
     def restore(self, saved: Sequence[Any], arrays: Mapping[str, Array]) -> None:
@@ -104,8 +111,11 @@ class CallbackStates:
             if found is None:
                 continue
             left.remove(found)
+            state = found[1] or {}
+            if isinstance(state, str):
+                state = json.loads(arrays[state].tobytes()) if state in arrays else {}
             try:
-                values = _values(callback, found[1] or {}, arrays)
+                values = _values(callback, state, arrays)
             except NameNotFound as error:
                 self._say(
                     f"The state of {type(callback).__name__} can't be restored: {error}. It starts with its initial "

@@ -146,6 +146,7 @@ class Course:
             servers.restore_lost()
         self._order.master.server_scaling.turn(servers.resize, self._why_servers_wait, self._why_no_servers)
         self._deliver_batches()
+        self._merge_states()
         if idle:
             self._report.show()
             return
@@ -194,6 +195,15 @@ class Course:
             if waiting > _LARGE_BACKLOG:
                 self._desk.warn(_backlog_warning(waiting, self._host.callbacks.names(BATCH_HOOKS)))
             self._hooks.batches(batches)
+
+    def _merge_states(self) -> None:
+        """Merges states of metrics as tasks come: those of all tasks of an epoch may be large."""
+        with self._desk.state() as state:
+            piles = state.epoch_states.piles()
+        for epoch, name, tasks in piles:
+            merged = self._host.metrics.merge_states(name, tasks)
+            with self._desk.state() as state:
+                state.epoch_states.merged(epoch, name, len(tasks), merged)
 
     def _end_batches(self, kind: Mode, number: int) -> None:
         """All workers have reported all batches of the epoch or round."""

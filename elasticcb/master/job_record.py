@@ -28,8 +28,10 @@ class EpochStates:
     """Sums metric states by epoch, until the epoch has ended.
 
     Attributes:
-        merging: metrics whose states can't be summed: the states of each task are kept.
+        merging: metrics whose states can't be summed: those of tasks are kept until they are `merged`.
     """
+
+    _PILE = 8  # states
 
     def __init__(self) -> None:
         self.merging: frozenset[str] = frozenset()
@@ -51,6 +53,19 @@ class EpochStates:
     def of(self, epoch: int) -> Mapping[str, list[Any]]:
         """Sums by metric, or the states of each task."""
         return self._by_epoch.get(epoch, {})
+
+    def piles(self) -> list[tuple[int, str, list[Any]]]:
+        """Epochs and metrics with states enough to be worth merging."""
+        return [
+            (epoch, name, list(states))
+            for epoch, by_name in self._by_epoch.items()
+            for name, states in by_name.items()
+            if name in self.merging and len(states) >= self._PILE
+        ]
+
+    def merged(self, epoch: int, name: str, tasks: int, state: Sequence[Any]) -> None:
+        """The states of the first tasks of `epoch` together are `state`."""
+        self._by_epoch[epoch][name][:tasks] = [state]
 
     def forget(self, epoch: int) -> None:
         """The epoch has ended."""

@@ -139,7 +139,7 @@ class Journal:
         self.memory = Memory()
         self._latest: dict[str, Any] = {}  # by value; without states
         self._descriptor: int | None = None  # of the file of this master
-        self._size = 0
+        self._size = self._compacted = 0  # bytes now, and after the last compaction
         self._failure: JobFailedError | None = None
         try:
             is_there = path.exists()
@@ -217,21 +217,26 @@ class Journal:
         """
         self.begin()
         assert self._descriptor is not None
+        noted = dict(entry)
         if "states" in entry:
             entry["states"] = _plain_states(entry["states"])
         if "queue" in entry:
             known = self._latest.get("queue", {})
-            entry["queue"] = {k: value for k, value in entry["queue"].items() if k not in known or known[k] != value}
+            entry["queue"] = {
+                name: value
+                for name, value in entry["queue"].items()
+                if name not in known or (known[name] is not value and known[name] != value)
+            }
         line = _line(entry)
         with self._writing():
             durable.append(self._descriptor, line)
         self._size += len(line)
-        self._note(entry)
+        self._note(noted)
 
     @property
     def is_large(self) -> bool:
-        """Whether it should be compacted."""
-        return self._size > _LARGE_BYTES
+        """Whether it should be compacted: it has grown by more than it had then."""
+        return self._size > 2 * self._compacted + _LARGE_BYTES
 
     def rewrite(self, states: Sequence[tuple[int, Mapping[str, Sequence[Array]]]]) -> None:
         """Replaces all entries by one, and syncs it; `sync` completes the replacement.
@@ -250,7 +255,7 @@ class Journal:
             durable.write(self._path, line, sync_names=False)
             self.close()
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self._size = len(line)
+        self._size = self._compacted = len(line)
 
     def sync(self) -> None:
         """Returns once the rewritten file would survive a crash of the machine. Raises `JobFailedError`."""

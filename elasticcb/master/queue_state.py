@@ -85,6 +85,12 @@ class QueueState:
         self._finishing = False  # no more tasks will be added
         self._accounting = Accounting()
         self._milestones: list[Milestone] = []  # not fetched yet
+        self._given = {
+            "format": _FORMAT,
+            "settings": asdict(settings),
+            "training": [list(source) for source in self._training_layout.sources],
+            "prediction": [list(source) for source in self._prediction_layout.sources],
+        }
         if training and self._epochs.done:
             self._milestones.append(Milestone(MilestoneKind.TRAINING_DONE))
         if prediction and not self._prediction_layout:
@@ -241,8 +247,8 @@ class QueueState:
     # ------------------------------------------------------------ saving
 
     def to_dict(self, leases: bool = False) -> dict[str, Any]:
-        """The whole state as JSON values, for a checkpoint. DOING tasks are saved as TODO, with their remaining
-        records.
+        """The whole state as JSON values, for a checkpoint; what never changes, such as sources, as the same objects.
+        DOING tasks are saved as TODO, with their remaining records.
 
         Args:
             leases: also save what workers need to continue their leases.
@@ -252,10 +258,7 @@ class QueueState:
         """
         records = [record for record in (*self._doing, *self._todo) if record.task.type not in _NOT_SAVED]
         return {
-            "format": _FORMAT,
-            "settings": asdict(self._settings),
-            "training": [list(source) for source in self._training_layout.sources],
-            "prediction": [list(source) for source in self._prediction_layout.sources],
+            **self._given,
             **self._epochs.to_dict(),
             "predicted": self._prediction.made,
             "train_end_added": self._todo.train_end_added,

@@ -47,6 +47,19 @@ def test_best_weights_of_early_stopping_come_back(tmp_path):
         np.testing.assert_array_equal(restored, expected)
 
 
+def test_large_state_without_arrays_is_kept_in_the_file_too(tmp_path):
+    history = keras.callbacks.History()
+    callbacks = CallbackStates([history], print)
+    history.seen = [number + 0.123456789 for number in range(100_000)]
+    taken: dict = {}
+    states = json.dumps(callbacks.save(taken))
+    assert len(states) < 100
+    entry = opened(tmp_path)[0].keep(taken)
+    again = keras.callbacks.History()
+    CallbackStates([again], print).restore(json.loads(states), opened(tmp_path, entry)[0].load())
+    assert again.seen == history.seen
+
+
 def test_file_is_written_when_arrays_have_changed_and_replaced_when_the_journal_says_so(tmp_path):
     arrays, _ = opened(tmp_path)
     first = arrays.keep({"a": WEIGHTS[0]})

@@ -10,7 +10,7 @@ from elasticcb.errors import JobFailedError
 from elasticcb.master.course import Course
 from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.evaluation import EvaluationRounds
-from elasticcb.master.job_record import Crew
+from elasticcb.master.job_record import Crew, EpochStates
 from elasticcb.master.job_state import JobState, TaskResult
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
@@ -206,6 +206,19 @@ def test_a_worker_goes_on_with_its_lease_when_another_master_has_taken_over(tmp_
     assert outcome.accepted
     assert float(after.epoch_states.of(0)["loss"][0]) == 4.0
     assert sum(after.queue.accounting.records_trained.values()) == 20
+
+
+def test_states_that_can_not_be_summed_are_merged_in_piles():
+    states = EpochStates()
+    states.merging = frozenset({"maxima"})
+    for task in range(20):
+        states.add(0, {"maxima": [task], "loss": [1.0]})
+        for epoch, name, pile in states.piles():
+            states.add(0, {"maxima": [-task]})  # reported meanwhile
+            states.merged(epoch, name, len(pile), [max(value for (value,) in pile)])
+    assert max(value for (value,) in states.of(0)["maxima"]) == 19
+    assert len(states.to_journal()) < 10
+    assert float(states.of(0)["loss"][0]) == 20.0
 
 
 def test_a_report_that_nothing_can_be_handed_out_for_wakes_the_driver_alone():

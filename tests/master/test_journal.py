@@ -8,6 +8,7 @@ import pytest
 
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files, plain
 from elasticcb.errors import JobFailedError, ReplacedError
+from elasticcb.master import journal as journal_module
 from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.journal import Journal
 from elasticcb.master.queue_settings import QueueSettings
@@ -115,6 +116,20 @@ def test_of_the_queue_only_what_has_changed_is_written(tmp_path):
     assert Journal(path).memory.queue == {"training": sources, "predicted": 1}
 
 
+def test_journal_is_large_again_only_after_it_has_grown_by_as_much_as_it_holds(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "_LARGE_BYTES", 100)
+    written = Journal(tmp_path / "journal.log")
+    written.rewrite([(0, {"maxima": [np.ones(1000)]})])
+    sizes = []
+    for version in range(1000):
+        written.add(version=version)
+        if written.is_large:
+            sizes.append((tmp_path / "journal.log").stat().st_size)
+            written.rewrite([(0, {"maxima": [np.ones(1000)]})])
+    assert 1 <= len(sizes) <= 3
+    assert min(sizes) > 20_000
+
+
 def test_journal_that_can_not_be_opened_is_an_error_that_names_it(tmp_path):
     with pytest.raises(JobFailedError, match=r"nowhere/journal\.log can't be written"):
         Journal(tmp_path / "nowhere" / "journal.log")
@@ -188,12 +203,12 @@ def test_plain_attributes_of_callbacks_are_saved_and_restored():
     stopping.best, stopping.wait, stopping.best_weights = np.float32(0.25), 2, [np.ones(3)]
     history.on_train_begin()
     history.history, history.epoch = {"loss": [1.0, 0.5]}, [0, 1]
-    saved = states.save()
+    saved = states.save({})
     again = [keras.callbacks.EarlyStopping(patience=3), keras.callbacks.History()]
     CallbackStates(again, print).restore(saved, {})
     assert (again[0].best, again[0].wait) == (0.25, 2)
     assert again[1].history == {"loss": [1.0, 0.5]}
-    assert not {"best_weights", "params"} & saved[0][1].keys()
+    assert "params" not in saved[0][1]
     assert plain({"loss": np.float32(0.5), "rows": np.ones(3)}) == {"loss": 0.5}
 
 
@@ -208,7 +223,7 @@ def test_csv_logger_goes_on_with_its_file(tmp_path):
     first.on_train_begin()
     states.begin()
     first.on_epoch_end(0, {"loss": 1.0})
-    saved = states.save()
+    saved = states.save({})
     second = logger()
     keep_files([second])
     second.on_train_begin()
