@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -106,22 +106,17 @@ class FileIndex:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
+        """A line of JSON, then the arrays, compressed. There may be many files, so it must be quick."""
         places = self.places or RecordOffsets(np.empty(0, np.int64), np.empty(0, np.int64))
-        head = [list(self.identity), self.count, self.layout, self.places is not None, self.compression, self.details]
-        file = io.BytesIO()
-        np.savez_compressed(
-            file,
-            head=np.frombuffer(json.dumps(head).encode(), np.uint8),
-            records=places.records,
-            offsets=places.offsets,
-            seek_points=np.frombuffer(self.seek_points, np.uint8),
-        )
-        return file.getvalue()
+        known = -1 if self.places is None else len(places.records)
+        head = json.dumps([list(self.identity), self.count, self.layout, known, self.compression, self.details])
+        arrays = places.records.tobytes() + places.offsets.tobytes() + self.seek_points
+        return zlib.compress(head.encode() + b"\n" + arrays)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> FileIndex:
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            identity, count, layout, has_places, compression, details = json.loads(arrays["head"].tobytes())
-            places = RecordOffsets(arrays["records"], arrays["offsets"]) if has_places else None
-            seek_points = arrays["seek_points"].tobytes()
-        return cls(Identity(*identity), count, layout, places, compression, seek_points, details)
+        head, _, rest = zlib.decompress(data).partition(b"\n")
+        identity, count, layout, known, compression, details = json.loads(head)
+        numbers = np.frombuffer(rest, np.int64, 2 * max(known, 0))
+        places = RecordOffsets(*numbers.reshape(2, known)) if known >= 0 else None
+        return cls(Identity(*identity), count, layout, places, compression, rest[numbers.nbytes :], details)
