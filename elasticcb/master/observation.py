@@ -50,7 +50,7 @@ def observe(state: JobState, refused: Mapping[str, int], now: float) -> JobSnaps
         **_of_settings(state, settings, now),
         tables=_tables(state),
         **_added_up(state, refused),
-        **_of_queue(state, settings, now),
+        **({} if state.queue is None else figures_of(state.queue, state, now)),
     )
 
 
@@ -81,9 +81,10 @@ def free_disk_bytes(settings: JobSettings | None) -> dict[str, int]:
     return found
 
 
-def _of_queue(state: JobState, settings: JobSettings | None, now: float) -> dict[str, Any]:
-    queue = state.queue
-    if queue is None or settings is None:
+def figures_of(queue: TaskQueue, state: JobState, now: float) -> dict[str, Any]:
+    """Fields of a snapshot that tell how far the job is, by this queue."""
+    settings = state.settings
+    if settings is None:
         return {}
     accounting = queue.accounting
     values = {

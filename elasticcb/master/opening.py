@@ -30,7 +30,7 @@ from elasticcb.master.epoch_hooks import EpochHooks
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.job_state import JobState
 from elasticcb.master.members import PlaceState, Role
-from elasticcb.master.observation import records_to_train
+from elasticcb.master.observation import figures_of, records_to_train
 from elasticcb.master.opening_checkpoints import on_disk, own_checkpoints, warm_start_of, warn_of_later_versions
 from elasticcb.master.order import ModelOrigin, Order, Takeover, TrainedModel
 from elasticcb.master.queue_settings import QueueSettings
@@ -82,8 +82,18 @@ def _start_processes(order: Order) -> str:
                 state.roster.resize(Role.PS, len(memory.servers))
     desk.start_processes()
     if order.make_program is None:
-        desk.begin_job(order.settings, started=order.started)
+        begin_job(order)
     return ""
+
+
+def begin_job(order: Order, program: bytes = b"") -> None:
+    """Begins the job; if it is resumed, its status shows where it was until it continues."""
+    memory = order.memory
+    order.desk.begin_job(order.settings, program, started=order.started)
+    if memory is not None and memory.queue is not None:
+        with order.desk.state() as state:
+            state.version = state.start_version = memory.version
+            state.tell(**figures_of(TaskQueue.from_dict(memory.queue), state, time.monotonic()))
 
 
 def _take_over(order: Order, takeover: Takeover) -> str:
@@ -115,7 +125,7 @@ def _build_model(order: Order) -> ModelOrigin:
     logger.info("The model is built")
     order.report.show_model(host.variables)
     if order.make_program is not None:
-        order.desk.begin_job(order.settings, order.make_program(), started=order.started)
+        begin_job(order, order.make_program())
     memory, begin_warm = order.memory, functools.cache(functools.partial(warm_start_of, order, host))
     if memory is None:
         begin_warm()  # report errors before servers get a model

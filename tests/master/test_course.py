@@ -15,6 +15,7 @@ from elasticcb.master.job_state import JobState, TaskResult
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
+from elasticcb.master.opening import begin_job
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Roster
@@ -195,6 +196,14 @@ def test_a_job_is_resumed_behind_the_records_that_were_reported(tmp_path):
     assert float(after.epoch_states.of(0)["loss"][0]) == 3.0
     worker = after.roster.register(Role.WORKER, 0, "", 2, "here", 0.0).id
     assert after.get_task(worker, (), 0.0).lease.task.shard.start == 15
+
+
+def test_a_job_that_is_resumed_shows_where_it_was_until_it_goes_on(tmp_path):
+    state, _, _ = working_state()
+    master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
+    begin_job(SimpleNamespace(settings=SETTINGS, desk=master.desk, memory=memory_of(state, tmp_path), started=0.0))
+    seen = master.observe()
+    assert (seen.version, seen.records_trained, seen.epoch) == (2, 15, 1)
 
 
 def test_a_worker_goes_on_with_its_lease_when_another_master_has_taken_over(tmp_path):
