@@ -65,11 +65,12 @@ class Job:
         memory = journal.memory if journal is not None and journal.memory.begun else None
         kept = None if memory is None else memory.callback_arrays
         display = KeptDisplay(display, master.desk.happened)
+        before = time.time() - memory.began if memory is not None and memory.began and takeover is not None else 0.0
         self._order = Order(
             settings=replace(settings, keras_backend=chosen_backend()),
             master=master,
             display=display,
-            started=time.monotonic(),
+            started=time.monotonic() - max(before, 0.0),
             report=Report(master, settings, display),
             make_host=make_host or _host_of_model_file,
             make_program=make_program,

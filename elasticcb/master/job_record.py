@@ -271,6 +271,7 @@ class JobRecord:
             return
         if self.told.seconds_to_first_step is None and self.version > self.start_version:
             self.tell(seconds_to_first_step=now - self.started)
+            self._write(first_step=now - self.started)
         if self.queue is not None:
             self.speed.note(now, sum(self.queue.accounting.records_trained.values()))
 
@@ -294,5 +295,6 @@ class JobRecord:
         self.queue, self.has_journal = queue, True
         self.epoch_states.merging = frozenset(memory.merging_units)
         self.resume(memory)
+        self.tell(seconds_to_first_step=memory.first_step)
         self.roster.restore(memory.roster, now)
         self._noted_roster = self.roster.to_dict()

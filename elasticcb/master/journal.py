@@ -40,6 +40,8 @@ class Memory:
     Attributes:
         term: term of the last master that wrote.
         run: name of the training in the servers' recovery files.
+        began: when the job was started or resumed, in seconds since 1970.
+        first_step: seconds from then to the first training step.
         next_id: next process id; lower ones were used.
         workers: number of workers after the last scaling; 0: never scaled.
         autoscale: whether autoscaling, if requested, is still on.
@@ -65,6 +67,8 @@ class Memory:
 
     term: int = 0
     run: str = ""
+    began: float = 0.0
+    first_step: float | None = None
     next_id: int = 1
     workers: int = 0
     autoscale: bool = True

@@ -305,7 +305,11 @@ def _begin_journal(order: Order, state: JobState, served: TrainedModel, initial_
         if order.memory is None:
             rate = served.hooks.base_learning_rate
             journal.add(run=served.ps.run, ended_epochs=initial_epoch, learning_rate=rate)
-        state.note(next_id=state.roster.next_id)
+        state.note(
+            next_id=state.roster.next_id,
+            began=time.time() - (time.monotonic() - order.started),
+            first_step=state.told.seconds_to_first_step,
+        )
 
 
 def _make_course(order: Order, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks) -> Course:

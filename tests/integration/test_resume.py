@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 
 import numpy as np
 import psutil
@@ -64,6 +65,7 @@ def test_killed_master_is_replaced_while_workers_and_servers_go_on(data, start_j
     job = start_job(*flags(data, num_epochs=4, output=data / "model", metrics_port=0))
     metrics = re.search(r"http://(\S+)/metrics", job.wait_for_line(r"Metrics are served at"))[1]
     job.wait_for_line(r"Evaluation at version")
+    begun = time.monotonic()
     before, counted = others(job), Scrape(metrics)
     job.master.kill()
     job.wait_for_line(r"a new one continues the job\.")
@@ -74,6 +76,7 @@ def test_killed_master_is_replaced_while_workers_and_servers_go_on(data, start_j
     job.wait_for_line(r"Evaluation at version")
     job.master.kill()
     job.wait_for_line(r"recovered in")
+    until_now = time.monotonic() - begun
     later = Scrape(metrics)  # at the same port; what was counted goes on
     assert later.find("elasticcb_ready") == 1
     for kind in ("training", "evaluation"):
@@ -85,6 +88,7 @@ def test_killed_master_is_replaced_while_workers_and_servers_go_on(data, start_j
     # Each batch was applied once.
     assert number(job.output, "duplicate records (at most)") == 0
     assert number(job.output, "model version") == 4 * RECORDS // 8
+    assert number(job.output, "Training is done, in") >= int(until_now)
     assert number(job.output, "records evaluated, once each") == TESTED
     assert {int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)} == {TESTED}
     assert "Traceback" not in job.output
