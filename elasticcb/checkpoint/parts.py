@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +31,20 @@ def save_part(directory: str | Path, part: Part, slices: Sequence[Slice], index:
     return write_part(Path(directory) / f"server-{index:05d}-of-{num_ps:05d}.safetensors", part, slices=slices_held)
 
 
+class Written(NamedTuple):
+    """What one server has written.
+
+    Attributes:
+        slices: of the variables in it.
+        files: one with all of it, then files with later changes: the dense part, and the rows trained since.
+        saved: what the first file must be; None: all are checked.
+    """
+
+    slices: Sequence[Slice]
+    files: Sequence[Path]
+    saved: SavedFile | None = None
+
+
 def load_slices(
     version_directory: str | Path,
     specs: Sequence[VariableSpec],
@@ -39,38 +52,62 @@ def load_slices(
     index: int = 0,
     shard_map: ShardMap | None = None,
 ) -> Part:
-    """Loads the part of a checkpoint for a server with `slices`, whichever servers wrote it.
-
-    Tables stay in the files, whose SHA-256 is checked, until they are read; some rows may belong to other servers.
-
-    Args:
-        index: index of this server; scalars come from the same index if the number of servers is unchanged.
+    """Loads the part of a checkpoint for a server, as `put_together` does; the SHA-256 of the files that it needs is
+    checked.
 
     Raises `CheckpointError` if files are missing or damaged, or belong to another model.
     """
     folder = Path(version_directory)
     manifest = read_manifest(folder)
     check_variables(manifest, specs, folder)
+    written = [
+        Written([Slice(*part) for part in saved["slices"]], [folder / saved["name"]], SavedFile.of(saved))
+        for saved in manifest["files"]
+    ]
+    try:
+        part = put_together(written, map_in(manifest), specs, slices, index, shard_map or ShardMap(1))
+    except CheckpointError as error:
+        raise CheckpointError(f"The checkpoint {folder} can't be used: {error} Start from another version.") from error
+    part.version = int(manifest["version"])
+    return part
+
+
+def put_together(
+    written: Sequence[Written],
+    written_by: ShardMap | None,
+    specs: Sequence[VariableSpec],
+    slices: Sequence[Slice],
+    index: int,
+    shard_map: ShardMap,
+) -> Part:
+    """The part of a server with `slices`, whichever servers wrote it; without version.
+
+    Tables stay in the files until they are read; some rows may belong to other servers.
+
+    Args:
+        written: of all servers.
+        written_by: the map by which they had rows of tables; None: unknown.
+        index: index of this server; scalars come from the same index if the number of servers is unchanged.
+
+    Raises `CheckpointError` if files are damaged, or something is missing.
+    """
     assemblies = {part.variable: _Assembly(part, specs[part.variable]) for part in slices}
-    result = Part(version=int(manifest["version"]))
-    files = manifest["files"]
-    shard_map = shard_map or ShardMap(1)
-    scalars_from = index if len(files) == shard_map.servers else 0
-    written_by = map_in(manifest)
+    result = Part(version=0)
+    scalars_from = index if len(written) == shard_map.servers else 0
     same_map = written_by is not None and written_by.servers == shard_map.servers
-    tables: dict[int, list[TableSource]] = {
-        number: [] for number, variable in enumerate(manifest["variables"]) if variable.get("table")
-    }
-    for place, saved in enumerate(files):
-        held = [Slice(*part) for part in saved["slices"]]
+    tables: dict[int, list[TableSource]] = {number: [] for number, spec in enumerate(specs) if spec.table}
+    for place, (held, files, saved) in enumerate(written):
         wanted = [part for part in held if part.variable in assemblies and assemblies[part.variable].overlaps(part)]
         has_ids = bool(tables) and (place == index or not same_map)
         if not wanted and place != scalars_from and not has_ids:
             continue
-        with _opened(folder, saved) as file:
+        if saved is not None:
+            check_file(files[0], saved)
+        with opened(files[-1]) as file:
             names = list(file.keys())
             if has_ids:
-                for number, table in tables_in(folder / saved["name"], names).items():
+                for number in tables_in(names):
+                    table = SavedTable(number, files)
                     tables[number].append(table if written_by is None else _OfServer(table, place, written_by))
             by_variable = _by_variable(names)
             for part in wanted:
@@ -87,7 +124,7 @@ def load_slices(
                 result.ages = by_index(AGES, ages)
     result.tables = {number: JoinedTable(sources) for number, sources in tables.items() if sources}
     for assembly in assemblies.values():
-        assembly.put_into(result, folder)
+        assembly.put_into(result)
     return result
 
 
@@ -117,22 +154,9 @@ class _OfServer:
         if len(foreign):
             owner = self._shard_map.server_of(ids[foreign[:1]])[0]
             raise CheckpointError(
-                f"The checkpoint file {self._table.files[0]} contains a row of the id {ids[foreign[0]]}, which "
-                f"belongs in the file of server {owner}, so the id may have two rows. The files are not from one "
-                "checkpoint. Start from another version."
+                f"{self._table.files[0]} contains a row of the id {ids[foreign[0]]}, which belongs in the file of "
+                f"server {owner}, so the id may have two rows. The files are not from one model."
             )
-
-
-@contextlib.contextmanager
-def _opened(folder: Path, saved: Mapping[str, Any]) -> Iterator[Any]:
-    """A file that the manifest lists, after checking its SHA-256. Raises `CheckpointError` if it can't be read."""
-    path = folder / saved["name"]
-    try:
-        check_file(path, SavedFile.of(saved))
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} Start from another version.") from error
-    with opened(path) as file:
-        yield file
 
 
 class _Assembly:
@@ -165,22 +189,20 @@ class _Assembly:
             self.arrays[slot][start - first : stop - first] = rows
             self.filled[slot] += stop - start
 
-    def put_into(self, part: Part, folder: Path) -> None:
+    def put_into(self, part: Part) -> None:
         """Raises `CheckpointError` if the files did not contain all of it."""
         variable = self.slice.variable
         first, last = self.slice.row_range(self._spec)
         for slot, array in self.arrays.items():
             missing = last - first - self.filled[slot]
             if not slot and missing:
-                raise CheckpointError(
-                    f"The checkpoint {folder} lacks {how_many(missing, 'row')} of the weights of {self._spec.path!r}."
-                )
+                raise CheckpointError(f"{how_many(missing, 'row')} of the weights of {self._spec.path!r} are missing.")
             if not slot:
                 part.weights[variable] = array
             elif not missing:  # else it was saved before a movement had reached all servers
                 part.slots[variable, slot] = array
         if variable not in part.weights:
-            raise CheckpointError(f"The checkpoint {folder} lacks the weights of {self._spec.path!r}.")
+            raise CheckpointError(f"The weights of {self._spec.path!r} are missing.")
 
 
 def dtype_in(file: Any, name: str) -> np.dtype[Any]:

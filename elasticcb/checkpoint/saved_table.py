@@ -82,10 +82,9 @@ def _slice(file: Any, name: str, start: int, stop: int) -> Array:
     return array
 
 
-def tables_in(path: Path, names: Sequence[str]) -> dict[int, SavedTable]:
-    """The tables of one file whose arrays have these names."""
-    numbers = {int(name.split("/")[1]) for name in names if kind_of(name) == TABLE}
-    return {number: SavedTable(number, [path]) for number in sorted(numbers)}
+def tables_in(names: Sequence[str]) -> list[int]:
+    """The tables of a file whose arrays have these names."""
+    return sorted({int(name.split("/")[1]) for name in names if kind_of(name) == TABLE})
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from elasticcb.checkpoint.saved_table import opened, tables_in
+from elasticcb.checkpoint.saved_table import SavedTable, opened, tables_in
 from elasticcb.errors import CheckpointError
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.rpc.tensors import Array
@@ -117,12 +117,8 @@ def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
         raise CheckpointError(f"The file {path} can't be written: {error}.") from error
 
 
-def read_part(path: Path, saved: SavedFile) -> Part:
-    """The inverse of `write_part`; tables stay in the file until they are read.
-
-    Raises `CheckpointError` if it is missing or damaged.
-    """
-    check_file(path, saved)
+def read_part(path: Path) -> Part:
+    """The inverse of `write_part`; tables stay in the file until they are read. Raises `CheckpointError`."""
     with opened(path) as file:
         metadata, names = file.metadata() or {}, list(file.keys())
         tensors = {name: file.get_tensor(name) for name in names if kind_of(name) != TABLE}
@@ -133,7 +129,7 @@ def read_part(path: Path, saved: SavedFile) -> Part:
         by_index_and_name(EXTRA, tensors),
         of_kind(SHARED, tensors),
         metadata["optimizer"],
-        tables_in(path, names),
+        {number: SavedTable(number, [path]) for number in tables_in(names)},
         ages=by_index(AGES, tensors),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.checkpoint.shard_file import Part, SavedFile, read_part, write_part
+from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, read_part, write_part
 from elasticcb.errors import CheckpointError
 from elasticcb.rpc.tensors import Array
 
@@ -37,8 +37,10 @@ class CallbackArrays:
         if self._entry is None:
             return {}
         saved = SavedFile.of(self._entry)
+        path = self._folder / saved.name
         try:
-            return read_part(self._folder / saved.name, saved).shared
+            check_file(path, saved)
+            return read_part(path).shared
         except CheckpointError as error:
             self._say(f"The arrays that callbacks had saved are lost: {error}")
             self._entry = None

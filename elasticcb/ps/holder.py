@@ -107,7 +107,7 @@ class Holder:
                 self._writer.close()
             if self.model is not None and self.model.gate is not None:
                 self._drop()
-            saved, continues = self._recovered(log, request, specs, slices)
+            saved, continues = self._recovered(log, request, specs, slices, shard_map)
             part = saved.part
             taken.update(saved.answered)
             values, version, tables = part.weights, part.version, part.tables
@@ -228,6 +228,7 @@ class Holder:
         request: pb.InitializeRequest,
         specs: Sequence[VariableSpec],
         slices: Sequence[Slice],
+        shard_map: ShardMap,
     ) -> tuple[Saved, bool]:
         """Content of the recovery files, and whether they belong to this server and map."""
         if log is None or self._options.recovery is None:
@@ -238,8 +239,8 @@ class Holder:
             if not request.map_version:
                 raise
             logger.info("%s Using the files written before the last move.", error)
-            version = request.map_version
-            return read_by_older_map(self._options.recovery, request.run, specs, request.split, slices, version), False
+            root, run, split = self._options.recovery, request.run, request.split
+            return read_by_older_map(root, run, specs, split, slices, request.index, shard_map), False
         shapes = {index: weights.shape for index, weights in saved.part.weights.items()}
         missing = [part.variable for part in slices if shapes.get(part.variable) != part.shape(specs[part.variable])]
         if missing:

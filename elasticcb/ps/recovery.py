@@ -16,21 +16,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from elasticcb.checkpoint.parts import Written, put_together
 from elasticcb.checkpoint.saved_table import SavedTable
-from elasticcb.checkpoint.shard_file import Part, SavedFile, read_part, write_part
+from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, read_part, write_part
 from elasticcb.errors import CheckpointError, ElasticCBError
-from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.partition import Slice, VariableSpec, partition
-from elasticcb.sharding.table_source import JoinedTable
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.storage import durable
 
 logger = logging.getLogger(__name__)
 
 _LOG = "log.json"
 SET_ASIDE = "set-aside-"  # prefix of folders that are no longer read
-_FORMAT = 4  # 1: servers had rows by the remainder of their ids; 2: with changes that a neighbour kept; 3: by buckets
+_FORMAT = 5  # 1 to 3: rows were spread over servers in other ways; 4: without versions
 # Changes are merged into a new full file once they are as large as the full one, and at least this large.
 _SMALLEST_TOTAL = 64 << 20  # bytes
 
@@ -108,7 +106,7 @@ class RecoveryLog:
         self._next += 1
         before = self._entries
         answered = {str(worker): last for worker, last in saved.answered.items()}
-        entry = asdict(file) | {"answered": answered, "final": saved.final}
+        entry = asdict(file) | {"version": saved.part.version, "answered": answered, "final": saved.final}
         entries = [entry] if whole else [*before, entry]
         self._write_log(entries)
         for old in before if whole else ():
@@ -148,6 +146,19 @@ class RecoveryLog:
 
         Raises `CheckpointError` when nothing can be read.
         """
+        files = self.find()
+        part = read_part(files[-1])
+        tables = {number: SavedTable(number, files) for number in part.tables}
+        return self.described(replace(part, tables=tables))
+
+    def described(self, part: Part) -> Saved:
+        """The content of the files that were found, with what is known of it; sets its version."""
+        last = self._entries[-1]
+        answered = {int(worker): number for worker, number in last["answered"].items()}
+        return Saved(replace(part, version=last["version"]), answered, last["final"])
+
+    def find(self) -> list[Path]:
+        """The files, up to the first damaged one. Raises `CheckpointError` when there is none."""
         path = self._folder / _LOG
         try:
             log = durable.read_document(path, _FORMAT)
@@ -160,21 +171,19 @@ class RecoveryLog:
             raise CheckpointError(f"The recovery files in {self._folder} belong to another training or release.")
         files: list[Path] = []
         for entry in entries:
-            path = self._folder / entry["name"]
             try:
-                part = read_part(path, SavedFile.of(entry))
-                files.append(path)
+                check_file(self._folder / entry["name"], SavedFile.of(entry))
             except CheckpointError as error:
                 if not files:
                     raise
                 logger.warning("%s Using what was saved before it.", error)
                 break
+            files.append(self._folder / entry["name"])
         self._entries = entries[: len(files)]
         self._next = 1 + max(int(Path(entry["name"]).stem.partition("-")[0]) for entry in entries)
-        tables = {number: SavedTable(number, files) for number in part.tables}
-        answered = {int(worker): last for worker, last in self._entries[-1]["answered"].items()}
-        final = self._entries[-1]["final"] and len(files) == len(entries)
-        return Saved(replace(part, tables=tables), answered, final)
+        if len(files) < len(entries):
+            self._entries[-1] = self._entries[-1] | {"final": False}
+        return files
 
 
 class RecoveryWriter:
@@ -246,76 +255,29 @@ def read_by_older_map(
     specs: Sequence[VariableSpec],
     split: bool,
     slices: Sequence[Slice],
-    map_version: int,
+    index: int,
+    shard_map: ShardMap,
 ) -> Saved:
-    """Content written under the map before `map_version`: of variables `slices`, of tables all rows.
+    """Content written under the map before `shard_map`, for its server `index`: of variables `slices`, of tables all
+    rows.
 
     Raises `CheckpointError` when files of a server are missing or damaged.
     """
-    saved: list[Saved] = []
-    while (folder := log_folder(root, len(saved), map_version - 1)).is_dir():
-        saved.append(RecoveryLog(folder, run).read())
-    if not saved:
-        raise CheckpointError(f"There are no recovery files of map {map_version - 1} in {root}.")
-    held = partition(specs, len(saved), split)
+    before = shard_map.version - 1
+    logs: list[RecoveryLog] = []
+    while (folder := log_folder(root, len(logs), before)).is_dir():
+        logs.append(RecoveryLog(folder, run))
+    if not logs:
+        raise CheckpointError(f"There are no recovery files of map {before} in {root}.")
+    held = partition(specs, len(logs), split)
+    written = [Written(own, log.find()) for own, log in zip(held, logs, strict=True)]
     try:
-        part = _put_together(
-            [_PartSlices(own, each.part) for own, each in zip(held, saved, strict=True)], slices, specs
-        )
+        part = put_together(written, ShardMap(len(logs)), specs, slices, index, shard_map)
     except ElasticCBError as error:
-        raise CheckpointError(f"The recovery files in {root} belong to another model: {error}") from error
-    part.tables = {number: JoinedTable([each.part.tables[number] for each in saved]) for number in saved[0].part.tables}
-    part.version = min(each.part.version for each in saved)
+        raise CheckpointError(f"The recovery files in {root} can't be used: {error}") from error
+    saved = [log.described(part) for log in logs]
     answered: dict[int, int] = {}
     for each in saved:
         answered |= {worker: max(last, answered.get(worker, 0)) for worker, last in each.answered.items()}
-    return Saved(part, answered, final=all(each.final for each in saved))
-
-
-class _PartSlices(NamedTuple):
-    """A part of the model, and the slices of its arrays."""
-
-    slices: Sequence[Slice]
-    part: Part
-
-
-def _put_together(pieces: Sequence[_PartSlices], wanted: Sequence[Slice], specs: Sequence[VariableSpec]) -> Part:
-    """Assembles the part of a server with the slices `wanted` from `pieces`, without tables; shared variables come from
-    the first piece that has any.
-
-    Raises `ElasticCBError` when weights are missing.
-    """
-    result = Part(version=max((piece.part.version for piece in pieces), default=0))
-    for part in wanted:
-        spec, filled = specs[part.variable], 0
-        arrays: dict[str, Array] = {}
-        found: dict[str, int] = {}  # elements
-        for piece in pieces:
-            for held in piece.slices:
-                if held.variable != part.variable:
-                    continue
-                common = Slice(part.variable, max(held.start, part.start), min(held.stop, part.stop))
-                if common.elements < 0:
-                    continue
-                given = {"": piece.part.weights[held.variable]}
-                given |= {name: slot for (index, name), slot in piece.part.slots.items() if index == held.variable}
-                for name, array in given.items():
-                    if name not in arrays:
-                        arrays[name] = np.empty((*part.shape(spec)[:1], *array.shape[1:]), array.dtype)
-                    common.of(arrays[name], spec, part)[...] = common.of(array, spec, held)
-                    found[name] = found.get(name, 0) + common.elements
-                filled += common.elements
-                extras = {key: value for key, value in piece.part.extras.items() if key[0] == held.variable}
-                result.extras |= extras
-        if filled != part.elements:
-            raise ElasticCBError(f"{part.elements - filled} elements of {spec.path!r} are missing.")
-        empty = np.empty(part.shape(spec), dtype_of(spec.dtype))
-        result.weights[part.variable] = arrays.pop("", empty)
-        # A slot that some piece lacks is left out: workers start it afresh.
-        complete = {name: slot for name, slot in arrays.items() if found[name] == part.elements}
-        result.slots |= {(part.variable, name): slot for name, slot in complete.items()}
-    for piece in pieces:
-        if piece.part.shared and not result.shared:
-            result.shared, result.optimizer = piece.part.shared, piece.part.optimizer
-            result.ages = piece.part.ages
-    return result
+    version = min(each.part.version for each in saved)
+    return Saved(replace(part, version=version), answered, final=all(each.final for each in saved))
