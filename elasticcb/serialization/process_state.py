@@ -76,7 +76,8 @@ def read() -> dict[str, Any]:
 
 
 def write(state: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Gives it to this process; returns the state of the given generator of Keras, and of the one that is used here."""
+    """Gives it to this process, except that of PyTorch if it has not imported it. Returns the state of the given
+    generator of Keras, and of the one that is used here."""
     seeds = state["random"]
     _write_python(seeds)
     if seeds["tensorflow"] not in (None, _seeding.given):
@@ -121,8 +122,8 @@ def _read_python() -> dict[str, Any]:
 def _write_python(seeds: Mapping[str, Any]) -> None:
     random.setstate(seeds["python"])
     np.random.set_state(seeds["numpy"])
-    if seeds["torch"] is not None:
-        torch = sys.modules["torch"]
+    torch = sys.modules.get("torch")
+    if torch is not None and seeds["torch"] is not None:
         torch.set_rng_state(torch.from_numpy(seeds["torch"]))
 
 
