@@ -276,32 +276,3 @@ def test_rows_of_tables_do_not_move_again_when_a_batch_with_nan_is_passed_over()
         cluster.fit(model, IDS, labels, **fit)
     for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
-
-
-@pytest.mark.parametrize("skips", [True, False])
-def test_a_batch_with_nan_leaves_no_trace_or_ends_the_job(skips):
-    x = np.random.default_rng(5).normal(size=(160, 4)).astype("float32")
-    y = x.sum(1, keepdims=True)
-    spoiled = x.copy()
-    spoiled[80:96] = np.nan  # the sixth batch
-
-    def model():
-        keras.utils.set_random_seed(4)
-        made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
-        made.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
-        return made
-
-    fit = {"batch_size": 16, "shuffle": False, "verbose": 0}
-    options = {"kind": "inprocess", "updates": "local", "local_steps": 4, "log_level": "ERROR"}
-    with elasticcb.Cluster(1, 1, non_finite="skip" if skips else "stop", **options) as cluster:
-        found = model()
-        if skips:
-            cluster.fit(found, spoiled, y, **fit)
-            expected = model()
-            keep = np.r_[0:80, 96:160]
-            expected.fit(x[keep], y[keep], **fit)
-            for mine, theirs in zip(found.get_weights(), expected.get_weights(), strict=True):
-                np.testing.assert_allclose(mine, theirs, atol=1e-5)
-        else:
-            with pytest.raises(JobFailedError, match="loss is nan"):
-                cluster.fit(found, spoiled, y, **fit)
