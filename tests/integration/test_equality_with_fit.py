@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from model_file_jobs import final_weights, load_module, weights_saver
 
 from deep_cases import deep_but
 from jobs import job_settings, run_job, write_model_file
@@ -41,6 +41,9 @@ MODEL_FILE = """
 
     def feed(dataset, mode, metadata):
         return dataset.map(lambda record: (record["x"], record["y"]))
+
+    def callbacks():
+        return [SaveWeights()]
 """
 
 DENSE = {
@@ -59,12 +62,9 @@ EMBEDDING = {
 
 def train_both(tmp_path, optimizer, shape, num_ps=1):
     """The weights after the job, and after `fit`."""
-    import importlib.util
-
-    path = write_model_file(tmp_path, MODEL_FILE.format(optimizer=optimizer, **shape), "equality")
-    spec = importlib.util.spec_from_file_location(f"equality_{abs(hash(str(path)))}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    text = MODEL_FILE.format(optimizer=optimizer, **shape) + weights_saver(tmp_path)
+    path = write_model_file(tmp_path, text, "equality")
+    module = load_module(path)
     x, y = module.data()
     np.savez(tmp_path / "data.npz", x=x, y=y)
 
@@ -76,27 +76,11 @@ def train_both(tmp_path, optimizer, shape, num_ps=1):
         num_minibatches_per_task=module.BATCHES,
         updates="sync",
         num_ps=num_ps,
-        directory=str(tmp_path / "checkpoints"),
     )
     run_job(settings)
     model = module.custom_model()
     model.fit(x, y, batch_size=module.BATCH, epochs=1, shuffle=False, verbose=0)
-    return saved_weights(tmp_path / "checkpoints"), model.get_weights()
-
-
-def saved_weights(folder):
-    """The whole variables in the newest checkpoint, put together from all servers' files."""
-    from elasticcb.checkpoint.manifest import read_manifest
-    from elasticcb.checkpoint.versions import find_latest
-
-    version = find_latest(folder)
-    manifest = read_manifest(version)
-    flat = [np.empty(int(np.prod(v["shape"])), v["dtype"]) for v in manifest["variables"]]
-    for file in manifest["files"]:
-        tensors = load_file(version / file["name"])
-        for variable, start, stop in file["slices"]:
-            flat[variable][start:stop] = tensors[f"weight/{variable}"].reshape(-1)
-    return [array.reshape(v["shape"]) for array, v in zip(flat, manifest["variables"], strict=True)]
+    return final_weights(tmp_path), model.get_weights()
 
 
 def assert_equal(ours, theirs):
