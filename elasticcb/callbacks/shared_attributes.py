@@ -12,7 +12,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple, cast
 
@@ -43,11 +43,10 @@ class _Absent(Enum):
 
 
 class Attribute(NamedTuple):
-    """An attribute, a global or a variable of an enclosing function, and its value."""
+    """An attribute, a global or a variable of an enclosing function."""
 
     holder: Any
     name: str
-    value: Any
 
     def __str__(self) -> str:
         if isinstance(self.holder, types.FunctionType):
@@ -117,9 +116,9 @@ class SharedAttributes:
         is_own = change.now is not self._adopted.get(key)
         return is_own and _may_travel(self._objects[key[0]], change.now)
 
-    def of_optimizers(self, changes: Mapping[Key, Change]) -> list[Attribute]:
+    def of_optimizers(self, changes: Iterable[Key]) -> list[Attribute]:
         """Those of optimizers."""
-        found = [Attribute(self._objects[number], name, each.now) for (number, name), each in changes.items()]
+        found = [Attribute(self._objects[number], name) for number, name in changes]
         return [each for each in found if isinstance(each.holder, keras.optimizers.Optimizer)]
 
     def adopt(self, changes: Mapping[Key, Change]) -> tuple[list[Attribute], list[Attribute]]:
@@ -136,7 +135,7 @@ class SharedAttributes:
             if is_same(here, value):
                 continue
             known = self._adopted.get(key, first)
-            attribute = Attribute(thing, name, value)
+            attribute = Attribute(thing, name)
             if not self._takes_turns and _has_parts(known) and not is_same(here, known):
                 conflicts.append(attribute)
                 continue
@@ -251,22 +250,16 @@ def _set(thing: Any, name: str, value: Any) -> None:
 # ---------------------------------------------------------------- values
 
 
-class _NotCopiedError(Exception):
-    """It has too many parts to be compared by them, or parts of other kinds."""
-
-
-def _copy_of(value: Any) -> Any:
-    """A copy of a value that consists of numbers, strings, arrays and containers of these.
-
-    Raises `_NotCopiedError` for others, and for large ones.
-    """
+def _copy_of(value: Any) -> tuple[Any, bool]:
+    """A copy of a value that consists of numbers, strings, arrays and containers of these, and True: it is compared by
+    what is in it. Others, and large ones, as they are, and False: they are compared by their identity."""
     budget = [_MOST_PARTS, _MOST_BYTES]
 
     def copied(part: Any) -> Any:
         budget[0] -= 1
         budget[1] -= getattr(part, "nbytes", 0)
         if min(budget) < 0:
-            raise _NotCopiedError
+            raise TypeError("it is large")
         if isinstance(part, (*_SIMPLE, _Absent)):
             return part
         if isinstance(part, np.ndarray) and part.dtype != object:
@@ -280,29 +273,20 @@ def _copy_of(value: Any) -> Any:
             return _like(part, [copied(each) for each in list(part)])
         if isinstance(part, (set, frozenset)) and all(isinstance(each, _SIMPLE) for each in set(part)):
             return part.copy()
-        raise _NotCopiedError
+        raise TypeError(type(part))
 
     try:
-        return copied(value)
+        return copied(value), True
     except (RecursionError, TypeError, RuntimeError):  # also a container that changes meanwhile
-        raise _NotCopiedError from None
+        return value, False
 
 
 def _copied(value: Any) -> Any:
-    """A copy, where `_copy_of` makes one; else the value itself, which is then compared by its identity."""
-    try:
-        return _copy_of(value)
-    except _NotCopiedError:
-        return value
+    return _copy_of(value)[0]
 
 
 def _has_parts(value: Any) -> bool:
-    """Whether it is copied, and so compared by what is in it."""
-    try:
-        _copy_of(value)
-    except _NotCopiedError:
-        return False
-    return True
+    return _copy_of(value)[1]
 
 
 def _like(given: Any, parts: Any) -> Any:
