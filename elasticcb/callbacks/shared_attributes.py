@@ -108,7 +108,8 @@ class SharedAttributes:
         for (number, name), change in self.changed().items():
             if change.first is not _Absent.ABSENT and _has_parts(change.first):
                 with contextlib.suppress(Exception):  # of a user's property
-                    _set(self._objects[number], name, change.first)
+                    thing = self._objects[number]
+                    _set(thing, name, _in_place(_get(thing, name), change.first))
 
     def _is_to_be_sent(self, key: Key, change: Change) -> bool:
         if _has_parts(change.now):
