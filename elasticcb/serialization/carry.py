@@ -102,7 +102,6 @@ def dumps(
     known: Sequence[Any] = (),
     hollow: Hollow | None = None,
     keeps: tuple[type, ...] = (),
-    folder: Path | None = None,
     elsewhere: bool = True,
 ) -> bytes:
     """Pickles `value`.
@@ -112,16 +111,13 @@ def dumps(
         known: objects that the reader has, in this order: they travel as references.
         hollow: objects that travel without their content.
         keeps: objects of these kinds are added to `known`.
-        folder: large arrays are written to a file in it, which readers map into memory.
         elsewhere: whether other processes read it; otherwise own modules travel like installed ones.
 
     Raises:
         UsageError: something in it can't be pickled; the message has its path.
     """
     roots = {names: value} if isinstance(names, str) else names
-    return _dumped(
-        lambda: _Pickler(known, hollow or Hollow(), keeps, folder is not None), [value], roots, folder, elsewhere
-    )
+    return _dumped(lambda: _Pickler(known, hollow or Hollow(), keeps, False), [value], roots, None, elsewhere)
 
 
 def dumps_graph(
@@ -131,7 +127,9 @@ def dumps_graph(
     values, in the order of `Graph.variables`, and all objects, by their numbers there. The bytes of the first depend
     neither on the second nor on the values of variables.
 
-    Args, raised errors: as for `dumps`.
+    Args:
+        folder: large arrays are written to a file in it, which readers map into memory.
+        names, hollow, elsewhere: as for `dumps`, as are raised errors.
     """
     picklers: list[_Pickler] = []
 
@@ -148,7 +146,7 @@ def _dumped(
     values: Sequence[Any],
     roots: Mapping[str, Any],
     folder: Path | None,
-    elsewhere: bool = True,
+    elsewhere: bool,
 ) -> bytes:
     imported = set() if elsewhere else set(sys.modules)
     with _lock:
