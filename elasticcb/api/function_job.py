@@ -96,9 +96,7 @@ class FunctionJob:
         """Raises `UsageError` if something can't be sent, and errors of earlier functions like `raise_error`."""
         name = name_of(function)
         with sending_to(self.owner) as needed:
-            function_data = carry.dumps(
-                function, f"The function {name}", references(self.model), elsewhere=self.elsewhere
-            )
+            function_data = self.dumps(function, f"The function {name}")
             arguments = self._pickled_arguments(name, args, kwargs)
         for value in needed:
             if value.error is not None:
@@ -118,9 +116,7 @@ class FunctionJob:
 
     def _pickled_arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         try:
-            return carry.dumps(
-                (args, kwargs), f"The arguments of {name}()", references(self.model), elsewhere=self.elsewhere
-            )
+            return self.dumps((args, kwargs), f"The arguments of {name}()")
         except UsageError:
             for key, value in [*enumerate(args, 1), *kwargs.items()]:
                 self.dumps(value, f"Argument {key} of {name}()")
