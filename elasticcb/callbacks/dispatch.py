@@ -53,7 +53,7 @@ class Dispatcher:
         print_text: receives what hooks print, as in hook_output.py; None: it is only printed.
 
     Raises:
-        ModelFileError: an item of `callbacks` is not a callback, or `place` is not a process.
+        ModelFileError: an item of `callbacks` is not a callback.
         CallbackError: a callback's own `set_params` or `set_model` raised.
     """
 
@@ -69,8 +69,6 @@ class Dispatcher:
         one_worker: bool = False,
         print_text: Callable[[str, bool], None] | None = None,
     ) -> None:
-        if place not in (Place.MASTER, Place.WORKER):
-            raise ModelFileError(f"A dispatcher needs the place MASTER or WORKER. Received: {place!r}.")
         self.callbacks = list(callbacks)
         self.params = dict(params)
         self.model = model

@@ -11,12 +11,13 @@ from typing import Any
 import keras
 import numpy as np
 
+from elasticcb.callbacks.attribute_use import GIVEN
 from elasticcb.rpc.tensors import Array
 from elasticcb.serialization.plain_values import MissingArray, NameNotFound, NotPlain, Writer, read
 
 # Set by the caller of the hooks, or by `keep_files`.
 _UNSET = object()
-_GIVEN = frozenset({"params", "model", "_model", "validation_data", "append", "append_header"})
+_GIVEN = GIVEN | {"append", "append_header"}
 _MOST_TEXT = 1 << 20  # characters; the state of a callback that has more is saved with the arrays
 
 

@@ -178,7 +178,7 @@ class ProgramSpec(_SpecOfProgram):
 
     @property
     def followed(self) -> Mapping[int, Any]:
-        return self._graph.objects if self._graph is not None and self._job.follows else {}
+        return {} if self._graph is None else self._graph.objects
 
     def follow(self) -> None:
         self._has_followed = True

@@ -75,8 +75,7 @@ class Holder:
     @property
     def ready(self) -> bool:
         """Whether it holds and serves its part of the model."""
-        model = self.model
-        return model is not None
+        return self.model is not None
 
     def present(self) -> ServedModel:
         """The model. Raises `ElasticCBError` when there is none yet."""
