@@ -24,11 +24,8 @@ class SharedCallbacks:
         self._returns = shares_state(settings)
         self._placed = sharing(callbacks, settings)
         self._model = model
-        self._variables = SharedVariables({})
-        self._state = SharedState(self._placed, self._returns, self._model, self._variables)
+        self.share({}, {}, lambda warning: None)
         self._sent: dict[int, Any] = {}  # values of variables that were sent last
-        self._attributes, self._follows = SharedAttributes({}), False
-        self._warn: Callable[[CallbackWarning], None] | None = None
         self._sent_attributes: dict[Any, Change] = {}
         self._lock = threading.Lock()  # protects what follows
         self._number, self._data = 0, b""  # the newest state that was sent
@@ -42,7 +39,7 @@ class SharedCallbacks:
     ) -> None:
         """Call before `prepare`, with variables of the program that workers read, and objects whose attributes hooks
         may set, by number."""
-        self._variables, self._sent = SharedVariables(variables), {}
+        self._variables = SharedVariables(variables)
         self._attributes, self._warn = SharedAttributes(objects), warn
         self._follows = bool(objects)
         self._state = SharedState(self._placed, self._returns, self._model, self._variables)
@@ -65,8 +62,7 @@ class SharedCallbacks:
         nothing to send."""
         with self._lock:
             values, attributes = self._variables.changed(), self._attributes.changed()
-            is_old = self._is_old and bool(self._placed)
-            is_old |= any(n not in self._sent or not is_same(value, self._sent[n]) for n, value in values.items())
+            is_old = (self._is_old and bool(self._placed)) or not is_same(values, self._sent)
             if is_old or not self._attributes.is_known(attributes, self._sent_attributes):
                 self._data, _ = self._state.dump(attributes)
                 self._number, self._is_old = self._number + 1, False
@@ -78,7 +74,7 @@ class SharedCallbacks:
 
     def _warn_of_tables(self, changes: Mapping[Key, Change]) -> None:
         names = ", ".join(sorted(map(str, self._attributes.of_optimizers(changes)))) if self._has_tables else ""
-        if names and self._warn is not None:
+        if names:
             text = (
                 f"A hook has set {names}: the optimizers of embedding tables on parameter servers keep the value of "
                 "before the job. Set it before training, or use a learning rate, which they follow."
