@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import PurePath
 
 from elasticcb.cli.given_flags import GivenFlags
-from elasticcb.predictions.formats import ENDINGS, format_of
 from elasticcb.settings import Command
 from elasticcb.settings.choices import PREDICTION_FORMATS
 from elasticcb.storage.remote_files import is_url
 from elasticcb.storage.writable import problem_of_folder
+
+_ENDINGS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".npz": "npz"}
 
 
 def names_predictions(given: GivenFlags) -> bool:
@@ -21,12 +23,12 @@ def names_predictions(given: GivenFlags) -> bool:
     """
     if not given["output"]:
         return False
-    return "output" not in given.from_config or bool(given["output_format"] or format_of(given["output"]))
+    return "output" not in given.from_config or bool(prediction_format(given))
 
 
 def prediction_format(given: GivenFlags) -> str:
     """The format of the file; "" if unknown."""
-    return given["output_format"] or format_of(given["output"] or "")
+    return given["output_format"] or _ENDINGS.get(PurePath(given["output"] or "").suffix.lower(), "")
 
 
 def check_prediction_output(command: Command, given: GivenFlags) -> Iterator[str]:
@@ -45,7 +47,7 @@ def check_prediction_output(command: Command, given: GivenFlags) -> Iterator[str
     format = prediction_format(given)
     if not format:
         yield (
-            f"{flag} has no known file extension. Expected {', '.join(ENDINGS)}; or add --output_format, one of "
+            f"{flag} has no known file extension. Expected {', '.join(_ENDINGS)}; or add --output_format, one of "
             f"{', '.join(PREDICTION_FORMATS)}."
         )
     elif format == "parquet" and importlib.util.find_spec("pyarrow") is None:
