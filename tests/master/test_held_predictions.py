@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from master_state import state_of
+from master_state import settings_of, state_of
 from task_queues import make_queue, reached, records_of, take
 
 from elasticcb.cluster.external import ExternalCluster
@@ -13,7 +13,7 @@ from elasticcb.master.job_state import TaskResult
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
 from elasticcb.master.shards import Shard
-from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
+from elasticcb.settings import Command
 
 ALL = [("a", record) for record in range(40)]
 
@@ -103,13 +103,7 @@ def test_report_that_comes_again_is_no_second_task():
 
 def predicting_master(restarts, lines):
     """A master with two workers, of which the first has ended its callbacks and the second is about to."""
-    settings = JobSettings(
-        command=Command.PREDICT,
-        name="job",
-        directory="/nowhere",
-        model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
-        cluster=ClusterSettings(num_workers=2, num_ps=1, max_worker_restarts=restarts),
-    )
+    settings = settings_of(Command.PREDICT, num_workers=2, num_ps=1, max_worker_restarts=restarts)
     master = Master(settings.cluster, ExternalCluster(lines.append), lines.append)
     master.desk.begin_job(settings)
     state_of(master).queue = holding_queue()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from master_state import state_of
+from master_state import settings_of, state_of
 
 from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.cluster.external import ExternalCluster
@@ -11,15 +11,8 @@ from elasticcb.errors import UsageError
 from elasticcb.master import live_tables
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.master import Master
-from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 
-SETTINGS = JobSettings(
-    command=Command.TRAIN,
-    name="ratings",
-    directory="/nowhere",
-    model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
-    cluster=ClusterSettings(num_workers=2, num_ps=2),
-)
+SETTINGS = settings_of(num_workers=2, num_ps=2)
 
 
 @pytest.fixture

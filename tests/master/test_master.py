@@ -4,7 +4,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from master_state import state_of
+from master_state import settings_of, state_of
 
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.clients.master import MasterClient
@@ -20,7 +20,7 @@ from elasticcb.master.master import Master
 from elasticcb.master.members import Role
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
+from elasticcb.settings import Command
 
 
 @pytest.fixture
@@ -29,13 +29,7 @@ def lines():
 
 
 def make_master(lines, backend=None):
-    settings = JobSettings(
-        command=Command.TRAIN,
-        name="job",
-        directory="/nowhere",
-        model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
-        cluster=ClusterSettings(num_workers=1, num_ps=1),
-    )
+    settings = settings_of(num_workers=1, num_ps=1)
     master = Master(settings.cluster, backend or ExternalCluster(lines.append), lines.append)
     master.desk.begin_job(settings)
     return master

@@ -6,7 +6,7 @@ import urllib.request
 from dataclasses import replace
 
 import pytest
-from master_state import state_of
+from master_state import settings_of, state_of
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ConnectionLostError
@@ -15,16 +15,9 @@ from elasticcb.master.members import Role
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.stats import PUSH, Stats, TableSize
-from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 from metrics_scrapes import Scrape
 
-SETTINGS = JobSettings(
-    command=Command.TRAIN,
-    name="ratings",
-    directory="/nowhere",
-    model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
-    cluster=ClusterSettings(num_workers=2, num_ps=1, metrics_port=0),
-)
+SETTINGS = settings_of(name="ratings", num_workers=2, num_ps=1, metrics_port=0)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from master_state import state_of
+from master_state import settings_of, state_of
 from prometheus_client import CollectorRegistry
 
 from elasticcb.cli.figures import status_parts
@@ -22,15 +22,11 @@ from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.state_document import document
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.stats import Stats
-from elasticcb.settings import CheckpointSettings, ClusterSettings, Command, JobSettings, ModelSettings
+from elasticcb.settings import CheckpointSettings
 
-SETTINGS = JobSettings(
-    command=Command.TRAIN,
-    name="ratings",
-    directory="/nowhere",
-    model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
+SETTINGS = replace(
+    settings_of(name="ratings", num_workers=2, num_ps=1),
     checkpoint=CheckpointSettings(directory="/nowhere/checkpoints", steps=10),
-    cluster=ClusterSettings(num_workers=2, num_ps=1),
 )
 
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from master_state import state_of
+from master_state import settings_of, state_of
 
 from elasticcb.cli.status import state_lines
 from elasticcb.cluster.external import ExternalCluster
@@ -18,16 +18,9 @@ from elasticcb.master.members import Role
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.state_document import document
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
-SETTINGS = JobSettings(
-    command=Command.TRAIN,
-    name="ratings",
-    directory="/nowhere",
-    model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
-    cluster=ClusterSettings(num_workers=2, num_ps=1),
-)
+SETTINGS = settings_of(name="ratings", num_workers=2, num_ps=1)
 
 
 @pytest.fixture

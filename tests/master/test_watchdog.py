@@ -1,13 +1,13 @@
 """Who is missed, and when; no process, thread or clock."""
 
 import pytest
-from master_state import state_of
+from master_state import settings_of, state_of
 
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
 from elasticcb.master.watchdog import Watchdog
-from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
+from elasticcb.settings import Command
 
 
 class Backend(ClusterBackend):
@@ -34,13 +34,7 @@ class Watched:
     def __init__(self, watches=True, max_ps_restarts=10):
         self.backend = Backend(watches)
         self.lines = []
-        settings = JobSettings(
-            command=Command.EVALUATE,
-            name="job",
-            directory="/nowhere",
-            model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
-            cluster=ClusterSettings(max_ps_restarts=max_ps_restarts, lease_seconds=300.0),
-        )
+        settings = settings_of(Command.EVALUATE, max_ps_restarts=max_ps_restarts, lease_seconds=300.0)
         self.master = Master(settings.cluster, self.backend, self.lines.append)
         self.master.desk.begin_job(settings)
         self.worker = state_of(self.master).roster.register(Role.WORKER, 0, "", 1, "here", 0.0).id
