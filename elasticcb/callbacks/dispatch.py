@@ -171,8 +171,10 @@ class Dispatcher:
             self._count(callback, hook)
 
     def call_on(self, callback: Any, hook: str, *args: Any) -> None:
-        """Calls a hook of one callback, also if it does not run in this process."""
-        self._guarded(callback, hook, overridden_hooks(callback)[hook], args)
+        """Calls a hook of one callback, if it has it, also if it does not run in this process."""
+        method = overridden_hooks(callback).get(hook)
+        if method is not None:
+            self._guarded(callback, hook, method, args)
 
     def _is_due(self, callback: Any, hook: str, batches: int) -> bool:
         every = batches_between(callback)

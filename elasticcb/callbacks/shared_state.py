@@ -65,11 +65,13 @@ class SharedState:
     def __init__(self, callbacks: Iterable[Placed], whole: bool, model: Any, variables: SharedVariables) -> None:
         self._states = [_State(each.callback, None if whole else each.follows) for each in callbacks]
         self._model, self._variables = model, variables
+        self._left: list[dict[str, str]] = [{} for _ in self._states]  # of what was sent last: nobody else has them
 
     def dump(self, attributes: Mapping[Key, Change] | None = None) -> tuple[bytes, list[dict[str, str]]]:
         """The state, with changed attributes of other objects (shared_attributes.py), and `Sent.left`."""
         values, left = zip(*(state.get() for state in self._states), strict=True) if self._states else ((), ())
         sent = Sent([*values], [*left], self._variables.changed(), dict(attributes or {}))
+        self._left = sent.left
         try:
             return self._dumped(sent), sent.left
         except ElasticCBError:
@@ -99,8 +101,8 @@ class SharedState:
         """Sets the callbacks and variables here to the state."""
         self._variables.adopt(sent.variables)
         adopted: dict[int, Any] = {}
-        for state, values, left in zip(self._states, sent.values, sent.left, strict=True):
-            state.set(values, left, adopted)
+        for state, values, left, own in zip(self._states, sent.values, sent.left, self._left, strict=True):
+            state.set(values, left | own, adopted)
 
 
 class _State:

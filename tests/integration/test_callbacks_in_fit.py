@@ -1,5 +1,6 @@
 """Hooks that Keras's `fit`, `evaluate` and `predict` call on the caller's object, and what they may set there."""
 
+import os
 import re
 import sys
 
@@ -191,6 +192,25 @@ def test_with_one_worker_all_hooks_of_a_callback_see_one_state_as_in_keras(updat
     assert found[1] == expected[1] == 8
     for mine, keras_own in zip([*found[2], *found[3]], [*expected[2], *expected[3]], strict=True):
         np.testing.assert_allclose(mine, keras_own, rtol=1e-4)
+
+
+def test_what_a_hook_on_the_master_opens_stays_there():
+    class Opens(keras.callbacks.Callback):
+        batches = 0
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.file = open(os.devnull, "w")  # noqa: SIM115
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.file.close()
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.batches += 1
+
+    opens = Opens()
+    with elasticcb.Cluster(kind="inprocess") as cluster:
+        cluster.fit(make(), X, Y, epochs=2, batch_size=32, verbose=0, callbacks=[opens])
+    assert opens.batches == 4
 
 
 class Prints(keras.callbacks.Callback):
