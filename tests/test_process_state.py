@@ -3,6 +3,8 @@
 import random
 import sys
 
+import pytest
+
 from elasticcb.serialization import process_state
 
 
@@ -13,3 +15,14 @@ def test_random_state_of_pytorch_is_left_out_where_it_is_not_imported(monkeypatc
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     process_state.write(given)
     assert random.random() == drawn
+
+
+def test_workers_draw_other_random_numbers_of_pytorch():
+    torch = pytest.importorskip("torch")
+    given, drawn = process_state.read(), []
+    for index in (1, 2):
+        process_state.write(given)
+        process_state.use_own_seeds(index)
+        drawn.append(float(torch.rand(())))
+    process_state.write(given)
+    assert drawn[0] != drawn[1]

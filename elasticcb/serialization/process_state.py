@@ -162,6 +162,8 @@ def use_own_seeds(index: int) -> None:
     drawn = random.getrandbits(31) + index
     random.seed(drawn)
     np.random.seed(drawn)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(drawn)
     generator = global_state.get_global_attribute(_SEED_GENERATOR)
     if generator is not None:
         diverge(generator, index)
