@@ -35,14 +35,8 @@ def serve_one_that_waits(pipe):
     pipe.recv()
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_a_call_hears_at_once_of_a_server_that_is_killed(shares, monkeypatch):
-    monkeypatch.setattr(shared_frames, "is_supported", lambda: shares)
-    pipe, other = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=serve_one_that_waits, args=(other,))
-    process.start()
-    connection = Connection(pipe.recv(), "parameter server 1", patience_seconds=0.5)
-    ask(connection)
+def waiting_caller(connection):
+    """A thread whose call waits; and its error, once the connection is lost."""
     errors = []
 
     def wait():
@@ -53,6 +47,18 @@ def test_a_call_hears_at_once_of_a_server_that_is_killed(shares, monkeypatch):
 
     caller = threading.Thread(target=wait)
     caller.start()
+    return caller, errors
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_call_hears_at_once_of_a_server_that_is_killed(shares, monkeypatch):
+    monkeypatch.setattr(shared_frames, "is_supported", lambda: shares)
+    pipe, other = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=serve_one_that_waits, args=(other,))
+    process.start()
+    connection = Connection(pipe.recv(), "parameter server 1", patience_seconds=0.5)
+    ask(connection)
+    caller, errors = waiting_caller(connection)
     assert pipe.recv() == "waits"
     os.kill(process.pid, signal.SIGKILL)
     caller.join(20)
@@ -134,16 +140,7 @@ def test_a_closed_connection_ends_the_call_that_waits(serve_and_connect_by_link)
 
     _, connection = serve_and_connect_by_link(slow)
     ask(connection)
-    errors = []
-
-    def wait():
-        try:
-            ask(connection, 1)
-        except ConnectionLostError as error:
-            errors.append(str(error))
-
-    caller = threading.Thread(target=wait)
-    caller.start()
+    caller, errors = waiting_caller(connection)
     begun.wait()
     connection.close()
     caller.join(20)

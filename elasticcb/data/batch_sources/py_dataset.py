@@ -114,25 +114,21 @@ class PyDatasetSource(PassSource):
         self._call(dataset.on_epoch_end, epoch, 2)
 
     def _call(self, hook: Callable[[], None], epoch: int, place: int) -> None:
-        _call_seeded(hook, source_seed(self._seed, epoch, place))
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        words = np.random.SeedSequence(source_seed(self._seed, epoch, place)).generate_state(4)
+        random.seed(words.tobytes())
+        np.random.seed(words)
+        try:
+            hook()
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def has_hooks(dataset: Any) -> bool:
     """Whether it is a `PyDataset` that its hooks may change."""
     is_own = any(getattr(type(dataset), hook, None) is not getattr(keras.utils.PyDataset, hook) for hook in _HOOKS)
     return isinstance(dataset, keras.utils.PyDataset) and is_own
-
-
-def _call_seeded(hook: Callable[[], None], seed: list[int]) -> None:
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    words = np.random.SeedSequence(seed).generate_state(4)
-    random.seed(words.tobytes())
-    np.random.seed(words)
-    try:
-        hook()
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 def _read_ahead(read: Callable[[int], Any], indices: Sequence[int], threads: int, most: int) -> Iterator[Any]:
