@@ -26,3 +26,16 @@ def test_workers_draw_other_random_numbers_of_pytorch():
         drawn.append(float(torch.rand(())))
     process_state.write(given)
     assert drawn[0] != drawn[1]
+
+
+def test_seed_of_tensorflow_is_replaced_once_on_workers_after_the_first(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(process_state.tf.random, "set_seed", seeds.append)
+    monkeypatch.setattr(process_state, "_seeding", process_state._Seeding())
+    given = process_state.read()
+    seeded = {**given, "random": {**given["random"], "tensorflow": (7, 1)}}
+    for _ in range(2):
+        process_state.write(seeded)
+        process_state.use_own_seeds(2)
+    process_state.write(given)
+    assert seeds == [7, 9]

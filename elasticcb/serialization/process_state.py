@@ -134,6 +134,7 @@ class _Seeding:
     source: Any = None  # there is a new one after each call
     calls = 0
     given: tuple[int, int] | None = None  # by the caller to this process
+    replaced: tuple[int, int] | None = None  # the given one for which this process has set its own
 
 
 _seeding = _Seeding()
@@ -164,6 +165,9 @@ def use_own_seeds(index: int) -> None:
     np.random.seed(drawn)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(drawn)
+    if _seeding.given is not None and _seeding.replaced != _seeding.given:
+        tf.random.set_seed(_seeding.given[0] + index)
+        _seeding.replaced = _seeding.given
     generator = global_state.get_global_attribute(_SEED_GENERATOR)
     if generator is not None:
         diverge(generator, index)
