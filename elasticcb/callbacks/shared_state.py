@@ -13,7 +13,7 @@ import logging
 import threading
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,22 +65,25 @@ class SharedState:
     def __init__(self, callbacks: Iterable[Placed], whole: bool, model: Any, variables: SharedVariables) -> None:
         self._states = [_State(each.callback, None if whole else each.follows) for each in callbacks]
         self._model, self._variables = model, variables
-        self._left: list[dict[str, str]] = [{} for _ in self._states]  # of what was sent last: nobody else has them
+        self._kept: list[set[_Key]] = [set() for _ in self._states]  # what was left out of the last message
 
     def dump(self, attributes: Mapping[Key, Change] | None = None) -> tuple[bytes, list[dict[str, str]]]:
         """The state, with changed attributes of other objects (shared_attributes.py), and `Sent.left`."""
         values, left = zip(*(state.get() for state in self._states), strict=True) if self._states else ((), ())
         sent = Sent([*values], [*left], self._variables.changed(), dict(attributes or {}))
-        self._left = sent.left
+        self._kept = [set(each) for each in left]
         try:
             return self._dumped(sent), sent.left
         except ElasticCBError:
             for key in [key for key, change in sent.attributes.items() if not self._can_be_sent(change)]:
                 logger.warning("%s can't be sent to other processes.", key[1])
                 del sent.attributes[key]
-            for own, stays in zip(sent.values, sent.left, strict=True):
+            for own, stays, kept in zip(sent.values, sent.left, self._kept, strict=True):
                 for name in [name for name, value in own.items() if not self._can_be_sent(value)]:
-                    stays[str(name)] = type(own.pop(name)).__name__
+                    kind = type(own.pop(name)).__name__
+                    kept.add(name)
+                    if isinstance(name, str):
+                        stays[name] = kind
             return self._dumped(sent), sent.left
 
     def _dumped(self, value: Any) -> bytes:
@@ -101,8 +104,8 @@ class SharedState:
         """Sets the callbacks and variables here to the state."""
         self._variables.adopt(sent.variables)
         adopted: dict[int, Any] = {}
-        for state, values, left, own in zip(self._states, sent.values, sent.left, self._left, strict=True):
-            state.set(values, left | own, adopted)
+        for state, values, left, kept in zip(self._states, sent.values, sent.left, self._kept, strict=True):
+            state.set({key: value for key, value in values.items() if key not in kept}, kept | left.keys(), adopted)
 
 
 class _State:
@@ -126,8 +129,8 @@ class _State:
         values: dict[_Key, Any] = {name: value for name, value in own.items() if name not in left}
         return values | {key: variable.value for key, variable in self._variables.items()}, left
 
-    def set(self, values: Mapping[_Key, Any], left: Mapping[str, str], adopted: dict[int, Any]) -> None:
-        for name in self._attributes().keys() - values.keys() - left.keys():
+    def set(self, values: Mapping[_Key, Any], left: Set[_Key], adopted: dict[int, Any]) -> None:
+        for name in self._attributes().keys() - values.keys() - left:
             del self._own[name]
         for key, value in values.items():
             if isinstance(key, str):

@@ -195,14 +195,27 @@ def test_with_one_worker_all_hooks_of_a_callback_see_one_state_as_in_keras(updat
 
 
 def test_what_a_hook_on_the_master_opens_stays_there():
+    lines = None
+
     class Opens(keras.callbacks.Callback):
-        batches = 0
+        batches, begun = 0, 0
+
+        def __init__(self):
+            super().__init__()
+            self.log = None
+
+        def on_train_begin(self, logs=None):
+            self.begun += 1
 
         def on_epoch_begin(self, epoch, logs=None):
-            self.file = open(os.devnull, "w")  # noqa: SIM115
+            nonlocal lines
+            self.file = self.log = open(os.devnull, "w")  # noqa: SIM115
+            lines = (line for line in "ab")
 
         def on_epoch_end(self, epoch, logs=None):
+            assert self.file is self.log
             self.file.close()
+            assert next(lines) == "a"
 
         def on_train_batch_end(self, batch, logs=None):
             self.batches += 1
@@ -210,7 +223,7 @@ def test_what_a_hook_on_the_master_opens_stays_there():
     opens = Opens()
     with elasticcb.Cluster(kind="inprocess") as cluster:
         cluster.fit(make(), X, Y, epochs=2, batch_size=32, verbose=0, callbacks=[opens])
-    assert opens.batches == 4
+    assert (opens.batches, opens.begun) == (4, 1)
 
 
 class Prints(keras.callbacks.Callback):
