@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import keras
@@ -41,26 +42,53 @@ def with_own_method(method: Method) -> Method:
     return cast(Method, call)
 
 
+_changing = threading.Lock()
+_instead: dict[str, dict[int, Callable[..., Any]]] = {}  # by method of `keras.Model`, and id of the model
+_originals: dict[str, Any] = {}  # methods of its own, such as a tracker's; None: it is a base class's
+
+
 @contextlib.contextmanager
 def _replaced(name: str, model: keras.Model, instead: Callable[..., Any]) -> Iterator[list[str]]:
-    """In the context, `keras.Model`'s method calls `instead` for this model; yields a list with an item per call."""
-    original, calls = getattr(keras.Model, name), []
+    """In the context, `keras.Model`'s method calls `instead` for this model; yields a list with an item per call.
+    Several threads may do so, each with models of its own."""
+    calls: list[str] = []
 
-    @functools.wraps(original)
-    def call(own: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        if own is not model:
-            return original(own, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(name)
-        return instead(own, *args, **kwargs)
+        return instead(model, *args, **kwargs)
 
-    before = vars(keras.Model).get(name)
-    setattr(keras.Model, name, call)
+    with _changing:
+        models = _instead.setdefault(name, {})
+        if not models:
+            _originals[name] = vars(keras.Model).get(name)
+            _lead(name, models)
+        before = models.get(id(model))
+        models[id(model)] = call
     try:
         yield calls
     finally:
-        delattr(keras.Model, name)
-        if before is not None:
-            setattr(keras.Model, name, before)
+        with _changing:
+            if before is None:
+                del models[id(model)]
+            else:
+                models[id(model)] = before
+            if not models:
+                delattr(keras.Model, name)
+                original = _originals.pop(name)
+                if original is not None:
+                    setattr(keras.Model, name, original)
+
+
+def _lead(name: str, models: Mapping[int, Callable[..., Any]]) -> None:
+    """Lets `keras.Model`'s method call those of `models`."""
+    original = getattr(keras.Model, name)
+
+    @functools.wraps(original)
+    def call(own: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        found = models.get(id(own))
+        return original(own, *args, **kwargs) if found is None else found(*args, **kwargs)
+
+    setattr(keras.Model, name, call)
 
 
 def validated_here(

@@ -82,8 +82,7 @@ class SharedState:
                 for name in [name for name, value in own.items() if not self._can_be_sent(value)]:
                     kind = type(own.pop(name)).__name__
                     kept.add(name)
-                    if isinstance(name, str):
-                        stays[name] = kind
+                    stays[name if isinstance(name, str) else name[0]] = kind
             return self._dumped(sent), sent.left
 
     def _dumped(self, value: Any) -> bytes:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from elasticcb.callbacks.attribute_use import use_of
+from elasticcb.callbacks.attribute_use import Variable, use_of
 from elasticcb.callbacks.hook_conflicts import Placed, shares_state, sharing
 from elasticcb.callbacks.placement import overridden_hooks
 from elasticcb.callbacks.shared_attributes import Change, Key, SharedAttributes, is_same
@@ -111,14 +111,15 @@ class SharedCallbacks:
 
 
 def _check_left(each: Placed, left: dict[str, str]) -> None:
-    """Raises `UsageError` for attributes that can't be sent, and that the worker can't make itself."""
+    """Raises `UsageError` for attributes and variables that can't be sent, and that the worker can't make itself."""
     worker = each.on_workers
+    variables = {slot.name for slot in worker.reads | worker.changes if isinstance(slot, Variable)}
     made_there = use_of(each.callback, {"on_train_begin"} & overridden_hooks(each.callback).keys()).changes
     needed = sorted(
-        name for name, kind in left.items() if kind and name in (worker.reads | worker.changes) - made_there
+        name for name, kind in left.items() if kind and name in (worker.reads | worker.changes | variables) - made_there
     )
     if needed:
-        names = ", ".join(f"self.{name}" for name in needed)
+        names = ", ".join(name if name in variables else f"self.{name}" for name in needed)
         raise UsageError(
             f"{each.name}.{' and '.join(each.batches)} (on a worker) uses {names}, but {left[needed[0]]!r} objects "
             "can't be sent to workers. Create it in on_train_begin, which then also runs on the worker; or put "
