@@ -59,8 +59,7 @@ class MasterHooks:
 
     def in_order(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Logs of an epoch in Keras's order."""
-        order = self._host.metrics.log_order
-        return dict(sorted(logs.items(), key=lambda item: (order.get(item[0], item[0]), item[0])))
+        return self._host.metrics.in_order(logs)
 
     def call(self, hook: str, *args: Any, **options: Any) -> None:
         """Calls a hook of training or prediction; `options` as in `Dispatcher.call`."""
@@ -141,7 +140,7 @@ class MasterHooks:
                 self._show_steps(event.version)
             metrics = batch.means if self._host.in_program else event.logs
             more: dict[str, Any] = {"size": event.size, "version": event.version}
-            begin, end = HookLogs(**more), HookLogs(sorted(metrics.items()), **more)
+            begin, end = HookLogs(**more), HookLogs(self._host.metrics.in_order(metrics), **more)
             self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_begin", batch.index, begin)
             self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_end", batch.index, end, keras_logs=batch.means)
         self._carry_out()

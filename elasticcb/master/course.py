@@ -368,7 +368,7 @@ class Course:
             finished, collection = state.rounds.running, state.rounds.collection
         assert finished is not None
         logs = self._host.round_logs(collection.merged(), finished.version)
-        metrics = dict(logs)
+        metrics = self._host.metrics.in_order(logs)
         self._desk.tell(metrics=metrics)
         shown = ", ".join(f"{name} {format_metric(value)}" for name, value in metrics.items())
         text = f"Evaluation at version {finished.version}: {shown}"

@@ -85,7 +85,7 @@ class ModelMetrics:
     Attributes:
         own_steps: "train" or "test", for steps whose logs the model's own methods determine.
         replayed: the units that the master updates with the outputs of each training batch, from `try_out`.
-        log_order: for each key in the logs of training, the one by which Keras sorts it: of the dict that it is in.
+        log_order: for each key in logs, the one by which Keras sorts it: of the dict that it is in.
 
     Raises:
         ModelFileError: `eval_metrics` contains something else.
@@ -417,10 +417,14 @@ class ModelMetrics:
                     result = found[name][1]
                     results[key] = result if part is None else result[part]
         else:
-            results = dict(sorted(results.items(), key=lambda item: (order.get(item[0], item[0]), item[0])))
-            if step == "train":
-                self.log_order = order
+            self.log_order |= order
+            results = self.in_order(results)
         return {name: to_number(value) for name, value in results.items()}
+
+    def in_order(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """Logs of a batch, an epoch or `evaluate` in Keras's order; `on_test_end` gets them sorted by name."""
+        order = self.log_order
+        return dict(sorted(logs.items(), key=lambda item: (order.get(item[0], item[0]), item[0])))
 
     def _metric_keys(self) -> set[str]:
         try:

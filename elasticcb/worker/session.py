@@ -247,7 +247,7 @@ class Session:
         if self._as_keras:
             at_end = int(hook == "on_train_batch_end")
             number = batch.index if self._is_alone else max(0, version - batch.epoch_version - at_end)
-        given = HookLogs(sorted(logs.items()), batch=batch.index, size=batch.records, version=version)
+        given = HookLogs(self.metrics.in_order(logs), batch=batch.index, size=batch.records, version=version)
         self.call(hook, number, given)
 
     def logs_of(self, logs: dict[str, Any]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class TaskRun:
         self._progress.note_event(batch, session.ps.snapshot_version)
         if session.callbacks.is_due("on_test_batch_end"):
             logs = session.running.evaluated(logs)
-        session.call("on_test_batch_end", index, HookLogs(sorted(logs.items()), size=batch.records))
+        session.call("on_test_batch_end", index, HookLogs(session.metrics.in_order(logs), size=batch.records))
 
     def _predict(self, batch: Batch, index: int) -> None:
         session = self._session

@@ -96,7 +96,9 @@ def compare_calls(cluster: Any, given: Given, tolerance: float) -> None:
     weight = None if given.test else given.sample_weight
     test = {**size, "sample_weight": weight, "verbose": 0, "return_dict": True}
     logs = results(functools.partial(model.evaluate, x, y, **test), model)
-    assert_close(results(functools.partial(cluster.evaluate, model, x, y, **test), model), logs, max(SAME, tolerance))
+    found = results(functools.partial(cluster.evaluate, model, x, y, **test), model)
+    assert list(found) == list(logs)
+    assert_close(found, logs, max(SAME, tolerance))
     predictions = results(functools.partial(model.predict, x, **size, verbose=0), model)
     found = results(functools.partial(cluster.predict, model, x, **size, verbose=0), model)
     assert keras.tree.map_structure(np.shape, found) == keras.tree.map_structure(np.shape, predictions)

@@ -158,7 +158,7 @@ def metrics_with_state():
 
         def result(self):
             right, found = self.counts[0, 0] + self.counts[1, 1], self.counts[1, 1]
-            return {"counts_right": right / ops.sum(self.counts), "counts_found": found / ops.sum(self.counts[1])}
+            return {"right": right / ops.sum(self.counts), "found": found / ops.sum(self.counts[1])}
 
     class Precise(keras.metrics.Metric):
         def __init__(self):
