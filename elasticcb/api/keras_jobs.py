@@ -146,7 +146,8 @@ class KerasJobs:
     ) -> JobSnapshot:
         elsewhere = backend_of(settings.cluster.kind).separate
         of_workers = [callback for callback in callbacks if _runs_on_workers(callback)]
-        has_hooks = any(map(_has_own_hooks, callbacks))
+        is_eager = model.run_eagerly or keras.backend.backend() == "torch"  # steps change attributes at each batch
+        has_hooks = is_eager or any(map(_has_own_hooks, callbacks))
         program = Program(model, sources, of_workers, has_hooks=has_hooks, elsewhere=elsewhere)
         spec = CallerSpec(program, callbacks)
 

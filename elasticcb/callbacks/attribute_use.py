@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
+
 from elasticcb.serialization import own_modules
 
 # Attributes that the caller of the hooks sets.
@@ -27,6 +29,15 @@ _CHANGING = frozenset(
 _OF_ELEMENTS = frozenset({"get", "setdefault", "values", "items", "pop"})  # their results are parts of the object
 _RATES = frozenset({"learning_rate", "lr", "_learning_rate"})
 _WEIGHTS = frozenset({"set_weights", "load_weights"})
+_TRAINING = (("fit",), ("train_on_batch",))
+# Names behind an optimizer.
+_STATE = frozenset(
+    {
+        *((name,) for name in ("variables", "trainable_variables", "apply", "apply_gradients")),
+        *((name,) for name in ("load_own_variables", "save_own_variables")),
+        *(("iterations", name) for name in ("assign", "assign_add", "assign_sub")),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,7 @@ class Use:
         fills: those that they change in place.
         variables: those of `changes` that are variables, in the order of the source.
         sets: what they set of the model: "the learning rate", "stop_training", "weights", "the model".
+        of_optimizers: whether they read or write the state of an optimizer.
         is_whole: whether the source of all of them was found.
     """
 
@@ -76,6 +88,7 @@ class Use:
     fills: set[Slot] = field(default_factory=set)
     variables: list[Variable] = field(default_factory=list)
     sets: set[str] = field(default_factory=set)
+    of_optimizers: bool = False
     is_whole: bool = True
 
     def change(self, slot: Slot) -> None:
@@ -205,6 +218,21 @@ class _Reader(ast.NodeVisitor):
             self._use.change(root)
             self._use.fills.add(root)
 
+    def _is_state(self, root: Slot | None, names: tuple[str, ...]) -> bool:
+        """Whether these are the names of an optimizer's state, or of the rate of another one than `model.optimizer`,
+        whose rate and steps are known without."""
+        value = root.value if isinstance(root, Variable) else vars(self._callback).get(root)
+        if isinstance(value, keras.optimizers.Optimizer):
+            names = ("optimizer", *names)
+        if root in GIVEN and names in _TRAINING:
+            return True
+        if names[1:2] and names[1] in _RATES and names[0] != "optimizer":
+            return True
+        if "optimizer" not in names:
+            return False
+        own = names[names.index("optimizer") + 1 :]
+        return own[:1] in _STATE or own[:2] in _STATE or (own != () and own[0].startswith("_") and own[0] not in _RATES)
+
     def _only_change(self, node: ast.AST | None) -> None:
         """A statement changes `node`, and does not read it."""
         while node is not None:
@@ -213,6 +241,7 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         name, is_load = node.attr, isinstance(node.ctx, ast.Load)
+        self._use.of_optimizers = self._use.of_optimizers or self._is_state(*self._path(node))
         if not self._is_self(node.value):
             if not is_load:
                 self._change(node.value, name)

@@ -99,6 +99,7 @@ class Dispatcher:
             methods = overridden_hooks(callback)
             for name in hooks_at(callback, place, methods.keys(), in_program, one_worker):
                 self._methods[name].append((callback, methods[name]))
+        self._of_optimizers: dict[str, bool] = {}  # answers of `needs_optimizer_state`
 
     @property
     def stop_requested(self) -> bool:
@@ -119,7 +120,10 @@ class Dispatcher:
 
     def needs_optimizer_state(self, hook: str) -> bool:
         """Whether a callback reads or writes the optimizer's state in `hook`."""
-        return any(needs_optimizer_state(callback, hook) for callback, _ in self._methods[hook])
+        if hook not in self._of_optimizers:
+            found = (needs_optimizer_state(callback, hook) for callback, _ in self._methods[hook])
+            self._of_optimizers[hook] = any(found)
+        return self._of_optimizers[hook]
 
     def readers(self, hook: str, batches: int = 1) -> list[Any]:
         """The callbacks that may read the model's weights in a hook; for a batch hook, within this many batches."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
+from elasticcb.callbacks.attribute_use import use_of
 from elasticcb.errors import ModelFileError
 
 
@@ -320,11 +321,13 @@ def _on_worker(callback: Any) -> frozenset[str]:
 
 
 def needs_optimizer_state(callback: Any, hook: str) -> bool:
-    """Whether `hook` of `callback` reads or writes the state of `model.optimizer`.
+    """Whether `hook` of `callback` reads or writes the state of `model.optimizer`, as far as its source tells.
 
     A user's class declares it for all its hooks with `needs_optimizer_state = True`.
     """
     if getattr(callback, "needs_optimizer_state", False):
+        return True
+    if _is_of_user(callback, hook) and use_of(callback, [hook]).of_optimizers:
         return True
     row = stock(callback)
     if row is None or (hook == "on_epoch_end" and getattr(callback, "save_freq", "epoch") != "epoch"):

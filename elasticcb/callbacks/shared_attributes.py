@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import sys
 import types
 from collections import deque
@@ -27,7 +28,7 @@ Key = tuple[int, str]  # number of the holder, and name
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _MOST_PARTS = 10_000  # of a value that is compared by what is in it
 _MOST_BYTES = 1 << 20
-# Set by what runs in this process: Keras, and ModelMetrics.
+# Of a model; set by what runs in this process: Keras, and ModelMetrics.
 _OF_KERAS = frozenset(
     {
         "built", "compiled", "compute_metrics", "history", "loss", "metrics", "optimizer", "predict_function",
@@ -35,6 +36,11 @@ _OF_KERAS = frozenset(
         "train_step", "training",
     }
 )  # fmt: skip
+_PLAIN = (
+    keras.regularizers.Regularizer,
+    keras.constraints.Constraint,
+    keras.optimizers.schedules.LearningRateSchedule,
+)
 _BY_THEMSELVES = (keras.callbacks.Callback, keras.metrics.Metric, KerasVariable)  # these travel in other ways
 
 
@@ -103,9 +109,17 @@ class SharedAttributes:
         """Whether another process that has got `sent` knows the changes, as far as can be seen."""
         return is_same({**changes}, {**sent}) and all(_has_parts(change.now) for change in changes.values())
 
-    def undo(self) -> None:
-        """Sets values that are compared by their parts back to what they were at first."""
+    def undo(self, only_counts: bool = False) -> None:
+        """Sets values that are compared by their parts back to what they were at first.
+
+        Args:
+            only_counts: only numbers that `build` does not set.
+        """
         for (number, name), change in self.changed().items():
+            if only_counts and not (type(change.first) is type(change.now) in (int, float)):
+                continue
+            if only_counts and name in _set_by_build(cast(Hashable, type(self._objects[number]))):
+                continue
             if change.first is not _Absent.ABSENT and _has_parts(change.first):
                 with contextlib.suppress(Exception):  # of a user's property
                     thing = self._objects[number]
@@ -131,6 +145,8 @@ class SharedAttributes:
             number, name = key
             if number not in self._objects:
                 continue
+            if key in self._first:  # else it is read through another function
+                self._ever[key] = None
             thing = self._objects[number]
             here = _copied(_get(thing, name))
             if is_same(here, value):
@@ -152,14 +168,14 @@ class SharedAttributes:
 
 @contextlib.contextmanager
 def without_traces(model: keras.Model) -> Iterator[None]:
-    """Context that builds a model by its first batch. As in Keras, which builds symbolically, no attributes are changed
-    and no numbers drawn by a step that only looks like one of training."""
+    """Context that builds or tries a model. As in Keras, which builds symbolically, no numbers are drawn by what only
+    looks like a step of training, and no attributes changed: of a model that was not built before, no counts."""
     attributes = SharedAttributes(dict(enumerate([*layers_of(model), getattr(model, "loss", None)])))
     was_built = model.built
     with without_draws(model, of_python=was_built):
         yield
-    if was_built:
-        attributes.undo()
+    if was_built or model.run_eagerly or keras.backend.backend() == "torch":  # else TensorFlow traces it twice in `fit`
+        attributes.undo(only_counts=not was_built)
 
 
 # ---------------------------------------------------------------- what has them
@@ -174,7 +190,7 @@ def _is_holder(thing: Any) -> bool:
         return _is_users(thing)
     if isinstance(thing, _BY_THEMSELVES) or not hasattr(thing, "__dict__"):
         return False
-    return isinstance(thing, KerasSaveable) or _is_users(type(thing))
+    return isinstance(thing, (KerasSaveable, *_PLAIN)) or _is_users(type(thing))
 
 
 def _is_users(kind: type) -> bool:
@@ -202,8 +218,9 @@ def _is_own(thing: Any, name: str) -> bool:
     if isinstance(thing, (type, types.ModuleType)):
         return not name.startswith("__")
     if not isinstance(thing, KerasSaveable):
-        return True
-    return name not in _OF_KERAS and (not name.startswith("_") or name in _named_by_user(cast(Hashable, type(thing))))
+        return not isinstance(thing, _PLAIN) or not name.startswith("_")
+    of_keras = name in _OF_KERAS if isinstance(thing, keras.Model) else name == "built"
+    return not of_keras and (not name.startswith("_") or name in _named_by_user(cast(Hashable, type(thing))))
 
 
 @functools.lru_cache(maxsize=1000)
@@ -217,6 +234,12 @@ def _named_by_user(kind: Any) -> frozenset[str]:
         if isinstance(method, types.FunctionType)
     ]
     return frozenset().union(*(own_modules.names_in(method.__code__) for method in methods))
+
+
+@functools.lru_cache(maxsize=1000)
+def _set_by_build(kind: Any) -> frozenset[str]:
+    methods = [vars(each)["build"] for each in kind.__mro__ if "build" in vars(each) and _is_users(each)]
+    return frozenset().union(*(own_modules.names_in(inspect.unwrap(method).__code__) for method in methods))
 
 
 def _cells(function: types.FunctionType) -> dict[str, types.CellType]:

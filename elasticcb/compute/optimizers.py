@@ -12,7 +12,7 @@ from elasticcb.compute.backend import LocalModel
 from elasticcb.errors import ModelFileError
 from elasticcb.keras_private import set_decays
 from elasticcb.optimizers.held_state import held_variables
-from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state import LEARNING_RATE, OptimizerState
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.optimizers.variables import leaves_of
 from elasticcb.rpc.tensors import Array
@@ -62,7 +62,7 @@ class HoldsOptimizers(LocalModel):
         for kind in ("slots", "extras", "shared"):
             own = getattr(self._held, kind)
             for key, value in getattr(state, kind).items():
-                if key in own and not str(key).endswith("learning_rate"):
+                if key in own and key != LEARNING_RATE:
                     own[key].assign(np.array(value))
 
 

@@ -9,9 +9,16 @@ from typing import Any
 
 import keras
 
-from elasticcb.keras_private import compute_loss, layers_of, takes_training
+from elasticcb.keras_private import compute_loss, compute_output_spec, layers_of, takes_training
 from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.optimizers.variables import StepVariables
+
+
+def make_variables(model: keras.Model, batch: Any) -> None:
+    """Builds lazily created variables without running a step. Errors are ignored: they recur when it runs."""
+    if not all(layer.built for layer in layers_of(model)):
+        with contextlib.suppress(Exception):
+            compute_output_spec(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
 
 
 def prime_training(

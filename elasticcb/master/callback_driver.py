@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
 import numpy as np
 
 from elasticcb.callbacks.hook_logs import HookLogs
+from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.keras_private import updates_of
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.optimizers.held_state import read_optimizers, write_optimizers
-from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state import LEARNING_RATE, OptimizerState
 from elasticcb.optimizers.traits import not_cached, unwrapped
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import Blocks
@@ -201,7 +203,10 @@ class MasterHooks:
         state, before = read_optimizers(*self._optimizers()), self._state
         now = state.slots | state.extras | state.shared
         then = before.slots | before.extras | before.shared
-        same = now.keys() == then.keys() and all(_same(now[name], then[name]) or _is_rate(name) for name in now)
+        same = now.keys() == then.keys() and all(
+            name == LEARNING_RATE or _same(now[name], then[name])  # it is sent separately, which is cheaper
+            for name in now
+        )
         return None if same else state
 
     def _send_changes(self) -> None:
@@ -225,6 +230,10 @@ class MasterHooks:
         if rate is not None and rate != self.base_learning_rate:
             self._ps.set_learning_rate(rate)
             self.base_learning_rate = rate
+        model, optimizer = self._host.model, self._host.optimizer
+        is_eager = model.run_eagerly or keras.backend.backend() == "torch"
+        if self._host.trains and is_eager and model.optimizer is not optimizer:
+            self._callbacks.warn(CallbackWarning("model.optimizer was replaced", _REPLACED))
 
     def _set_learning_rate(self, rate: float) -> None:
         variable = self._host.learning_rate
@@ -238,9 +247,10 @@ class MasterHooks:
         return float(variable.numpy())
 
 
-def _is_rate(name: Any) -> bool:
-    """The learning rate is sent separately, which is cheaper."""
-    return isinstance(name, str) and name.rpartition("/")[2] == "learning_rate"
+_REPLACED = (
+    "A hook has set model.optimizer: the optimizer of the beginning trains on, where Keras would use the new one. "
+    "Change its learning rate or its attributes instead, or call fit again with the other optimizer."
+)
 
 
 def _same(new: Array, old: Array) -> bool:

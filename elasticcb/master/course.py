@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from elasticcb.callbacks.placement import BATCH_HOOKS
+from elasticcb.callbacks.saved_state import plain
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import CheckpointError
 from elasticcb.master.checkpoint_writer import CheckpointWriter
@@ -380,7 +381,7 @@ class Course:
                 values = {f"val_{name}": value for name, value in metrics.items()}
                 self._end_epoch(epoch, {**self._waiting_logs.pop(epoch), **values})
         with self._desk.state() as state:
-            state.note(evaluated=finished.version)
+            state.note(evaluated=finished.version, metrics=plain(metrics), evaluated_before=state.evaluated_before)
             following = state.rounds.finish(state.version).round
             all_done = state.rounds.all_done and self.queue.training_done
         if following is not None:

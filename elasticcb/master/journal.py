@@ -50,6 +50,8 @@ class Memory:
         states: metric states of each finished training task, by epoch that has not ended.
         ended_epochs: the first epoch whose end hooks have not run; earlier ones have ended.
         evaluated: model version of the last finished evaluation pass.
+        metrics: of that pass.
+        evaluated_before: as in `JobRecord`, for that pass.
         learning_rate: base rate when training started, or after the last epoch ended and the next began; None with a
             schedule.
         epoch_begun: whether `on_epoch_begin` has run for the first epoch that has not ended.
@@ -78,6 +80,8 @@ class Memory:
     states: dict[int, list[States]] = field(default_factory=dict)
     ended_epochs: int = 0
     evaluated: int | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    evaluated_before: int = 0
     learning_rate: float | None = None
     epoch_begun: bool = False
     learning_rate_before: float | None = None

@@ -57,7 +57,6 @@ from elasticcb.optimizers.variables import StepVariables, described, leaves_of
 from elasticcb.predictions.columns import columns_of, names_of_outputs
 from elasticcb.predictions.files import check
 from elasticcb.rpc.tensors import Array
-from elasticcb.serialization.process_state import without_draws
 from elasticcb.settings import Command, JobSettings, Mode
 from elasticcb.sharding.table_spec import TableSpec
 
@@ -100,7 +99,7 @@ class ModelHost:
             self.sources: dict[str, Sources] = self._counts.result()
             # With metrics as the first batch has built them.
             self.metrics.reset()
-            with without_draws(self.model):
+            with without_traces(self.model):
                 replayed = self.metrics.try_out(batch)
                 data = backend().data(self.model, batch)
                 self.rehearsal = rehearse(self.model, batch, data) if rehearses else None

@@ -283,6 +283,9 @@ def _lay_out(order: Order, served: TrainedModel, queue: TaskQueue, initial_epoch
     with order.desk.state() as state:
         state.version = state.start_version = max(state.version, version)
         state.evaluated_before = queue.accounting.records_evaluated
+        if memory is not None and memory.metrics:
+            state.evaluated_before = memory.evaluated_before
+            state.tell(metrics=memory.metrics)
         state.epoch_states.merging = host.metrics.merging_units
         state.rounds = EvaluationRounds(
             evaluation_steps=training.evaluation_steps,

@@ -36,7 +36,7 @@ class Program:
         of_servers: further objects that travel without their content, because servers hold it: rows of tables.
         elsewhere: whether workers are other processes.
         rehearsal: what workers are to compute before they train (compute/rehearsal.py); None: nothing.
-        has_hooks: whether callbacks of the user's have hooks in the caller's process.
+        has_hooks: whether hooks of the user's, or steps, may change attributes after training has begun.
     """
 
     model: keras.Model

@@ -130,7 +130,9 @@ def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
     add(getattr(model, "optimizer", None))
     for layer in layers_of(model):
-        for _, value in sorted(vars(layer).items()):
+        for name, value in sorted(vars(layer).items()):
+            if name.startswith("_self_"):  # of TensorFlow's tracking, in another order, and not in every process
+                continue
             items = (
                 value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
             )

@@ -29,7 +29,6 @@ from elasticcb.model.spec import Spec, words_of
 from elasticcb.model.weights import assign_dense, variable_specs
 from elasticcb.optimizers.traits import model_optimizers, sets_final_weights, unwrapped
 from elasticcb.process.generated_files import remove_generated_files
-from elasticcb.serialization.process_state import without_draws
 from elasticcb.settings import Command, JobSettings, Mode, NonFinite, WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
@@ -203,7 +202,7 @@ class Session:
             return
         batch = self.pipeline(built.first_mode).first_batch()
         if digest_of((batch, self.model.weights)) == rehearsal.digest:
-            with without_draws(self.model):
+            with without_traces(self.model):
                 rehearsal.check(rehearsed(self.model, backend().data(self.model, batch)))
             self.metrics.reset()
 

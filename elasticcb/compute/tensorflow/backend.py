@@ -12,7 +12,7 @@ import tensorflow as tf
 from elasticcb.compute.backend import Backend
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
 from elasticcb.compute.movable import Allowed, Step, movable
-from elasticcb.compute.priming import kept, prime_training
+from elasticcb.compute.priming import kept, make_variables, prime_training
 from elasticcb.compute.tensorflow.capture import TensorFlowCapture, step_variables
 from elasticcb.compute.tensorflow.computation import TensorFlowComputation
 from elasticcb.compute.tensorflow.id_graph import Recording, id_function
@@ -31,6 +31,8 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> StepVariabl
     check_batch(spec, model, batch, mode)
     batch = _of_fixed_size(model, batch)
     with told_with_batch(spec, batch, mode), building:
+        if model.run_eagerly:  # else the step is traced first
+            make_variables(model, batch)
         if mode is Mode.TRAINING:
             return prime_training(model, batch, _run_unchanged, step_variables)
         _run_unchanged(model, model.test_step if mode is Mode.EVALUATION else model.predict_step, batch)

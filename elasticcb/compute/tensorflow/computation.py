@@ -18,7 +18,7 @@ from elasticcb.compute.tensorflow.lookups import TensorFlowTables
 from elasticcb.model.input_pipeline import records_in
 from elasticcb.model.metric_messages import States, with_outputs
 from elasticcb.model.metrics import to_number
-from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state import LEARNING_RATE, OptimizerState
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
@@ -209,8 +209,8 @@ class TensorFlowComputation(Computation):
         return self._read_shared()
 
     def set_optimizer_state(self, state: OptimizerState) -> None:
-        given = {key: value for key, value in _by_kind(state).items() if key in self._optimizer_variables}
-        given = {key: value for key, value in given.items() if not str(key[1]).endswith("learning_rate")}
+        found = _by_kind(state).items()
+        given = {key: value for key, value in found if key in self._optimizer_variables and key[1] != LEARNING_RATE}
         targets = [self._optimizer_variables[key] for key in given]
 
         def assign(*values: Any) -> None:

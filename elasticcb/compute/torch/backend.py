@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -15,11 +14,10 @@ from elasticcb.compute.backend import Backend
 from elasticcb.compute.dense_batches import arrays_of, repeated
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
 from elasticcb.compute.movable import Allowed, movable
-from elasticcb.compute.priming import kept, prime_training
+from elasticcb.compute.priming import kept, make_variables, prime_training
 from elasticcb.compute.torch.arrays import as_array, tensors_of
 from elasticcb.compute.torch.computation import TorchComputation, step_variables
 from elasticcb.compute.torch.lookups import problems_of
-from elasticcb.keras_private import compute_output_spec, layers_of
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
 from elasticcb.optimizers.variables import StepVariables
@@ -33,20 +31,13 @@ def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> StepVariabl
     """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
     with told_with_batch(spec, batch, mode), building:
-        _make_variables(model, tensors_of(batch))
+        make_variables(model, tensors_of(batch))
         size = fixed_batch_size(model)
         tensors = tensors_of(batch if size is None else repeated(arrays_of(batch), size))
         if mode is Mode.TRAINING:
             return prime_training(model, tensors, _run_unchanged, step_variables)
         _run_unchanged(model, model.test_step if mode is Mode.EVALUATION else model.predict_step, tensors)
     return None
-
-
-def _make_variables(model: keras.Model, batch: Any) -> None:
-    """Builds lazily created variables without running the step. Errors are ignored: they recur when it runs."""
-    if not all(layer.built for layer in layers_of(model)):
-        with contextlib.suppress(Exception):
-            compute_output_spec(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
 
 
 def _run_unchanged(model: keras.Model, step: Callable[[Any], Any], batch: Any) -> None:

@@ -125,15 +125,15 @@ def _iterated(
     if isinstance(adapter, keras_data.TFDatasetAdapter):
         batches = _finite(adapter.get_tf_dataset(), steps, purpose)
     elif isinstance(adapter, keras_data.GeneratorDataAdapter):
-        batches = Generator(adapter.generator)
+        batches = Passes(adapter.generator)
     else:
-        batches = adapter.get_numpy_iterator()
+        batches = Passes(adapter.get_numpy_iterator)
     is_dataset = isinstance(batches, tf.data.Dataset)
     # An iterator yields its batches once, but without `steps` each epoch needs all of them.
     if purpose == "fit" and (steps or is_dataset):
         if service is None:
             raise ValueError("`fit` with a tf.data.Dataset or a generator needs a DataService. Received: service=None")
-        return ServedSource(batches, size=adapter.num_batches if is_dataset else None, steps=steps, service=service)
+        return ServedSource(batches, size=adapter.num_batches, steps=steps, service=service)
     stored = StoredSource(batches, folder=folder, limit=steps)
     if is_dataset:
         if adapter.num_batches and stored.num_batches == adapter.num_batches:
@@ -149,8 +149,10 @@ def _iterated(
 
 
 @dataclass(frozen=True)
-class Generator:
-    """A generator: each pass has its first batches, which Keras has taken from it, and what it yields after them."""
+class Passes:
+    """Batches of a loader; or of a generator: each pass has its first batches, which Keras has taken from it, and what
+    it yields after them.
+    """
 
     begin: Callable[[], Iterator[Any]]
 
