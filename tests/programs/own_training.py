@@ -529,3 +529,87 @@ def branches_on_tensors():
     model = Branch(small())
     model.compile("adam")
     return Given(model, normal(6), normal(1))
+
+
+@step("two optimizers, neither of them `model.optimizer`; a hook lowers the rate of one")
+def own_optimizers():
+    class Pair(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = small(), small()
+
+        def compile(self, of_second, of_first):
+            super().compile()
+            self.of_second, self.of_first = of_second, of_first
+
+        def call(self, x):
+            return self.first(x) + self.second(x)
+
+        def train_step(self, data):
+            x, y = data
+            for part, optimizer in ((self.first, self.of_first), (self.second, self.of_second)):
+                with tf.GradientTape() as tape:
+                    loss = ops.mean((self(x, training=True) - y) ** 2)
+                variables = part.trainable_variables
+                optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"loss": loss}
+
+    class Lower(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.of_second.learning_rate = 0.01 / (epoch + 2)
+
+    model = Pair()
+    model.compile(keras.optimizers.SGD(0.01), keras.optimizers.Adam(0.01))
+    options = {"callbacks": [Lower()], "epochs": 3, "validation_data": None}
+    return Given(model, normal(6), normal(1), options=options, test=())
+
+
+@step("eager steps that count, and move a copy of weights that the first step makes; trained twice")
+def counting_steps():
+    class Follower(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.copy, self.steps = layers.Dense(1), layers.Dense(1, trainable=False), 0
+
+        def call(self, x):
+            self.copy(x)
+            return self.layer(x)
+
+        def train_step(self, data):
+            self.steps += 1
+            logs = super().train_step(data)
+            for slow, weight in zip(self.copy.weights, self.layer.weights, strict=True):
+                slow.assign(slow + (weight - slow) / self.steps)
+            return {**logs, "steps": self.steps}
+
+    model = Follower()
+    model.compile("adam", "mse", run_eagerly=True)
+    options = {"epochs": 2, "batch_size": BATCH, "shuffle": False, "verbose": 0}
+    return Given(model, normal(6), normal(1), then=lambda fit: fit(model, normal(6), normal(1), **options))
+
+
+@step("hooks that forget the momentum, and set a regularizer and the factor of a loss")
+def hooks_that_set():
+    class Scaled(keras.losses.Loss):
+        def __init__(self):
+            super().__init__()
+            self.factor = 1.0
+
+        def call(self, y, predicted):
+            return self.factor * ops.mean((y - predicted) ** 2, -1)
+
+    class Set(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            loss.factor *= 0.5
+
+        def on_epoch_begin(self, epoch, logs=None):
+            for variable in self.model.optimizer.variables[2:]:
+                variable.assign(ops.zeros_like(variable))
+            self.model.layers[0].kernel_regularizer.l2 = 0.1 * epoch
+            loss.factor = 1.0
+
+    loss = Scaled()
+    hidden = layers.Dense(5, "tanh", kernel_regularizer=keras.regularizers.L2(0.1))
+    model = keras.Sequential([keras.Input((6,)), hidden, layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, run_eagerly=True)
+    return Given(model, normal(6), normal(1), options={"callbacks": [Set()], "epochs": 3}, test=())

@@ -24,9 +24,10 @@ NAMES = [name for name, case in CASES.items() if ON_TENSORFLOW or case.everywher
 
 # One or two of a kind; `make test-deep` has all.
 KEPT = (
-    "average", "fixed_batch_size", "functional", "gan", "masked_lstm", "mixed_float16", "own_methods", "own_steps",
-    "preprocessing", "resnet", "sequential_recommender", "sequential_without_input", "states_of_python", "subclass",
-    "shuffled_dataset", "teacher",
+    "average", "counting_steps", "fixed_batch_size", "functional", "gan", "hooks_that_set", "masked_lstm",
+    "mixed_float16", "own_methods", "own_optimizers", "own_steps", "preprocessing", "resnet",
+    "sequential_recommender", "sequential_without_input", "states_of_python", "subclass", "shuffled_dataset",
+    "teacher",
 )  # fmt: skip
 KEPT_EVERYWHERE = (
     "annealing", "annealing_eagerly", "boosted_optimizer", "changed_globals", "curriculum", "deep_fm",
