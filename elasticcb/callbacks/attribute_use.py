@@ -219,8 +219,8 @@ class _Reader(ast.NodeVisitor):
             self._use.fills.add(root)
 
     def _is_state(self, root: Slot | None, names: tuple[str, ...]) -> bool:
-        """Whether these are the names of an optimizer's state, or of the rate of another optimizer than `model.optimizer`,
-        whose rate and steps are known without."""
+        """Whether these are the names of an optimizer's state, or of a rate; those of `model.optimizer` excepted, whose
+        rate and steps are known without."""
         value = root.value if isinstance(root, Variable) else vars(self._callback).get(root)
         if isinstance(value, keras.optimizers.Optimizer):
             names = ("optimizer", *names)
