@@ -342,3 +342,25 @@ def test_large_arrays_are_mapped_from_a_file_and_may_be_changed(tmp_path):
     again = dumped()
     assert len(again) < 1000
     np.testing.assert_array_equal(carry.loads(again)["a"], array)
+
+
+def test_functions_of_one_scope_share_its_variables():
+    count = 1
+
+    def rise():
+        nonlocal count
+        count += 1
+
+    def factorial(number):
+        return number * factorial(number - 1) if number else count
+
+    def early():
+        return late
+
+    again, others, missing = carry.loads(carry.dumps((rise, factorial, early), "functions"))
+    again()
+    assert others(3) == 12
+    assert factorial(3) == 6
+    with pytest.raises(NameError):
+        missing()
+    late = 0

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import keras
-
 from elasticcb.serialization import own_modules
 
 # Attributes that the caller of the hooks sets.
@@ -221,6 +219,8 @@ class _Reader(ast.NodeVisitor):
     def _is_state(self, root: Slot | None, names: tuple[str, ...]) -> bool:
         """Whether these are the names of an optimizer's state, or of a rate; those of `model.optimizer` excepted, whose
         rate and steps are known without."""
+        import keras  # not above: the command line reads where hooks run, without it
+
         value = root.value if isinstance(root, Variable) else vars(self._callback).get(root)
         if isinstance(value, keras.optimizers.Optimizer):
             names = ("optimizer", *names)

@@ -321,6 +321,8 @@ class _Pickler(cloudpickle.Pickler):
         reduce = _reducer_of(cast(Hashable, type(obj)))
         if reduce is not None:
             return reduce(self, obj)
+        if type(obj) is types.CellType:
+            return types.CellType, (), _content(obj), None, None, _fill_cell
         if type(obj) is types.FunctionType and _is_of_package(obj):
             return _reduce_function_of_package(obj)
         if id(obj) in self.hollow.rows and isinstance(obj, np.ndarray):
@@ -329,6 +331,10 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, types.FunctionType) and reduced is not NotImplemented:
             self._note_code(obj)
         return reduced
+
+    def _function_getnewargs(self, func: Any) -> Any:
+        # With its own cells: functions of one scope share its variables.
+        return (*super()._function_getnewargs(func)[:-1], func.__closure__)
 
     def _note_code(self, function: types.FunctionType) -> None:
         file = function.__code__.co_filename
@@ -402,6 +408,11 @@ def _content(cell: Any) -> tuple[Any, ...]:
         return ()
 
 
+def _fill_cell(cell: types.CellType, content: tuple[Any, ...]) -> None:
+    if content:
+        (cell.cell_contents,) = content
+
+
 def _make_function(code: Any, module: str, cells: int) -> types.FunctionType:
     closure = tuple(types.CellType() for _ in range(cells))
     return types.FunctionType(code, vars(importlib.import_module(module)), closure=closure)
@@ -410,8 +421,7 @@ def _make_function(code: Any, module: str, cells: int) -> types.FunctionType:
 def _fill_function(function: types.FunctionType, state: Any) -> None:
     contents, own, attributes = state
     for cell, content in zip(function.__closure__ or (), contents, strict=True):
-        if content:
-            (cell.cell_contents,) = content
+        _fill_cell(cell, content)
     for name, value in own.items():
         setattr(function, name, value)
     vars(function).update(attributes)
