@@ -37,5 +37,5 @@ def test_seed_of_tensorflow_is_replaced_once_on_workers_after_the_first(monkeypa
     for _ in range(2):
         process_state.write(seeded)
         process_state.use_own_seeds(2)
-    process_state.write(given)
     assert seeds == [7, 9]
+    process_state.write(given)

@@ -20,6 +20,7 @@ from elasticcb.api.job_folder import KeptFit
 from elasticcb.api.processes import ClusterProcesses
 from elasticcb.callbacks.placement import Place, hooks_at, overridden_hooks, stock
 from elasticcb.cluster.registry import backend_of
+from elasticcb.compute.registry import runs_eagerly
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import (
     CallbackError,
@@ -146,8 +147,7 @@ class KerasJobs:
     ) -> JobSnapshot:
         elsewhere = backend_of(settings.cluster.kind).separate
         of_workers = [callback for callback in callbacks if _runs_on_workers(callback)]
-        is_eager = model.run_eagerly or keras.backend.backend() == "torch"  # steps change attributes at each batch
-        has_hooks = is_eager or any(map(_has_own_hooks, callbacks))
+        has_hooks = runs_eagerly(model) or any(map(_has_own_hooks, callbacks))
         program = Program(model, sources, of_workers, has_hooks=has_hooks, elsewhere=elsewhere)
         spec = CallerSpec(program, callbacks)
 

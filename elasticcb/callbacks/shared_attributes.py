@@ -167,14 +167,14 @@ class SharedAttributes:
 
 
 @contextlib.contextmanager
-def without_traces(model: keras.Model) -> Iterator[None]:
+def without_traces(model: keras.Model, is_eager: bool = True) -> Iterator[None]:
     """Context that builds or tries a model. As in Keras, which builds symbolically, no numbers are drawn by what only
     looks like a step of training, and no attributes changed: of a model that was not built before, no counts."""
     attributes = SharedAttributes(dict(enumerate([*layers_of(model), getattr(model, "loss", None)])))
     was_built = model.built
     with without_draws(model, of_python=was_built):
         yield
-    if was_built or model.run_eagerly or keras.backend.backend() == "torch":  # else TensorFlow traces it twice in `fit`
+    if was_built or is_eager:  # else TensorFlow traces it twice in `fit`
         attributes.undo(only_counts=not was_built)
 
 

@@ -13,7 +13,7 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elasticcb.errors import UsageError
 
@@ -37,6 +37,11 @@ def chosen_backend() -> str:
 
         return str(keras.backend.backend())
     return os.environ.get(VARIABLE) or _configured() or "tensorflow"
+
+
+def runs_eagerly(model: Any) -> bool:
+    """Whether the Python code of a model's steps runs for each batch."""
+    return bool(model.run_eagerly) or chosen_backend() == "torch"
 
 
 def _configured() -> str:

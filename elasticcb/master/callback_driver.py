@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import keras
 import numpy as np
 
 from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.callbacks.warning import CallbackWarning
+from elasticcb.compute.registry import runs_eagerly
 from elasticcb.keras_private import updates_of
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.master.ps_admin import PSControl
@@ -231,8 +231,7 @@ class MasterHooks:
             self._ps.set_learning_rate(rate)
             self.base_learning_rate = rate
         model, optimizer = self._host.model, self._host.optimizer
-        is_eager = model.run_eagerly or keras.backend.backend() == "torch"
-        if self._host.trains and is_eager and model.optimizer is not optimizer:
+        if self._host.trains and runs_eagerly(model) and model.optimizer is not optimizer:
             self._callbacks.warn(CallbackWarning("model.optimizer was replaced", _REPLACED))
 
     def _set_learning_rate(self, rate: float) -> None:

@@ -18,7 +18,7 @@ from elasticcb.callbacks.serving_signature import serving_inputs
 from elasticcb.callbacks.shared_attributes import without_traces
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import find_latest
-from elasticcb.compute.registry import backend
+from elasticcb.compute.registry import backend, runs_eagerly
 from elasticcb.compute.rehearsal import rehearse
 from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
 from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError
@@ -91,7 +91,7 @@ class ModelHost:
                 pipelines[Mode.EVALUATION] = open_pipeline(settings, self.spec, Mode.EVALUATION)
             self._counts = SourceCounts(settings, pipelines)
             on_error.callback(self._counts.stop)  # the user may have interrupted the job
-            with without_traces(self.model):
+            with without_traces(self.model, runs_eagerly(self.model)):
                 batch, step = self._build(pipelines, mode)
             # A hook may compile the model again, or set attributes that say which slots an optimizer has.
             self.optimizer, self._all_optimizers = getattr(self.model, "optimizer", None), model_optimizers(self.model)

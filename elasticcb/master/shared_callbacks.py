@@ -24,7 +24,10 @@ class SharedCallbacks:
         self._returns = shares_state(settings)
         self._placed = sharing(callbacks, settings)
         self._model = model
-        self.share({}, {}, lambda warning: None)
+        self._variables, self._attributes = SharedVariables({}), SharedAttributes({})
+        self._warn: Callable[[CallbackWarning], None] = lambda warning: None
+        self._follows = False
+        self._state = SharedState(self._placed, self._returns, self._model, self._variables)
         self._sent: dict[int, Any] = {}  # values of variables that were sent last
         self._sent_attributes: dict[Any, Change] = {}
         self._lock = threading.Lock()  # protects what follows

@@ -19,7 +19,7 @@ from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.cluster.registry import backend_of
 from elasticcb.compute.backend import Computation, HeldModel
-from elasticcb.compute.registry import backend
+from elasticcb.compute.registry import backend, runs_eagerly
 from elasticcb.compute.rehearsal import Rehearsal, digest_of, rehearsed
 from elasticcb.errors import ModelFileError
 from elasticcb.model.input_pipeline import Pipeline, open_pipeline
@@ -81,7 +81,7 @@ class BuiltModel:
             both = self.first_mode is Mode.TRAINING and validates and self.metrics.own_steps
             for mode in (self.first_mode, *([Mode.EVALUATION] if both else ())):
                 batch = self.pipeline(mode).first_batch()
-                with without_traces(self.model):
+                with without_traces(self.model, runs_eagerly(self.model)):
                     backend().build(spec, self.model, batch, mode)
         self.metrics.reset()
         remove_generated_files()  # a job may end before this worker gets a task

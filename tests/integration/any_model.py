@@ -6,8 +6,10 @@ import textwrap
 
 import numpy as np
 import tensorflow as tf
-from test_equality_with_fit import saved_weights
+from safetensors.numpy import load_file
 
+from elasticcb.checkpoint.manifest import read_manifest
+from elasticcb.checkpoint.versions import find_latest
 from jobs import job_settings, run_job, write_model_file
 
 BATCH = 8
@@ -99,3 +101,15 @@ class Comparison:
         assert set(self.logs) == set(expected)
         for name, value in expected.items():
             np.testing.assert_allclose(self.logs[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def saved_weights(folder):
+    """The whole variables in the newest checkpoint, put together from all servers' files."""
+    version = find_latest(folder)
+    manifest = read_manifest(version)
+    flat = [np.empty(int(np.prod(v["shape"])), v["dtype"]) for v in manifest["variables"]]
+    for file in manifest["files"]:
+        tensors = load_file(version / file["name"])
+        for variable, start, stop in file["slices"]:
+            flat[variable][start:stop] = tensors[f"weight/{variable}"].reshape(-1)
+    return [array.reshape(v["shape"]) for array, v in zip(flat, manifest["variables"], strict=True)]

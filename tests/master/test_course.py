@@ -70,6 +70,7 @@ class Training:
             callbacks=SimpleNamespace(wants=lambda hook: False, stop_requested=False),
             sources={"training": [("a", 20)], "evaluation": [("b", 10)]},
             training_logs=lambda states: {"loss": float(states["loss"][0])},
+            metrics=SimpleNamespace(in_order=dict),
             round_logs=lambda merged, version: {"loss": float(merged.states["loss"][0])},
             exports=False,
             finalizes=False,
