@@ -166,13 +166,17 @@ class Dispatcher:
             self._guarded(callback, hook, method, args if stock(callback) is None else of_keras)
             if hook in _ONCE:  # not before: a failed beginning is retried with the next task
                 self._called_once.add((hook, id(callback)))
-            if not self.stop_reason and self.model is not None and self.model.stop_training:
-                self.stop_reason = f"{type(callback).__name__}.{hook} set model.stop_training{_location(hook, args)}"
+            self._note_stop(f"{type(callback).__name__}.{hook} set model.stop_training{_location(hook, args)}")
 
     def skip(self, hook: str) -> None:
         """Counts a batch whose hook is not due."""
         for callback, _ in self._methods[hook]:
             self._count(callback, hook)
+        self._note_stop("The model's step set model.stop_training")
+
+    def _note_stop(self, reason: str) -> None:
+        if not self.stop_reason and self.model is not None and self.model.stop_training:
+            self.stop_reason = reason
 
     def call_on(self, callback: Any, hook: str, *args: Any) -> None:
         """Calls a hook of one callback, if it has it, also if it does not run in this process."""

@@ -320,8 +320,8 @@ class ModelMetrics:
             _, labels, weight = keras.utils.unpack_x_y_sample_weight(batch)
             try:
                 trials = [(labels, each, weight) for each in trial_predictions(labels, self._predictions)]
+                keeping = keeping_states(own, self.reset, self._replay, trials)  # first: it may keep what it has seen
                 summable = summable_states(own, self.reset, self._replay, trials)
-                keeping = keeping_states(own, self.reset, self._replay, trials)
             except Exception as error:  # of a metric that does not accept these predictions
                 logger.info("How metrics keep their state is unknown: %s", describe(error))
         for name, first, second in keeping:

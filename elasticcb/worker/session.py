@@ -224,6 +224,9 @@ class Session:
         if self.callbacks.is_due(hook):
             self.rate.may_have_changed()
         self.callbacks.call(hook, *args)
+        self._tell_of_stop()
+
+    def _tell_of_stop(self) -> None:
         if self.callbacks.stop_requested and not self.stop_told:
             self.client.stop_training(f"{self.callbacks.stop_reason}, on worker {self.client.id}")
             self.stop_told = True
@@ -241,6 +244,7 @@ class Session:
         """
         if not self.callbacks.is_due(hook):
             self.callbacks.skip(hook)
+            self._tell_of_stop()
             return
         number = version
         if self._as_keras:
