@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-deep test-nightly lint docs locks bench clean
+.PHONY: train test test-deep test-nightly lint docs dist locks bench clean
 
 $(VENV)/.installed: pyproject.toml setup.py proto/elasticcb.proto
 	@$(PYTHON) -c 'import sys; v = sys.version_info; assert (3, 10) <= v < (3, 14), "ElasticCB needs Python 3.10 to 3.13; this is %d.%d. Name another: make PYTHON=python3.12" % v[:2]'
@@ -70,6 +70,12 @@ locks: $(VENV)/.installed-test  ## what the Dockerfile installs, with hashes, as
 	echo 'tensorflow-cpu==$(TENSORFLOW); platform_machine == "x86_64"' \
 		| $(LOCK) --no-emit-package=tensorflow --output-file=deploy/image/cpu.lock -
 	echo 'tensorflow[and-cuda]==$(TENSORFLOW)' | $(LOCK) --output-file=deploy/image/gpu.lock -
+
+dist: $(VENV)/.installed  ## a wheel and a source archive, checked, in dist/
+	$(BIN)/pip install --quiet --editable ".[dist]"
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
 
 bench: $(VENV)/.installed-bench  ## compares throughput with Keras and ParameterServerStrategy; FLAGS="--quick" for less
 	$(BIN)/python benchmarks/throughput.py --into=docs/benchmarks.md $(FLAGS)

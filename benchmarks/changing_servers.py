@@ -13,6 +13,7 @@ import argparse
 import multiprocessing
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ def measured(rows: int, given: argparse.Namespace) -> str:
     from elasticcb.clients.ps_servers import ServerGroup
     from elasticcb.master.initial_model import InitialModel
     from elasticcb.master.ps_admin import PSControl
+    from elasticcb.master.recovery_files import RecoveryFiles
     from elasticcb.master.resharding import Pause
     from elasticcb.sharding.push import Movement
     from elasticcb.sharding.shard_map import ShardMap
@@ -56,7 +58,8 @@ def measured(rows: int, given: argparse.Namespace) -> str:
         places = [ServerPlace(pipe.recv(), index + 1) for index, pipe in enumerate(pipes)]
         group = ServerGroup(Places(places[: given.before], ShardMap(given.before)), specs_of(given.dim), split=False)
         client = PSClient(group, 1)
-        control = PSControl(client, "run")
+        recovery = RecoveryFiles(Path(folder, "recovery"), "run", group.specs)
+        control = PSControl(client, "run", recovery=recovery)
         control.initialize(InitialModel([np.zeros(16, np.float32), np.zeros((0, given.dim), np.float32)]))
         client.pull()
 

@@ -57,6 +57,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--lost_updates", default="repeat", help="as of `elasticcb train`")
     parser.add_argument("--roles", default=",".join(SHARES), help="what may be killed: %(default)s")
+    parser.add_argument("--jobs_url", help="URL below which the jobs have their folders; without it these are local")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         counts = write_data(Path(folder), arguments.data_dir)
@@ -89,14 +90,15 @@ def run(data: Path, arguments: argparse.Namespace, every: float | None) -> Job:
     folder = Path(tempfile.mkdtemp(dir=data))
     ledger, output = folder / "ledger", folder / "output"
     started = time.time()
-    process = start(data, folder, arguments.epochs, f"--lost_updates={arguments.lost_updates}")
+    more = [f"--job_dir={arguments.jobs_url}/{folder.name}"] if arguments.jobs_url else []
+    process = start(data, folder, arguments.epochs, f"--lost_updates={arguments.lost_updates}", *more)
     kills = disturb(process, arguments, every, output) if every else []
     code = process.wait()
     job = Job(
         time.time() - started,
         output.read_text(),
         [_entry(line) for line in ledger.read_text().splitlines()],
-        {path.stem: path.read_text(errors="replace") for path in (folder / "job" / "logs").glob("*.log")},
+        {path.stem: path.read_text(errors="replace") for path in folder.glob("**/logs/*.log")},
         every,
         kills,
     )
@@ -113,11 +115,13 @@ def start(data: Path, folder: Path, epochs: int, *more: str) -> subprocess.Popen
         *("--model_def=ratings.custom_model", f"--training_data={data / 'train.npy'}"),
         *(f"--validation_data={data / 'test.npy'}", f"--num_workers={WORKERS}", f"--num_ps={SERVERS}"),
         *("--minibatch_size=64", "--num_minibatches_per_task=32", f"--num_epochs={epochs}", "--checkpoint_interval=2"),
-        *("--max_worker_restarts=100000", "--max_ps_restarts=100000", f"--job_dir={folder / 'job'}", *more),
+        *("--max_worker_restarts=100000", "--max_ps_restarts=100000", *more),
     ]
+    if not any(flag.startswith("--job_dir=") for flag in more):
+        command.append(f"--job_dir={folder / 'job'}")
     environment = os.environ | {"LEDGER": str(folder / "ledger")}
     with (folder / "output").open("w") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        return subprocess.Popen(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
 
 def _entry(line: str) -> tuple[float, int, str, int, int]:
@@ -152,10 +156,9 @@ def disturb(
 
 
 def members(launcher: int, role: str) -> list[psutil.Process]:
-    named = {"master": "train"}.get(role, role)
     try:
         children = psutil.Process(launcher).children(recursive=True)
-        return [child for child in children if child.name().partition("-")[0] == named]
+        return [child for child in children if child.name().partition("-")[0] == role]
     except psutil.NoSuchProcess:
         return []
 

@@ -26,9 +26,8 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 from elasticcb.cluster.external import ExternalCluster
-from elasticcb.dashboard import broadcast as broadcasts
-from elasticcb.dashboard.server import make_app
-from elasticcb.dashboard.view import JobView
+from elasticcb.dashboard import server as dashboard_server
+from elasticcb.dashboard.server import JobView, make_app
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.job_state import TaskResult
 from elasticcb.master.master import Master
@@ -140,12 +139,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=3600, help="of the job")
     parser.add_argument("--before", type=int, default=0, help="seconds of it before the page is opened")
     arguments = parser.parse_args()
-    broadcasts._LOOK_SECONDS = 0.01
+    dashboard_server._LOOK_SECONDS = 0.01
     with tempfile.TemporaryDirectory() as folder:
         view = SimulatedJob(Path(folder), arguments.workers)
         for _ in range(arguments.before):
             view.pass_a_second()
-        broadcast = broadcasts.Broadcast(view)
+        broadcast = dashboard_server.Broadcast(view)
         config = uvicorn.Config(make_app(Path(folder), "key", broadcast), port=0, log_level="error")
         server = uvicorn.Server(config)
         driver = browser()

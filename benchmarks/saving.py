@@ -1,13 +1,14 @@
-"""How long pushes wait while a parameter server saves, exports or counts its tables, and what memory that takes.
+"""How long pushes wait while a parameter server saves, exports or counts its tables; memory and bytes.
 
     python benchmarks/saving.py
 
 One server with one embedding table, in a process of its own, and one client that pushes without a pause: rows of some
-ids at random, with Adam. Meanwhile the master's side asks the server to save (`PSControl.save`), to export
-(`PSControl.export`) and to count all that it holds, as for `elasticcb table JOB`. Prints a Markdown table: the longest
-push meanwhile, how long saving, exporting or counting took, and the server's peak of resident memory above what it held
-before. `--repetitions` are made one after another in the same processes. To compare with another checkout, run both in
-turns.
+ids, most of them often (Zipf), with Adam. Meanwhile the master's side asks the server to save a checkpoint
+(`PSControl.save`), to add to the recovery files (`PSControl.persist`), to export (`PSControl.export`) and to count all
+that it holds, as for `elasticcb table JOB`; at the end, to read the recovery files. Prints a Markdown table: longest
+push meanwhile, how long it took, the server's peak of resident memory above what it held before, and the bytes written.
+`--repetitions` are made one after another in the same processes. With `--url`, the server writes there, and reads it
+again. To compare with another checkout, run both in turns.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 
 MIB = 2**20
@@ -32,15 +35,9 @@ def serve(pipe: Any, folder: str) -> None:
     import keras
 
     from elasticcb.ps.server import PSServer
-    from elasticcb.settings import CheckpointSettings, Command, JobSettings, ModelSettings
+    from elasticcb.settings import Command, JobSettings, ModelSettings
 
-    settings = JobSettings(
-        command=Command.TRAIN,
-        name="benchmark",
-        directory=folder,
-        model=ModelSettings(),
-        checkpoint=CheckpointSettings(interval_seconds=0),
-    )
+    settings = JobSettings(command=Command.TRAIN, name="benchmark", directory=folder, model=ModelSettings())
     server = PSServer(settings, lambda count: [keras.optimizers.Adam() for _ in range(count)])
     server.start()
     pipe.send(server.address)
@@ -79,7 +76,7 @@ class Pusher:
 
         moved, parts = [{"float32": np.ones(16, np.float32)}], self._client.servers.partition
         while not self._stopped:
-            ids = np.unique(self._random.integers(0, self._rows, self._ids))
+            ids = np.unique(self._random.zipf(1.1, self._ids) % self._rows)
             gradients = np.ones((len(ids), self._dim), np.float32)
             begun = time.perf_counter()
             push = Movement(1, parts, moved, [{}], [{}], {1: (ids, gradients)})
@@ -96,6 +93,12 @@ def memory(process: int, name: str) -> float:
     """VmRSS or VmHWM, in MiB."""
     with open(f"/proc/{process}/status", encoding="ascii") as status:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith(name))
+
+
+def written(folder: str) -> int:
+    """Bytes of the files in a folder or below a URL."""
+    files, root = fsspec.core.url_to_fs(folder, use_listings_cache=False)
+    return sum(found["size"] for found in files.find(root, detail=True).values())
 
 
 def measure(function: Callable[[], Any], pusher: Pusher, process: int) -> tuple[float, float, float, int]:
@@ -117,6 +120,7 @@ def main() -> None:
     parser.add_argument("--ids", type=int, default=3328, help="of a push")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--folder", help="for the checkpoints; of a disk")
+    parser.add_argument("--url", help="for checkpoints and recovery files")
     given = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
@@ -132,12 +136,17 @@ def main() -> None:
     from elasticcb.clients.ps_places import Places, ServerPlace
     from elasticcb.clients.ps_servers import ServerGroup
     from elasticcb.master.initial_model import InitialModel
+    from elasticcb.master.job_copy import RecoveryCopy
     from elasticcb.master.ps_admin import PSControl
+    from elasticcb.master.recovery_files import RecoveryFiles
     from elasticcb.proto import elasticcb_pb2 as pb
-    from elasticcb.sharding.bucket_map import even
+    from elasticcb.sharding.shard_map import ShardMap
 
-    specs, places = specs_of(given.dim), Places([ServerPlace(address, 0)], even(1))
-    control = PSControl(PSClient(ServerGroup(places, specs, True)), "training")
+    specs, places = specs_of(given.dim), Places([ServerPlace(address, 0)], ShardMap(1))
+    place = f"{given.url}/{Path(folder).name}" if given.url else folder
+    copy = RecoveryCopy(place, 1) if given.url else None
+    recovery = RecoveryFiles(Path(folder, "recovery"), "training", specs, copy)
+    control = PSControl(PSClient(ServerGroup(places, specs, True)), "training", recovery=recovery)
     control.initialize(InitialModel([np.ones(16, np.float32), np.zeros((rows, given.dim), np.float32)]))
     client = PSClient(ServerGroup(places, specs, True), client_id=1)
     client.pull()
@@ -148,18 +157,27 @@ def main() -> None:
         assert server.pid is not None
         held = memory(server.pid, "VmRSS")
         print(f"{rows:,} rows of {given.dim}, Adam; pushes of {given.ids} ids; the server holds {held:,.0f} MiB")
-        print("| | longest push, s | in all, s | pushes meanwhile | MiB above |")
-        print("|---|---|---|---|---|")
+        print("| | longest push, s | in all, s | pushes meanwhile | MiB above | MB written |")
+        print("|---|---|---|---|---|---|")
         for _ in range(given.repetitions):
             cases: dict[str, Callable[[], Any]] = {
                 "5 s of training": lambda: time.sleep(5),
                 "count": lambda: control.servers.on_all("CountTables", pb.CountTablesRequest(top=5)),
-                "checkpoint": lambda: control.save(folder),
+                "checkpoint": lambda: control.save(place),
+                "recovery files": control.persist,
+                "10 s of training": lambda: time.sleep(10),
+                "what has changed": control.persist,
                 "export": control.export,
             }
             for name, function in cases.items():
+                before = written(place)
                 longest, seconds, above, pushes = measure(function, pusher, server.pid)
-                print(f"| {name} | {longest:.3f} | {seconds:.1f} | {pushes} | {above:,.0f} |", flush=True)
+                size = (written(place) - before) / 1e6
+                print(f"| {name} | {longest:.3f} | {seconds:.1f} | {pushes} | {above:,.0f} | {size:,.0f} |", flush=True)
+        pusher.stop()
+        begun = time.perf_counter()
+        restored = control.restore(0, address, 0, client.version, lambda: InitialModel(), 0, None)
+        print(f"Restored from {restored.source} in {time.perf_counter() - begun:.1f} s.")
     finally:
         pusher.stop()
         client.servers.close()

@@ -24,7 +24,7 @@ import psutil
 from chaos import start, write_data
 from report import machine, publish, table_parser
 
-ROLES = {"train": "master", "worker": "worker", "ps": "parameter server"}
+ROLES = {"master": "master", "worker": "worker", "ps": "parameter server"}
 MB = 1_000_000
 GROWTH, SLACK_MB = 1.05, 20
 

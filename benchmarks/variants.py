@@ -1,7 +1,7 @@
 """Steps/s of jobs that differ in one thing: the threads of TensorFlow, or how many embedding tables hold the same rows.
 
-    python benchmarks/variants.py threads [--quick] [--into=docs/benchmarks.md]
-    python benchmarks/variants.py tables [--quick] [--into=docs/benchmarks.md]
+    python benchmarks/variants.py threads [--quick]
+    python benchmarks/variants.py tables [--quick]
 
 `threads`: the mlp workload, where TF_NUM_INTRAOP_THREADS of all processes is 1, 2 and 4. `tables`: deepfm on
 `elasticcb.layers.Embedding` with two tables, and with two for each of 26 columns; 100,000 ids in all. One worker, one
@@ -10,18 +10,19 @@ server; the jobs take turns, as in throughput.py.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from statistics import median
 
 from contestants import Contestant, elastic
-from report import machine, publish, table_parser
+from report import machine
 from throughput import FULL, QUICK, measure
 
 THREADS = ("1", "2", "4")
 
 
 def main() -> None:
-    parser = table_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["threads", "tables"])
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter windows")
@@ -43,7 +44,7 @@ def main() -> None:
             f"| {runner.contestant.title} | {middle:,.0f} ({lowest:,.0f} - {highest:,.0f}) "
             f"| {median(runner.rates) / first:.2f}x | {median(runner.cpu) * runner.batch_size / 1e3:.1f} |"
         )
-    publish(f"variants_{arguments.what}", "\n".join(lines), arguments.into)
+    print("\n" + "\n".join(lines), flush=True)
 
 
 def threads() -> tuple[str, list[Contestant]]:

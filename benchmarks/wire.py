@@ -101,9 +101,9 @@ def variables() -> list[Any]:
 def _group(place: Any, specs: list[Any]) -> Any:
     from elasticcb.clients.ps_places import Places
     from elasticcb.clients.ps_servers import ServerGroup
-    from elasticcb.sharding.bucket_map import even
+    from elasticcb.sharding.shard_map import ShardMap
 
-    return ServerGroup(Places([place], even(1)), specs, True)
+    return ServerGroup(Places([place], ShardMap(1)), specs, True)
 
 
 def _initialize(place: Any, specs: list[Any]) -> None:

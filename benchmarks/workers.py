@@ -14,6 +14,7 @@ Markdown table of examples/s, medians over windows as in throughput.py.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from contestants import elastic
-from report import machine, publish, table_parser
+from report import machine
 from throughput import FULL, QUICK, listed, measure
 
 _DELAYED = str(Path(__file__).resolve().parent / "delayed")
@@ -71,7 +72,7 @@ def slow_link() -> Iterator[None]:
 
 
 def main() -> None:
-    parser = table_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workload", default="mlp")
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--workers", default="1,2,4")
@@ -100,7 +101,7 @@ def main() -> None:
             for runner in runners:
                 rates[runner.contestant.title] += f" {median(runner.rates):,.0f} |"
         lines += [f"| {title} | {title_of_updates} |{measured}" for title, measured in rates.items()]
-    publish("workers", "\n".join(lines), arguments.into)
+    print("\n" + "\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ class ElasticCBError(Exception):
     exit_code = ExitCode.JOB_FAILED
 
     def __init__(self, message: str, user_traceback: str = "") -> None:
-        super().__init__(message)
-        self.user_traceback = user_traceback
+        super().__init__(readable(message))
+        self.user_traceback = readable(user_traceback)
 
 
 class UsageError(ElasticCBError):
@@ -67,6 +67,10 @@ class CallbackError(ElasticCBError):
 
 class CheckpointError(ElasticCBError):
     """A checkpoint can't be written, or is incomplete, foreign or missing."""
+
+
+class StoreError(CheckpointError):
+    """The URL of a job's folder can't be read or written."""
 
 
 class LastCheckpointError(CheckpointError):
@@ -153,10 +157,18 @@ class JobInterrupted(ElasticCBError):
 
 def describe(error: BaseException) -> str:
     """ "ValueError: message", without the lines of code that TensorFlow adds to messages."""
-    text = str(error)
+    try:
+        text = readable(str(error))
+    except Exception:  # of a user's __str__
+        text = "(its message can't be shown)"
     if "in user code:" in text:  # the last line has the message, with the type
         return text.strip().splitlines()[-1].strip()
     return f"{type(error).__name__}: {text}"
+
+
+def readable(text: str) -> str:
+    """Without what no encoding has, such as parts of a file's name that Python could not decode."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def is_users_own(filename: str) -> bool:
@@ -178,4 +190,4 @@ def user_traceback(error: BaseException) -> str:
         if own or theirs:  # otherwise the bug is ours, and we need the frames to find it
             part.stack = traceback.StackSummary.from_list(own or theirs)
         pending.extend(cause for cause in (part.__cause__, part.__context__) if cause is not None)
-    return "".join(summary.format())
+    return readable("".join(summary.format()))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from elasticcb.checkpoint.shard_file import Part, write_part
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.master.ps_admin import PSControl
+from elasticcb.master.recovery_files import RecoveryFiles
+from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import WireDtype
+from elasticcb.sharding.partition import Slice
 from elasticcb.sharding.shard_map import ShardMap
 
 
@@ -32,11 +38,29 @@ def places_at(addresses: Any, ids: Any = (), shard_map: Any = None) -> Places:
     return Places(servers, shard_map or ShardMap(len(servers)))
 
 
+def save_as_server(
+    files: RecoveryFiles, part: Part, parts: Sequence[Sequence[Slice]], answered: Mapping[int, int] = {}
+) -> None:
+    """Adds what the only server of a training would save."""
+    files.folder.mkdir(exist_ok=True)
+    request = files.request(0, parts, 0)
+    saved = write_part(Path(request.path), part, answered)
+    answer = pb.SaveResponse(
+        file=saved.name, bytes=saved.bytes, sha256=saved.sha256, version=saved.version, after=request.after
+    )
+    assert files.note(0, answer, parts)
+    files.write()
+
+
 class TrainingControl(PSControl):
     """A master's control that tests train by, too: what it lacks its client has, or its servers have."""
 
-    def __init__(self, *given: Any, run: str = "training", optimizers: Any = None, **group: Any) -> None:
-        super().__init__(client_of(*given, **group), run, optimizers)
+    def __init__(
+        self, *given: Any, run: str = "training", optimizers: Any = None, folder: Path | None = None, **group: Any
+    ) -> None:
+        client = client_of(*given, **group)
+        recovery = None if folder is None else RecoveryFiles(folder, run, client.servers.specs)
+        super().__init__(client, run, optimizers, recovery)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client if hasattr(self.client, name) else self.servers, name)

@@ -16,19 +16,19 @@ TENSORFLOW = {
     "model.metrics": "takes a step out of its tf.function",
     "optimizers.held_state": "shares the memory of a slot with what it is restored from",
     # Data: `feed` and `fit` give and take datasets.
-    "api.data": "draws the seed of a shuffle as Keras does",
+    "api.data": "draws the seed of a shuffle, and joins what a model predicts, as Keras does",
     "data.batch_sources": "batches of tf.data, of ragged and of sparse tensors",
     "data.custom": "ElasticDL's readers tell the dtypes of TensorFlow",
     "data.reader": "`element_spec` are TensorSpecs",
     "data.stream": "makes the dataset that `feed` is given",
     "model.input_pipeline": "batches the dataset that `feed` returns",
     # What is made for users of TensorFlow.
-    "api.results": "joins what a model predicts as Keras's `predict` does",
     "callbacks.serving_signature": "the signature of a SavedModel",
     "callbacks.summary_writer": "TensorBoard's files",
     "model.metric_messages": "ragged and sparse outputs",
     "optimizers.rowwise_adagrad": "takes gradients of rows, `tf.IndexedSlices`",
-    "serialization.carry": "variables, tensors, tables and tf.functions in programs",
+    "serialization.library_objects": "tensors, tables and tf.functions in programs",
+    "serialization.reducers": "variables in programs",
     "serialization.process_state": "seeds and switches",
     # Servers apply Keras's optimizers to rows of tables in compiled functions.
     "ps.holder": "frees what TensorFlow keeps of variables that are gone",

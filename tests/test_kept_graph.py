@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from elasticcb.serialization import carry
+from elasticcb.serialization.reducers import Hollow
 
 
 class Scaled(keras.layers.Layer):
@@ -16,7 +17,7 @@ class Scaled(keras.layers.Layer):
 
 def sent(layer, others=None):
     second = {"shared": layer.shift, "more": others}
-    return carry.dumps_graph({"layer": layer}, second, {"layer": layer}, carry.Hollow(), None)[0]
+    return carry.dumps_graph({"layer": layer}, second, {"layer": layer}, Hollow(), None)[0]
 
 
 def test_same_objects_with_new_values_of_their_variables():

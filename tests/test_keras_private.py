@@ -15,10 +15,10 @@ ALONE = "elasticcb.keras_private"
 OWN = {
     ("elasticcb.ps.row_update", "self._rows._path"),
     ("elasticcb.data.feed_steps", "step._inputs"),
-    ("elasticcb.data.batch_sources.served", "dataset._inputs"),
+    ("elasticcb.data.batch_sources.iterables", "dataset._inputs"),
 }
 # What it carries are the attributes of Keras's objects, which no public way reads.
-CARRIES = "elasticcb.serialization.carry"
+CARRIES = "elasticcb.serialization.reducers"
 
 
 @functools.cache

@@ -9,8 +9,8 @@ from echo_server import ECHO, ask, link_of, link_threads
 from elasticcb.errors import ConnectionLostError, HandlerError, ModelFileError, WireError
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.link import ServerLinks
+from elasticcb.rpc.shared_frames import Listener
 from elasticcb.rpc.tensors import has_arrays
-from elasticcb.rpc.unix_socket import Listener
 from elasticcb.security.credentials import Access
 
 

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from elasticcb.checkpoint.manifest import MANIFEST
-from elasticcb.checkpoint.shard_file import FORMAT
 from elasticcb.checkpoint.versions import begin_version, version_folder
 from elasticcb.errors import UsageError
-from elasticcb.sidecar.follower import CheckpointFollower
-from elasticcb.sidecar.ledger import CheckpointKind
+from elasticcb.sidecar.follower import CheckpointFollower, CheckpointKind
 
 SOON = 0.1  # seconds, for what is not to come
 
@@ -25,7 +23,7 @@ SOON = 0.1  # seconds, for what is not to come
 def write_version(folder, version):
     path = folder / version_folder(version)
     path.mkdir(parents=True)
-    (path / MANIFEST).write_text(json.dumps({"format": FORMAT, "version": version}))
+    (path / MANIFEST).write_text(json.dumps({"format": 3, "version": version}))
     return path
 
 
@@ -79,7 +77,7 @@ def test_a_version_without_a_manifest_is_given_when_it_has_one(tmp_path, follow)
     (tmp_path / version_folder(5)).mkdir()
     (folder / "server-00000-of-00001.safetensors").write_bytes(b"half")
     assert follower.next(SOON) is None
-    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "version": 10}))
+    (folder / MANIFEST).write_text(json.dumps({"format": 3, "version": 10}))
     assert follower.next(SOON) is None  # still under its temporary name
     folder.rename(tmp_path / version_folder(10))
     assert follower.next().version == 10

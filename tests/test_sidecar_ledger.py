@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticcb.sidecar.ledger import CheckpointKind, Ledger, ListedCheckpoint, Signature
+from elasticcb.sidecar.follower import CheckpointKind, Ledger, ListedCheckpoint, Signature
 
 
 def version(number, modified=1):

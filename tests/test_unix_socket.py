@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from elasticcb.rpc.link import Message, ServerLinks
-from elasticcb.rpc.unix_socket import Listener, connect
+from elasticcb.rpc.shared_frames import Listener, connect
 
 TOO_MANY = 2**40, 2**63, 2**64 - 1  # bytes: more than the memory, and than an array can have
 
@@ -87,7 +87,7 @@ def listen_as_another_user(name, pipe):
 
 
 def test_another_user_who_knows_name_and_key_gets_no_link(another_user, monkeypatch):
-    monkeypatch.setattr("elasticcb.rpc.unix_socket._HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr("elasticcb.rpc.shared_frames._HANDSHAKE_SECONDS", 0.5)
     listener, key = Listener(), b"k" * 16
     pipe = another_user(connect_as_another_user, listener.name, key)
     assert pipe.recv() == "connected"

@@ -12,13 +12,14 @@ from typing import Any
 import keras
 
 from elasticcb.cluster.registry import backend_of, backends, contradictions, missing_for
+from elasticcb.data.batch_sources.py_dataset import has_hooks
 from elasticcb.errors import UsageError
 from elasticcb.keras_private import check_compiled
 from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.settings import JobSettings
 from elasticcb.settings.arguments import Arguments, where_now
 from elasticcb.settings.checks import completed, in_words, problems_of
-from elasticcb.storage.remote_files import is_url
+from elasticcb.storage.remote_files import is_url, problem_of
 
 
 def cluster_settings(
@@ -42,6 +43,9 @@ def cluster_settings(
     problems += contradictions(settings, arguments)
     problems += [*missing_for(settings.cluster), *_unsupported(settings)]
     problems += _job_dir(settings, job_dir)
+    for name, place in (("job_dir", os.fspath(job_dir or "")), ("checkpoint_dir", settings.checkpoint.directory)):
+        if is_url(place) and (problem := problem_of(place)):
+            problems.append(f"{name}={place!r} {problem}")
     if problems:
         raise UsageError(in_words("Cluster", problems))
     return completed(settings, arguments)
@@ -51,18 +55,13 @@ def _unsupported(settings: JobSettings) -> Iterator[str]:
     kind = settings.cluster.kind
     if kind in backends() and not backend_of(kind).in_programs:
         yield f"kind={kind!r} is available only on the command line. Run `elasticcb train --cluster={kind}`."
-    if is_url(settings.checkpoint.directory):
-        yield (
-            f"checkpoint_dir={settings.checkpoint.directory!r} is a URL. Expected a local folder: only `elasticcb "
-            "train --checkpoint_dir` can write to remote ones. Copy the folder after `fit` instead."
-        )
 
 
 def _job_dir(settings: JobSettings, job_dir: str | os.PathLike[str] | None) -> Iterator[str]:
     if job_dir is None:
         return
     if not os.fspath(job_dir):
-        yield "job_dir='' is invalid. Expected a folder, or None."
+        yield "job_dir='' is invalid. Expected a folder or a URL, or None."
     elif not settings.checkpoint.interval_seconds:
         yield (
             f"job_dir={os.fspath(job_dir)!r} needs recovery files of the servers, but "
@@ -100,6 +99,16 @@ def check_model(model: Any, method: str, compiled: bool = True) -> None:
                 f"{type(model).__name__} overrides make_{kind}_function, which Keras's {method} compiles; workers call "
                 f"the model's {kind}_step themselves. Override {kind}_step instead."
             )
+
+
+def check_apart(x: Any, validation_data: Any) -> None:
+    """Raises `UsageError` for one PyDataset with hooks, as data to train and to validate on."""
+    if validation_data is not None and validation_data is x and has_hooks(x):
+        raise UsageError(
+            f"x and validation_data are the same {type(x).__name__}, which its on_epoch_begin or on_epoch_end may "
+            "change: training and validation read copies of their own, so their hooks would not see each other. "
+            "Create one object for each."
+        )
 
 
 def epoch_range(epochs: Any, initial_epoch: Any) -> tuple[int, dict[str, int]]:

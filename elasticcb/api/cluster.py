@@ -11,24 +11,25 @@ from typing import Any
 
 import keras
 
-from elasticcb.api import data as data_of
 from elasticcb.api import exits
 from elasticcb.api.arguments import (
     ShowsModel,
+    check_apart,
     check_model,
     cluster_settings,
     epoch_range,
     frequency,
     with_keras_callbacks,
 )
+from elasticcb.api.data import MethodCall, whole_predictions
 from elasticcb.api.functions import Functions
 from elasticcb.api.job_folder import JobFolder
 from elasticcb.api.keras_jobs import KerasJobs
 from elasticcb.api.own_methods import validated_here, with_own_method
 from elasticcb.api.processes import ClusterProcesses
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
-from elasticcb.api.results import whole_predictions
 from elasticcb.data.batch_sources.adapt import split_validation
+from elasticcb.data.batches import BatchSource
 from elasticcb.errors import UsageError
 from elasticcb.keras_private import metrics_in_order
 from elasticcb.master.master import Master
@@ -48,6 +49,7 @@ from elasticcb.settings import (
 )
 from elasticcb.settings.arguments import EVERYDAY, GROUPS
 from elasticcb.settings.training import is_due
+from elasticcb.storage.remote_files import is_url
 
 
 class Cluster:
@@ -63,14 +65,15 @@ class Cluster:
             processes that you start, with the commands that `start` prints; "ray": processes on the nodes of a Ray
             cluster. External and Ray processes must see `directory` under the same path.
         directory: folder for logs, and for arrays on their way to the workers. None: `job_dir`, or a temporary folder.
-        job_dir: folder for resuming. If the program was killed and runs again, completed fits return their results, and
-            the interrupted fit is resumed. After `close`, the next run starts from scratch.
+        job_dir: folder or URL for resuming. If the program was killed and runs again, with a URL on any machine,
+            completed fits return their results, and the interrupted fit is resumed. After `close`, the next run starts
+            from scratch.
         updates: when the movement (weight change) of a worker that trains alone is merged into the model. "local":
             after `local_steps` batches, with those of the other workers; "sync": after each batch, with those of all
             others; "async": after each batch, or `local_steps`, when it arrives, so that nobody waits.
         local_steps: number of batches that a worker trains on before its movement is merged; "auto": with "local" 4
             to 64, so that merging takes about 5 % of the time; else 1.
-        checkpoint_dir: folder for checkpoints of the servers at the end of `fit`; "": none are written.
+        checkpoint_dir: folder or URL for checkpoints of the servers at the end of `fit`; "": none are written.
         non_finite: "stop": NaN or infinity in the loss or in gradients ends `fit` with an error; "skip": skip the
             batch.
         callback_errors: "stop": an error in a callback ends the call; "warn": show the error and continue.
@@ -123,8 +126,9 @@ class Cluster:
     ) -> None:
         given = {name: value for name, value in locals().items() if name in (*EVERYDAY, *GROUPS)}
         self._settings = cluster_settings(given, others, job_dir)
-        self._folder = None if job_dir is None else JobFolder(job_dir)
-        self._processes = ClusterProcesses(self._settings.cluster, directory or job_dir, log_level)
+        self._folder = None if job_dir is None else JobFolder(job_dir, directory)
+        local = None if job_dir is None or is_url(os.fspath(job_dir)) else job_dir
+        self._processes = ClusterProcesses(self._settings.cluster, directory or local, log_level)
         self._jobs = KerasJobs(self._settings, self._processes, rehearsal)
         self._functions = Functions(self._begin_functions, self._processes.stop)
         self._turn = Turn()
@@ -252,16 +256,24 @@ class Cluster:
         history, listed = with_keras_callbacks(callbacks, verbose)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
+        size = validation_batch_size or batch_size
         if validation_data is not None and is_overridden(model, "evaluate"):
-            size = validation_batch_size or batch_size
             own = validated_here(model, listed, validation_freq, validation_data, size, validation_steps)
             listed, validation_data = [own, *listed], None
+        check_apart(x, validation_data)
         with self._call("fit") as call:
-            sources = data_of.training_sources(
-                call, x, y, sample_weight, batch_size, shuffle, class_weight, steps_per_epoch, initial_epoch,
-                validation_data, validation_batch_size, validation_steps,
+            training = call.adapt(
+                x, y, sample_weight, purpose="fit", batch_size=batch_size, shuffle=shuffle, class_weight=class_weight,
+                steps=steps_per_epoch,
             )  # fmt: skip
-            if getattr(sources[Mode.TRAINING], "runs_python", False):
+            training.first_epoch = initial_epoch
+            sources: dict[str, BatchSource] = {Mode.TRAINING: training}
+            if validation_data is not None:
+                data = keras.utils.unpack_x_y_sample_weight(validation_data)
+                sources[Mode.EVALUATION] = call.adapt(
+                    *data, purpose="validation", batch_size=size, steps=validation_steps
+                )
+            if getattr(training, "runs_python", False):
                 listed = [*listed, ShowsModel()]
             params = {"verbose": verbose, "batch_size": batch_size or 32, "epochs": epochs}
             model.history = history
@@ -396,7 +408,7 @@ class Cluster:
     # ------------------------------------------------------------ one job
 
     @contextlib.contextmanager
-    def _call(self, name: str) -> Iterator[data_of.MethodCall]:
+    def _call(self, name: str) -> Iterator[MethodCall]:
         with self._turn.of(name):
             self._open()
             self._functions.end()

@@ -1,20 +1,22 @@
-"""Transfers the data of one call to the workers."""
+"""The data of one call on its way to the workers, and the results of `predict`, in the same structure as in Keras."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from elasticcb.api.job_folder import KeptFit
+from elasticcb.compute.registry import backend
 from elasticcb.data.batch_sources.adapt import adapt
-from elasticcb.data.batch_sources.py_dataset import has_hooks
 from elasticcb.data.batch_sources.service import DataService
 from elasticcb.data.batches import BatchSource
-from elasticcb.errors import UsageError
-from elasticcb.settings import Mode
+from elasticcb.keras_private import joined_outputs
+from elasticcb.model.metric_messages import Outputs, unflatten_outputs
 
 
 class MethodCall:
@@ -72,45 +74,21 @@ class MethodCall:
             source.close()
 
 
-def training_sources(
-    call: MethodCall,
-    x: Any,
-    y: Any,
-    sample_weight: Any,
-    batch_size: int | None,
-    shuffle: bool | str,
-    class_weight: Any,
-    steps_per_epoch: int | None,
-    initial_epoch: int,
-    validation_data: Any,
-    validation_batch_size: int | None,
-    validation_steps: int | None,
-) -> dict[str, BatchSource]:
-    """The data passed to `fit`, by mode; arguments have the same meaning as for `keras.Model.fit`."""
-    sources: dict[str, BatchSource] = {
-        Mode.TRAINING: call.adapt(
-            x,
-            y,
-            sample_weight,
-            purpose="fit",
-            batch_size=batch_size,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            steps=steps_per_epoch,
-        )
-    }
-    sources[Mode.TRAINING].first_epoch = initial_epoch
-    if validation_data is not None:
-        if validation_data is x and has_hooks(x):
-            raise UsageError(
-                f"x and validation_data are the same {type(x).__name__}, which its on_epoch_begin or on_epoch_end may "
-                "change: training and validation read copies of their own, so their hooks would not see each other. "
-                "Create one object for each."
-            )
-        sources[Mode.EVALUATION] = call.adapt(
-            *keras.utils.unpack_x_y_sample_weight(validation_data),
-            purpose="validation",
-            batch_size=validation_batch_size or batch_size,
-            steps=validation_steps,
-        )
-    return sources
+def whole_predictions(model: keras.Model, source: BatchSource, parts: Mapping[int, Sequence[Outputs]]) -> Any:
+    """Concatenates the outputs of all batches, in the structure of the model's outputs."""
+    batches = [keras.tree.flatten(unflatten_outputs(batch)) for start in sorted(parts) for batch in parts[start]]
+    wholes = [_joined(leaves) for leaves in zip(*batches, strict=True)]
+    # Keras accepts arrays or tensors, not both.
+    first = tf.nest.map_structure(
+        lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf,
+        next(iter(source.batches(0, 0, 1))),
+    )
+    return keras.tree.pack_sequence_as(backend().outputs(model, first), wholes)
+
+
+def _joined(leaves: Sequence[Any]) -> Any:
+    """One output over all batches, concatenated like `keras.Model.predict` does."""
+    if all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves) and len({x.shape[1:] for x in leaves}) == 1:
+        return np.concatenate(leaves)  # like Keras, without copies
+    tensors = [tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    return joined_outputs(tensors)

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import keras
 
-from elasticcb.api import data as data_of
+from elasticcb.api.data import MethodCall
 from elasticcb.api.job_folder import KeptFit
 from elasticcb.api.processes import ClusterProcesses
 from elasticcb.callbacks.placement import Place, hooks_at, overridden_hooks, stock
@@ -64,7 +64,7 @@ class KerasJobs:
         self._processes = processes
 
     @contextlib.contextmanager
-    def call(self, name: str, fit: KeptFit | None = None) -> Iterator[data_of.MethodCall]:
+    def call(self, name: str, fit: KeptFit | None = None) -> Iterator[MethodCall]:
         """A separate folder for the data of one call, with running processes.
 
         Args:
@@ -80,7 +80,7 @@ class KerasJobs:
             folder.mkdir()
         seed = None if fit is None else fit.seed
         try:
-            with contextlib.closing(data_of.MethodCall(name, folder, self._processes.data_service, seed, fit)) as call:
+            with contextlib.closing(MethodCall(name, folder, self._processes.data_service, seed, fit)) as call:
                 yield call
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -99,7 +99,7 @@ class KerasJobs:
     def run(
         self,
         command: Command,
-        call: data_of.MethodCall,
+        call: MethodCall,
         model: keras.Model,
         sources: dict[str, BatchSource],
         callbacks: list[keras.callbacks.Callback],
@@ -125,8 +125,10 @@ class KerasJobs:
             checkpoint=self._settings.checkpoint if command is Command.TRAIN else CheckpointSettings(),
             callback_params=params,
         )
+        copied = contextlib.nullcontext() if call.fit is None else call.fit.copied(master)
         try:
-            summary = self._run(settings, call, master, model, sources, callbacks)
+            with copied:
+                summary = self._run(settings, call, master, model, sources, callbacks)
             with master.desk.state() as state:
                 return summary, state.take_predictions()
         except JobInterrupted:
@@ -139,7 +141,7 @@ class KerasJobs:
     def _run(
         self,
         settings: JobSettings,
-        call: data_of.MethodCall,
+        call: MethodCall,
         master: Master,
         model: keras.Model,
         sources: dict[str, BatchSource],

@@ -58,5 +58,5 @@ def handle_restartable_error(exit_code: int = GO_ON) -> Iterator[None]:
         say(f"Received SIGTERM. The program exits with code {exit_code}, so that it can be restarted.")
         raise SystemExit(exit_code) from error
     finally:
-        if main:
+        if before is not None:  # else this is another thread, or C has installed the handler
             signal.signal(signal.SIGTERM, before)

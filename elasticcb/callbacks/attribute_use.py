@@ -14,7 +14,8 @@ from typing import Any
 from elasticcb.serialization import own_modules
 
 # Attributes that the caller of the hooks sets.
-GIVEN = frozenset({"params", "model", "_model", "validation_data"})
+_MODEL = frozenset({"model", "_model"})
+GIVEN = _MODEL | {"params", "validation_data"}
 # Methods that change their object. Those of the user's classes also may.
 _CHANGING = frozenset(
     {
@@ -28,6 +29,8 @@ _OF_ELEMENTS = frozenset({"get", "setdefault", "values", "items", "pop"})  # the
 _RATES = frozenset({"learning_rate", "lr", "_learning_rate"})
 _WEIGHTS = frozenset({"set_weights", "load_weights"})
 _TRAINING = (("fit",), ("train_on_batch",))
+# Functions that take a model and do not use its optimizer.
+_ABOUT = frozenset({"callable", "getattr", "hasattr", "id", "isinstance", "print", "repr", "setattr", "str", "type"})
 # Names behind an optimizer.
 _STATE = frozenset(
     {
@@ -117,7 +120,7 @@ def use_of(callback: Any, hooks: Iterable[str]) -> Use:
 def uses_model(callback: Any, hook: str) -> bool:
     """Whether a hook reads or sets something of the model, as far as its source tells."""
     use = use_of(callback, [hook])
-    return bool(use.sets or use.reads & {"model", "_model"}) or not use.is_whole
+    return bool(use.sets or use.reads & _MODEL) or not use.is_whole
 
 
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -233,6 +236,27 @@ class _Reader(ast.NodeVisitor):
         own = names[names.index("optimizer") + 1 :]
         return own[:1] in _STATE or own[:2] in _STATE or (own != () and own[0].startswith("_") and own[0] not in _RATES)
 
+    def _gives_model(self, node: ast.Call) -> bool:
+        """Whether a call saves something, or gives the model to other code: both may read its optimizer."""
+        function = node.func
+        if isinstance(function, ast.Attribute):
+            owner = self._outer(function.value.id) if isinstance(function.value, ast.Name) else None
+            if function.attr == "save" and not (owner and isinstance(owner.value, types.ModuleType)):
+                return True
+            is_followed = self._is_self(function.value) or isinstance(function.value, ast.Call)
+        else:
+            is_followed = getattr(function, "id", "") in _ABOUT
+        return not is_followed and any(map(self._is_model, (*node.args, *(each.value for each in node.keywords))))
+
+    def _is_model(self, node: ast.AST) -> bool:
+        import keras  # as above
+
+        root, names = self._path(node)
+        if isinstance(root, str):
+            return not names and (root in _MODEL or isinstance(vars(self._callback).get(root), keras.Model))
+        outer = self._outer(node.id) if isinstance(node, ast.Name) else None
+        return outer is not None and isinstance(outer.value, keras.Model)
+
     def _only_change(self, node: ast.AST | None) -> None:
         """A statement changes `node`, and does not read it."""
         while node is not None:
@@ -282,6 +306,7 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         function, arguments = node.func, node.args
+        self._use.of_optimizers = self._use.of_optimizers or self._gives_model(node)
         if isinstance(function, ast.Attribute):
             name = function.attr
             root, names = self._path(function.value)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from statistics import median
+from typing import Any, TextIO
 
-from elasticcb.callbacks import hook_output
 from elasticcb.callbacks.attribute_use import uses_model
 from elasticcb.callbacks.batch_limit import batches_between
-from elasticcb.callbacks.hook_times import HookTimes
 from elasticcb.callbacks.placement import (
     TABLE,
     Place,
@@ -25,7 +26,7 @@ from elasticcb.callbacks.placement import (
     stock,
 )
 from elasticcb.callbacks.warning import CallbackWarning
-from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError, user_traceback
+from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.settings import CallbackErrors
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ _REFUSED = {
     "stop_predicting": "To predict fewer batches, use `steps`, or less data",
 }
 _TIMED = frozenset({"on_train_batch_begin", "on_train_batch_end"})
+_KEPT = 25  # of the newest times of a hook
+_ENOUGH = 10  # to tell whether it is slow
 
 
 class Dispatcher:
@@ -50,7 +53,7 @@ class Dispatcher:
         warn: receives `CallbackWarning`s: errors with `OnError.WARN`, and slow batch hooks.
         in_program: see `hooks_at`.
         one_worker: see `hooks_at`.
-        print_text: receives what hooks print, as in hook_output.py; None: it is only printed.
+        print_text: receives what hooks print, and whether to standard error; None: it is only printed.
 
     Raises:
         ModelFileError: an item of `callbacks` is not a callback.
@@ -79,7 +82,7 @@ class Dispatcher:
         self._on_error = on_error
         self._in_program = in_program
         self._times = HookTimes()
-        self._output = contextlib.nullcontext if print_text is None else functools.partial(hook_output.sent, print_text)
+        self._output = contextlib.nullcontext if print_text is None else functools.partial(_sent, print_text)
         self._failures: set[str] = set()
         self._called_once: set[tuple[str, int]] = set()
         self._batches: Counter[tuple[str, int]] = Counter()  # that a callback limited by `every` has seen
@@ -208,18 +211,15 @@ class Dispatcher:
         except (Exception, SystemExit) as error:
             if isinstance(error, SystemExit) and self._place is not Place.WORKER:
                 raise  # in the caller's process, it may come from a signal handler
-            what = f"{type(error).__name__}: {error}"
-            message = f"{self._story(callback, hook, args)} {what}"
+            message = f"{self._story(callback, hook, args)} {describe(error)}"
             self._failed(callback, hook, CallbackError(message, user_traceback(error)), error)
         if self._place is Place.WORKER and hook in _TIMED:
             name = f"{type(callback).__name__}.{hook}"
-            slow = self._times.note_hook(
-                name,
-                time.perf_counter() - started,
-                batches_between(callback),
-                lambda: self._in_program and not uses_model(callback, hook),
-            )
+            slow = self._times.note_hook(name, time.perf_counter() - started, batches_between(callback))
             if slow:
+                if self._in_program and not uses_model(callback, hook):  # it would do the same there, after the batch
+                    slow += ', or run it on the master in the background with @runs_on("master")'
+                slow += "."
                 logger.warning(slow)
                 self.warn(CallbackWarning(f"{name} is slow", slow))
 
@@ -283,3 +283,61 @@ def _check_is_callback(callback: Any, position: int) -> None:
         f"callbacks() must return a list of keras.callbacks.Callback objects. Item {position} is "
         f"{callback!r}, of type {type(callback).__name__}. {hint}"
     )
+
+
+class HookTimes:
+    """Compares the median time of each batch hook with the median time of a batch, like Keras."""
+
+    def __init__(self) -> None:
+        self._batches: deque[float] = deque(maxlen=_KEPT)
+        self._hooks: dict[str, deque[float]] = {}
+        self._told: set[str] = set()
+
+    def note_batch(self, seconds: float) -> None:
+        """Records the time of a batch without its hooks."""
+        self._batches.append(seconds)
+
+    def note_hook(self, name: str, seconds: float, every: int = 1) -> str:
+        """Records the time of a hook that is called every `every` batches; returns a warning once per hook,
+        without its last period."""
+        times = self._hooks.setdefault(name, deque(maxlen=_KEPT))
+        times.append(seconds)
+        if name in self._told or len(times) < _ENOUGH or len(self._batches) < _ENOUGH:
+            return ""
+        hook, batch = median(times), median(self._batches)
+        if hook / every <= batch:
+            return ""
+        self._told.add(name)
+        return (
+            f"{name} is slow: it takes {hook:.4f} s{f' every {every} batches' if every > 1 else ''}, a batch takes "
+            f"{batch:.4f} s (medians). Make it faster, or call it less often with elasticcb.callbacks.every(n)"
+        )
+
+
+@contextlib.contextmanager
+def _sent(send: Callable[[str, bool], None]) -> Iterator[None]:
+    """Sends what this thread prints meanwhile, and whether to standard error; it also prints it."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_Copied(stream, send, stream is before[1]) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _Copied:
+    def __init__(self, stream: TextIO, send: Callable[[str, bool], None], is_error: bool) -> None:
+        self._stream, self._send, self._is_error = stream, send, is_error
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self._thread:
+            self._send(text, self._is_error)
+        return self._stream.write(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -327,18 +327,21 @@ def needs_optimizer_state(callback: Any, hook: str) -> bool:
     """
     if getattr(callback, "needs_optimizer_state", False):
         return True
-    if _is_of_user(callback, hook) and use_of(callback, [hook]).of_optimizers:
-        return True
     row = stock(callback)
+    is_of_user = _is_of_user(callback, hook) and (row is None or not library_of(getattr(callback, hook)))
+    if is_of_user and use_of(callback, [hook]).of_optimizers:
+        return True
     if row is None or (hook == "on_epoch_end" and getattr(callback, "save_freq", "epoch") != "epoch"):
         return False
     return hook in row.saves
 
 
 def reads_model(callback: Any, hook: str, batches: int) -> bool:
-    """Whether `hook` may read the model's weights; for a batch hook, within the next `batches` batches."""
+    """Whether `hook` may read the model's weights; for a batch hook, within the next `batches` batches. A hook that a
+    class derived from a stock callback defines itself may."""
     row = stock(callback)
-    if row is None:
+    method = overridden_hooks(callback).get(hook)
+    if row is None or row is _FUTURE or (method is not None and not library_of(method)):
         return True
     if not TABLE[hook].of_batch:
         return row.reads(callback)

@@ -281,7 +281,7 @@ def _copy_of(value: Any) -> tuple[Any, bool]:
 
     def copied(part: Any) -> Any:
         budget[0] -= 1
-        budget[1] -= getattr(part, "nbytes", 0)
+        budget[1] -= part.nbytes if hasattr(type(part), "nbytes") else 0
         if min(budget) < 0:
             raise TypeError("it is large")
         if isinstance(part, (*_SIMPLE, _Absent)):
@@ -301,7 +301,7 @@ def _copy_of(value: Any) -> tuple[Any, bool]:
 
     try:
         return copied(value), True
-    except (RecursionError, TypeError, RuntimeError):  # also a container that changes meanwhile
+    except Exception:  # of the user's classes, or of a container that changes meanwhile
         return value, False
 
 

@@ -26,6 +26,7 @@ from elasticcb.callbacks.shared_attributes import Change, Key, is_same
 from elasticcb.errors import ElasticCBError
 from elasticcb.keras_private import KerasSaveable
 from elasticcb.serialization import carry
+from elasticcb.serialization.object_paths import slots_of
 from elasticcb.serialization.references import references
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,8 @@ class _State:
 
 def _is_large(value: Any) -> bool:
     parts = value if isinstance(value, (tuple, list)) else (value,)
-    return sum(int(getattr(part, "nbytes", 0)) for part in parts) >= _LARGE_BYTES
+    # Classes say what an object is: proxies of the user's may have any attribute.
+    return sum(int(part.nbytes) for part in parts if hasattr(type(part), "nbytes")) >= _LARGE_BYTES
 
 
 def _adopt(mine: Any, theirs: Any, adopted: dict[int, Any]) -> Any:
@@ -195,7 +197,7 @@ _CONTAINERS = (list, deque, set, dict, Counter, OrderedDict, defaultdict)
 
 def _variables_of(thing: Any) -> Any:
     """The variables of a Keras object, or a variable itself; None: it is something else."""
-    if hasattr(thing, "assign") and hasattr(thing, "shape"):
+    if hasattr(type(thing), "assign") and hasattr(type(thing), "shape"):
         return [thing]
     return getattr(thing, "variables", None) if isinstance(thing, KerasSaveable) else None
 
@@ -205,7 +207,7 @@ def _is_plain(thing: Any) -> bool:
     kind = type(thing)
     by_default = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
     fixed = (type, types.ModuleType, types.FunctionType, types.MethodType)
-    return by_default and hasattr(thing, "__dict__") and not isinstance(thing, fixed)
+    return by_default and hasattr(thing, "__dict__") and not isinstance(thing, fixed) and not any(slots_of(kind))
 
 
 class SharedVariables:
@@ -243,7 +245,8 @@ class SharedVariables:
         return [str(getattr(self._variables[n], "path", "") or self._variables[n].name) for n in numbers]
 
     def adopt(self, values: Mapping[int, Any]) -> None:
-        """Sets variables to values of another process."""
+        """Sets variables to values of another process. A hook may set them back to what they were at first."""
         for number, value in values.items():
             if number in self._variables:
+                self._ever.add(number)
                 self._variables[number].assign(value)

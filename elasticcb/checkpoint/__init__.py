@@ -1,1 +1,1 @@
-"""Persistent state of a job: the files of checkpoints, and recovery files of servers."""
+"""Persistent state of a model: the files of snapshots."""

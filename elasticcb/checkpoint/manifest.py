@@ -1,11 +1,14 @@
-"""The manifest of a checkpoint: its variables, and its files with sizes and SHA-256."""
+"""The manifest of a snapshot: its variables, and each server's files with sizes and SHA-256.
+
+Of a checkpoint, a server has one file; of what a lost server is restored from, later files with changes may follow.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from elasticcb.checkpoint.shard_file import SavedFile, check_file
 from elasticcb.errors import CheckpointError
@@ -14,7 +17,7 @@ from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.storage import durable
 
 MANIFEST = "manifest.json"
-_FORMAT = 2  # 1: rows were spread over the files in other ways
+_FORMAT = 3  # 1: rows were spread over the files in other ways; 2: each server had one file
 
 
 def write_manifest(
@@ -23,33 +26,71 @@ def write_manifest(
     version: int,
     specs: Sequence[VariableSpec],
     parts: Sequence[Sequence[Slice]],
-    files: Sequence[SavedFile],
-    extra: Mapping[str, Any] | None,
+    files: Sequence[Sequence[SavedFile]],
+    extra: Mapping[str, Any] | None = None,
+    mode: int = durable.SHARED,
 ) -> None:
-    """Writes the manifest of the files in `folder`; arguments as for `versions.finish_version`. Raises `OSError`."""
+    """Writes the manifest of the files in `folder`. Raises `OSError`.
+
+    Args:
+        version: of the model.
+        specs: all variables of the model.
+        parts: each server's slices.
+        files: each server's: one with everything, then those with later changes.
+        extra: JSON values to store in the manifest.
+        mode: permissions, as of `durable.write`.
+    """
     manifest = {
         "format": _FORMAT,
         "version": version,
         "variables": [_described(spec) for spec in specs],
-        "files": [
-            dataclasses.asdict(saved) | {"slices": [list(part) for part in slices]}
-            for saved, slices in zip(files, parts, strict=True)
+        "servers": [
+            {"slices": [list(part) for part in slices], "files": [dataclasses.asdict(saved) for saved in own]}
+            for own, slices in zip(files, parts, strict=True)
         ],
         "extra": dict(extra or {}),
     }
-    durable.write_document(folder / MANIFEST, manifest, mode=durable.SHARED)
+    durable.write_document(folder / MANIFEST, manifest, mode)
 
 
-def map_in(manifest: Mapping[str, Any]) -> ShardMap | None:
-    """The map by which the rows of tables are spread over the files; None: unknown."""
-    return ShardMap(len(manifest["files"])) if manifest["format"] == _FORMAT else None
+class WrittenPart(NamedTuple):
+    """What one server has written: slices of variables, and its files in the order in which they were written."""
+
+    slices: list[Slice]
+    files: list[SavedFile]
+
+
+def written_parts(manifest: Mapping[str, Any], folder: Path) -> list[WrittenPart]:
+    """What each server has written, by its index. Raises `CheckpointError` if the manifest of `folder` is damaged."""
+    try:
+        return [
+            WrittenPart([Slice(*part) for part in each["slices"]], [SavedFile.of(file) for file in each["files"]])
+            for each in manifest["servers"]
+        ]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"The manifest {folder / MANIFEST} can't be read: {error!r}.") from error
+
+
+def file_names(manifest: Mapping[str, Any], folder: str | Path) -> list[str]:
+    """The names of all files. Raises `CheckpointError` if the manifest of `folder` is damaged or names a file outside
+    of it."""
+    names = [saved.name for part in written_parts(manifest, Path(folder)) for saved in part.files]
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"The manifest of {folder} lists the file {name!r}, which is outside of its folder.")
+    return names
+
+
+def map_in(manifest: Mapping[str, Any]) -> ShardMap:
+    """The map by which the rows of tables are spread over the servers."""
+    return ShardMap(len(manifest["servers"]))
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """The manifest of a version. Raises `CheckpointError` if there is no readable manifest."""
+    """The manifest of a snapshot. Raises `CheckpointError` if there is no readable manifest."""
     path = Path(folder) / MANIFEST
     try:
-        return durable.read_document(path, _FORMAT)
+        manifest = durable.read_document(path, _FORMAT)
     except durable.NewerFormatError as error:
         raise CheckpointError(str(error)) from error
     except FileNotFoundError:
@@ -59,6 +100,12 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"The manifest {path} can't be read: {error}.") from error
+    if manifest.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{path} has the format {manifest.get('format')} of an earlier release of ElasticCB; this release reads "
+            f"the format {_FORMAT}. Use that release."
+        )
+    return manifest
 
 
 def verify(version_directory: str | Path) -> dict[str, Any]:
@@ -68,12 +115,9 @@ def verify(version_directory: str | Path) -> dict[str, Any]:
     """
     folder = Path(version_directory)
     manifest = read_manifest(folder)
-    try:
-        files = [SavedFile.of(saved) for saved in manifest["files"]]
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"The manifest {folder / MANIFEST} can't be read: {error!r}.") from error
-    for saved in files:
-        check_file(folder / saved.name, saved)
+    for part in written_parts(manifest, folder):
+        for saved in part.files:
+            check_file(folder / saved.name, saved)
     return manifest
 
 

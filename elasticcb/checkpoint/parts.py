@@ -1,17 +1,19 @@
-"""A server's part of a checkpoint: a safetensors file that any number of servers can read."""
+"""A server's part of a snapshot: safetensors files that any number of servers can read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from elasticcb.checkpoint.manifest import check_variables, map_in, read_manifest
+from elasticcb.checkpoint.manifest import WrittenPart, check_variables, map_in, read_manifest, written_parts
+from elasticcb.checkpoint.places import Files
 from elasticcb.checkpoint.saved_table import SavedTable, opened, tables_in
-from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, write_part
+from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file
 from elasticcb.errors import CheckpointError
 from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array, dtype_of
@@ -21,28 +23,20 @@ from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.sharding.table_source import JoinedTable, TableSource
 from elasticcb.sharding.table_state import TableState
 
-
-def save_part(directory: str | Path, part: Part, slices: Sequence[Slice], index: int, num_ps: int) -> SavedFile:
-    """Writes one server's file into `directory`, which exists.
-
-    Raises `CheckpointError` if it can't be written.
-    """
-    slices_held = json.dumps([list(part) for part in slices])
-    return write_part(Path(directory) / f"server-{index:05d}-of-{num_ps:05d}.safetensors", part, slices=slices_held)
+logger = logging.getLogger(__name__)
 
 
-class Written(NamedTuple):
-    """What one server has written.
+class Loaded(NamedTuple):
+    """A server's part, put together from files.
 
     Attributes:
-        slices: of the variables in it.
-        files: one with all of it, then files with later changes: the dense part, and the rows trained since.
-        saved: what the first file must be; None: all are checked.
+        answered: by worker, the sequence number of the last push in it.
+        file: the last file that it was read from, if all of it comes from the files of the same server.
     """
 
-    slices: Sequence[Slice]
-    files: Sequence[Path]
-    saved: SavedFile | None = None
+    part: Part
+    answered: Mapping[int, int]
+    file: SavedFile | None
 
 
 def load_slices(
@@ -52,63 +46,71 @@ def load_slices(
     index: int = 0,
     shard_map: ShardMap | None = None,
 ) -> Part:
-    """Loads the part of a checkpoint for a server, as `put_together` does; the SHA-256 of the files that it needs is
-    checked.
-
-    Raises `CheckpointError` if files are missing or damaged, or belong to another model.
-    """
+    """Loads the part of a checkpoint for a server; arguments and errors as for `load`."""
     folder = Path(version_directory)
     manifest = read_manifest(folder)
-    check_variables(manifest, specs, folder)
-    written = [
-        Written([Slice(*part) for part in saved["slices"]], [folder / saved["name"]], SavedFile.of(saved))
-        for saved in manifest["files"]
-    ]
-    try:
-        part = put_together(written, map_in(manifest), specs, slices, index, shard_map or ShardMap(1))
-    except CheckpointError as error:
-        raise CheckpointError(f"The checkpoint {folder} can't be used: {error} Start from another version.") from error
+    part = load(Files(str(folder), None), manifest, specs, slices, index, shard_map or ShardMap(1)).part
     part.version = int(manifest["version"])
     return part
 
 
-def put_together(
-    written: Sequence[Written],
-    written_by: ShardMap | None,
+def load(
+    files: Files,
+    manifest: Mapping[str, Any],
     specs: Sequence[VariableSpec],
     slices: Sequence[Slice],
     index: int,
     shard_map: ShardMap,
-) -> Part:
-    """The part of a server with `slices`, whichever servers wrote it; without version.
+) -> Loaded:
+    """The part of a server with `slices`, whichever servers wrote the snapshot. The SHA-256 of the files that it needs
+    is checked; of files with changes, those before the first damaged one are used.
 
     Tables stay in the files until they are read; some rows may belong to other servers.
 
     Args:
-        written: of all servers.
-        written_by: the map by which they had rows of tables; None: unknown.
         index: index of this server; scalars come from the same index if the number of servers is unchanged.
 
-    Raises `CheckpointError` if files are damaged, or something is missing.
+    Raises `CheckpointError` if files are missing or damaged, or belong to another model.
     """
+    check_variables(manifest, specs, files.name)
+    written = written_parts(manifest, Path(files.name))
+    try:
+        return _put_together(files, written, map_in(manifest), specs, slices, index, shard_map)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"The snapshot {files.name} can't be used: {error} Start from another version."
+        ) from error
+
+
+def _put_together(
+    folder: Files,
+    written: Sequence[WrittenPart],
+    written_by: ShardMap,
+    specs: Sequence[VariableSpec],
+    slices: Sequence[Slice],
+    index: int,
+    shard_map: ShardMap,
+) -> Loaded:
     assemblies = {part.variable: _Assembly(part, specs[part.variable]) for part in slices}
-    result = Part(version=0)
-    scalars_from = index if len(written) == shard_map.servers else 0
-    same_map = written_by is not None and written_by.servers == shard_map.servers
+    same_map = written_by.servers == shard_map.servers
+    scalars_from = index if same_map else 0
+    result, answered, used = Part(version=0), dict[int, int](), list[SavedFile]()
     tables: dict[int, list[TableSource]] = {number: [] for number, spec in enumerate(specs) if spec.table}
-    for place, (held, files, saved) in enumerate(written):
+    for place, (held, saved) in enumerate(written):
         wanted = [part for part in held if part.variable in assemblies and assemblies[part.variable].overlaps(part)]
         has_ids = bool(tables) and (place == index or not same_map)
         if not wanted and place != scalars_from and not has_ids:
             continue
-        if saved is not None:
-            check_file(files[0], saved)
+        usable = _undamaged(folder, saved)
+        files = [folder.path(each.name) for each in usable]
+        used.append(usable[-1])
         with opened(files[-1]) as file:
-            names = list(file.keys())
+            names, metadata = list(file.keys()), file.metadata() or {}
+            for worker, last in json.loads(metadata.get("answered", "{}")).items():
+                answered[int(worker)] = max(last, answered.get(int(worker), 0))
             if has_ids:
                 for number in tables_in(names):
-                    table = SavedTable(number, files)
-                    tables[number].append(table if written_by is None else _OfServer(table, place, written_by))
+                    tables[number].append(_OfServer(SavedTable(number, files), place, written_by))
             by_variable = _by_variable(names)
             for part in wanted:
                 for name, slot in by_variable.get(part.variable, []):
@@ -117,7 +119,7 @@ def put_together(
                     else:
                         assemblies[part.variable].fill(slot, part, file, name)
             if place == scalars_from:
-                result.optimizer = (file.metadata() or {}).get("optimizer", "")
+                result.optimizer = metadata.get("optimizer", "")
                 shared = [name for name in names if kind_of(name) == SHARED]
                 result.shared = {name.partition("/")[2]: file.get_tensor(name) for name in shared}
                 ages = {name: file.get_tensor(name) for name in names if kind_of(name) == AGES}
@@ -125,7 +127,23 @@ def put_together(
     result.tables = {number: JoinedTable(sources) for number, sources in tables.items() if sources}
     for assembly in assemblies.values():
         assembly.put_into(result)
-    return result
+    result.version = min(each.version for each in used)
+    return Loaded(result, answered, used[0] if same_map and len(used) == 1 else None)
+
+
+def _undamaged(folder: Files, files: Sequence[SavedFile]) -> list[SavedFile]:
+    """The files before the first damaged one. Raises `CheckpointError` if there is none."""
+    found: list[SavedFile] = []
+    for saved in files:
+        try:
+            check_file(folder.path(saved.name), saved)
+        except CheckpointError as error:
+            if not found:
+                raise
+            logger.warning("%s Using what was saved before it.", error)
+            break
+        found.append(saved)
+    return found
 
 
 class _OfServer:

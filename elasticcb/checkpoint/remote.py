@@ -1,14 +1,13 @@
-"""Checkpoints on a remote file system, where renames are not reliable.
+"""Checkpoints below a URL, where renames are not reliable.
 
-A version consists of the same files as on disk (versions.py). Its manifest is written last and deleted first: a folder
-without a manifest is not a checkpoint. To read a version, it is copied to disk, and each file's SHA-256 is checked
-there.
+A version consists of the same files as on disk (versions.py), which the servers write there. Its manifest is the last
+to be written and the first to be deleted: a folder without a manifest is not a checkpoint. The master copies a version
+from which a model is to start to its disk, and checks each file's SHA-256 there, before servers read it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import posixpath
 import shutil
@@ -16,8 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint.manifest import MANIFEST, verify
-from elasticcb.checkpoint.versions import newest_usable, version_of
+from elasticcb.checkpoint.manifest import MANIFEST, file_names, read_manifest, verify, write_manifest
+from elasticcb.checkpoint.shard_file import SavedFile
+from elasticcb.checkpoint.versions import newest_usable, version_folder, version_of
 from elasticcb.errors import CheckpointError, describe
 from elasticcb.storage.remote_files import is_url, opened
 from elasticcb.storage.temporary import TemporaryFolder
@@ -25,31 +25,61 @@ from elasticcb.storage.temporary import TemporaryFolder
 logger = logging.getLogger(__name__)
 
 
-def put(url: str, folder: Path, keep_max: int) -> str:
-    """Copies the folder of a complete version below `url`, and deletes old and incomplete versions there.
+def place_of(url: str, version: int) -> str:
+    """The folder for a version below `url`. What servers write there may be of a version a little later; it must not
+    replace files, since the same version may have been written before a restart."""
+    return posixpath.join(url, version_folder(version))
 
-    Returns its URL. Raises `CheckpointError` if that fails; existing versions are kept, except this one.
+
+def newest_version(url: str) -> str:
+    """The name of the newest complete version below `url`; "": there is none. Raises `CheckpointError`."""
+    with _connected(url, "can't be read") as (files, root):
+        return (_versions(files, root) or [""])[-1]
+
+
+def finish(folder: str, keep_max: int, **content: Any) -> None:
+    """Checks what the servers have written to a folder of `place_of`, writes its manifest, and deletes old and
+    incomplete versions in the same place.
+
+    Args:
+        keep_max: number of versions to keep; 0: all.
+        content: arguments of `write_manifest`, where each server has one file.
+
+    Raises `CheckpointError` if that fails; existing versions are kept, except this one.
     """
-    manifest = folder / MANIFEST
-    with _connected(url, "can't be written") as (files, root):
-        target = posixpath.join(root, folder.name)
-        _delete(files, posixpath.join(target, MANIFEST))  # of the same version, written before a restart
-        files.makedirs(target, exist_ok=True)
-        names = [saved["name"] for saved in json.loads(manifest.read_text(encoding="utf-8"))["files"]]
-        for name in [*names, MANIFEST]:
-            place = posixpath.join(target, name)
-            files.put_file(str(folder / name), place)
-            files.invalidate_cache()
-            arrived, sent = files.info(place)["size"], (folder / name).stat().st_size
-            if arrived != sent:
-                raise OSError(f"{arrived} bytes of {name} arrived, {sent} were sent")
+    url, name = posixpath.split(folder)
+    written: list[SavedFile] = content.pop("files")
+    with _connected(url, "can't be written") as (files, root), TemporaryFolder() as here:
+        files.invalidate_cache()
+        for saved in written:
+            arrived = files.info(posixpath.join(root, name, saved.name))["size"]
+            if arrived != saved.bytes:
+                raise OSError(f"{arrived} bytes of {saved.name} arrived, {saved.bytes} were sent")
+        write_manifest(here, files=[[each] for each in written], **content)
+        files.put_file(str(here / MANIFEST), posixpath.join(root, name, MANIFEST))
         whole = _versions(files, root)
-        old = whole[:-keep_max] if keep_max else []
-        for name in [*old, *(name for name in _folders(files, root) if name not in whole)]:
-            if name != folder.name:
-                _delete(files, posixpath.join(root, name, MANIFEST))
-                files.rm(posixpath.join(root, name), recursive=True)
-    return posixpath.join(url, folder.name)
+        if name not in whole:
+            raise OSError(f"{name}/{MANIFEST} did not arrive")
+        unfinished = [each for each in _folders(files, root) if each not in whole]
+        for old in [*(whole[:-keep_max] if keep_max else []), *unfinished]:
+            if old != name:
+                _delete(files, posixpath.join(root, old, MANIFEST))
+                files.rm(posixpath.join(root, old), recursive=True)
+        known = {MANIFEST, *(saved.name for saved in written)}
+        for path in files.ls(posixpath.join(root, name), detail=False):
+            if posixpath.basename(path) not in known:  # of an attempt that failed
+                _delete(files, path)
+
+
+def newest_of_run(url: str, run: str) -> str:
+    """The newest version below `url` that a given training wrote; "": there is none, or it can't be read."""
+    with contextlib.suppress(CheckpointError), _connected(url, "can't be read") as (files, root):
+        for name in reversed(_versions(files, root)):
+            with contextlib.suppress(CheckpointError), TemporaryFolder() as here:
+                files.get_file(posixpath.join(root, name, MANIFEST), str(here / MANIFEST))
+                if read_manifest(here).get("extra", {}).get("run") == run:
+                    return posixpath.join(url, name)
+    return ""
 
 
 def fetch(url: str, to: Path, warn: Callable[[str], None]) -> Path:
@@ -63,13 +93,17 @@ def fetch(url: str, to: Path, warn: Callable[[str], None]) -> Path:
     """
     with _connected(url, "can't be read") as (files, root):
         if files.exists(posixpath.join(root, MANIFEST)):
-            return _fetched(files, root, to / posixpath.basename(root))
+            return _fetched(files, root, to / posixpath.basename(root), url)
         versions = _versions(files, root)
         if not versions:
             raise CheckpointError(
                 f"There is no complete checkpoint in {url}. Expected a folder version-… with a {MANIFEST}."
             )
-        return newest_usable(versions, lambda name: _fetched(files, posixpath.join(root, name), to / name), url, warn)
+
+        def fetched(name: str) -> Path:
+            return _fetched(files, posixpath.join(root, name), to / name, posixpath.join(url, name))
+
+        return newest_usable(versions, fetched, url, warn)
 
 
 @contextlib.contextmanager
@@ -85,24 +119,21 @@ def local_copy(folder: str) -> Iterator[str]:
         yield str(fetch(folder, copies, logger.warning))
 
 
-def _fetched(files: Any, root: str, to: Path) -> Path:
-    """Copies one version to disk and verifies it. Raises `CheckpointError` if a file is damaged."""
+def _fetched(files: Any, root: str, to: Path, url: str) -> Path:
+    """Copies the version at `url` to disk and verifies it. Raises `CheckpointError` if a file is damaged."""
     with contextlib.suppress(CheckpointError):
         verify(to)
         return to
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir(parents=True)
     files.get_file(posixpath.join(root, MANIFEST), str(to / MANIFEST))
-    try:
-        names = [saved["name"] for saved in json.loads((to / MANIFEST).read_text(encoding="utf-8"))["files"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"The manifest {posixpath.join(root, MANIFEST)} can't be read: {error!r}.") from error
-    for name in names:
-        if Path(name).name != name:
-            raise CheckpointError(f"The manifest of {root} lists the file {name!r}, which is outside of its folder.")
+    for name in file_names(read_manifest(to), root):
         with contextlib.suppress(FileNotFoundError):  # `verify` names it
             files.get_file(posixpath.join(root, name), str(to / name))
-    verify(to)
+    try:
+        verify(to)
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(str(to), url)) from error
     return to
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from elasticcb.errors import CheckpointError
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding import table_state
-from elasticcb.sharding.array_names import TABLE, kind_of
+from elasticcb.sharding.array_names import GONE, TABLE, kind_of
 from elasticcb.sharding.table_state import TableState
 
 PIECE_BYTES = 4 << 20
@@ -23,8 +23,8 @@ class SavedTable:
     """A `TableSource` of files.
 
     Args:
-        files: files of `write_part`, in the order in which they were written; later rows override earlier ones. Memory
-            holds one piece, and the ids of all files but the first. Checksums are not verified.
+        files: files of `write_part`, in the order in which they were written; later rows override earlier ones, also by
+            being gone. Memory holds one piece, and the ids of all files but the first. Checksums are not verified.
     """
 
     def __init__(self, number: int, files: Sequence[Path]) -> None:
@@ -50,7 +50,7 @@ class SavedTable:
         """Yields pieces of the arrays by name, of the `wanted` ones or all; the newest file first."""
         seen = np.empty(0, np.int64)  # ids in newer files, sorted
         for older in reversed(range(len(self.files))):
-            found = [seen]
+            found = [seen, self._gone_in(self.files[older])] if older else [seen]
             for tensors in self._pieces_of(self.files[older], wanted):
                 if len(seen):
                     ids = tensors[self._prefix + "ids"]
@@ -60,6 +60,12 @@ class SavedTable:
                     found.append(tensors[self._prefix + "ids"])
                 yield tensors
             seen = np.sort(np.concatenate(found))
+
+    def _gone_in(self, path: Path) -> Array:
+        name = f"{GONE}/{self._number}"
+        with opened(path) as file:
+            ids: Array = file.get_tensor(name) if name in file.keys() else np.empty(0, np.int64)  # noqa: SIM118
+        return ids
 
     def _pieces_of(self, path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Array]]:
         """Yields at least one piece of a file."""

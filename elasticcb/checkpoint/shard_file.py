@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from elasticcb.sharding import table_state
 from elasticcb.sharding.array_names import (
     AGES,
     EXTRA,
+    GONE,
     SHARED,
     SLOT,
     TABLE,
@@ -60,7 +62,8 @@ class Part:
     optimizer: str = ""  # class names, separated by commas; "": none
     tables: Mapping[int, TableSource] = field(default_factory=dict)  # by variable; slots are within
     held: Mapping[int, ReadableTable] = field(default_factory=dict)  # tables that are trained meanwhile
-    ages: Mapping[int, Array] = field(default_factory=dict)  # by table whose rows age by time, of ps/row_ages.py
+    gone: Mapping[int, Array] = field(default_factory=dict)  # by table, ids whose rows in earlier files were removed
+    ages: Mapping[int, Array] = field(default_factory=dict)  # by table whose rows age by time, of `RowAges`
 
     @property
     def optimizers(self) -> OptimizerState:
@@ -76,22 +79,30 @@ class Part:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """The entry of one server's file in the manifest."""
+    """The entry of a server's file in the manifest; `version` of the model is the one in it."""
 
     name: str
     bytes: int
     sha256: str
+    version: int
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> SavedFile:
-        return cls(saved["name"], saved["bytes"], saved["sha256"])
+        return cls(saved["name"], saved["bytes"], saved["sha256"], saved["version"])
 
 
-def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
-    """Writes a server's state to one file. Raises `CheckpointError` if that fails."""
+def write_part(path: Path, part: Part, answered: Mapping[int, int] = {}) -> SavedFile:
+    """Writes a server's state to one file.
+
+    Args:
+        answered: by worker, the sequence number of the last push in it.
+
+    Raises `CheckpointError` if that fails.
+    """
     tensors = named(WEIGHT, part.weights) | named(SLOT, part.slots) | named(EXTRA, part.extras)
-    tensors |= named(SHARED, part.shared) | named(AGES, part.ages)
-    metadata |= {"format": str(FORMAT), "version": str(part.version), "optimizer": part.optimizer}
+    tensors |= named(SHARED, part.shared) | named(AGES, part.ages) | named(GONE, part.gone)
+    metadata = {"format": str(FORMAT), "version": str(part.version), "optimizer": part.optimizer}
+    metadata["answered"] = json.dumps(dict(answered))
     try:
         with durable.replacing(path) as unfinished, TensorFile(unfinished) as file:
             # The arrays of a table are known from its first piece.
@@ -112,7 +123,7 @@ def write_part(path: Path, part: Part, **metadata: str) -> SavedFile:
                     for name, array in table_state.to_tensors({number: piece}).items():
                         file.put(name, start, array)
                     start += len(piece.ids)
-        return SavedFile(path.name, *durable.digest_of(path))
+        return SavedFile(path.name, *durable.digest_of(path), part.version)
     except OSError as error:
         raise CheckpointError(f"The file {path} can't be written: {error}.") from error
 

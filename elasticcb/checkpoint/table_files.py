@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from elasticcb.checkpoint.manifest import map_in, read_manifest
+from elasticcb.checkpoint.manifest import map_in, read_manifest, written_parts
 from elasticcb.checkpoint.parts import dtype_in
 from elasticcb.checkpoint.saved_table import opened
 from elasticcb.checkpoint.table_report import IdReport, TablesReport, id_in_table, table_report
 from elasticcb.checkpoint.versions import find_latest
+from elasticcb.errors import CheckpointError
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import SLOT, TABLE, kind_of
 from elasticcb.sharding.partition import VariableSpec
@@ -26,14 +27,15 @@ class SavedTables(NamedTuple):
     """The tables of one version of a checkpoint.
 
     Attributes:
-        shard_map: which server has which rows; None: unknown.
+        files: each server's.
+        shard_map: which server has which rows.
     """
 
     folder: Path
     version: int
     specs: Mapping[int, VariableSpec]
     files: tuple[Path, ...]
-    shard_map: ShardMap | None
+    shard_map: ShardMap
 
     @classmethod
     def of(cls, checkpoint: str | Path) -> SavedTables:
@@ -50,8 +52,13 @@ class SavedTables(NamedTuple):
             for index, saved in enumerate(manifest["variables"])
             if saved.get("table")
         }
-        files = tuple(folder / saved["name"] for saved in manifest["files"])
-        return cls(folder, int(manifest["version"]), specs, files, map_in(manifest))
+        files = [part.files for part in written_parts(manifest, folder)]
+        if any(len(own) > 1 for own in files):
+            raise CheckpointError(
+                f"{folder} has files with changes, of a running job. Pass the folder of a checkpoint."
+            )
+        whole = tuple(folder / saved.name for (saved,) in files)
+        return cls(folder, int(manifest["version"]), specs, whole, map_in(manifest))
 
     def report(self, top: int) -> TablesReport:
         """Reports on all tables.
@@ -73,7 +80,7 @@ class SavedTables(NamedTuple):
                 places = np.flatnonzero(file.get_tensor(names["ids"]) == id)
                 if len(places):
                     found[index] = server, _row_at(file, names, int(places[0]))
-        owner = None if self.shard_map is None else int(self.shard_map.server_of(np.array([id], np.int64))[0])
+        owner = int(self.shard_map.server_of(np.array([id], np.int64))[0])
         none = TableState(np.empty(0, np.int64), np.empty((0, 0)))
         tables = tuple(id_in_table(spec, *found.get(index, (owner, none))) for index, spec in self.specs.items())
         return IdReport(str(self.folder), self.version, id, tables)

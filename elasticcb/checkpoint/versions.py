@@ -35,6 +35,11 @@ def version_of(name: str) -> int:
     return int(match[1]) if match else -1
 
 
+def server_file(index: int, num_ps: int, suffix: str = "") -> str:
+    """The name of a server's file in the folder of a version."""
+    return f"server-{index:05d}-of-{num_ps:05d}{suffix}.safetensors"
+
+
 def begin_version(directory: str | Path, version: int) -> Path:
     """Creates the empty temporary folder for version `version`, to which the servers write.
 
@@ -73,7 +78,7 @@ def finish_version(
             )
     final = folder.parent / version_folder(version)
     try:
-        write_manifest(folder, version=version, specs=specs, parts=parts, files=files, extra=extra)
+        write_manifest(folder, version=version, specs=specs, parts=parts, files=[[each] for each in files], extra=extra)
         durable.sync(folder)
         old = folder.with_name(f"{folder.name}{_OLD}")  # named as unfinished, so that `prune` removes it
         if final.exists():  # the same version, written again after a restart

@@ -21,7 +21,7 @@ from elasticcb.settings.definition import JOB, Kind, Setting
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CONFIG = "elasticcb.config"  # keys under which a context keeps the config file
-_UNREADABLE = "elasticcb.unreadable"  # values that it could not parse
+_UNREADABLE = "elasticcb.unreadable"  # messages about values that it could not parse, by flag
 _UNSET = "elasticcb.unset"  # names of flags whose value in the config file the command line removes
 _ALL_FLAGS = "elasticcb.all_flags"  # and whether --help-all was given
 
@@ -92,14 +92,15 @@ def _role_type(option: Setting) -> click.ParamType:
 def given_values(context: click.Context) -> GivenFlags:
     """The flags that the user gave to the command of `context`."""
     names = [name for name in context.params if name in BY_NAME]
-    unset = context.meta.get(_UNSET, ())
-    sources = {name: context.get_parameter_source(name) for name in names if name not in unset}
+    unreadable = context.meta.get(_UNREADABLE, {})
+    not_given = {*context.meta.get(_UNSET, ()), *unreadable}
+    sources = {name: context.get_parameter_source(name) for name in names if name not in not_given}
     return GivenFlags(
         values={name: context.params[name] for name in names},
         explicit=frozenset(n for n, source in sources.items() if source is not ParameterSource.DEFAULT),
         from_config=frozenset(n for n, source in sources.items() if source is ParameterSource.DEFAULT_MAP),
         config=context.meta.get(_CONFIG),
-        unreadable=tuple(context.meta.get(_UNREADABLE, ())),
+        unreadable=tuple(unreadable.values()),
     )
 
 
@@ -127,7 +128,7 @@ class _JobOption(click.RichOption):
             config, text = config_file(ctx), error.format_message()
             if config is not None and ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
                 text += f" (in {config.path})"
-            ctx.meta.setdefault(_UNREADABLE, []).append(text)
+            ctx.meta.setdefault(_UNREADABLE, {})[name] = text
             return super().process_value(ctx, self.default)
 
 

@@ -16,7 +16,7 @@ class GivenFlags:
 
     Args:
         values: values of all flags of the command, defaults included.
-        explicit: names of flags given on the command line or in the config file.
+        explicit: names of flags given on the command line or in the config file, with a readable value.
         from_config: names of flags that come from the config file.
         config: the file, if any.
         unreadable: messages about values of the wrong type; `values` has the defaults for them.

@@ -21,17 +21,21 @@ from elasticcb.cli.options import BY_NAME
 from elasticcb.cli.prediction_output import names_predictions, prediction_format
 from elasticcb.cli.validation import validate
 from elasticcb.clients.running_master import command_runs, is_starting
+from elasticcb.clients.stored_job import has_unfinished
 from elasticcb.cluster.base import MasterRun
+from elasticcb.cluster.kubernetes.pods import PRIVATE_FOLDER
 from elasticcb.cluster.registry import backend_of
 from elasticcb.dashboard.beside import page_beside
 from elasticcb.errors import GO_ON, JobDoneError, JobFailedError, JobInterrupted, LostServerError, UsageError
 from elasticcb.process.host import POD_NAME
 from elasticcb.process.logs import may_reach_nobody, print_line
+from elasticcb.process.name import show_as
 from elasticcb.process.signals import sigterm_interrupts
 from elasticcb.security.private_folder import make_private
 from elasticcb.settings import JOURNAL_FILE, Command, JobSettings
 from elasticcb.settings.checks import completed, earlier_flags
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
+from elasticcb.storage.remote_files import is_url
 
 if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer
@@ -108,6 +112,11 @@ def refuse_unfinished(settings: JobSettings) -> None:
     would delete its recovery files."""
     from elasticcb.master.journal import Journal
 
+    if settings.store and has_unfinished(settings.store):
+        raise UsageError(
+            f"{settings.store} contains a job that has not finished; a new job would replace it. Run `elasticcb resume "
+            f"{shlex.quote(settings.store)}`, choose another --job_dir, or delete the folder."
+        )
     folder = Path(settings.directory)
     path = folder / JOURNAL_FILE
     if not path.is_file():
@@ -131,7 +140,8 @@ def show_header(settings: JobSettings) -> None:
     from elasticcb.cli.progress import redraws
 
     name = "" if redraws(settings) else f"[{settings.name}] "  # like the lines below it
-    print_line(f"{name}The job's folder is {settings.directory}")
+    here = f"; on this machine {settings.directory}" if settings.store else ""
+    print_line(f"{name}The job's folder is {settings.store or settings.directory}{here}")
     if POD_NAME not in os.environ:  # in a pod, `status` is called from elsewhere, with --namespace
         print_line(f"{name}Status: elasticcb status {_job_argument(settings)}")
 
@@ -148,6 +158,7 @@ def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:
 
     follow_parent(os.getppid())
     settings = JobSettings.from_json(request["settings"])
+    show_as("master", settings.name)
 
     def run() -> None:
         try:
@@ -194,7 +205,11 @@ def build_settings(command: Command, given: GivenFlags) -> JobSettings:
         _say(line)
     data: dict[str, Any] = {BY_NAME[name].field: origin for name, origin in origins.items()}
     name = settings.name or _default_name(settings.model.definition)
-    directory = settings.directory or str(new_folder(given.working_directory / JOBS, command, name))
+    store = settings.directory if is_url(settings.directory) else ""
+    directory = "" if store else settings.directory
+    if POD_NAME in os.environ and store:  # a later pod looks there for what a killed master has left
+        directory = f"{PRIVATE_FOLDER}/{name}"
+    directory = directory or str(new_folder(given.working_directory / JOBS, command, name))
     make_private(Path(directory))
     if command is Command.PREDICT:
         wanted = names_predictions(given)
@@ -207,6 +222,7 @@ def build_settings(command: Command, given: GivenFlags) -> JobSettings:
         settings,
         name=name,
         directory=directory,
+        store=store,
         data=replace(settings.data, **data),
         cluster=replace(settings.cluster, kubernetes=kubernetes_settings(command, given)),
     )

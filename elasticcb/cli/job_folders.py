@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 from elasticcb.clients.running_master import COMMAND_LOCK, holds_job, refuse_cluster
+from elasticcb.clients.stored_job import StoredJob
 from elasticcb.errors import UsageError
 from elasticcb.settings import JOB_FILE, Command
+from elasticcb.storage.remote_files import is_url
 
 JOBS = "jobs"  # below the working directory
 LATEST = "latest"
@@ -41,13 +43,15 @@ def find_job(job: str, only_training: bool = False) -> Path:
     """The folder of a job, running or ended.
 
     Args:
-        job: the folder, its name below `jobs`, a `--job_name` (the newest such job), or "latest".
+        job: the folder, its URL, its name below `jobs`, a `--job_name` (the newest such job), or "latest".
         only_training: of the jobs of a name, and for "latest", find the newest training job, because the command has
             no use for jobs that evaluate or predict.
 
     Raises:
-        UsageError: there is none, or the folder is that of a `Cluster`.
+        UsageError: there is none, or the folder is that of a `Cluster`, or on another machine.
     """
+    if is_url(job):
+        return StoredJob(job).folder()
     parent = Path.cwd() / JOBS
     found = [folder for folder in _newest_first(parent) if not only_training or _trains(folder)]
     names = [folder.name for folder in found]

@@ -12,19 +12,14 @@ from elasticcb import __version__
 from elasticcb.cli.clean import clean
 from elasticcb.cli.command import CONTEXT, CommandRun
 from elasticcb.cli.dashboard import dashboard
-from elasticcb.cli.evaluate import evaluate
 from elasticcb.cli.exits import exit_code
 from elasticcb.cli.jobs import jobs
-from elasticcb.cli.logs import logs
-from elasticcb.cli.master import master
-from elasticcb.cli.predict import predict
 from elasticcb.cli.resume import resume
 from elasticcb.cli.roles import ps, worker
-from elasticcb.cli.scale import scale
+from elasticcb.cli.run import evaluate, master, predict, train
+from elasticcb.cli.running import logs, scale, stop
 from elasticcb.cli.status import status
-from elasticcb.cli.stop import stop
 from elasticcb.cli.table import table
-from elasticcb.cli.train import train
 from elasticcb.cli.zoo.commands import zoo
 from elasticcb.errors import UsageError
 from elasticcb.process.limits import allow_many_files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job_folders import find_job
-from elasticcb.cli.kubernetes.job import KubernetesJob
-from elasticcb.cli.kubernetes.status import pods_lines, pods_state
+from elasticcb.cli.jobs import table_lines
+from elasticcb.cli.kubernetes.job import KubernetesJob, why_no_master
 from elasticcb.clients.local_job import how_it_ended, master_of, wait_for_start
-from elasticcb.cluster.kubernetes.api import KubernetesAPI
+from elasticcb.clients.stored_job import StoredJob, age
+from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
+from elasticcb.errors import UsageError
 from elasticcb.master.snapshot import JobSnapshot, ProcessCounts
+from elasticcb.storage.remote_files import is_url
 
 
 @click.command(context_settings=CONTEXT)
@@ -35,12 +39,22 @@ def status(job: str, as_json: bool, namespace: str | None) -> None:
       elasticcb status mnist --namespace=training
     """
     if namespace:
-        state = pods_state(KubernetesJob(KubernetesAPI(namespace), job))
+        state = _pods_state(KubernetesJob(KubernetesAPI(namespace), job))
         progress = state_lines(state["progress"]) if state["progress"] else [f"{job}: {state['state']}"]
-        print(json.dumps(state, indent=2) if as_json else "\n".join([*progress, "", *pods_lines(state)]))
+        print(json.dumps(state, indent=2) if as_json else "\n".join([*progress, "", *_pods_lines(state)]))
         return
-    document = job_state(find_job(job))
+    document = job_state(find_job(job)) if not is_url(job) else _stored_state(job)
     print(json.dumps(document, indent=2) if as_json else "\n".join(state_lines(document)))
+
+
+def _stored_state(url: str) -> dict[str, Any]:
+    """The state of a job below a URL: of its master, if it is on this machine, or as the master last wrote it."""
+    stored = StoredJob(url)
+    folder = stored.local_folder
+    if folder is not None:
+        with contextlib.suppress(UsageError):
+            return job_state(folder)
+    return stored.status()
 
 
 def job_state(folder: Path) -> dict[str, Any]:
@@ -83,4 +97,41 @@ def state_lines(document: dict[str, Any]) -> list[str]:
         if condition["message"]:
             asked_for = seen.phase == "interrupted" and condition["type"] == "Failed"
             lines.append(f"  {'' if asked_for else condition['type'] + ': '}{condition['message']}")
+    if "written" in document:
+        lines.append(f"  as its master wrote {age(document):.0f} s ago")
     return lines
+
+
+def _pods_state(job: KubernetesJob) -> dict[str, Any]:
+    """As a JSON document; `progress` is the output of `elasticcb status` in the master's pod, None if unavailable."""
+    pods = [
+        {
+            "pod": pod.name,
+            "role": pod.role,
+            "index": pod.index,
+            "node": pod.node,
+            "fate": pod.verdict.fate.value,
+            "words": pod.verdict.words,
+        }
+        for pod in job.pods()
+    ]
+    state = job.state
+    why = why_no_master(job.api, job.job) if state == "running" and not pods else ""
+    return {"job": job.name, "state": state, "why_no_pods": why, "progress": _progress(job), "pods": pods}
+
+
+def _pods_lines(state: dict[str, Any]) -> list[str]:
+    """The pods of the document, for people."""
+    if state["why_no_pods"]:
+        return [f"The master's pod can't be created; retrying: {state['why_no_pods']}."]
+    rows = [(pod["pod"], pod["node"], pod["words"]) for pod in state["pods"]]
+    return table_lines([("POD", "NODE", "STATE"), *rows])
+
+
+def _progress(job: KubernetesJob) -> dict[str, Any] | None:
+    try:
+        code, said = job.run_beside_master(["status", job.directory, "--json"])
+        found: dict[str, Any] = json.loads(said[said.index("{") :])
+    except (UsageError, KubernetesError, ValueError):
+        return None
+    return None if code else found

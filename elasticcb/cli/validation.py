@@ -5,22 +5,26 @@ No check imports TensorFlow or runs the user's code.
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from elasticcb.cli.from_flags import SaidByFlags, settings_from
-from elasticcb.cli.given_flags import GivenFlags
+from elasticcb.cli.given_flags import GivenFlags, absolute
 from elasticcb.cli.model_file import ModelFile, check_zoo, find_model_file
 from elasticcb.cli.options import BY_NAME, OPTIONS, options_of
-from elasticcb.cli.origins import resolve_origin
 from elasticcb.cli.prediction_output import check_prediction_file, check_prediction_output, names_predictions
 from elasticcb.cluster.registry import backend_of, backends, contradictions, missing_for
+from elasticcb.data.files import expanded_glob
 from elasticcb.errors import UsageError
 from elasticcb.settings import Command, WorkerRange
 from elasticcb.settings.checks import in_words, problems_of
 from elasticcb.settings.definition import Kind
 from elasticcb.storage.remote_files import is_url, problem_of
 from elasticcb.storage.writable import problem_of_folder
+
+_GLOB = frozenset("*?[")
 
 
 def validate(command: Command, given: GivenFlags) -> dict[str, str]:
@@ -135,7 +139,7 @@ def _check_follow(command: Command, given: GivenFlags) -> Iterator[str]:
 
 
 _INITIAL = ("checkpoint_dir_for_init", "init_from")  # initial checkpoints
-_MAY_BE_REMOTE = frozenset({"checkpoint_dir", *_INITIAL})
+_MAY_BE_REMOTE = frozenset({"checkpoint_dir", *_INITIAL})  # and the folder of a training job
 
 
 def _check_folders(command: Command, given: GivenFlags) -> Iterator[str]:
@@ -147,10 +151,17 @@ def _check_folders(command: Command, given: GivenFlags) -> Iterator[str]:
     ):
         if name == "output" and command is not Command.TRAIN:
             continue
-        if name in _MAY_BE_REMOTE and is_url(given[name] or ""):
+        may_be_remote = name in _MAY_BE_REMOTE or (name == "job_dir" and command is Command.TRAIN)
+        if may_be_remote and is_url(given[name] or ""):
             problem = problem_of(given[name])
             if problem:
                 yield f"{given.flag(name)} names a URL that {problem}"
+            elif name == "job_dir" and not given["checkpoint_interval"]:
+                yield (
+                    f"{given.flag(name, with_value=True)} is a URL, from which other machines resume the job, but "
+                    f"{given.flag('checkpoint_interval', with_value=True)} keeps nothing to resume from. Remove one of "
+                    "the two."
+                )
             elif given["follow"]:
                 yield f"{given.flag(name, with_value=True)} is a URL. --follow needs a local folder."
         elif is_url(given[name] or ""):
@@ -236,7 +247,7 @@ def _check_files(command: Command, given: GivenFlags) -> tuple[dict[str, str], l
         origin = given[option.name]
         if option.kind is not Kind.DATA or command not in option.commands or not (origin and origin.strip()):
             continue
-        resolved, wrong = resolve_origin(origin, given.base(option.name), given.flag(option.name), custom_reader)
+        resolved, wrong = _resolve_origin(origin, given.base(option.name), given.flag(option.name), custom_reader)
         origins[option.name] = resolved
         problems.extend(wrong)
     return origins, problems
@@ -295,3 +306,72 @@ _FILE_CHECKS: tuple[Callable[[Command, GivenFlags], Iterator[str]], ...] = (
     _check_machine,
     _check_initial,
 )
+
+
+# ---------------------------------------------------------------- origins of records
+
+
+def _resolve_origin(origin: str, base: Path, flag: str, custom_reader: bool) -> tuple[str, list[str]]:
+    """Returns `origin` with local paths made absolute, relative to `base`; and messages about problems.
+
+    It is a path, a glob, a list of these, a URL, or any text that a custom reader understands.
+
+    With a custom reader, a part that is not a file is passed on unchanged: it may be the name of a table, for example.
+    A bare word counts as a folder only without a custom reader. A part is invalid if it is empty or, without a custom
+    reader, if it matches no file or folder.
+    """
+    parts = [part.strip() for part in origin.split(",")]
+    if not all(parts):
+        problem = f"{flag}={origin!r} is empty or has an empty part."
+        return origin, [f"{problem} Expected a path, folder, glob or URL, or several of these separated by commas."]
+    # A file name may contain a comma.
+    if os.path.isfile(absolute(base, origin)):  # not Path.exists, which fails for a long list of files
+        return str(absolute(base, origin)), []
+    resolved, problems = [], []
+    for part in parts:
+        try:
+            resolved.append(_resolve_part(part, base, flag, custom_reader))
+        except UsageError as error:
+            problems.append(str(error))
+    return ",".join(resolved), problems
+
+
+def _resolve_part(part: str, base: Path, flag: str, custom_reader: bool) -> str:
+    if "://" in part:
+        return part
+    path = absolute(base, part)
+    try:
+        if path.is_file():
+            return str(path)
+        if path.is_dir():
+            if custom_reader and os.sep not in part:
+                return part
+            if not custom_reader and not any(path.iterdir()):
+                raise UsageError(f"{flag} names the folder {path}, which is empty. Expected files with records.")
+            return str(path)
+        if _GLOB & set(part):
+            if any(expanded_glob(str(path))):
+                return str(path)
+            problem = f"{flag} names {path}, which matches no file."
+        else:
+            problem = f"{flag} names {path}, which does not exist."
+        if not custom_reader:
+            problem += _nearest(path)
+    except OSError as error:
+        problem = f"{flag} names {path}, which can't be read: {error}."
+    if custom_reader:
+        return part
+    raise UsageError(
+        f"{problem} Expected a file, folder, glob or URL, or several of these separated by commas. (Other names need "
+        "a `custom_data_reader` in the model file.)"
+    )
+
+
+def _nearest(path: Path) -> str:
+    parent = path.parent
+    if not parent.is_dir():
+        while not parent.is_dir():
+            parent = parent.parent
+        return f" The path exists up to {parent}."
+    close = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=1)
+    return f" Did you mean {parent / close[0]}?" if close else ""

@@ -187,14 +187,16 @@ class MasterClient:
         traceback: str = "",
         fatal: bool = False,
         asked: bool = False,
+        saved: pb.SaveResponse | None = None,
     ) -> None:
         """Deregisters this process.
 
         Args:
             fatal: the error would also occur in a replacement.
+            saved: what this server has saved after its last answer.
         """
         request = pb.LeaveRequest(
-            id=self.id, error=error, traceback=traceback, fatal=fatal, role=role, index=index, asked=asked
+            id=self.id, error=error, traceback=traceback, fatal=fatal, role=role, index=index, asked=asked, saved=saved
         )
         self._call("Leave", request, deadline_seconds=5.0, patience_seconds=1.0)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +13,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from elasticcb.clients.master import MasterClient
-from elasticcb.clients.printed_text import PrintedText
-from elasticcb.errors import ElasticCBError
+from elasticcb.errors import ElasticCBError, readable
+from elasticcb.process.wording import how_many
 from elasticcb.proto import elasticcb_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 _EVENTS_PER_REPORT = 2_000
 _REPORT_SECONDS = 0.5  # between reports
 _MAX_EVENTS = 100_000  # maximum number of unsent events
+_MAX_CHARACTERS = 1 << 20  # that wait
 
 
 class ProgressReporter:
@@ -39,7 +42,7 @@ class ProgressReporter:
         self._progress = pb.ReportProgressRequest()
         self._events: list[pb.BatchEvent] = []  # not sent yet
         self._warnings: dict[str, pb.CallbackWarning] = {}  # not sent yet, by subject
-        self._printed = PrintedText()  # not sent yet
+        self._printed = _PrintedText()  # not sent yet
         self._ends_lines = False  # whether the next report ends lines that have begun
         self._wake = threading.Event()
         self._stopped = False
@@ -181,3 +184,52 @@ class ProgressReporter:
         if self._error is None:
             with contextlib.suppress(ElasticCBError):
                 self.flush()
+
+
+class _PrintedText:
+    """Text that hooks print, until it is sent: whole lines, in order, as a terminal shows them; more than a limit is
+    left out.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[bool, str]] = []  # of standard error or output
+        self._begun = {False: "", True: ""}  # lines that have not ended, by stream
+        self._size = 0
+        self._left_out = 0  # lines
+
+    def __bool__(self) -> bool:
+        return bool(self._lines or self._left_out or any(self._begun.values()))
+
+    def add(self, text: str, is_error: bool) -> None:
+        """Text was printed."""
+        *lines, begun = (self._begun[is_error] + readable(text)).split("\n")
+        self._begun[is_error] = _shown(begun)
+        for line in (_shown(each).removesuffix("\r") for each in lines):
+            if self._size + len(line) > _MAX_CHARACTERS:
+                self._left_out += 1
+            else:
+                self._lines.append((is_error, f"{line}\n"))
+                self._size += len(line) + 1
+
+    def take(self, all_text: bool) -> list[pb.PrintedText]:
+        """The lines to send now.
+
+        Args:
+            all_text: also lines that have not ended.
+        """
+        for is_error, begun in self._begun.items():
+            if begun and (all_text or len(begun) > _MAX_CHARACTERS):
+                self.add("\n", is_error)
+        if self._left_out:
+            what = how_many(self._left_out, "more line")
+            text = f"({what} were printed, faster than they could be shown; see the worker's log)\n"
+            self._lines.append((False, text))
+        parts = itertools.groupby(self._lines, operator.itemgetter(0))
+        texts = [pb.PrintedText(text="".join(line for _, line in part), is_error=stream) for stream, part in parts]
+        self._lines, self._size, self._left_out = [], 0, 0
+        return texts
+
+
+def _shown(line: str) -> str:
+    """What is left of a line that a program has overwritten from its beginning."""
+    return line[line.rfind("\r", 0, len(line) - 1) + 1 :]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticcb.clients.ps_rows import Ids, WantedRows
-from elasticcb.clients.ps_servers import KnownServer, MapChangedError, ServerGroup
-from elasticcb.clients.ps_tables import table_pieces, whole_table
+import numpy as np
+
+from elasticcb.clients.ps_servers import KnownServer, MapChangedError, ServerGroup, ServerReplacedError
+from elasticcb.errors import ElasticCBError
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors, join_states
 from elasticcb.process.stats import LOOKUP, PULL, PUSH, Measures
@@ -18,10 +20,15 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.shared_memory import aligned_copy
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.settings import WireDtype
-from elasticcb.sharding.array_names import MOVED, SHARED, STATE, TABLE, WEIGHTS, by_index, named, of_kind, only
+from elasticcb.sharding.array_names import MOVED, SHARED, STATE, TABLE, WANTED, WEIGHTS, by_index, named, of_kind, only
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, moved_state, unpack_weights
 from elasticcb.sharding.push import Movement
+from elasticcb.sharding.table_state import TableState, joined
+from elasticcb.sharding.table_state import from_tensors as tables_from
 from elasticcb.sharding.wire_codec import narrowed, widened
+
+_ROWS = 65_536  # of an embedding table, per piece
+Ids = Mapping[int, Array]  # by embedding table, unique int64 [n]
 
 
 @dataclass
@@ -95,39 +102,31 @@ class PSClient:
         self._measures.histograms[call].observe(time.perf_counter() - begun)
         return answer
 
-    def pull(self, joins: bool = False) -> PlacedBlocks:
+    def pull(self, joins: bool = False, epoch: int = 0, peers: Sequence[int] = ()) -> PlacedBlocks:
         """Fetches weights that are newer than the current ones.
 
         Args:
             joins: rounds wait for this worker from now on, until it `rests`.
+            epoch: as of which it joins.
+            peers: ids of other workers that rounds wait for, unless they rest as of this epoch.
         """
         with self._exchanging:
-            self._measured(PULL, lambda: self._pull(joins=joins))
+            self._measured(PULL, lambda: self._pull(joins=joins, epoch=epoch, peers=peers))
             return self.blocks
 
-    def pull_with_optimizers(self) -> tuple[PlacedBlocks, OptimizerState]:
-        """Like `pull`, with the optimizer state except that of embedding tables."""
+    def pull_with_optimizers(self) -> OptimizerState:
+        """Like `pull`; returns the optimizer state except that of embedding tables."""
         with self._exchanging:
             self._measured(PULL, lambda: self._pull(optimizers=True))
-            return self.blocks, self._optimizers_found()
+            return self._optimizers_found()
 
-    def rest(self) -> None:
-        """Rounds do not wait for this worker, until it joins or pushes."""
-
-        def rest() -> None:
-            frames = [self._request(server) for server in self.servers.known]
-            for frame in frames:
-                frame.header.rests = True
-            self._exchanged(self.servers.known, frames)
-
+    def rest(self, epoch: int = 0) -> None:
+        """Rounds do not wait for this worker, until it joins or pushes; as of this `epoch`, its peers can't join it."""
         with self._exchanging:
-            self.servers.by_present_map(rest)
+            self.servers.by_present_map(lambda: self._exchanged(_bare(self._requests(rests=True, epoch=epoch))))
 
-    def _pull(self, optimizers: bool = False, joins: bool = False) -> None:
-        frames = [self._request(server, pull=True) for server in self.servers.known]
-        for frame in frames:
-            frame.header.optimizers, frame.header.joins = optimizers, joins
-        self._exchange(self.servers.known, frames)
+    def _pull(self, **more: Any) -> None:
+        self._exchange(_bare(self._requests(pull=True, **more)))
 
     def _optimizers_found(self) -> OptimizerState:
         """The optimizer state of the last exchange."""
@@ -147,21 +146,18 @@ class PSClient:
             return found
 
     def _lookup(self, ids: Ids, create: bool, evaluation_round: int) -> dict[int, Array]:
-        frames, wanted = [], WantedRows(ids, self.servers)
-        for server in self.servers.known:
-            header = self._request(server, creates=create).header
-            header.snapshot = evaluation_round
-            if evaluation_round:
-                header.pull = False
-            frames.append(Frame(header, wanted.of_server(server.index)))
+        wanted, headers = _WantedRows(ids, self.servers), self._requests(create_rows=create, snapshot=evaluation_round)
+        frames = [Frame(header, wanted.of_server(index)) for index, header in enumerate(headers)]
         if evaluation_round:  # its version is not the current one
-            for server, answer in zip(self.servers.known, self._exchanged(self.servers.known, frames), strict=True):
+            for header in headers:
+                header.pull = False
+            for server, answer in zip(self.servers.known, self._exchanged(frames), strict=True):
                 server.rows = by_index(TABLE, answer.tensors)
         else:
-            self._exchange(self.servers.known, frames)
+            self._exchange(frames)
         return self._found(wanted)
 
-    def _found(self, wanted: WantedRows) -> dict[int, Array]:
+    def _found(self, wanted: _WantedRows) -> dict[int, Array]:
         rows = wanted.found()
         self._measures.rows_looked_up += sum(map(len, rows.values()))
         return rows
@@ -177,7 +173,7 @@ class PSClient:
         ids: dict[int, Array] = {}
         for index, spec in enumerate(self.servers.specs):
             if spec.table:
-                whole = whole_table(self.servers, index)
+                whole = _whole_table(self.servers, index)
                 ids[index], weights[index] = whole.ids, whole.rows
         return weights, ids
 
@@ -192,7 +188,7 @@ class PSClient:
                 snapshot=evaluation_round,
                 map_version=self.servers.shard_map.version,
             )
-            answers = self._exchanged(self.servers.known, [Frame(request, {}) for _ in self.servers.known])
+            answers = self._exchanged(_bare([request for _ in self.servers.known]))
             self.snapshot_version = answers[0].header.version
             # They are kept while others are received.
             kept = [{name: aligned_copy(block) for name, block in answer.tensors.items()} for answer in answers]
@@ -219,17 +215,15 @@ class PSClient:
             return result
 
     def _push(self, movement: Movement, bases: Sequence[int], ids: Ids) -> PushResult:
-        servers, wanted, is_movement = self.servers, WantedRows(ids, self.servers), movement.batches > 0
+        servers, wanted, is_movement = self.servers, _WantedRows(ids, self.servers), movement.batches > 0
         if len(bases) != len(servers.known):  # their number has changed since
             bases = [min(bases, default=-1)] * len(servers.known)
-        frames = []
-        for server, base in zip(servers.known, bases, strict=True):
-            header = self._request(server, pull=is_movement, creates=bool(ids)).header
-            header.sequence = self._sequence
+        headers, frames = self._requests(pull=is_movement, create_rows=bool(ids), sequence=self._sequence), []
+        for server, header, base in zip(servers.known, headers, bases, strict=True):
             part = movement.part(server.index, servers.specs, server.slices, servers.shard_map, base)
             tensors = narrowed(part.encode(header), self._wire_dtype)
             frames.append(Frame(header, tensors | wanted.of_server(server.index)))
-        answers = self._exchange(servers.known, frames)
+        answers = self._exchange(frames)
         result = PushResult(self.version, self._found(wanted))
         if is_movement:
             alone = [answer.alone for answer in answers]
@@ -239,30 +233,36 @@ class PSClient:
             result.optimizers = None if all(alone) else self._optimizers_found()
         return result
 
-    def _request(self, server: KnownServer, pull: bool = False, creates: bool = False) -> Frame[Any]:
-        header = pb.ExchangeRequest(
-            worker_id=self._client_id,
-            pull=pull or self.servers.has_moved,
-            known_version=server.version,
-            known_state_version=server.state_version,
-            map_version=self.servers.shard_map.version,
-            create_rows=creates,
-            rows_dtype=(self._wire_dtype if creates else WireDtype.SAME).value,
-        )
-        return Frame(header, {})
+    def _requests(self, pull: bool = False, create_rows: bool = False, **more: Any) -> list[pb.ExchangeRequest]:
+        """The headers of a request, by server."""
+        pull = pull or self.servers.has_moved
+        rows_dtype = (self._wire_dtype if create_rows else WireDtype.SAME).value
+        return [
+            pb.ExchangeRequest(
+                worker_id=self._client_id,
+                pull=pull,
+                known_version=server.version,
+                known_state_version=server.state_version,
+                map_version=self.servers.shard_map.version,
+                create_rows=create_rows,
+                rows_dtype=rows_dtype,
+                **more,
+            )
+            for server in self.servers.known
+        ]
 
-    def _exchange(self, servers: Sequence[KnownServer], frames: Sequence[Frame[Any]]) -> list[Any]:
-        answers = self._exchanged(servers, frames)
-        for server, frame, answer in zip(servers, frames, answers, strict=True):
-            header = answer.header
-            if server is self.servers.known[0]:
-                self.version, self.learning_rate = header.version, header.learning_rate
-                self.learning_rate_version = header.base_learning_rate_version
+    def _exchange(self, frames: Sequence[Frame[Any]]) -> list[Any]:
+        answers = self._exchanged(frames)
+        first = answers[0].header
+        self.version, self.learning_rate = first.version, first.learning_rate
+        self.learning_rate_version = first.base_learning_rate_version
+        for server, frame, answer in zip(self.servers.known, frames, answers, strict=True):
             server.note_answer(frame.header, answer)
         return [answer.header for answer in answers]
 
-    def _exchanged(self, servers: Sequence[KnownServer], frames: Sequence[Frame[Any]]) -> list[Frame[Any]]:
+    def _exchanged(self, frames: Sequence[Frame[Any]]) -> list[Frame[Any]]:
         """The answers to calls of `Exchange`."""
+        servers = self.servers.known
         if len(servers) == 1:
             answers = [self.servers.send(servers[0], frames[0])]
         else:
@@ -273,6 +273,10 @@ class PSClient:
         if self._wire_dtype is WireDtype.SAME:
             return answers
         return [Frame(answer.header, widened(answer.tensors, self.servers.specs)) for answer in answers]
+
+
+def _bare(headers: Iterable[pb.ExchangeRequest]) -> list[Frame[Any]]:
+    return [Frame(header, {}) for header in headers]
 
 
 def note_movement(server: KnownServer, movement: Movement, sent: Mapping[str, Array]) -> None:
@@ -287,3 +291,65 @@ def note_movement(server: KnownServer, movement: Movement, sent: Mapping[str, Ar
     state = {dtype: moved_state(before[dtype], values[dtype], shares[dtype], 0) for dtype in shares}
     server.blocks = {**server.blocks, **named(WEIGHTS, weights), **named(STATE, state)}
     server.optimizers = from_tensors(only(movement.optimizers, SHARED))
+
+
+def table_pieces(servers: ServerGroup, variable: int, rows: int = _ROWS, export_id: int = 0) -> Iterator[TableState]:
+    """All rows of an embedding table with their ids, in pieces; it must not be trained meanwhile.
+
+    With `export_id`, everything that the servers hold for that export; it may then be trained meanwhile.
+
+    Raises `ServerReplacedError` when a server is replaced meanwhile, because its rows then have other positions.
+    """
+    for server in servers.known:
+        link, start, total = server.link, 0, 1
+        while start < total:
+            request = pb.ReadTableRequest(variable=variable, start=start, count=rows, export_id=export_id)
+            try:
+                answer = servers.call(server, "ReadTable", request)
+            except ElasticCBError:
+                if server.link is link:
+                    raise
+            if server.link is not link:
+                raise ServerReplacedError(
+                    f"Parameter server {server.index} was replaced while the embedding table "
+                    f"{servers.specs[variable].path!r} was being read. Read it again."
+                )
+            piece = tables_from(answer.tensors)[variable]
+            yield piece
+            start, total = start + len(piece.ids), answer.header.total
+
+
+def _whole_table(servers: ServerGroup, variable: int) -> TableState:
+    """The whole table at once; read again when a server is replaced."""
+    while True:
+        with contextlib.suppress(ServerReplacedError):
+            return joined(list(table_pieces(servers, variable)))
+
+
+class _WantedRows:
+    """Rows of embedding tables, requested from the servers that hold them and reassembled."""
+
+    def __init__(self, ids: Ids, servers: ServerGroup) -> None:
+        self._ids, self._servers = ids, servers.known
+        # By server and table, the positions of the server's ids among all ids.
+        self._places: list[dict[int, Any]] = [{} for _ in self._servers]
+        for table, own in ids.items():
+            owners = servers.shard_map.server_of(own) if len(self._servers) > 1 else None
+            for index, places in enumerate(self._places):
+                places[table] = slice(None) if owners is None else np.flatnonzero(owners == index)
+
+    def of_server(self, index: int) -> dict[str, Array]:
+        """The arrays of its request."""
+        return named(WANTED, {table: own[self._places[index][table]] for table, own in self._ids.items()})
+
+    def found(self) -> dict[int, Array]:
+        """The rows of the last exchange, in the order of the ids."""
+        if len(self._servers) == 1:
+            return {table: self._servers[0].rows[table] for table in self._ids}
+        found: dict[int, Array] = {}
+        for table, own in self._ids.items():
+            first = self._servers[0].rows[table]
+            rows = found[table] = np.empty((len(own), *first.shape[1:]), first.dtype)
+            for server, places in zip(self._servers, self._places, strict=True):
+                rows[places[table]] = server.rows[table]
+        return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -11,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from elasticcb.clients.ps_link import Link
-from elasticcb.clients.ps_places import Places
+from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.errors import ConnectionLostError, ElasticCBError
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors
-from elasticcb.process.interruptible import each
+from elasticcb.process.signals import each, in_other_thread
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.connection import Connection
+from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.sharding.array_names import EXTRAS, SHARED, SLOTS, STATE, TABLE, WEIGHTS, by_index, only
@@ -31,6 +33,9 @@ Answer = TypeVar("Answer")
 _MOST_CALLS = 1_000  # at once; threads start as needed
 _MOVING_PAUSE_SECONDS = 0.01  # before retrying a server that is handing over its data
 _PAUSE_SECONDS = 0.1  # before retrying a server that does not answer and is not replaced
+# A server's first update may take minutes to compile, and other calls wait for it. A dead machine is detected by gRPC's
+# keepalive.
+_DEADLINE_SECONDS = 600.0
 
 
 class MapChangedError(ElasticCBError):
@@ -218,12 +223,19 @@ class ServerGroup:
                 raise MapChangedError(0)
             if id == failed.id:
                 return False
-            logger.info("Parameter server %d is now at %s", server.index, address)
-            server.link = self.link(server.index, address, id)
-            # The new process counts versions by itself.
-            server.version = server.state_version = -1
-            failed.close()
+            self.connect(server, ServerPlace(address, id))
             return True
+
+    def connect(self, server: KnownServer, place: ServerPlace) -> None:
+        """Calls to a server go to this process from now on; calls to the previous one end."""
+        before = server.link
+        if before.id == place.id:
+            return
+        logger.info("Parameter server %d is now at %s", server.index, place.address)
+        server.link = self.link(server.index, *place)
+        # The new process counts versions by itself.
+        server.version = server.state_version = -1
+        before.close()
 
     def end_calls(self, index: int) -> None:
         """Aborts calls to a lost server; `find` then returns its replacement."""
@@ -242,3 +254,30 @@ class ServerGroup:
         self._pool.shutdown(wait=False)
         for link in self.links:
             link.close()
+
+
+class Link:
+    """The connection to one process that is a server."""
+
+    def __init__(self, index: int, address: str, id: int, patience_seconds: float, access: Access) -> None:
+        self.address, self.id = address, id
+        self._connection = Connection(address, f"parameter server {index}", patience_seconds, access)
+
+    def call(
+        self,
+        method: str,
+        frame: Frame[Any],
+        patience_seconds: float | None = None,
+        deadline_seconds: float = _DEADLINE_SECONDS,
+    ) -> Frame[Any]:
+        """The server's answer. A frame that is sent again after an error is the same call, which is executed once."""
+        called = PS_METHODS[method]
+        if called.is_numbered and not frame.header.call:
+            frame.header.call = secrets.randbits(62) + 1
+        return in_other_thread(self._connection.call, called, frame, deadline_seconds, patience_seconds)
+
+    def free_memory(self) -> None:
+        self._connection.free_memory()
+
+    def close(self) -> None:
+        self._connection.close()

@@ -121,7 +121,7 @@ def can_resume(folder: Path) -> bool:
 
 def forget_earlier_job(folder: Path) -> None:
     """Removes what an earlier training job left in a folder to be resumed, when a new one begins there."""
-    for name in (JOURNAL_FILE, JOB_FILE, HISTORY_FILE):
+    for name in (JOURNAL_FILE, JOB_FILE, FIT_FILE, HISTORY_FILE):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -6,15 +6,18 @@ tables leave a step.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
-from elasticcb.compute.movable import Allowed
+from elasticcb.compute.movable import Allowed, FindProblems, Step, movable
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.served_tables import ServedTables
 from elasticcb.layers.install import install
@@ -26,7 +29,7 @@ from elasticcb.optimizers.variables import StepVariables
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks
-from elasticcb.sharding.partition import Slice, VariableSpec
+from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
 
 TableRows = Mapping[int, Array]  # by embedding table: [n, dim]
@@ -163,14 +166,12 @@ class HeldModel(NamedTuple):
         model: built; compiled if it is to be trained.
         metrics: metrics of the model.
         specs: specs of `model.weights`, as sent by the master.
-        partition: initial slices of `model.weights`, by server.
         trains: whether it is trained here; otherwise its optimizers are not built.
     """
 
     model: keras.Model
     metrics: ModelMetrics
     specs: Sequence[VariableSpec]
-    partition: Sequence[Sequence[Slice]]
     trains: bool = True
 
     @property
@@ -179,14 +180,23 @@ class HeldModel(NamedTuple):
         return [index for index, spec in enumerate(self.specs) if spec.table]
 
 
+def model_step(model: keras.Model, mode: Mode) -> Step:
+    """The model's own step."""
+    names = {Mode.TRAINING: "train_step", Mode.EVALUATION: "test_step", Mode.PREDICTION: "predict_step"}
+    step: Step = getattr(model, names[mode])
+    return step
+
+
 class Backend(ABC):
     """A framework.
 
     Attributes:
         forks_with_gpus: whether a process may import it, and then fork processes that use GPUs.
+        problems_of: why rows can't be determined before a step, as for `movable`.
     """
 
     forks_with_gpus = True
+    problems_of: FindProblems
 
     @abstractmethod
     def build(self, spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> StepVariables | None:
@@ -213,7 +223,6 @@ class Backend(ABC):
         """A batch of the input pipeline in the form in which the model's steps get it."""
         return batch
 
-    @abstractmethod
     def find_tables(
         self,
         model: keras.Model,
@@ -234,6 +243,19 @@ class Backend(ABC):
             NotServableError: an `elasticcb.layers.Embedding` is used in a way that needs all its rows, or its ids can't
                 be determined before the step.
         """
+        data = self.data(model, batch)
+
+        def steps() -> Iterator[tuple[Step, Any]]:
+            yield step_of(mode), data
+            if validation is not None:
+                yield step_of(Mode.EVALUATION), self.data(model, validation())
+
+        with self._steps(model, mode) as step_of:
+            return movable(model, steps(), allowed, self.problems_of)
+
+    def _steps(self, model: keras.Model, mode: Mode) -> AbstractContextManager[Callable[[Mode], Step]]:
+        """Context with the steps to trace in a job of this mode."""
+        return contextlib.nullcontext(functools.partial(model_step, model))
 
     @abstractmethod
     def computation(self, held: HeldModel) -> Computation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -21,23 +21,22 @@ logger = logging.getLogger(__name__)
 Step = Callable[[Any], Any]
 # Whether a layer may be moved, by the index of its variable in `model.weights`, and its size in bytes.
 Allowed = Callable[[int, int], bool]
-# From a step, a batch and layers by variable: why rows can't be determined before the step, by variable.
-FindProblems = Callable[[Step, Any, Mapping[int, TableLayer]], dict[int, str]]
+# From a model, its step, a batch and layers by variable: why rows can't be determined before the step, by variable.
+FindProblems = Callable[[keras.Model, Step, Any, Mapping[int, TableLayer]], dict[int, str]]
 
 
 def movable(
     model: keras.Model,
-    step: Step,
-    batch: Any,
+    steps: Iterable[tuple[Step, Any]],
     allowed: Allowed,
     problems_of: FindProblems,
-    validation: Callable[[], tuple[Step, Any]] | None = None,
 ) -> dict[int, TableSpec]:
     """The tables of a model: all `elasticcb.layers.Embedding`, and each `keras.layers.Embedding` that is allowed and
     gives the same results with its rows on servers.
 
     Args:
-        validation: the evaluation step, and a batch for it, in a job that also validates.
+        steps: those of the job, each with a batch. Evaluation may use a variable differently than training: a ranking
+            model multiplies with the whole table.
 
     Raises:
         NotServableError: an `elasticcb.layers.Embedding` is used in a way that needs all its rows, or its ids can't be
@@ -49,8 +48,10 @@ def movable(
             layers[index] = found[0]
     if not layers:
         return {}
+    problems: dict[int, str] = {}
     try:
-        problems = _problems(step, batch, layers, problems_of, validation)
+        for step, batch in steps:
+            problems = problems_of(model, step, batch, layers) | problems
     except Exception as error:  # errors of the step itself are reported where it runs
         why = f"the step can't be traced, which is needed to determine the ids beforehand: {describe(error)}"
         problems = dict.fromkeys(layers, why)
@@ -83,18 +84,3 @@ def _is_plain(layer: Any) -> bool:
         and layer.quantization_mode is None
         and "call" not in vars(layer)
     )
-
-
-def _problems(
-    step: Step,
-    batch: Any,
-    layers: Mapping[int, TableLayer],
-    problems_of: FindProblems,
-    validation: Callable[[], tuple[Step, Any]] | None,
-) -> dict[int, str]:
-    problems = problems_of(step, batch, layers)
-    if validation is not None:
-        # Evaluation may use a variable differently than training: a ranking model multiplies with the whole table.
-        other, given = validation()
-        problems = {**problems_of(other, given, layers), **problems}
-    return problems

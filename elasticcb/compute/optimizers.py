@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from elasticcb.compute.backend import LocalModel
 from elasticcb.errors import ModelFileError
 from elasticcb.keras_private import set_decays
-from elasticcb.optimizers.held_state import held_variables
+from elasticcb.optimizers.held_state import copied, copy_of, held_variables
 from elasticcb.optimizers.state import LEARNING_RATE, OptimizerState
 from elasticcb.optimizers.traits import unwrapped
 from elasticcb.optimizers.variables import leaves_of
@@ -52,20 +51,13 @@ class HoldsOptimizers(LocalModel):
         self._held = variables
 
     def optimizer_state(self) -> OptimizerState:
-        held = self._held
-        return OptimizerState(copied(held.slots), copied(held.extras), copied(held.shared), held.optimizers)
+        return copy_of(self._held)
 
     def shared_optimizer_state(self) -> Mapping[str, Array]:
         return copied(self._held.shared)
 
     def set_optimizer_state(self, state: OptimizerState) -> None:
-        for kind in ("slots", "extras", "shared"):
+        for kind, key, value in state.items():
             own = getattr(self._held, kind)
-            for key, value in getattr(state, kind).items():
-                if key in own and key != LEARNING_RATE:
-                    own[key].assign(np.array(value))
-
-
-def copied(variables: Mapping[Any, keras.Variable]) -> dict[Any, Array]:
-    """Copies of their values, which a step does not change."""
-    return {key: np.array(keras.ops.convert_to_numpy(variable.value)) for key, variable in variables.items()}
+            if key in own and key != LEARNING_RATE:
+                own[key].assign(np.array(value))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 
 from elasticcb.keras_private import compute_loss, compute_output_spec, layers_of, takes_training
-from elasticcb.optimizers.step_logs import is_overridden
-from elasticcb.optimizers.variables import StepVariables
+from elasticcb.serialization.torch_buffers import buffers_of
 
 
 def make_variables(model: keras.Model, batch: Any) -> None:
@@ -21,20 +19,7 @@ def make_variables(model: keras.Model, batch: Any) -> None:
             compute_output_spec(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
 
 
-def prime_training(
-    model: keras.Model,
-    batch: Any,
-    run_unchanged: Callable[[keras.Model, Callable[[Any], Any], Any], None],
-    step_variables: Callable[[keras.Model, Any], StepVariables],
-) -> StepVariables | None:
-    """Builds everything needed for training; returns the result of `Backend.build`."""
-    if is_overridden(model, "train_step"):
-        return step_variables(model, batch)
-    run_unchanged(model, functools.partial(_forward, model), batch)
-    return None
-
-
-def _forward(model: keras.Model, data: Any) -> None:
+def forward(model: keras.Model, data: Any) -> None:
     """Does everything that the stock `train_step` does to the model, without changing weights."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
     predicted = model(x, training=True) if takes_training(model) else model(x)
@@ -43,7 +28,7 @@ def _forward(model: keras.Model, data: Any) -> None:
 
 
 @contextlib.contextmanager
-def unchanged(variables: Sequence[keras.Variable]) -> Iterator[None]:
+def unchanged(variables: Sequence[Any]) -> Iterator[None]:
     """Restores the variables' values at the end."""
     before = [(variable, variable.numpy()) for variable in variables]
     try:
@@ -53,11 +38,18 @@ def unchanged(variables: Sequence[keras.Variable]) -> Iterator[None]:
             variable.assign(value)
 
 
-def kept(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """Undoes lasting changes of a step in the context: those by layers in `call`, and the seeds that they use."""
-    return unchanged([*model.non_trainable_variables, *_rnn_states(model)])
+@contextlib.contextmanager
+def kept(model: keras.Model) -> Iterator[None]:
+    """Undoes lasting changes of a step in the context: those by layers in `call`, and the seeds that they use. The
+    states of an RNN that the step has built are zero, as `build` leaves them."""
+    before = [layer for layer in _stateful(model) if layer.states is not None]
+    states = [state for layer in before for state in keras.tree.flatten(layer.states)]
+    with unchanged([*model.non_trainable_variables, *states, *buffers_of(layers_of(model))]):
+        yield
+    for layer in _stateful(model):
+        if not any(layer is each for each in before):
+            layer.reset_state()
 
 
-def _rnn_states(model: keras.Model) -> list[keras.Variable]:
-    layers = [layer for layer in layers_of(model) if isinstance(layer, keras.layers.RNN) and layer.stateful]
-    return [state for layer in layers for state in keras.tree.flatten(layer.states) if state is not None]
+def _stateful(model: keras.Model) -> list[keras.layers.RNN]:
+    return [layer for layer in layers_of(model) if isinstance(layer, keras.layers.RNN) and layer.stateful]

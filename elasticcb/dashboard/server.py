@@ -1,8 +1,9 @@
-"""Serves the dashboard of a job over HTTP to browsers on this machine."""
+"""Serves the dashboard of a job over HTTP to browsers on this machine: pages, and a stream of changes."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import hmac
@@ -11,17 +12,21 @@ import json
 import re
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from elasticcb.clients.history import History
 from elasticcb.clients.live_tables import tables_of
-from elasticcb.clients.local_job import log_lines, master_of, scale_job, stop_job
+from elasticcb.clients.local_job import how_it_ended, log_lines, lost_master, master_of, scale_job, stop_job
+from elasticcb.clients.master import MasterClient
+from elasticcb.clients.running_master import RunningMaster, running_master
 from elasticcb.dashboard.beside import missing_libraries
-from elasticcb.dashboard.broadcast import Broadcast
-from elasticcb.dashboard.view import JobView, token_of
-from elasticcb.errors import ElasticCBError, UsageError
+from elasticcb.errors import ConnectionLostError, ElasticCBError, UsageError
+from elasticcb.settings import HISTORY_FILE
+from elasticcb.storage import durable
 
 if TYPE_CHECKING:
     import uvicorn
@@ -41,6 +46,11 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+_LOOK_SECONDS = 1.0  # while a browser is connected
+_IDLE_SECONDS = 10.0  # while no browser is connected: the master keeps the history meanwhile
+_MOST_WAITING = 30  # queued messages for a browser that does not read; beyond that, it must reload everything
+_PATIENCE_SECONDS = 3.0  # seconds for an answer of the master
+_RATES = 60  # per worker, one per poll
 
 
 def serve(folder: Path, port: int, say: Callable[[str], None]) -> None:
@@ -241,3 +251,174 @@ def _is_loopback(host: str) -> bool:
         return urlsplit(f"//{host}").hostname in _LOOPBACK
     except ValueError:  # it is not a host
         return False
+
+
+class Broadcast:
+    """Polls a job at intervals, once for all browsers that have its dashboard open."""
+
+    def __init__(self, view: JobView) -> None:
+        self._view = view
+        self._browsers: set[asyncio.Queue[str]] = set()
+        self._lock = asyncio.Lock()  # of the view
+        self._wake = asyncio.Event()
+        self._ending = False
+
+    async def run(self) -> None:
+        """Polls until `end` is called, and then once more."""
+        while not self._ending:
+            await self._look()
+            idle = None if self._view.over else _IDLE_SECONDS  # an ended job does not change any more
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), _LOOK_SECONDS if self._browsers else idle)
+            self._wake.clear()
+        await self._look()
+        self._send("")
+        self._view.close()
+
+    def end(self) -> None:
+        """Ends all streams, each with the final state."""
+        self._ending = True
+        self._wake.set()
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Server-sent events for a browser: first everything, then changes."""
+        messages: asyncio.Queue[str] = asyncio.Queue(_MOST_WAITING)
+        async with self._lock:
+            self._browsers.add(messages)
+            message = _event(self._view.everything())
+        self._wake.set()
+        try:
+            while message:
+                yield message
+                message = await messages.get()
+        finally:
+            self._browsers.discard(messages)
+
+    async def _look(self) -> None:
+        async with self._lock:
+            await asyncio.to_thread(self._view.look)
+            news = self._view.news()
+            if self._browsers:
+                self._send(_event(news))
+
+    def _send(self, message: str) -> None:
+        for browser in [*self._browsers]:
+            if browser.full():  # it is closed, and the browser reconnects
+                self._browsers.discard(browser)
+                browser.get_nowait()
+                browser.put_nowait("")
+            else:
+                browser.put_nowait(message)
+
+
+def _event(document: object) -> str:
+    return f"data: {json.dumps(document, allow_nan=False)}\n\n"
+
+
+class JobView:
+    """Polls a job. Only one thread at a time may call it.
+
+    Attributes:
+        status: as in `elasticcb status --json`; None: unknown yet.
+        trouble: why `status` is outdated; "": it is current.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.status: dict[str, Any] | None = None
+        self.over = False
+        self.trouble = ""
+        self._history = History()
+        self._running: list[Any] = []  # tasks
+        self._rates: dict[int, deque[float]] = {}  # records per second of workers, by index
+        self._known = (0.0, 0)  # id of the master's history, and the last entry read
+        self._shown = 0  # entries that `news` has returned
+        self._kept_as = (0, 0, 0)  # inode, time and size of the history file that was read last
+        self._master: tuple[RunningMaster, MasterClient] | None = None
+
+    def look(self) -> None:
+        """Updates the view."""
+        try:
+            ended = how_it_ended(self.folder)
+            if ended is None:
+                self.status, past = self._ask()
+                self._note_rates(self.status)
+            else:
+                self.close()
+                self.status, past = ended, self._kept()
+            self.over, self.trouble = ended is not None, ""
+            self._take_in(past)
+        except ElasticCBError as error:
+            self.trouble = str(error)
+
+    def news(self) -> dict[str, Any]:
+        """The changes since the last call, as JSON values."""
+        found = self._told(self._history.after(self._shown))
+        self._shown = self._history.number
+        return found
+
+    def everything(self) -> dict[str, Any]:
+        """Everything up to the last `news`, as JSON values."""
+        rates = {place: list(rates) for place, rates in self._rates.items()}
+        return {**self._told(self._history.after(0)), "rates": rates, "whole": True}
+
+    def close(self) -> None:
+        """Closes the connection to the master."""
+        if self._master is not None:
+            self._master[1].close()
+            self._master = None
+
+    def _told(self, past: dict[str, Any]) -> dict[str, Any]:
+        logs = sorted(path.stem for path in (self.folder / "logs").glob("*.log"))
+        state = {"status": self.status, "over": self.over, "trouble": self.trouble, "running": self._running}
+        return {**state, "past": past, "logs": logs, "folder": str(self.folder)}
+
+    def _ask(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        client = self._connected()
+        try:
+            status, past = client.status_and_past(self._known[1])
+            if past["run"] != self._known[0] and self._known[1]:  # another master replaced it, or it is another job
+                status, past = client.status_and_past(0)
+            return status, past
+        except ConnectionLostError as error:
+            self.close()
+            raise lost_master(self.folder, error) from None
+
+    def _connected(self) -> MasterClient:
+        found = running_master(self.folder)
+        if self._master is None or self._master[0] != found:
+            self.close()
+            self._master = found, MasterClient(found.address, _PATIENCE_SECONDS, found.access)
+        return self._master[1]
+
+    def _kept(self) -> dict[str, Any]:
+        """The history that the master left in the folder; {}: it was read before."""
+        path = self.folder / HISTORY_FILE
+        with contextlib.suppress(OSError, ValueError):
+            status = path.stat()
+            before, self._kept_as = self._kept_as, (status.st_ino, status.st_mtime_ns, status.st_size)
+            if self._kept_as != before:
+                return durable.read_document(path)
+        return {}
+
+    def _take_in(self, past: dict[str, Any]) -> None:
+        before, known = self._known
+        run = past.get("run", before)
+        with contextlib.suppress(TypeError, ValueError):  # of another release
+            if run == before:
+                self._history.extend(past, after=known)
+            else:  # a resumed job has its complete history, of which the earlier part is known here
+                self._history.extend(past, since=run if known else 0.0)
+        self._known = run, past.get("number", known)
+        self._running = [] if self.over else past.get("running", [])
+
+    def _note_rates(self, status: dict[str, Any]) -> None:
+        for process in status["processes"]:
+            if process["role"] == "worker":
+                rates = self._rates.setdefault(process["index"], deque(maxlen=_RATES))
+                rates.append(process["records_per_second"] or 0.0)
+
+
+def token_of(folder: Path) -> str:
+    """The token of the job in a folder; "": it has ended. Raises `UsageError` if there is no such job."""
+    return "" if how_it_ended(folder) is not None else running_master(folder).token

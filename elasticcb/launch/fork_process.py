@@ -46,6 +46,7 @@ def main() -> int:
     """The command line has the numbers of two files: the socket, and a file that becomes readable when this process and
     all its children must end."""
     control, watch = (int(number) for number in sys.argv[1:])
+    show_as("fork-process")
     with gpus_hidden():  # Keras on PyTorch looks for one at its import, and CUDA does not outlive a fork
         import_roles()
     follow_caller()

@@ -8,20 +8,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import ops
 
 from elasticcb.errors import ModelFileError, UsageError
-from elasticcb.layers.combiners import COMBINERS, combine
 from elasticcb.layers.ids import HeldIds, integer_ids, padding_of
 from elasticcb.layers.initial_values import InitialValues
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings.table import read_table_options
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.tf.row_variables import OF_TENSORFLOW, RowVariable, fill
+
+_COMBINERS = (None, "sum", "mean", "sqrtn")
+
+_Lookup = Callable[[Any], Any]  # rows [..., dim] of int ids [...]
 
 
 @keras.saving.register_keras_serializable(package="elasticcb")
@@ -101,8 +106,8 @@ class Embedding(keras.layers.Layer):
         )
         if problems:
             raise UsageError("\n".join(f"Embedding: {problem}" for problem in problems))
-        if combiner not in COMBINERS:
-            raise UsageError(f"Embedding got an unknown combiner {combiner!r}. Expected one of {COMBINERS}.")
+        if combiner not in _COMBINERS:
+            raise UsageError(f"Embedding got an unknown combiner {combiner!r}. Expected one of {_COMBINERS}.")
         super().__init__(**kwargs)
         self.output_dim = output_dim
         self.input_dim = input_dim
@@ -213,7 +218,7 @@ class Embedding(keras.layers.Layer):
         if weights is not None:
             weights = self._checked_weights(ids, weights)
         lookup = self._lookup if self.embeddings_regularizer is None else self._regularized_lookup
-        outputs = combine(ids, lookup, self.combiner, self.mask_zero, weights)
+        outputs = _combine(ids, lookup, self.combiner, self.mask_zero, weights)
         return keras.ops.cast(outputs, self.compute_dtype)
 
     def _checked_weights(self, ids: Any, weights: Any) -> Any:
@@ -353,3 +358,83 @@ class Embedding(keras.layers.Layer):
 def _check_number(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UsageError(f"Embedding takes an integer of at least 1 as {name}. Received: {value!r}.")
+
+
+def _combine(ids: Any, lookup: _Lookup, combiner: str | None, mask_zero: bool, weights: Any = None) -> Any:
+    """The vectors of dense, ragged or sparse `ids`, combined along their last axis.
+
+    Args:
+        mask_zero: ignore the id 0 if there is a combiner.
+        weights: weight of each id, with the type and shape of `ids`; None: 1.
+    """
+    if isinstance(ids, tf.RaggedTensor):
+        return _of_ragged(ids, lookup, combiner, mask_zero, weights)
+    if isinstance(ids, tf.SparseTensor):
+        if combiner is None:
+            return lookup(tf.sparse.to_dense(tf.sparse.reorder(ids)))
+        return _of_sparse(ids, lookup, combiner, mask_zero, weights)
+    rows = lookup(ids)
+    return rows if combiner is None else _of_dense(ids, rows, combiner, mask_zero, weights)
+
+
+def _of_dense(ids: Any, rows: Any, combiner: str, mask_zero: bool, weights: Any) -> Any:
+    counted, rows = _weighted(ids, rows, mask_zero, weights)
+    return _scaled(ops.sum(rows, -2), counted, combiner, lambda values: ops.sum(values, -1))
+
+
+def _weighted(ids: Any, rows: Any, mask_zero: bool, weights: Any) -> tuple[Any, Any]:
+    """The weight of each id, with the shape of `ids`, and the weighted rows."""
+    dtype = keras.backend.standardize_dtype(rows.dtype)
+    counted = ops.ones_like(ids, dtype=dtype)
+    if weights is None and not mask_zero:
+        return counted, rows
+    if weights is not None:
+        counted = counted * ops.cast(weights, dtype)
+    if mask_zero:
+        counted = counted * ops.cast(ops.not_equal(ids, 0), dtype)
+    return counted, rows * counted[..., None]
+
+
+def _of_ragged(ids: tf.RaggedTensor, lookup: _Lookup, combiner: str | None, mask_zero: bool, weights: Any) -> Any:
+    rows = lookup(ids.flat_values)
+    if combiner is None:
+        return ids.with_flat_values(rows)
+    flat = weights.flat_values if isinstance(weights, tf.RaggedTensor) else weights
+    if ids.flat_values.shape.rank != 1:  # the last axis has one length
+        return ids.with_flat_values(_of_dense(ids.flat_values, rows, combiner, mask_zero, flat))
+    *outer, splits = ids.nested_row_splits
+    count = tf.size(splits, splits.dtype) - 1
+    segments = tf.repeat(tf.range(count), splits[1:] - splits[:-1])
+    combined = _of_segments(ids.flat_values, rows, segments, count, combiner, mask_zero, flat)
+    if outer:
+        return tf.RaggedTensor.from_nested_row_splits(combined, outer, validate=False)
+    return combined
+
+
+def _of_sparse(ids: tf.SparseTensor, lookup: _Lookup, combiner: str, mask_zero: bool, weights: Any) -> tf.Tensor:
+    outer = ids.dense_shape[:-1]
+    steps = tf.math.cumprod(outer, exclusive=True, reverse=True)
+    segments = tf.reduce_sum(ids.indices[:, :-1] * steps, 1)
+    given = weights.values if isinstance(weights, tf.SparseTensor) else weights
+    combined = _of_segments(ids.values, lookup(ids.values), segments, tf.reduce_prod(outer), combiner, mask_zero, given)
+    result = tf.reshape(combined, tf.concat([outer, [combined.shape[-1]]], 0))
+    result.set_shape([*ids.shape[:-1], combined.shape[-1]])
+    return result
+
+
+def _of_segments(
+    ids: tf.Tensor, rows: tf.Tensor, segments: tf.Tensor, count: tf.Tensor, combiner: str, mask_zero: bool, weights: Any
+) -> tf.Tensor:
+    counted, rows = _weighted(ids, rows, mask_zero, weights)
+
+    def total(values: tf.Tensor) -> tf.Tensor:
+        return tf.math.unsorted_segment_sum(values, segments, count)
+
+    return _scaled(total(rows), counted, combiner, total)
+
+
+def _scaled(sums: Any, counted: Any, combiner: str, total: Callable[[Any], Any]) -> Any:
+    if combiner == "sum":
+        return sums
+    by = total(counted) if combiner == "mean" else ops.sqrt(total(ops.square(counted)))
+    return ops.divide_no_nan(sums, by[..., None])

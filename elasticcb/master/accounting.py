@@ -24,6 +24,7 @@ class Accounting:
     records_evaluated: int = 0  # over all rounds
     records_predicted: int = 0
     records_repeated: int = 0  # upper bound of records trained or predicted more than once
+    records_given_up: int = 0  # trained since the servers could last save; not trained again if one is lost
     batches_handed_out: int = 0  # TRAINING only; a range that is handed out again counts once
     tasks_retried: int = 0  # times a task was requeued because its worker reported a failure
     tasks_taken_over: int = 0  # times a task was requeued because its worker was lost, hung, or asked to stop

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class CallbackArrays:
                 path.unlink(missing_ok=True)
             self._warn(str(error))
             return None
-        return {"name": saved.name, "bytes": saved.bytes, "sha256": saved.sha256, "digest": digest}
+        return {**asdict(saved), "digest": digest}
 
     def drop_others(self) -> None:
         """Removes outdated files; call it after the journal names the new one."""

@@ -46,7 +46,7 @@ class MasterHooks:
         self,
         host: ModelHost,
         ps: PSControl,
-        stop_training: Callable[[str], None],
+        stop_training: Callable[[str, bool], None],
         reached_version: Callable[[int], None],
     ) -> None:
         self._host, self._ps = host, ps
@@ -70,7 +70,7 @@ class MasterHooks:
             if reads:
                 self._show(self._ps.client.pull(), self._callbacks.needs_optimizer_state(hook))
             self._callbacks.call(hook, *args, **options)
-            self._carry_out()
+            self._carry_out(hook)
             if reads:
                 self._send_changes()
 
@@ -88,7 +88,7 @@ class MasterHooks:
                 self._set_learning_rate(learning_rate)
             self._callbacks.call(hook, *args)
             if self._callbacks.stop_requested:
-                self._stop_training(self._callbacks.stop_reason)
+                self._stop_training(self._callbacks.stop_reason, True)
             self._forget()
             if self.base_learning_rate is not None:
                 self._set_learning_rate(self.base_learning_rate)
@@ -223,9 +223,9 @@ class MasterHooks:
 
     # ------------------------------------------------------------ other things that a hook may set
 
-    def _carry_out(self) -> None:
+    def _carry_out(self, hook: str = "") -> None:
         if self._callbacks.stop_requested:
-            self._stop_training(self._callbacks.stop_reason)
+            self._stop_training(self._callbacks.stop_reason, hook in ("on_train_begin", "on_epoch_begin"))
         rate = self._learning_rate()
         if rate is not None and rate != self.base_learning_rate:
             self._ps.set_learning_rate(rate)

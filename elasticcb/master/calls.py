@@ -16,15 +16,18 @@ from elasticcb.master.batch_log import BatchEvent
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
 from elasticcb.master.desk import Desk
-from elasticcb.master.job_state import LATE, TaskResult
+from elasticcb.master.job_state import LATE, OTHERS_FIRST, TaskResult
 from elasticcb.master.members import Member, Role
 from elasticcb.master.server_scaling import check_under_way
 from elasticcb.model.metric_messages import Outputs
 from elasticcb.process.signals import interrupt
 from elasticcb.process.wording import how_many
+from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import MOST_WORKERS, Command, JobSettings
 
 logger = logging.getLogger(__name__)
+
+_OTHERS_SECONDS = 0.05  # after which a worker looks again whether others still come first
 
 
 class Calls:
@@ -94,8 +97,25 @@ class Calls:
             state.check_is_present(job)
             return state.cluster if state.serves(map_version) else None
 
-    def leave(self, id: int, error: str, traceback: str, fatal: bool, asked: bool = False) -> None:
-        """A process exits, with or without an `error`; or because it was `asked` to."""
+    def leave(
+        self,
+        id: int,
+        error: str,
+        traceback: str,
+        fatal: bool,
+        asked: bool = False,
+        saved: pb.SaveResponse | None = None,
+    ) -> None:
+        """A process exits, with or without an `error`; or because it was `asked` to.
+
+        Args:
+            saved: what a server has saved after its last answer.
+        """
+        if saved is not None:
+            with self._desk.state() as state:
+                server = None if state.closing else state.roster.member(id)
+            if server is not None:  # it waits for the answer; not under the lock, because this writes files
+                self._desk.take_last(server.index, saved)
         with self._desk.state() as state:
             member = state.roster.member(id)
             if asked and member is not None and not state.closing:
@@ -141,10 +161,13 @@ class Calls:
                     state.seen(worker, now)
                     return TaskDecision(DecisionKind.WAIT, None, "the worker closed the call")
                 decision = state.get_task(worker, held, now)
-                if decision.kind is not DecisionKind.WAIT or now >= give_up:
+                left = give_up - now
+                if decision.kind is not DecisionKind.WAIT or left <= 0 or state.must_tell(worker, decision):
+                    if decision.kind is DecisionKind.WAIT:
+                        state.waits_for_task(worker, decision)
                     return decision
                 state.crew.waiting.add(worker)
-                state = self._desk.wait(give_up - now)
+                state = self._desk.wait(min(left, _OTHERS_SECONDS) if decision.reason == OTHERS_FIRST else left)
                 state.crew.waiting.discard(worker)
 
     def report_progress(

@@ -25,7 +25,8 @@ class CheckpointFailures:
 
     def add(self, error: CheckpointError, again: bool = False) -> None:
         """A checkpoint could not be written; `again`: a retry of the same one."""
-        logger.warning("%s", error, exc_info=error)
+        logger.warning("%s", error)
+        logger.debug("This was raised", exc_info=error)
         with self._lock:
             is_first, self.newest = self.newest is None, error
         if not again:

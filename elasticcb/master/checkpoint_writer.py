@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint.shard_file import SavedFile
-from elasticcb.checkpoint.versions import begin_version, finish_version, prune, version_folder
+from elasticcb.checkpoint import remote
+from elasticcb.checkpoint.versions import begin_version, finish_version, prune
 from elasticcb.errors import CheckpointError
 from elasticcb.master.checkpoint_failures import CheckpointFailures
-from elasticcb.master.checkpoint_uploads import CheckpointUploads
 from elasticcb.master.ps_admin import PSControl
-from elasticcb.settings import CHECKPOINTS_FOLDER, JobSettings
+from elasticcb.settings import JobSettings
 from elasticcb.storage.remote_files import is_url
 
 logger = logging.getLogger(__name__)
 
 
-def checkpoints_on_disk(settings: JobSettings) -> Path:
-    """The local folder where a job writes its checkpoints, whether or not they are uploaded from there."""
-    directory = settings.checkpoint.directory
-    return Path(settings.directory, CHECKPOINTS_FOLDER) if is_url(directory) else Path(directory)
-
-
 class CheckpointWriter:
-    """Makes the servers write their parts, and combines them into a valid checkpoint.
-
-    Checkpoints for a remote folder are written to the job's folder and uploaded from there.
+    """Makes the servers write their parts, to a folder or below a URL, and combines them into a valid checkpoint.
 
     Args:
         check_may_write: raises `ReplacedError` when another master has taken over the job.
 
     Attributes:
-        newest: path of the newest local checkpoint; "" before the first.
+        newest: path or URL of the newest checkpoint; "" before the first.
     """
 
     def __init__(
@@ -47,10 +38,6 @@ class CheckpointWriter:
         resumed: bool,
         check_may_write: Callable[[], None],
     ) -> None:
-        given = settings.checkpoint
-        self._folder, self._uploads = checkpoints_on_disk(settings), None
-        if is_url(given.directory):
-            self._uploads = CheckpointUploads(self._folder, given.directory, given.keep_max, failures, resumed)
         self._job = settings.name
         self._settings = settings.checkpoint
         self._control = control
@@ -82,62 +69,50 @@ class CheckpointWriter:
             self._missing = error
             self._failures.add(error, again)
             return
-        if self._uploads is None:
-            with contextlib.suppress(OSError):  # the next checkpoint retries it
-                prune(self._folder, self._settings.keep_max)
-            self._failures.end()
-        else:
-            self._uploads.add(path)
+        self._failures.end()
         self._missing = None
-        self.newest = str(path)
+        self.newest = path
         self._due = self._next(version)
         logger.info("Checkpoint %s was written", path)
 
-    def _written(self, version: int, tasks: dict[str, Any]) -> tuple[Path, int]:
-        """Writes a complete checkpoint; returns its folder and version."""
-        begun = begin_version(self._folder, version)
+    def _written(self, version: int, tasks: dict[str, Any]) -> tuple[str, int]:
+        """Writes a complete checkpoint, and removes old ones; returns its place and version."""
+        folder, keep_max = self._settings.directory, self._settings.keep_max
+        place = remote.place_of(folder, version) if is_url(folder) else str(begin_version(folder, version))
         try:
-            answers = self._control.save(str(begun))
-            version = int(answers[0].version)
+            files = self._control.save(place, f"-{secrets.token_hex(4)}" if is_url(folder) else "")
+            version = files[0].version
             self._check_may_write()
-            if self._uploads is not None:  # else the same version might change during its upload
-                self._uploads.let_go(self._folder / version_folder(version))
-            path = finish_version(
-                begun,
-                version=version,
-                specs=self._control.servers.specs,
-                parts=self._control.servers.partition,
-                files=[SavedFile(a.file, a.bytes, a.sha256) for a in answers],
-                extra={"job": self._job, "run": self._control.run, "tasks": tasks},
-            )
+            content: dict[str, Any] = {
+                "version": version,
+                "specs": self._control.servers.specs,
+                "parts": self._control.servers.partition,
+                "files": files,
+                "extra": {"job": self._job, "run": self._control.run, "tasks": tasks},
+            }
+            if is_url(folder):
+                remote.finish(place, keep_max, **content)
+                return place, version
+            path = finish_version(place, **content)
         finally:
-            shutil.rmtree(begun, ignore_errors=True)
-        return path, version
-
-    @property
-    def place(self) -> str:
-        """The newest checkpoint that a later job can start from; "" if none."""
-        return self.newest if self._uploads is None else self._uploads.newest
+            if not is_url(folder):
+                shutil.rmtree(place, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the next checkpoint retries it
+            prune(folder, keep_max)
+        return str(path), version
 
     def finish(self, version: int, tasks: dict[str, Any], retry: bool = True) -> None:
-        """Waits until the last checkpoint is at its destination.
+        """Raises `CheckpointError` when the last checkpoint could not be written, nor can be now.
 
-        Raises `CheckpointError` when that fails.
+        Args:
+            retry: whether to try once more.
         """
         if not self.wanted:
             return
-        kept = self._uploads is not None and self._uploads.has_some  # of an earlier master
-        if retry and (self._missing is not None or (self._resumed and not self.newest and not kept)):
+        if retry and (self._missing is not None or (self._resumed and not self.newest)):
             self.write(version, tasks, again=self._missing is not None)
-        if self._uploads is not None:
-            self._uploads.finish()
         if self._missing is not None:
             raise self._missing
-
-    def close(self) -> None:
-        """Stops uploading."""
-        if self._uploads is not None:
-            self._uploads.close()
 
     def _next(self, version: int) -> int:
         steps = self._settings.steps

@@ -106,8 +106,8 @@ class Course:
         memory, callbacks = self._order.memory, self._host.callbacks
         if self._settings.command is Command.TRAIN:
             if callbacks.stop_requested:
-                self._desk.stop_training(callbacks.stop_reason)
-            elif memory is not None and memory.epoch_begun:
+                self._desk.stop_training(callbacks.stop_reason, before_batch=True)
+            if memory is not None and memory.epoch_begun:
                 self._epochs.begin_again(initial_epoch, memory.learning_rate_before)
             elif memory is None or not self.queue.training_done:
                 self._epochs.begin(initial_epoch)
@@ -397,7 +397,7 @@ class Course:
         """Writes a checkpoint of the current weights and tasks."""
         self.checkpoints.write(*self._position())
         self.served.origin.checkpoint = self.checkpoints.newest
-        self._desk.tell(checkpoint_path=self.checkpoints.place)
+        self._desk.tell(checkpoint_path=self.checkpoints.newest)
 
     def _position(self) -> tuple[int, dict[str, Any]]:
         """Version and tasks for a checkpoint."""
@@ -412,14 +412,14 @@ class Course:
         except CheckpointError as error:
             return error
         finally:
-            self._desk.tell(checkpoint_path=self.checkpoints.place)
+            self._desk.tell(checkpoint_path=self.checkpoints.newest)
         return None
 
     def drain(self, seconds: float) -> None:
         """Stops handing out training tasks, and waits for running ones, up to `seconds`."""
         give_up = time.monotonic() + seconds
         with self._desk.state():
-            self.queue.pause()
+            self.queue.pause("interrupt", "the job is being interrupted")
             while time.monotonic() < give_up and any(
                 lease.task.type is TaskType.TRAINING for lease in self.queue.leases()
             ):

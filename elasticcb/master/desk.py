@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import math
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from enum import IntEnum
+from typing import Any, Generic, TypeVar
 
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import JobFailedError
-from elasticcb.master.guarded import Guarded, Wake
 from elasticcb.master.job_record import Crew
 from elasticcb.master.job_state import JobState
 from elasticcb.master.journal import Journal
@@ -24,12 +27,17 @@ from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Roster
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.logs import may_reach_nobody
+from elasticcb.process.signals import raise_if_interrupted, uninterrupted
+from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25  # between checks of processes and deadlines when nothing happens
+_LOOK_SECONDS = 0.1  # between checks for Ctrl-C, which does not interrupt waits here
+
+Value = TypeVar("Value")
 
 
 class Desk:
@@ -49,6 +57,8 @@ class Desk:
         self.past_before: Mapping[str, Any] = {}  # of a job that is resumed
         self.ready = False  # as `JobState.ready`; readable without the lock
         self.end_calls: Callable[[int], None] = lambda index: None  # called with the index of each lost server
+        # Called with the index of a server that leaves, and what it has saved after its last answer.
+        self.take_last: Callable[[int, pb.SaveResponse], None] = lambda index, saved: None
         self._show = show
         self.show_printed: Callable[[str, bool], None] = _print  # shows text of a worker, to standard error or output
         self._journal: Journal | None = None  # of a job that can be resumed
@@ -84,15 +94,27 @@ class Desk:
         with self.state() as state:
             state.reached_version(version)
 
-    def stop_training(self, reason: str) -> None:
-        """Requests the end of training."""
+    def stop_training(self, reason: str, before_batch: bool = False) -> None:
+        """Requests the end of training; `before_batch` as in `TaskQueue.stop_training`."""
         with self.state() as state:
-            state.stop_training(reason)
+            state.stop_training(reason, before_batch)
 
     def warn(self, warning: CallbackWarning) -> None:
         """Counts the warning; shows the first one of each subject."""
         with self.state() as state:
             state.warn(warning)
+
+    def fail(self, error: Exception) -> None:
+        """Ends the job with this error."""
+        with self.state() as state:
+            state.error = error
+            state.wake()
+
+    def pause(self, who: str, why: str) -> None:
+        """Hands out no tasks for this reason of `who`; "": for none of it any more."""
+        with self.state() as state:
+            if state.queue is not None and state.queue.pause(who, why):
+                state.wake()
 
     def checkpoint_failed(self) -> None:
         """A checkpoint could not be written."""
@@ -307,3 +329,78 @@ def _print(text: str, is_error: bool) -> None:
     stream = sys.stderr if is_error else sys.stdout
     with may_reach_nobody(stream):
         print(text, file=stream, flush=True)
+
+
+class Wake(IntEnum):
+    """Which threads a change concerns; each value includes those before it."""
+
+    NOBODY = 0
+    DRIVER = 1  # the driving thread; most reports concern only it
+    ALL = 2  # also workers that wait for a task, of which there may be hundreds
+
+
+class Guarded(Generic[Value]):
+    """`with guarded() as value:` is the only access to the value. Blocks of one thread may be nested.
+
+    Args:
+        value: initial value.
+        settle: applies the effects of a block, still under the lock, and returns which threads to wake. It is called
+            when a block ends, and before it waits.
+    """
+
+    def __init__(self, value: Value, settle: Callable[[Value], Wake]) -> None:
+        lock = threading.RLock()
+        self._value, self._settle = value, settle
+        self._all, self._driver = threading.Condition(lock), threading.Condition(lock)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[Value]:
+        with uninterrupted(), self._all:
+            try:
+                yield self._value
+            finally:
+                self._end()
+
+    def replace(self, value: Value) -> None:
+        """Replaces the value; waiting threads see the new one when they wake up."""
+        with uninterrupted(), self._all:
+            self._end()
+            self._value = value
+            self._end()
+
+    def wait(self, seconds: float) -> Value:
+        """Inside a block: waits for a change, at most `seconds`; returns the value at that time."""
+        self._end()
+        _wait(self._all, seconds)
+        return self._value
+
+    def wait_for(self, condition: Callable[[Value], bool], seconds: float | None = None) -> Value:
+        """Inside a block: waits until `condition` holds, at most `seconds`; returns the value at that time."""
+        give_up = None if seconds is None else time.monotonic() + seconds
+        while not condition(self._value) and (give_up is None or time.monotonic() < give_up):
+            self._end()
+            _wait(self._all, math.inf if give_up is None else give_up - time.monotonic())
+        return self._value
+
+    def wait_as_driver(self, seconds: float) -> None:
+        """Inside a block of the driving thread: waits for a change, at most `seconds`."""
+        self._end()
+        _wait(self._driver, seconds)
+
+    def _end(self) -> None:
+        wake = self._settle(self._value)
+        if wake >= Wake.DRIVER:
+            self._driver.notify_all()
+        if wake is Wake.ALL:
+            self._all.notify_all()
+
+
+def _wait(changed: threading.Condition, seconds: float) -> None:
+    """Waits up to `seconds`; in the main thread, raises `KeyboardInterrupt` when interrupted."""
+    give_up = time.monotonic() + seconds
+    in_main = threading.current_thread() is threading.main_thread()
+    most = _LOOK_SECONDS if in_main else math.inf
+    woken = False
+    while not woken and (left := min(give_up - time.monotonic(), most)) > 0:
+        woken = changed.wait(None if left == math.inf else left)
+        raise_if_interrupted()

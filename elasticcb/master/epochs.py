@@ -40,11 +40,13 @@ class Unsaved:
         self._open.clear()
         return self._first + len(self._parts)
 
-    def saved(self, mark: int) -> None:
-        """What was reported before the mark is in the recovery files."""
+    def saved(self, mark: int) -> int:
+        """What was reported before the mark is in the recovery files; returns the number of its records."""
+        records = 0
         while self._first < mark and self._parts:
-            self._parts.popleft()
+            records += self._parts.popleft().shard.records
             self._first += 1
+        return records
 
     def take(self) -> list[Task]:
         """Removes and returns all parts."""

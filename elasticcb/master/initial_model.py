@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elasticcb.clients.ps_rows import Ids
+from elasticcb.clients.ps import Ids
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import cut_state, to_tensors

@@ -156,7 +156,7 @@ class Job:
             except JobFailedError as cause:
                 error = cause
         hints = ""
-        newest = "" if self._course is None else self._course.checkpoints.place
+        newest = "" if self._course is None else self._course.checkpoints.newest
         if newest:
             hints += f"\nThe newest checkpoint is {newest}."
             if order.make_program is None:
@@ -205,7 +205,7 @@ class Job:
         missing = course.finish_checkpoints(retry=False)
         if missing is not None:
             raise missing
-        return f" The newest checkpoint is {course.checkpoints.place}."
+        return f" The newest checkpoint is {course.checkpoints.newest}."
 
     @property
     def _is_resumable(self) -> bool:

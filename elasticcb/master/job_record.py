@@ -15,13 +15,14 @@ from elasticcb.master.accounting import Speed
 from elasticcb.master.batch_log import BatchLog
 from elasticcb.master.cluster_state import ServedCluster, Totals, Wish
 from elasticcb.master.evaluation import EvaluationRounds
+from elasticcb.master.gathering import Gathering
 from elasticcb.master.members import Role
 from elasticcb.master.past import Past
 from elasticcb.master.roster import Roster
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.stragglers import Paces
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.settings import Command, JobSettings
+from elasticcb.settings import Command, JobSettings, Updates
 
 
 class EpochStates:
@@ -120,6 +121,10 @@ class Effects:
     everybody: bool = False
 
 
+def _trains_in_step(settings: JobSettings) -> bool:
+    return settings.command is Command.TRAIN and settings.training.updates is Updates.SYNC
+
+
 class JobRecord:
     """The state of one job, and the effects of its changes on journal, user and waiting threads.
 
@@ -132,6 +137,7 @@ class JobRecord:
         speeds: batches per second of each worker, by id.
         evaluated_before: records evaluated before the last round.
         queue: None until the model is built.
+        gathering: None unless each round is of all workers that train.
         cluster: what workers need to know of the servers; None until these hold the model.
         find_index: returns the data reader's index of a file, by mode and name; b"" while unknown.
         lost_ps: when each lost server was lost, by index, until its replacement holds the model.
@@ -164,6 +170,7 @@ class JobRecord:
         self.evaluated_before = 0
         self.start_version = 0
         self.queue: TaskQueue | None = None
+        self.gathering = Gathering() if settings is not None and _trains_in_step(settings) else None
         self.epoch_version = 0  # of the model when the current epoch began
         self.shared_callbacks: SharedCallbacks | None = None
         self.cluster: ServedCluster | None = None

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LATE = "its job has ended"
+OTHERS_FIRST = "other workers come first"
 
 
 @dataclass(frozen=True)
@@ -193,13 +194,38 @@ class JobState(JobRecord):
             return TaskDecision(DecisionKind.FINISHED, None, "the job is over")
         if self.queue is None:
             return TaskDecision(DecisionKind.WAIT, None, "the master is starting")
+        if self.gathering is not None:
+            up = [member.id for member in self.roster.up(Role.WORKER)]
+            if self.gathering.asks(worker, self.queue, up, self.roster.size(Role.WORKER), now):
+                return TaskDecision(DecisionKind.WAIT, None, OTHERS_FIRST)
         decision = self.queue.get_task(worker, now, held)
+        if decision.lease is not None and self.gathering is not None:
+            self.gathering.gets(worker, self.queue)
+            self.wake()  # for those that come later
         if decision.lease is not None:
             self.note()
             member = self.roster.member(worker)
             if member is not None:
                 self.past.began(decision.lease, member.index)
         return decision
+
+    def must_tell(self, worker: int, decision: TaskDecision) -> bool:
+        """Whether a worker must be told now that there is no task for it: until then, others wait for its batches."""
+        if self.gathering is None or self.queue is None or decision.reason == OTHERS_FIRST:
+            return False
+        return not self.gathering.is_told(worker, self.queue)
+
+    def waits_for_task(self, worker: int, decision: TaskDecision) -> None:
+        """The answer to a worker is that there is no task for it now."""
+        if self.gathering is not None and self.queue is not None and decision.reason != OTHERS_FIRST:
+            self.gathering.has_none(worker, self.queue)
+
+    @property
+    def peers(self) -> list[int]:
+        """Ids of the workers whose movements the first round of an epoch waits for."""
+        if self.gathering is None or self.queue is None:
+            return []
+        return self.gathering.peers(self.queue, [member.id for member in self.roster.up(Role.WORKER)])
 
     def idle_workers(self) -> list[int]:
         """Workers that wait for a task and hold none."""
@@ -327,12 +353,12 @@ class JobState(JobRecord):
         self.wake()
         return outcome
 
-    def stop_training(self, reason: str) -> None:
-        """Requests the end of training."""
+    def stop_training(self, reason: str, before_batch: bool = False) -> None:
+        """Requests the end of training; `before_batch` as in `TaskQueue.stop_training`."""
         if self.queue is None or self.queue.stop_reason is None:  # a hook repeats its request at each call
             logger.info("Training was asked to stop: %s", reason)
         if self.queue is not None:
-            self.queue.stop_training(reason)
+            self.queue.stop_training(reason, before_batch)
             self.note()
         self.wake()
 

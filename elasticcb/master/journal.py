@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from elasticcb.errors import JobFailedError, ReplacedError
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.storage import durable
 from elasticcb.storage.durable import NewerFormatError, refuse_newer
+
+if TYPE_CHECKING:
+    from elasticcb.master.job_copy import JobCopy
 
 logger = logging.getLogger(__name__)
 
@@ -138,12 +141,14 @@ class Journal:
 
     Attributes:
         term: number of this master, from 1.
+        copy: of the job's folder below a URL; None: it has none.
 
     Raises `JobFailedError` when the file is damaged, of a later release, or can't be read or written.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.copy: JobCopy | None = None
         self.memory = Memory()
         self._latest: dict[str, Any] = {}  # by value; without states
         self._descriptor: int | None = None  # of the file of this master

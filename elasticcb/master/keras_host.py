@@ -45,6 +45,7 @@ from elasticcb.optimizers.held_state import (
 )
 from elasticcb.optimizers.state import Key, ModelState, Optimizers, OptimizerState
 from elasticcb.optimizers.traits import (
+    is_own_class,
     learning_rate_variable,
     may_serve_rows,
     may_split,
@@ -78,6 +79,7 @@ class ModelHost:
         predicts = settings.command is Command.PREDICT
         self.collects_predictions = predicts and (spec is not None or bool(settings.output))
         self.model: keras.Model = self.spec.build_model()
+        self._had_stopped = not self.trains and bool(getattr(self.model, "stop_training", False))
         if self.trains:
             self.spec.require_trainable(self.model)
         self.metrics = ModelMetrics(self.model, self.spec.make_eval_metrics())
@@ -111,6 +113,9 @@ class ModelHost:
             self.tables = self._find_tables(settings, batch, pipelines, step)
             self.variables = variable_specs(self.model, step, self.tables)
             self._given = {} if step is None else step.given
+            if self.trains and not self.tables and any(map(is_own_class, self._all_optimizers)):
+                # It may make variables that it does not list, such as those of an optimizer that it holds.
+                held_variables(self.all_optimizers(), self.model.weights, self.variables)
             self.callbacks = Dispatcher(
                 job_callbacks(self.spec, settings),
                 Place.MASTER,
@@ -302,6 +307,8 @@ class ModelHost:
     def release(self) -> None:
         """Returns the model to its owner, in its original state."""
         self.metrics.release()
+        if self._had_stopped:  # only `fit` sets it back
+            self.model.stop_training = True
 
     @property
     def may_split(self) -> bool:

@@ -16,13 +16,12 @@ from typing import Any
 
 from elasticcb.callbacks.hook_conflicts import left_on_workers
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
-from elasticcb.checkpoint.versions import newest_of_run
 from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.errors import JobFailedError
 from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.callback_driver import MasterHooks
 from elasticcb.master.checkpoint_failures import CheckpointFailures
-from elasticcb.master.checkpoint_writer import CheckpointWriter, checkpoints_on_disk
+from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.course import Course
 from elasticcb.master.desk import Desk
@@ -31,7 +30,13 @@ from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.job_state import JobState
 from elasticcb.master.members import PlaceState, Role
 from elasticcb.master.observation import figures_of, records_to_train
-from elasticcb.master.opening_checkpoints import on_disk, own_checkpoints, warm_start_of, warn_of_later_versions
+from elasticcb.master.opening_checkpoints import (
+    found,
+    newest_of_earlier_master,
+    own_checkpoints,
+    warm_start_of,
+    warn_of_later_versions,
+)
 from elasticcb.master.order import ModelOrigin, Order, Takeover, TrainedModel
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.servers import Servers
@@ -53,7 +58,7 @@ def open_job(order: Order) -> Course:
     epochs, initial_epoch = _call_first_hooks(order, served)
     queue = resumed_queue(order, served.host) or _new_queue(order, served.host, initial_epoch)
     if served.servers.lack_updates:
-        queue.updates_lost()
+        _repeat_lost(order, queue)
     _lay_out(order, served, queue, initial_epoch)
     course = _make_course(order, served, queue, epochs)
     if order.memory is not None and order.memory.over:
@@ -66,6 +71,24 @@ def open_job(order: Order) -> Course:
         seconds = time.monotonic() - order.takeover.since
         order.display.message(f"The master recovered in {seconds:.1f} s; {went_on} kept running.")
     return course
+
+
+def _repeat_lost(order: Order, queue: TaskQueue) -> None:
+    """What the servers of the resumed job lack is trained again. Raises `JobFailedError` if training is over, and some
+    of it could not be saved."""
+    records = how_many(queue.accounting.records_given_up, "record")
+    if queue.updates_lost():
+        with order.desk.state() as state:
+            lost = state.totals.updates_lost
+        if lost:
+            order.desk.say("The records that the servers had not saved are trained again.")
+    elif queue.accounting.records_given_up:
+        if queue.training_done:
+            raise JobFailedError(
+                f"Training was over, but the servers could not write to {order.settings.directory}, and ended: what "
+                f"{records} had trained is lost. Start a new job, if possible from a checkpoint."
+            )
+        order.desk.say(f"The servers could not save what {records} had trained; it is lost, and not trained again.")
 
 
 def _start_processes(order: Order) -> str:
@@ -116,8 +139,8 @@ def _take_over(order: Order, takeover: Takeover) -> str:
 def _build_model(order: Order) -> ModelOrigin:
     """The master's Keras side, and where its weights come from."""
     settings = order.settings.checkpoint
-    checkpoint = on_disk(order, settings.directory_for_init)  # before the model is built, which needs its tables
-    initial = replace(settings, directory_for_init=checkpoint)
+    start = found(order, settings.directory_for_init)  # before the model is built, which needs its tables
+    initial = replace(settings, directory_for_init=start.folder)
     host = order.make_host(replace(order.settings, checkpoint=initial))
     if order.make_program is None:  # else readers bring their own indexes
         with order.desk.state() as state:
@@ -130,9 +153,9 @@ def _build_model(order: Order) -> ModelOrigin:
     if memory is None:
         begin_warm()  # report errors before servers get a model
     if memory is None or not order.settings.checkpoint.directory:
-        return ModelOrigin(host, checkpoint, warm_start=begin_warm)
-    folder, run = checkpoints_on_disk(order.settings), memory.run
-    return ModelOrigin(host, checkpoint, lambda: newest_of_run(folder, run), begin_warm)
+        return ModelOrigin(host, start.place, warm_start=begin_warm)
+    run = memory.run
+    return ModelOrigin(host, start.place, lambda: newest_of_earlier_master(order, run), begin_warm)
 
 
 def _wait_for_servers(order: Order) -> None:
@@ -162,6 +185,7 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
         term=1 if order.journal is None else order.journal.term,
         places=[ServerPlace(*place) for place in memory.servers] if memory and taken_over else (),
         map_version=0 if memory is None else memory.map_version,
+        copy=None if order.journal is None or order.journal.copy is None else order.journal.copy.of_recovery(),
     )
     order.until_end.callback(servers.close)
     ps = servers.control
@@ -170,7 +194,7 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
         ps.initialize(source)
         warn_of_later_versions(order, ps.client.version)
         if source.checkpoint:
-            _, state = ps.client.pull_with_optimizers()
+            state = ps.client.pull_with_optimizers()
             warning = host.check_restored(state, source.checkpoint)
             if warning:
                 desk.warn(warning)
@@ -325,7 +349,6 @@ def _make_course(order: Order, served: TrainedModel, queue: TaskQueue, epochs: E
                 order.journal.check_is_ours()
 
     checkpoints = CheckpointWriter(order.settings, served.ps, failures, memory is not None, check_may_write)
-    order.until_end.callback(checkpoints.close)
     limits = order.settings.cluster.autoscale
     autoscaling: Callable[[], None] = lambda: None  # noqa: E731
     if limits.most and (memory is None or (memory.autoscale and not memory.over)):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 from elasticcb.checkpoint import remote as remote_checkpoint
-from elasticcb.checkpoint.versions import find_undamaged, find_versions, put_back, version_of
+from elasticcb.checkpoint.versions import find_undamaged, find_versions, newest_of_run, put_back, version_of
 from elasticcb.checkpoint.warm_start import WarmStart, warm_start
 from elasticcb.errors import CheckpointError
 from elasticcb.master.keras_host import ModelHost
@@ -39,28 +40,53 @@ def own_checkpoints(order: Order) -> None:
 def warn_of_later_versions(order: Order, version: int) -> None:
     """Warns of checkpoints that other commands would choose instead of those of this job."""
     folder = order.settings.checkpoint.directory
-    if order.settings.command is not Command.TRAIN or not folder or is_url(folder):
+    if order.settings.command is not Command.TRAIN or not folder:
         return
-    found: list[Path] = []
-    with contextlib.suppress(OSError):  # writing checkpoints will report it
-        found = find_versions(folder)
-    if found and version_of(found[-1].name) > version:
+    newest = ""
+    with contextlib.suppress(OSError, CheckpointError):  # writing checkpoints will report it
+        if is_url(folder):
+            newest = remote_checkpoint.newest_version(folder)
+        elif there := find_versions(folder):
+            newest = there[-1].name
+    if version_of(newest) > version:
         order.display.message(
-            f"{folder} already contains the checkpoint {found[-1].name}. `evaluate` and `predict` would use it instead "
+            f"{folder} already contains the checkpoint {newest}. `evaluate` and `predict` would use it instead "
             "of earlier versions of this job. Choose another --checkpoint_dir, or pass them one version."
         )
 
 
-def on_disk(order: Order, folder: str) -> str:
-    """The folder of the version to start from, on disk; "": none was given."""
+class Found(NamedTuple):
+    """The version of a checkpoint to start from.
+
+    Attributes:
+        folder: on this disk; "": none was given.
+        place: where servers read it: the folder, or its URL.
+    """
+
+    folder: str
+    place: str
+
+
+def found(order: Order, given: str) -> Found:
+    """The newest undamaged version in a folder or below a URL; "": none."""
     say = order.display.message
-    if not is_url(folder):
-        return str(find_undamaged(folder, say)) if folder else ""
+    if not is_url(given):
+        folder = str(find_undamaged(given, say)) if given else ""
+        return Found(folder, folder)
     copies = Path(order.settings.directory, INITIAL_FOLDER)
+    copy: Path | None = None
     if order.memory is not None:  # the previous master has downloaded it
         with contextlib.suppress(CheckpointError):
-            return str(find_undamaged(copies, say))
-    return str(remote_checkpoint.fetch(folder, copies, say))
+            copy = find_undamaged(copies, say)
+    given = given.rstrip("/")
+    copy = copy or remote_checkpoint.fetch(given, copies, say)
+    return Found(str(copy), given if given.endswith(f"/{copy.name}") else f"{given}/{copy.name}")
+
+
+def newest_of_earlier_master(order: Order, run: str) -> str:
+    """The newest checkpoint that a given training of this job has written; "": none."""
+    folder = order.settings.checkpoint.directory
+    return remote_checkpoint.newest_of_run(folder, run) if is_url(folder) else newest_of_run(folder, run)
 
 
 def warm_start_of(order: Order, host: ModelHost) -> WarmStart | None:
@@ -74,9 +100,11 @@ def warm_start_of(order: Order, host: ModelHost) -> WarmStart | None:
             f"{how_many(host.version, 'step')}."
         )
         return None
+    start = found(order, settings.init_from)
     try:
-        found = warm_start(Path(on_disk(order, settings.init_from)), host.variables, settings.init_map)
+        loaded = warm_start(Path(start.folder), host.variables, settings.init_map)
     except CheckpointError as error:
-        raise CheckpointError(as_user_writes(str(error), order.settings)) from error
-    order.display.message(found.summary())
-    return found
+        text = str(error).replace(start.folder, start.place)
+        raise CheckpointError(as_user_writes(text, order.settings)) from error
+    order.display.message(loaded.summary())
+    return loaded

@@ -72,7 +72,7 @@ class Order:
     @property
     def how_to_go_on(self) -> str:
         """How the user resumes the job, as text."""
-        return self.goes_on_by or f"elasticcb resume {shlex.quote(self.settings.directory)}"
+        return self.goes_on_by or f"elasticcb resume {shlex.quote(self.settings.store or self.settings.directory)}"
 
 
 @dataclass
@@ -80,7 +80,7 @@ class ModelOrigin:
     """Where servers without recovery files get the model from.
 
     Attributes:
-        checkpoint: the newest local checkpoint; "": fresh weights.
+        checkpoint: folder or URL of the newest checkpoint; "": fresh weights.
         warm_start: initial weights from another model's checkpoint, created on demand.
         of_earlier_master: finds the newest checkpoint of this job by an earlier master; "": none.
     """

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 
 from elasticcb.cluster.base import ClusterBackend, Exit
 from elasticcb.errors import ClusterLostError, JobFailedError, LostServerError
-from elasticcb.master.losses import Consequence, LossDecision
 from elasticcb.master.members import Member, Role
-from elasticcb.master.roster import Roster
+from elasticcb.master.roster import Consequence, LossDecision, Roster
 
 logger = logging.getLogger(__name__)
 

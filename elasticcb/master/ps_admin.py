@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from elasticcb.clients.ps import PSClient
-from elasticcb.clients.ps_rows import Ids
+from elasticcb.checkpoint.shard_file import SavedFile
+from elasticcb.checkpoint.versions import server_file
+from elasticcb.clients.ps import Ids, PSClient, table_pieces
 from elasticcb.clients.ps_servers import KnownServer, ServerReplacedError
-from elasticcb.clients.ps_tables import table_pieces
 from elasticcb.errors import CheckpointError, ElasticCBError
 from elasticcb.master.initial_model import InitialModel
+from elasticcb.master.recovery_files import RecoveryFiles
 from elasticcb.optimizers.state import ModelState, Optimizers, OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors, join_states
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -28,6 +31,9 @@ logger = logging.getLogger(__name__)
 _SUMMARY_SECONDS = 5.0  # timeout for a server's count of refused calls
 
 _RESTORE_PATIENCE_SECONDS = 5.0  # short: the server may also be lost, and its replacement is tried next
+
+
+RECOVERY_FILES = "its recovery files"
 
 
 class Restored(NamedTuple):
@@ -43,6 +49,11 @@ class Restored(NamedTuple):
     learning_rate: float
     complete: bool = False
 
+    @property
+    def is_older(self) -> bool:
+        """Whether updates are lost that had been saved: their records are not known any more."""
+        return self.source != RECOVERY_FILES
+
 
 class PSControl:
     """Commands to the parameter servers of a job.
@@ -50,10 +61,19 @@ class PSControl:
     Attributes:
         members: returns the ids of the workers that train. A server whose rounds did not wait for all of them could
             come before the others, and each would wait for the other's workers.
+        recovery: from which lost servers are restored; None: from the model that they were given.
+        saving: held while servers save for recovery, which waits while a lost one is replaced.
     """
 
-    def __init__(self, client: PSClient, run: str, optimizers: Optimizers | None = None) -> None:
-        self.client, self.servers, self.run = client, client.servers, run
+    def __init__(
+        self,
+        client: PSClient,
+        run: str,
+        optimizers: Optimizers | None = None,
+        recovery: RecoveryFiles | None = None,
+    ) -> None:
+        self.client, self.servers, self.run, self.recovery = client, client.servers, run, recovery
+        self.saving = threading.RLock()
         self._optimizers = optimizers or Optimizers()
         self.members: Callable[[], Sequence[int]] = tuple
         self._export_id = 0
@@ -87,11 +107,13 @@ class PSControl:
         link, server = self.servers.link(index, address, id, _RESTORE_PATIENCE_SECONDS), self.servers.known[index]
         try:
             try:
-                beginning = self._beginning(server, InitialModel(version=version), True)
-                answer = link.call("Initialize", beginning).header
-                restored = Restored(
-                    answer.recovered_version, "its recovery files", answer.learning_rate, answer.complete
-                )
+                if self.recovery is None:
+                    raise CheckpointError("This job keeps no recovery files.")
+                manifest = json.dumps(self.recovery.manifest())
+                files = InitialModel(version=version, checkpoint=self.recovery.place)
+                answer = link.call("Initialize", self._beginning(server, files, manifest)).header
+                complete = self.recovery.restored(index, answer.file)
+                restored = Restored(answer.recovered_version, RECOVERY_FILES, answer.learning_rate, complete)
             except CheckpointError as error:
                 given = source()
                 words = given.checkpoint or "the initial weights"
@@ -109,31 +131,24 @@ class PSControl:
         finally:
             link.close()
 
-    def _beginning(self, server: KnownServer, source: InitialModel, recover: bool = False) -> Frame[Any]:
+    def _beginning(self, server: KnownServer, source: InitialModel, manifest: str = "") -> Frame[Any]:
         """The initialization request of a server."""
-        servers = self.servers
-        header = self._model()
-        header.index, header.checkpoint, header.version = server.index, source.checkpoint, source.version
-        header.recover = recover
-        tensors: dict[str, Array] = {}
-        if not source.checkpoint and not recover:
-            tensors = source.part(servers, server.index)
-        return Frame(header, tensors)
-
-    def _model(self) -> pb.InitializeRequest:
-        """The model without its weights."""
-        optimizers, shard_map = self._optimizers, self.servers.shard_map
-        return pb.InitializeRequest(
-            variables=[spec.to_message() for spec in self.servers.specs],
+        servers, optimizers, shard_map = self.servers, self._optimizers, self.servers.shard_map
+        header = pb.InitializeRequest(
+            variables=[spec.to_message() for spec in servers.specs],
             num_ps=shard_map.servers,
-            split=self.servers.split,
+            index=server.index,
+            split=servers.split,
+            checkpoint=source.checkpoint,
+            version=source.version,
+            manifest=manifest,
             optimizers=optimizers.names,
             periods=optimizers.periods,
             learning_rate=optimizers.learning_rate,
-            run=self.run,
             map_version=shard_map.version,
             members=self.members(),
         )
+        return Frame(header, {} if source.checkpoint else source.part(servers, server.index))
 
     def export(self) -> ModelState:
         """Everything that the servers hold. Training may continue."""
@@ -145,8 +160,9 @@ class PSControl:
                 self._end_export(self._export_id)
 
     def _exported(self) -> ModelState:
-        servers = self.servers
-        answers = self._hold_export()
+        self._export_id = secrets.randbits(62) + 1
+        servers, request = self.servers, pb.ExportRequest(id=self._export_id)
+        answers = servers.each(lambda server: servers.call(server, "Export", request), servers.known)
         states = [
             from_tensors(answer.tensors, answer.header.optimizers if index == 0 else ())
             for index, answer in enumerate(answers)
@@ -165,12 +181,6 @@ class PSControl:
             state.optimizer.slots |= {(table, name): slot for name, slot in whole.slots.items()}
         servers.free_memory()
         return state
-
-    def _hold_export(self) -> list[Frame[Any]]:
-        """Makes all servers hold their state for an export; their answers contain the dense part."""
-        self._export_id = secrets.randbits(62) + 1
-        servers, id = self.servers, self._export_id
-        return servers.each(lambda server: servers.call(server, "Export", pb.ExportRequest(id=id)), servers.known)
 
     def release_held(self) -> None:
         """Releases what the servers hold for exports and checkpoints of a killed master."""
@@ -197,14 +207,30 @@ class PSControl:
         """
         state = optimizer_state or OptimizerState()
         model = InitialModel(weights or (), optimizer_state=state, ids=ids)
-        change = secrets.randbits(62) + 1
+        recovery, loaded = self.recovery, dict[int, int]()  # ids of the servers, by index
 
         def load(server: KnownServer) -> int:
-            header = pb.LoadStateRequest(id=change, optimizers=state.optimizers)
+            header = pb.LoadStateRequest(optimizers=state.optimizers)
+            if recovery is not None:  # workers can't repeat it, so that it must be kept before it is answered
+                header.save.CopyFrom(recovery.request(server.index, parts, self.servers.shard_map.version))
             frame = Frame(header, model.part(self.servers, server.index))
-            return int(self.servers.send(server, frame, "LoadState").header.version)
+            answer = self.servers.send(server, frame, "LoadState").header
+            if recovery is not None and answer.HasField("saved"):
+                recovery.note(server.index, answer.saved, parts)
+            loaded[server.index] = server.link.id
+            return int(answer.version)
 
-        self.client.version = self.servers.each(load, self.servers.known)[0]
+        with self.saving:
+            parts, left = self.servers.partition, self.servers.known
+            while left:
+                versions = self.servers.each(load, left)
+                if left[0].index == 0:
+                    self.client.version = versions[0]
+                # One that was replaced meanwhile may be restored from files of before.
+                left = [server for server in self.servers.known if server.link.id != loaded[server.index]]
+            if recovery is not None:
+                with contextlib.suppress(CheckpointError):  # then with the next files
+                    recovery.write()
         self.servers.free_memory()
         return self.client.version
 
@@ -226,29 +252,56 @@ class PSControl:
         """Releases the servers' snapshots of the round."""
         self.servers.on_all("Snapshot", pb.SnapshotRequest(evaluation_round=evaluation_round, release=True))
 
-    def save(self, directory: str) -> list[Any]:
-        """Makes every server write its part of a checkpoint; returns their `SaveResponse`s.
+    def save(self, folder: str, suffix: str = "") -> list[SavedFile]:
+        """Makes every server write its part of a checkpoint; returns their files.
 
         Args:
-            directory: an empty, never used folder, because a server may still be writing for an earlier call.
+            folder: a path or URL. A server may still be writing for an earlier call: the folder, or the suffix of the
+                files' names, must never have been used.
         """
-        return self.servers.on_all("Save", pb.SaveRequest(directory=directory))
+        servers = self.servers
+
+        def save(server: KnownServer) -> SavedFile:
+            path = f"{folder}/{server_file(server.index, len(servers.known), suffix)}"
+            request = pb.SaveRequest(path=path, map_version=servers.shard_map.version)
+            saved = servers.call(server, "Save", request).header
+            return SavedFile(saved.file, saved.bytes, saved.sha256, saved.version)
+
+        return servers.each(save, servers.known)
 
     def finish_training(self) -> int:
         """Merges pending movements; returns the new version."""
         return int(self.servers.on_all("FinishTraining", pb.FinishTrainingRequest())[0].version)
 
-    def persist(self, forget_older: bool = False) -> None:
-        """Returns once all servers have written what has changed to their recovery files.
+    def persist(self, call: Callable[[KnownServer, Any], Any] | None = None) -> None:
+        """Returns once the recovery files have what has changed on all servers.
 
         Args:
-            forget_older: they have all done so by the present map; files of older ones are removed.
+            call: returns a server's answer to a `SaveRequest`; None: of its replacement if it is lost.
 
-        Raises:
-            CheckpointError: a server can't write.
-            ConnectionLostError: a server is lost, and is not replaced in time.
+        Raises `ElasticCBError` if not; what others have written is in the files. `CheckpointError`: only because
+        servers can't write.
         """
-        self.servers.on_all("Persist", pb.PersistRequest(forget_older=forget_older))
+        recovery, servers = self.recovery, self.servers
+        if recovery is None:
+            return
+        failures: list[ElasticCBError] = []
+
+        def save(server: KnownServer) -> None:
+            try:
+                request = recovery.request(server.index, parts, servers.shard_map.version)
+                answer = servers.call(server, "Save", request).header if call is None else call(server, request)
+                if not recovery.note(server.index, answer, parts):
+                    raise ServerReplacedError(f"Parameter server {server.index} was replaced while it saved.")
+            except ElasticCBError as error:  # the others may still be saving
+                failures.append(error)
+
+        with self.saving:
+            parts = servers.partition
+            servers.each(save, servers.known)
+            recovery.write()
+        if failures:
+            raise next((each for each in failures if not isinstance(each, CheckpointError)), failures[0])
 
     def refused_calls(self) -> list[dict[str, int]]:
         """How many calls each server has refused, by reason (text); empty for an unresponsive server."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -13,10 +14,19 @@ from elasticcb.master.decisions import Milestone, MilestoneKind
 from elasticcb.master.epochs import Epochs
 from elasticcb.master.leases import Leases
 from elasticcb.master.queue_settings import QueueSettings
-from elasticcb.master.task import BatchesLeft, Lease, Task, TaskEvent, TaskState, TaskType, training_part
+from elasticcb.master.shards import Shard
+from elasticcb.master.task import (
+    HANDING_OUT_ORDER,
+    BatchesLeft,
+    Lease,
+    Task,
+    TaskEvent,
+    TaskState,
+    TaskType,
+    training_part,
+)
 from elasticcb.master.task_record import Failure, TaskRecord
 from elasticcb.master.task_sources import EvaluationTasks, FunctionTasks, PredictionTasks, Supply, TrainEndTask
-from elasticcb.master.todo import Todo
 
 
 class HeldResults:
@@ -38,6 +48,83 @@ class HeldResults:
 
     def __len__(self) -> int:
         return sum(map(len, self._by_worker.values()))
+
+
+class Todo:
+    """The tasks that are TODO. Hands them out by type, in `HANDING_OUT_ORDER`; within a type, requeued ones first.
+
+    Tasks are created when they are handed out, so pending ones cost no memory here.
+    """
+
+    def __init__(self, supplies: Mapping[TaskType, Supply]) -> None:
+        self.next_id = 1
+        self.train_end_added = False
+        self._again: dict[TaskType, deque[TaskRecord]] = {kind: deque() for kind in HANDING_OUT_ORDER}
+        self._supplies = supplies
+        self._in_order = [(kind, self._again[kind], supplies[kind]) for kind in HANDING_OUT_ORDER]
+
+    def take(self, train_end: bool, idle: bool = True) -> TaskRecord | None:
+        """The next task; None when there is none (now)."""
+        for kind, again, supply in self._in_order:
+            if kind is TaskType.TRAIN_END and not train_end:
+                continue
+            for record in again:
+                if idle or not record.for_idle:
+                    again.remove(record)
+                    return record
+            task = supply.make(self.next_id)
+            if task is not None:
+                self.next_id += 1
+                return TaskRecord(task)
+        return None
+
+    def put_back(self, record: TaskRecord) -> None:
+        """Requeues a task ahead of all others of its type."""
+        self._again[record.task.type].appendleft(record)
+
+    def append(self, record: TaskRecord) -> None:
+        """Appends a task after all requeued ones, before those still to be created."""
+        self._again[record.task.type].append(record)
+
+    def split(self, record: TaskRecord, end: int) -> None:
+        """Splits `record` after its first `end` records, and appends the rest."""
+        rest = TaskRecord(record.cut(end, self.next_id))
+        self.next_id += 1
+        rest.for_idle = True
+        self._supplies[rest.task.type].reopen(rest.task)
+        self.put_back(rest)
+
+    def add_train_end(self) -> None:
+        """Adds the only TRAIN_END task; repeating it has no effect."""
+        if self.train_end_added:
+            return
+        self.train_end_added = True
+        self.append(TaskRecord(Task(self.next_id, TaskType.TRAIN_END, Shard("", 0, 0))))
+        self.next_id += 1
+
+    def remove_all(self, kind: TaskType) -> list[TaskRecord]:
+        """Removes the requeued tasks of a type; its supply is not touched."""
+        records = list(self._again[kind])
+        self._again[kind].clear()
+        return records
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether there are requeued tasks."""
+        return any(self._again.values())
+
+    @property
+    def train_end_waits(self) -> bool:
+        return bool(self._again[TaskType.TRAIN_END])
+
+    def count(self, kind: TaskType) -> int:
+        """Number of requeued tasks, and of those still to be created."""
+        return len(self._again[kind]) + self._supplies[kind].to_make
+
+    def __iter__(self) -> Iterator[TaskRecord]:
+        """The requeued tasks."""
+        for again in self._again.values():
+            yield from again
 
 
 Queue = TypeVar("Queue", bound="QueueState")
@@ -81,8 +168,9 @@ class QueueState:
         self._held = HeldResults()
         self._closed = {kind: dict.fromkeys(TaskState, 0) for kind in TaskType}  # DONE, FAILED, DROPPED
         self.failure: Failure | None = None
-        self._paused = False  # hand out nothing, even if there are tasks
+        self._pauses: dict[str, str] = {}  # why nothing is handed out, even if there are tasks; by who paused it
         self._finishing = False  # no more tasks will be added
+        self._stops_after: tuple[str, int] | None = None  # why the first batch after an epoch will be the last one
         self._accounting = Accounting()
         self._milestones: list[Milestone] = []  # not fetched yet
         self._given = {
@@ -110,6 +198,12 @@ class QueueState:
         self._todo.next_id += 1
         self._accounting.count_records(part, -part.shard.records)
         self._epochs.reopen(record.task)
+        ends = [
+            each for each in self._milestones if each.kind is MilestoneKind.EPOCH_DONE and each.number >= part.epoch
+        ]
+        if ends:  # nobody has acted on them: these epochs end later
+            self._milestones = [each for each in self._milestones if each not in ends]
+            self._epochs.epochs_done = ends[0].number
         if self._epochs.stop_reason is None:
             record.maybe_done = True
             self._todo.append(record)
@@ -139,9 +233,12 @@ class QueueState:
         """Lets the epoch after `epoch` begin; matters only with `hold_epochs`."""
         self._epochs.release(epoch)
 
-    def pause(self) -> None:
-        """Stops handing out tasks; DOING tasks may finish. A queue saved now continues when restored."""
-        self._paused = True
+    def pause(self, who: str, why: str) -> bool:
+        """Stops handing out tasks; DOING tasks may finish. With an empty `why`, `who` pauses it no longer. A queue
+        saved now continues when restored. Returns whether this changes anything."""
+        before = self._pauses.get(who, "")
+        self._pauses[who] = why
+        return before != why
 
     def add_function(self, number: int) -> None:
         """Adds a function call with id `number`, after all earlier ones."""
@@ -173,6 +270,11 @@ class QueueState:
         return max(self._epochs.current, 0)
 
     @property
+    def batches_handed_out(self) -> int:
+        """Of training; a range that is handed out again counts once."""
+        return self._epochs.batches_made
+
+    @property
     def training_done(self) -> bool:
         """Whether all training tasks are done (or dropped), and the servers have saved that."""
         return self._epochs.done
@@ -185,7 +287,7 @@ class QueueState:
     @property
     def stop_reason(self) -> str | None:
         """Why training was stopped early; None if it was not."""
-        return self._epochs.stop_reason
+        return self._epochs.stop_reason if self._stops_after is None else self._stops_after[0]
 
     @property
     def records_per_epoch(self) -> int:
@@ -263,6 +365,7 @@ class QueueState:
             "predicted": self._prediction.made,
             "train_end_added": self._todo.train_end_added,
             "finishing": self._finishing,
+            "stops_after": self._stops_after,
             "next_task": self._todo.next_id,
             **self._doing.to_dict(),
             "stale": [part.to_list() for record in self._doing if (part := record.stale_part(record.reported))],
@@ -301,6 +404,7 @@ class QueueState:
         self._todo.next_id = saved["next_task"]
         self._doing.restore(saved)
         self._finishing = saved["finishing"]
+        self._stops_after = saved["stops_after"] and tuple(saved["stops_after"])
         for kind, states in saved["closed"].items():
             for state, number in states.items():
                 self._closed[TaskType(kind)][TaskState(state)] = number

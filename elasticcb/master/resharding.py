@@ -1,4 +1,4 @@
-"""Changes the number of parameter servers in a short pause, in which servers read each other's recovery files."""
+"""Changes the number of parameter servers in a short pause, in which servers read each other's files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elasticcb.clients.ps_link import Link
-from elasticcb.errors import ConnectionLostError, ElasticCBError
+from elasticcb.clients.ps_servers import Link
+from elasticcb.errors import ElasticCBError
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.process.wording import how_many
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -55,7 +55,7 @@ class Pause:
     def begin(self) -> None:
         """Raises `ElasticCBError` when a server is lost or a worker does not finish its push; then call `end_pause`."""
         self._close()
-        self._on_all("Persist", pb.PersistRequest())
+        self._control.persist(lambda server, request: self._call(server.link, "Save", request))
 
     def _close(self) -> None:
         """Each push that one server has applied is applied by all."""
@@ -79,26 +79,23 @@ class Pause:
     def _on_all(self, method: str, header: Any) -> list[Any]:
         """The answers of all servers, by index. It does not wait for the replacement of a lost one."""
         servers = self._control.servers
+        return servers.each(lambda link: self._call(link, method, header), servers.links)
 
-        def call(link: Link) -> Any:
-            return link.call(method, Frame(copy.deepcopy(header), {}), patience_seconds=1.0).header
-
-        return servers.each(call, servers.links)
+    def _call(self, link: Link, method: str, header: Any) -> Any:
+        return link.call(method, Frame(copy.deepcopy(header), {}), patience_seconds=1.0).header
 
 
-def end_pause(control: PSControl) -> list[int]:
-    """Ends the pause on all servers that hold the model by the present map; returns the indices of those that do not,
-    because a master was killed while their number changed."""
+def end_pause(control: PSControl, patience_seconds: float = 1.0) -> list[int]:
+    """Ends the pause on all servers that hold the model by the present map; returns the indices of those that do not
+    answer, or hold it by another map, because a master was killed while their number changed."""
     servers, others = control.servers, []
     request = pb.MoveRequest(step=pb.OPEN, map_version=servers.shard_map.version)
     for index, link in enumerate(servers.links):
         try:
-            answer = link.call("Move", Frame(copy.deepcopy(request), {}), patience_seconds=1.0).header
+            answer = link.call("Move", Frame(copy.deepcopy(request), {}), patience_seconds=patience_seconds).header
             if answer.map_version != servers.shard_map.version:
                 others.append(index)
-        except ConnectionLostError as error:  # it will be replaced
-            logger.warning("%s", error)
-        except ElasticCBError as error:  # it has no model yet
+        except ElasticCBError as error:  # it is lost, slow, or has no model yet
             logger.warning("%s", error)
             others.append(index)
     return others

@@ -5,12 +5,14 @@ The replacement of a lost member takes its slot, with a new id: ids are never re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from elasticcb.errors import UsageError
-from elasticcb.master.losses import Consequence, LossDecision, Losses
 from elasticcb.master.members import Member, PlaceState, Role
+from elasticcb.process.wording import how_many
 
 
 @dataclass(slots=True)
@@ -21,6 +23,7 @@ class Present:
         job: the job that it last registered for.
         idle: it has finished that job.
         released: it should leave, because fewer are needed.
+        leaves: it has been told so, and will leave although it may be needed again.
     """
 
     member: Member
@@ -28,6 +31,7 @@ class Present:
     job: int
     idle: bool = False
     released: bool = False
+    leaves: bool = False
 
 
 class Presence:
@@ -156,11 +160,12 @@ class Roster:
             self._present.by_id[id].idle = True
 
     def left(self, id: int) -> Sighting:
-        """A process deregisters and is not replaced."""
+        """A process deregisters; it is replaced only if it was to leave, and its slot is needed again."""
+        leaves = id in self._present.by_id and self._present.by_id[id].leaves
         member = self._present.remove(id, "it deregistered")
         if member is None:
             return Sighting(False, self._present.why_unknown(id))
-        self._places[member.role, member.index] = PlaceState.LEFT
+        self._places[member.role, member.index] = PlaceState.PLANNED if leaves else PlaceState.LEFT
         if self._has_no_place(member.role, member.index):
             self._close(member.role, member.index, "")
         return Sighting(True, f"{member} left")
@@ -245,8 +250,12 @@ class Roster:
         return unwanted
 
     def released(self, id: int) -> bool:
-        """Whether a process should leave."""
-        return id in self._present.by_id and self._present.by_id[id].released
+        """Whether a process should leave; the answer goes to it."""
+        present = self._present.by_id.get(id)
+        if present is None or not present.released:
+            return False
+        present.leaves = True
+        return True
 
     def leaving(self, role: Role) -> bool:
         """Whether a process that should leave is still up."""
@@ -372,3 +381,89 @@ class Roster:
             f"Another {role.value} asked to join, but this job already has all its {self._sizes[role]}. Start the job "
             "with more, or wait until one is lost."
         )
+
+
+class Consequence(str, Enum):
+    """Consequence of a loss."""
+
+    RESTART = "restart"  # start a replacement
+    FAIL = "fail"  # the job can't continue
+    IGNORE = "ignore"  # do nothing
+
+
+@dataclass(frozen=True, slots=True)
+class LossDecision:
+    """What to do about a loss, and why. `index` is the process's slot."""
+
+    kind: Consequence
+    role: Role
+    index: int
+    reason: str
+
+
+class Losses:
+    """Counts lost processes, and decides the consequence of each loss.
+
+    Attributes:
+        recovers_ps: whether the part of the model on a lost server can be restored.
+    """
+
+    def __init__(self, max_restarts: Mapping[Role, int]) -> None:
+        self.recovers_ps = True
+        self.lost = dict.fromkeys(Role, 0)
+        self.replaced = dict.fromkeys(Role, 0)
+        self._max_restarts = max_restarts
+        self._restarts = dict.fromkeys(Role, 0)
+        self._vacated: set[tuple[Role, int]] = set()  # slots not yet taken again
+
+    def decide(self, role: Role, index: int, story: str, taken_away: bool, others: int) -> LossDecision:
+        """The consequence of the loss described by `story`.
+
+        Args:
+            taken_away: the machine was needed elsewhere; this does not use up a restart.
+            others: number of processes of the role that are up, or will be.
+        """
+        self.lost[role] += 1
+        if role is Role.PS and not self.recovers_ps:
+            return LossDecision(Consequence.FAIL, role, index, f"{story}; its part of the model is lost")
+        most = self._max_restarts[role]
+        if taken_away or self._restarts[role] < most:
+            if not taken_away:
+                self._restarts[role] += 1
+                story += f"; restart {self._restarts[role]} of {most}"
+            self._vacated.add((role, index))
+            return LossDecision(Consequence.RESTART, role, index, story)
+        flag = "--max_ps_restarts" if role is Role.PS else "--max_worker_restarts"
+        story += f"; all restarts ({flag}={most}) are used up"
+        if role is Role.PS:
+            return LossDecision(Consequence.FAIL, role, index, story)
+        if others:
+            return LossDecision(Consequence.IGNORE, role, index, f"{story}; {how_many(others, 'other worker')} left")
+        return LossDecision(Consequence.FAIL, role, index, f"{story} and no workers are left")
+
+    def taken_again(self, role: Role, index: int) -> None:
+        """A process took a slot, possibly that of a lost one."""
+        if (role, index) in self._vacated:
+            self._vacated.remove((role, index))
+            self.replaced[role] += 1
+
+    def forget(self, role: Role, index: int) -> None:
+        """The slot no longer exists."""
+        self._vacated.discard((role, index))
+
+    def count_earlier(self, role: Role, lost: int, replaced: int) -> None:
+        """Adds the losses and replacements under an earlier master."""
+        self.lost[role] += lost
+        self.replaced[role] += replaced
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "counts": [[self._restarts[role], self.lost[role], self.replaced[role]] for role in Role],
+            "vacated": sorted([role.value, index] for role, index in self._vacated),
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        for role, counts in zip(Role, saved["counts"], strict=True):
+            self._restarts[role], self.lost[role], self.replaced[role] = counts
+        self._vacated = {(Role(role), index) for role, index in saved["vacated"]}

@@ -1,4 +1,6 @@
-"""The parameter servers of a job: the master gives them the model, and restores it on replacements of lost ones."""
+"""The parameter servers of a job: the master gives them the model, restores it on replacements of lost ones,
+and keeps their recovery files new.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +12,40 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
+from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
-from elasticcb.errors import ConnectionLostError
+from elasticcb.errors import CheckpointError, ConnectionLostError, ElasticCBError
 from elasticcb.master.desk import Desk
 from elasticcb.master.initial_model import InitialModel
+from elasticcb.master.job_copy import RecoveryCopy
+from elasticcb.master.job_state import JobState
 from elasticcb.master.members import Role
 from elasticcb.master.ps_admin import PSControl, Restored
+from elasticcb.master.recovery_files import RecoveryFiles
 from elasticcb.master.resharding import Moved, Pause, end_pause
-from elasticcb.master.saves import Saves
 from elasticcb.optimizers.state import Optimizers
 from elasticcb.process.wording import how_many
+from elasticcb.settings import RECOVERY_FOLDER
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.shard_map import ShardMap
 
 logger = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 30.0  # for surplus servers to exit
+_OPEN_SECONDS = 10.0  # for servers to accept pushes again when their number can't change
+_BUSY_SHARE = 0.2  # maximum share of time spent writing, however large the model, until all is trained
+_PAUSE_SECONDS = 0.25  # while a server is lost
+_FIRST_SECONDS = 1.0  # until servers save that have saved nothing: they could not save their last changes
+
+
+_LOST_FILES = (
+    " Its recovery files are missing or damaged: only what had not been saved in them is trained again, the other "
+    "updates stay lost."
+)
 
 
 class Servers:
@@ -38,7 +55,8 @@ class Servers:
         desk: desk of the job for which the servers have registered.
         variables, may_split, optimizers: the model's weights, whether they may be split between servers, and what
             trains them.
-        run: name of the training in the servers' recovery files; "": a new one.
+        run: name of the training in the recovery files; "": a new one.
+        copy: of the recovery files below a URL.
         term: term of this master; servers that know a later one refuse it.
         places: the servers, by index, that already hold the model from a killed master.
         map_version: of their shard map.
@@ -61,6 +79,7 @@ class Servers:
         term: int = 1,
         places: Sequence[ServerPlace] = (),
         map_version: int = 0,
+        copy: RecoveryCopy | None = None,
     ) -> None:
         self._desk, self._doubt, self._source, self._say = desk, doubt, source, say
         self.learning_rate: Callable[[], float | None] = lambda: None
@@ -84,13 +103,17 @@ class Servers:
             self._find,
         )
         desk.end_calls = servers.end_calls
-        self.control = PSControl(PSClient(servers), run, optimizers)
+        recovery: RecoveryFiles | None = None
+        if settings is not None and settings.keeps_recovery_files and settings.directory:
+            recovery = RecoveryFiles(Path(settings.directory, RECOVERY_FOLDER).absolute(), run, variables, copy)
+            desk.take_last = recovery.take_last
+        self.control = PSControl(PSClient(servers), run, optimizers, recovery)
         self.control.members = self._members
         for index in end_pause(self.control) if places else ():
             self._places[index] = ServerPlace(self._places[index].address, 0)  # to be restored
         self._repeats_lost = settings is not None and settings.repeats_lost
         self._saves: Saves | None = None
-        if settings is not None and settings.keeps_recovery_files:
+        if settings is not None and recovery is not None:
             self._saves = Saves(desk, self.control, settings.checkpoint.interval_seconds)
 
     @property
@@ -118,13 +141,7 @@ class Servers:
             JobFailedError: the job can't continue.
         """
         desk = self._desk
-        with self._restoring:
-            with desk.state() as state:
-                members = [state.roster.at(Role.PS, index) for index in range(max(servers, len(self._places)))]
-            if None in members:
-                raise ConnectionLostError("A parameter server is missing.")
-            places = [ServerPlace(member.address, member.id) for member in members if member is not None]
-            moved = self._while_tending(lambda: self._move_to(places[:servers]))
+        moved = self._while_tending(lambda: self._resize(servers))
         give_up = time.monotonic() + _LEAVE_SECONDS
         with desk.state() as state:
             while state.roster.leaving(Role.PS) and time.monotonic() < give_up:
@@ -132,14 +149,26 @@ class Servers:
                 desk.wait_a_tick()
         return moved
 
+    def _resize(self, servers: int) -> Moved:
+        # In this order: who saves may wait for a lost server to be restored.
+        with self.control.saving, self._restoring:
+            with self._desk.state() as state:
+                members = [state.roster.at(Role.PS, index) for index in range(max(servers, len(self._places)))]
+            if None in members:
+                raise ConnectionLostError("A parameter server is missing.")
+            places = [ServerPlace(member.address, member.id) for member in members if member is not None]
+            return self._move_to(places[:servers])
+
     def _move_to(self, places: list[ServerPlace]) -> Moved:
         control, pause, before = self.control, Pause(self.control, self._is_up), len(self._places)
         shard_map = control.servers.shard_map.resized(len(places))
         try:
             pause.begin()
+            if control.recovery is not None:
+                control.recovery.check_is_shared()
             self._note(places, shard_map)
         except BaseException:
-            end_pause(control)
+            end_pause(control, _OPEN_SECONDS)
             raise
         # From now on, servers that are lost are restored by the new map, as the others are now.
         self._places = places
@@ -199,8 +228,8 @@ class Servers:
                 state.server_is_back(index, place, complete=True)  # the queue is not restored yet
                 state.totals.updates_lost += lost
             self.lack_updates = self.lack_updates or not restored.complete
-            again = ", and trained again" if self._repeats_lost and lost else ""
-            self._say(f"Parameter server {index} resumes from {restored.source}; {_how_many_lost(lost)}{again}.")
+            older = _LOST_FILES if lost and restored.is_older else ""
+            self._say(f"Parameter server {index} resumes from {restored.source}; {_how_many_lost(lost)}.{older}")
         self.control.client.pull()
 
     def _find(self, index: int, unreachable: int) -> tuple[str, int]:
@@ -219,14 +248,15 @@ class Servers:
             since = state.lost_ps.get(index, begun)
         place, restored = self._give_back(index, version, 0 if running is None else running.id)
         self._places[index] = place
+        self.control.servers.connect(self.control.servers.known[index], place)  # not only when it is called next
         seconds, lost = time.monotonic() - since, 0 if restored.complete else max(0, version - restored.version)
         with self._desk.state() as state:
             state.totals.recovered(seconds, lost)
             repeated = state.server_is_back(index, place, restored.complete)
-        again = ", and trained again" if repeated and lost else ""
+        again = ", and trained again" if repeated and lost and not restored.is_older else ""
         self._say(
             f"Parameter server {index} recovered in {seconds:.1f} s from {restored.source}; "
-            f"{_how_many_lost(lost)}{again}."
+            f"{_how_many_lost(lost)}{again}.{_LOST_FILES if lost and restored.is_older else ''}"
         )
 
     def _give_back(self, index: int, version: int, evaluation_round: int) -> tuple[ServerPlace, Restored]:
@@ -274,3 +304,80 @@ class Servers:
 
 def _how_many_lost(updates: int) -> str:
     return f"{how_many(updates, 'update')} to its shard {'was' if updates == 1 else 'were'} lost"
+
+
+class Saves:
+    """Keeps the recovery files new, in a thread of its own: at intervals, and before training ends.
+    Tells the queue what can't be lost any more.
+    """
+
+    def __init__(self, desk: Desk, control: PSControl, interval_seconds: float) -> None:
+        self._desk, self._control, self._interval = desk, control, interval_seconds
+        self._closed = False
+        self._earliest = 0.0  # time of the next save, unless all is trained
+        self._saved_by = -1  # version of the shard map by which the servers have saved
+        self._thread = threading.Thread(target=self._run, name="saves", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        pause = min(_FIRST_SECONDS, self._interval)
+        while True:
+            with self._desk.state():
+                self._desk.wait_for(self._is_due, pause)
+                if self._closed:
+                    return
+            begun, writers, map_version = time.monotonic(), self._writers(), self._control.servers.shard_map.version
+            if self.save():
+                self._saved_by = map_version
+                ended = time.monotonic()
+                # Else most of it was waiting for the replacement of a lost server.
+                least = (ended - begun) / _BUSY_SHARE if self._writers() == writers else 0.0
+                self._earliest, pause = ended + least, max(self._interval, least)
+            else:
+                time.sleep(_PAUSE_SECONDS)
+                pause = 0.0
+
+    def _writers(self) -> list[int]:
+        """Ids of the servers."""
+        return [link.id for link in self._control.servers.links]
+
+    def _is_due(self, state: JobState) -> bool:
+        queue, now = state.queue, time.monotonic()
+        if self._closed or queue is None:
+            return self._closed
+        if -1 < self._saved_by < self._control.servers.shard_map.version:  # the number of servers has changed
+            return True
+        return queue.wants_save and (queue.all_trained or now >= self._earliest)
+
+    def save(self) -> bool:
+        """Saves what has been reported; returns whether the servers have written, or can't write."""
+        with self._desk.state() as state:
+            queue = state.queue
+            mark = 0 if queue is None else queue.begin_save()
+        written = True
+        try:
+            self._control.persist()
+        except CheckpointError as error:
+            written = False
+            text = (
+                f"{error} Training continues; what is not saved is trained again if this server is lost now, but "
+                "updates that can't be saved for long are lost then. Free space, or make the folder writable."
+            )
+            with self._desk.state() as state:
+                state.totals.recovery_files_failed += 1
+                state.warn(CallbackWarning("servers can't write recovery files", text))
+        except ElasticCBError as error:
+            logger.debug("The servers' state is not saved: %s", error)
+            return False
+        with self._desk.state() as state:
+            if queue is not None and state.queue is queue and not self._closed and (written or queue.wants_save):
+                queue.saved(mark, written)  # also if training must end, or too much is unsaved
+                state.note()
+                state.wake()
+        return True
+
+    def close(self) -> None:
+        """Saves nothing any more."""
+        with self._desk.state() as state:
+            self._closed = True
+            state.wake()

@@ -15,7 +15,8 @@ from elasticcb.master.batch_log import BatchEvent
 from elasticcb.master.calls import Calls
 from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.desk import Desk
-from elasticcb.master.job_state import TaskResult
+from elasticcb.master.gathering import begun_epochs
+from elasticcb.master.job_state import OTHERS_FIRST, TaskResult
 from elasticcb.master.live_tables import LiveTables
 from elasticcb.master.members import Role
 from elasticcb.master.server_scaling import ServerScaling
@@ -101,14 +102,17 @@ class MasterServicer:
         seconds = 0.0 if request.at_once else LONG_POLL_SECONDS
         decision = self._calls.get_task(request.worker_id, request.leases, seconds, context.is_active)
         answer = pb.GetTaskResponse(kind=_KINDS[decision.kind], reason=decision.reason)
-        if decision.lease is not None:
-            with self._desk.state() as state:
+        answer.later = decision.reason == OTHERS_FIRST
+        with self._desk.state() as state:
+            answer.epoch = 0 if state.queue is None else begun_epochs(state.queue)
+            if decision.lease is not None:
                 # The function to call; empty when the task was revoked meanwhile, because its result is not needed.
-                payload, epoch_version = state.calls.get(decision.lease.task.function, b""), state.epoch_version
+                payload = state.calls.get(decision.lease.task.function, b"")
+                answer.task.CopyFrom(_to_message(decision.lease, payload))
                 first = min((member.id for member in state.roster.up(Role.WORKER)), default=request.worker_id)
-            answer.task.CopyFrom(_to_message(decision.lease, payload))
-            answer.task.first_worker = request.worker_id <= first
-            answer.task.epoch_version = epoch_version
+                answer.task.first_worker = request.worker_id <= first
+                answer.task.epoch_version = state.epoch_version
+                answer.task.peers.extend(state.peers)
         return answer
 
     def ReportProgress(self, request: Any, context: Any) -> pb.ReportProgressResponse:
@@ -193,7 +197,8 @@ class MasterServicer:
 
     def Leave(self, request: Any, context: Any) -> pb.LeaveResponse:
         if request.id:
-            self._calls.leave(request.id, request.error, request.traceback, request.fatal, request.asked)
+            saved = request.saved if request.HasField("saved") else None
+            self._calls.leave(request.id, request.error, request.traceback, request.fatal, request.asked, saved)
         elif request.error:
             self._calls.not_started(_role(request.role), request.index, request.error, request.traceback)
         return pb.LeaveResponse()

@@ -105,6 +105,8 @@ class SharedCallbacks:
         that a hook has set there."""
         with self._lock:
             data, self._returned, self._holder, self._is_old = self._returned, b"", 0, True
+            if data:  # the worker has other values than those that were sent
+                self._sent, self._sent_attributes = {}, {}
         if not data:
             return None
         sent = self._state.read(data)

@@ -49,10 +49,22 @@ class TaskQueue(QueueState):
             return TaskDecision(DecisionKind.FINISHED, None, f"worker {worker} was declared lost")
         if held is not None:
             self._put_back_unanswered(worker, held)
-        if self._paused:
-            return TaskDecision(DecisionKind.WAIT, None, "the job is being interrupted")
+        for why in filter(None, self._pauses.values()):
+            return TaskDecision(DecisionKind.WAIT, None, why)
         record = self._todo.take(train_end=not doing and self._epochs.done, idle=not doing.held_by(worker))
+        if record is not None and self._stops_after is not None and record.task.type is TaskType.TRAINING:
+            self._stop_after_batch(record)
         return self._nothing_to_hand_out() if record is None else self._hand_out(record, worker)
+
+    def _stop_after_batch(self, record: TaskRecord) -> None:
+        """Carries out a stop that was asked for before the epoch's first batch, if `record` is of that epoch."""
+        assert self._stops_after is not None
+        reason, epoch = self._stops_after
+        if record.task.epoch > epoch:
+            self._stops_after = None
+            if record.task.shard.records > self._settings.minibatch_size:
+                self._todo.split(record, self._settings.minibatch_size)
+            self._stop(reason)
 
     def _put_back_unanswered(self, worker: int, held: Collection[int]) -> None:
         for record in reversed(self._doing.unanswered(worker, held)):
@@ -288,9 +300,11 @@ class TaskQueue(QueueState):
         """The servers begin to write recovery files; `saved` takes the result when all have written."""
         return self._epochs.unsaved.mark()
 
-    def saved(self, mark: int) -> None:
-        """What was reported before the mark can't be lost any more."""
-        self._epochs.unsaved.saved(mark)
+    def saved(self, mark: int, written: bool = True) -> None:
+        """What was reported before the mark can't be lost any more; if it could not be `written`, it is not trained
+        again if it is."""
+        records, accounting = self._epochs.unsaved.saved(mark), self._accounting
+        accounting.records_given_up = 0 if written else accounting.records_given_up + records
         self._milestones += self._epochs.settle()
 
     @property
@@ -301,15 +315,15 @@ class TaskQueue(QueueState):
 
     def updates_lost(self) -> bool:
         """The replacement of a lost server lacks what was reported since it saved, which is trained again; also what is
-        reported later on present leases, until a report of batches that began afterwards. Returns whether lost updates
-        are repeated."""
+        reported later on present leases, until a report of batches that began afterwards. Returns whether all lost
+        updates are repeated."""
         if self._settings.repeats_lost:
             for record in self._doing:
                 if record.task.type is TaskType.TRAINING and record.stale_from is None:
                     record.stale_from = record.reported
         for part in self._epochs.unsaved.take():
             self._repeat(part)
-        return self._settings.repeats_lost
+        return self._settings.repeats_lost and not self._accounting.records_given_up
 
     def _trained(self, record: TaskRecord, done: int, is_held: bool) -> None:
         """Its worker has trained the first `done` records of the shard."""
@@ -354,9 +368,17 @@ class TaskQueue(QueueState):
 
     # ------------------------------------------------------------ requests of the master
 
-    def stop_training(self, reason: str) -> None:
-        """No new training tasks: TODO tasks are dropped, DOING tasks are finished."""
-        if not self._epochs.done and self._epochs.stop_reason is None:
+    def stop_training(self, reason: str, before_batch: bool = False) -> None:
+        """No new training tasks: TODO tasks are dropped, DOING tasks are finished.
+
+        Args:
+            before_batch: this was asked for before the first batch of an epoch, which is trained, as in `fit`.
+        """
+        if self._epochs.done or self.stop_reason is not None:
+            return
+        if before_batch:
+            self._stops_after = reason, self._epochs.current
+        else:
             self._stop(reason)
 
     def drop_training(self) -> None:

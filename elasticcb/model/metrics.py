@@ -300,6 +300,18 @@ class ModelMetrics:
         for metric in self.units().values():
             metric.reset_state()
 
+    def begin_part(self, mode: Mode) -> None:
+        """Resets the units whose states are sent for each batch of training, or task of evaluation; works inside a
+        `tf.function`. The others continue until `reset`: hooks see whole epochs and passes."""
+        for unit in self._units():
+            if not self._goes_on(unit, mode):
+                unit.metric.reset_state()
+
+    def _goes_on(self, unit: _Unit, mode: Mode) -> bool:
+        if mode is Mode.TRAINING:
+            return unit.name in self.replayed
+        return self._transport(unit) is MetricTransport.OUTPUTS
+
     def states(self) -> dict[str, list[np.ndarray]]:
         """The current states of all units that do not send outputs."""
         return {
@@ -377,6 +389,14 @@ class ModelMetrics:
             self._replay(keras.tree.map_structure(_tensor, batch))
         # After the outputs, which `compile(metrics=...)` passes to all of its metrics.
         for unit in self._units():
+            if unit.name in states:
+                assign(unit.metric, states[unit.name])
+
+    def show(self, states: Mapping[str, Sequence[np.ndarray]]) -> None:
+        """Sets the units that have a state, without the others; all are reset if none has."""
+        if not states:
+            self.reset()
+        for unit in self._units() if states else ():
             if unit.name in states:
                 assign(unit.metric, states[unit.name])
 

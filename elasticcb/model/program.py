@@ -25,6 +25,8 @@ from elasticcb.model.weights import constraint_name
 from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.process.import_path import adopt_path, caller_path
 from elasticcb.serialization import carry, own_modules, process_state
+from elasticcb.serialization.reducers import Hollow
+from elasticcb.serialization.torch_buffers import buffers_of
 from elasticcb.settings import Mode
 
 
@@ -59,8 +61,9 @@ class Program:
             UsageError: something in it can't be pickled.
         """
         optimizers = model_optimizers(self.model)
-        content_on_servers = carry.Hollow(self.model.weights, self.of_servers, optimizers)
-        unused_optimizers = carry.Hollow(optimizers=optimizers, portable=True)
+        buffers = buffers_of(layers_of(self.model))
+        content_on_servers = Hollow(self.model.weights, self.of_servers, optimizers, buffers=buffers)
+        unused_optimizers = Hollow(optimizers=optimizers, portable=True)
         parts = {"model": self.model, "registered": _registered()}
         others = {
             "data": dict(self.sources),

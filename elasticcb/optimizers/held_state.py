@@ -32,8 +32,7 @@ def read_optimizers(
 
     Raises `ElasticCBError` if a built optimizer lacks a variable that must be trained.
     """
-    held = held_variables(model_optimizers, model_variables, specs)
-    return OptimizerState(_copied(held.slots), _copied(held.extras), _copied(held.shared), held.optimizers)
+    return copy_of(held_variables(model_optimizers, model_variables, specs))
 
 
 def held_variables(
@@ -115,24 +114,20 @@ def check_restored(
     Raises `CheckpointError` when it has something else.
     """
     held = held_variables(model_optimizers, model_variables, specs)
-    missing, known = [], set()
-    for kind in ("slots", "extras", "shared"):
-        given = getattr(state, kind)
-        for key, target in getattr(held, kind).items():
-            known.add(key)
-            if not isinstance(key, str) and specs[key[0]].table:
-                continue
-            value = given.get(key)
-            if value is None:
-                missing.append(_shown(key, specs))
-            elif tuple(value.shape) != tuple(target.shape):
-                raise CheckpointError(
-                    f"The optimizer's {_shown(key, specs)} has the shape {list(value.shape)} in the checkpoint "
-                    f"{checkpoint} and {list(target.shape)} in this job. The model or the optimizer's settings have "
-                    "changed since; use those of the checkpoint."
-                )
-    keys: list[Key | str] = [*state.slots, *state.extras, *state.shared]
-    unknown = [_shown(key, specs) for key in keys if key not in known]
+    given, missing = {(kind, key): value for kind, key, value in state.items()}, []
+    for kind, key, target in held.items():
+        value = given.pop((kind, key), None)
+        if not isinstance(key, str) and specs[key[0]].table:
+            continue
+        if value is None:
+            missing.append(_shown(key, specs))
+        elif tuple(value.shape) != tuple(target.shape):
+            raise CheckpointError(
+                f"The optimizer's {_shown(key, specs)} has the shape {list(value.shape)} in the checkpoint "
+                f"{checkpoint} and {list(target.shape)} in this job. The model or the optimizer's settings have "
+                "changed since; use those of the checkpoint."
+            )
+    unknown = [_shown(key, specs) for _, key in given]
     if unknown:
         raise CheckpointError(
             f"The checkpoint {checkpoint} has {_some(unknown)}, which the job's optimizer lacks. Use the optimizer's "
@@ -227,5 +222,11 @@ def _built_leaves(
             yield leaf, optimizer_variables(leaf.optimizer, leaf.variables)
 
 
-def _copied(variables: Mapping[Any, Any]) -> dict[Any, Array]:
+def copy_of(held: OptimizerState) -> OptimizerState:
+    """With arrays instead of variables."""
+    return OptimizerState(copied(held.slots), copied(held.extras), copied(held.shared), held.optimizers)
+
+
+def copied(variables: Mapping[Any, Any]) -> dict[Any, Array]:
+    """Copies of their values, which a step does not change."""
     return {key: np.array(variable.numpy()) for key, variable in variables.items()}

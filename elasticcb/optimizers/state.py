@@ -6,10 +6,10 @@ state that it was given, and a model that a callback saves or the caller gets ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from elasticcb.rpc.tensors import Array
 
@@ -49,6 +49,12 @@ class OptimizerState:
     extras: dict[Key, Array] = field(default_factory=dict)
     shared: dict[str, Array] = field(default_factory=dict)
     optimizers: tuple[str, ...] = ()
+
+    def items(self) -> Iterator[tuple[str, Any, Array]]:
+        """Of each variable the attribute with it, its key and its value."""
+        for kind in ("slots", "extras", "shared"):
+            for key, value in getattr(self, kind).items():
+                yield kind, key, value
 
 
 @dataclass

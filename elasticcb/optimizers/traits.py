@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -134,7 +134,7 @@ def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
             if name.startswith("_self_"):  # of TensorFlow's tracking, in another order, and not in every process
                 continue
             items = (
-                value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
             )
             for item in items:
                 add(item)

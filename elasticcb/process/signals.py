@@ -6,11 +6,18 @@ import contextlib
 import os
 import queue
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 _SAME_SECONDS = 1.0  # seconds in which a second SIGTERM or SIGHUP counts as a duplicate
+_AGAIN_SECONDS = 0.05  # from an interrupt that Python ignored to the next
+_LOOK_SECONDS = 0.1  # between looks for Ctrl-C while waiting
+
+Answer = TypeVar("Answer")
 
 _holds = 0  # uninterruptible blocks that the main thread is in
 _held_back = False  # an interrupt arrived inside one
@@ -32,6 +39,24 @@ def interrupt(number: int, frame: object) -> None:
     if not _holds:
         raise KeyboardInterrupt
     _held_back = True
+
+
+def repeat_ignored_interrupts() -> None:
+    """An interrupt that is raised where Python ignores exceptions is raised again, soon after.
+
+    Python ignores exceptions in callbacks of the garbage collector (JAX has one) and in `__del__`.
+    """
+    report, main = sys.unraisablehook, threading.main_thread().ident
+
+    def ignored(problem: Any) -> None:
+        if issubclass(problem.exc_type, KeyboardInterrupt):
+            again = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, [main, signal.SIGINT])
+            again.daemon = True
+            again.start()
+        else:
+            report(problem)
+
+    sys.unraisablehook = ignored
 
 
 @contextlib.contextmanager
@@ -123,3 +148,43 @@ def on_sigterm(call: Callable[[], None]) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, before)
         signals.put(False)
+
+
+def in_other_thread(function: Callable[..., Answer], *arguments: Any) -> Answer:
+    """Calls a function, in another thread if Ctrl-C would raise in this one. Ctrl-C ends the wait, not the call.
+
+    `KeyboardInterrupt` inside `threading.Condition.__enter__` leaves its lock taken. If it is the lock of a gRPC
+    channel, the next call in any thread hangs.
+    """
+    if not is_interruptible():
+        return function(*arguments)
+    called: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            called.set_result(function(*arguments))
+        except BaseException as error:
+            called.set_exception(error)
+
+    with uninterrupted():
+        threading.Thread(target=run, name="call", daemon=True).start()
+    return _answer_of(called)
+
+
+def each(pool: ThreadPoolExecutor, function: Callable[..., Answer], *arguments: Iterable[Any]) -> list[Answer]:
+    """Like `map`, with a thread of the pool per call. Ctrl-C ends the wait, and cancels calls that have not begun."""
+    with uninterrupted():
+        calls = [pool.submit(function, *given) for given in zip(*arguments, strict=False)]
+    try:
+        return [_answer_of(call) for call in calls]
+    finally:
+        with uninterrupted():
+            for call in calls:
+                call.cancel()
+
+
+def _answer_of(call: Future[Answer]) -> Answer:
+    while True:
+        with uninterrupted():
+            if wait([call], _LOOK_SECONDS).done:
+                return call.result()

@@ -68,12 +68,13 @@ class ColdRows:
             self._store.write((), [*row_keys, *used_keys])
             self._count -= len(part.ids)
 
-    def forget_older(self, version: int) -> int:
-        """Removes rows last trained before `version`; returns their number."""
-        before = self._count
+    def forget_older(self, version: int) -> Array:
+        """Removes rows last trained before `version`; returns their ids, int64 [n]."""
+        removed = [np.empty(0, np.int64)]
         for ids in self._ids(0, version):
+            removed.append(ids)
             self.remove(self.read(ids)[1])
-        return before - self._count
+        return np.concatenate(removed)
 
     def ids(self, since: int = -1) -> Array:
         """Ids of rows created or trained from version `since` on, int64 [n]."""

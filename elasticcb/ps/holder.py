@@ -1,9 +1,13 @@
-"""The model of a parameter server: how it gets it, saves it for a replacement, and releases it."""
+"""The model of a parameter server: how it gets it, saves it, and releases it."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import json
 import logging
+import os
+import re
+import secrets
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -11,15 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticcb.checkpoint import parts
+from elasticcb.checkpoint import parts, shard_file
+from elasticcb.checkpoint.manifest import MANIFEST, read_manifest
+from elasticcb.checkpoint.places import Files, writable
 from elasticcb.errors import CheckpointError, ElasticCBError, WireError
 from elasticcb.optimizers.state import Optimizers
 from elasticcb.optimizers.state_messages import from_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.push_reader import PushReader
-from elasticcb.ps.recovery import RecoveryLog, RecoveryWriter, Saved, forget_older, log_folder, read_by_older_map
-from elasticcb.ps.served_model import ServedModel, values_of
+from elasticcb.ps.served_model import Kept, ServedModel, values_of
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.update_policy import policy_of
 from elasticcb.rpc.tensors import Frame
@@ -28,12 +33,14 @@ from elasticcb.settings import TrainingSettings
 from elasticcb.sharding.partition import MOST_SERVERS, Slice, VariableSpec, partition
 from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.sharding.table_state import from_tensors as tables_from
+from elasticcb.storage.durable import TEMPORARY
 
 if TYPE_CHECKING:
     from elasticcb.ps.row_optimizer import MakeOptimizers
 
 logger = logging.getLogger(__name__)
 
+_RECOVERY_FILE = re.compile(rf"(?:{re.escape(TEMPORARY)})?ps-(\d+)-")
 _MODELS_WITH_KERNELS = 20  # creating the kernels of a model again takes longer than the rest of a small job's start
 
 
@@ -43,16 +50,16 @@ class ServerOptions:
 
     Attributes:
         training: how movements are merged.
-        recovery: folder for the recovery files of all servers; None: no files are written.
         lost_workers: ids of workers whose pushes are refused; may grow.
+        scratch: folder for files on their way from or to a URL; None: the system's.
     """
 
     training: TrainingSettings
     make_optimizers: MakeOptimizers | None
     access: Access
     limits: TableLimits
-    recovery: Path | None
     lost_workers: Collection[int]
+    scratch: Path | None = None
 
 
 class Holder:
@@ -65,7 +72,6 @@ class Holder:
 
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
-        self._writer: RecoveryWriter | None = None
         self._initializing = threading.Lock()
         self._models = 0  # that it has held
         self.lock = threading.Lock()
@@ -88,31 +94,25 @@ class Holder:
 
     def initialize(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
         """Handles `Initialize`: serves the model in the request, or the one it refers to."""
-        with self._initializing:  # another master may also send a model
-            return self._begin_with(frame)
+        # Another master may also send a model.
+        with self._initializing, Files(frame.header.checkpoint, self._options.scratch) as files:
+            return self._begin_with(frame, files)
 
-    def _begin_with(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
+    def _begin_with(self, frame: Frame[pb.InitializeRequest], files: Files) -> Frame[Any]:
         request = frame.header
         if not 0 <= request.index < request.num_ps <= MOST_SERVERS:
             raise WireError(
                 f"Initialize has server {request.index} of {request.num_ps}; at most {MOST_SERVERS:,} are allowed."
             )
         specs, slices, shard_map, optimizers = _part_of(request)
-        part, log, saved = None, self._recovery_log(request), None
-        continues = False  # whether the server continues the files of its recovery log
-        taken: dict[int, int] = {}
-        if request.recover:
-            if self._writer is not None:  # another master has also called this, or the number of servers changes
-                self._writer.close()
-            if self.model is not None and self.model.gate is not None:
-                self._drop()
-            saved, continues = self._recovered(log, request, specs, slices, shard_map)
-            part = saved.part
-            taken.update(saved.answered)
-            values, version, tables = part.weights, part.version, part.tables
-        elif request.checkpoint:
-            part = parts.load_slices(request.checkpoint, specs, slices, request.index, shard_map)
-            values, version, tables = part.weights, max(part.version, request.version), part.tables
+        loaded: parts.Loaded | None = None
+        if request.checkpoint:
+            if request.manifest and self.model is not None and self.model.gate is not None:
+                self._drop()  # the number of servers changes
+            loaded = _loaded(request, files, specs, slices, shard_map)
+            part = loaded.part
+            values, tables = part.weights, part.tables
+            version = part.version if request.manifest else max(part.version, request.version)
         else:
             values, version = values_of(frame.tensors, specs, slices, "Initialize"), request.version
             tables = tables_from(frame.tensors)
@@ -121,60 +121,94 @@ class Holder:
         make_optimizers = self._options.make_optimizers
         parameters = Parameters(specs, slices, make_optimizers, values, version, place, limits, optimizers)
         parameters.tables.load(tables, max(version, request.version))
-        if part is not None:
+        if loaded is not None:
             parameters.restore_optimizers(part)
-            parameters.tables.restore_ages(part.ages, version, stood_still=request.recover)
+            parameters.tables.restore_ages(part.ages, version, stood_still=bool(request.manifest))
         else:
             state = from_tensors(frame.tensors)
-            parameters.check_state(state)
+            parameters.optimizers.check(state)
             parameters.load({}, state, version)
-        model = self._model_of(request, shard_map, parameters, taken)
+        model = self._model_of(request, shard_map, parameters)
+        if loaded is not None and request.manifest:
+            model.taken.update(loaded.answered)
+            if loaded.file is not None:
+                model.kept = Kept(
+                    os.path.join(request.checkpoint, loaded.file.name), loaded.file.version, loaded.answered
+                )
+                parameters.tables.keep_gone(loaded.file.version)
         self.close()  # of the previous model
-        recovered = parameters.version
         parameters.version = max(parameters.version, request.version)
         with self.lock:
             self.model, self.is_moving = model, False
-        self._keep_files(model, log, saved if continues else None)
         logger.info(
             "Holds %d slices of %d variables, %d of %d servers, version %d",
             len(slices), len(specs), request.index, request.num_ps, parameters.version,
         )  # fmt: skip
-        response = pb.InitializeResponse(version=parameters.version, learning_rate=parameters.learning_rate)
-        response.complete = saved is not None and saved.final
-        if part is not None:
-            response.recovered_version = recovered if saved is not None else part.version
+        response = pb.InitializeResponse(version=parameters.version, learning_rate=parameters.optimizers.learning_rate)
+        if loaded is not None:
+            response.recovered_version = part.version
+            response.file = "" if loaded.file is None else loaded.file.name
         return Frame(response, {})
 
-    def persist(self, frame: Frame[pb.PersistRequest]) -> Frame[Any]:
-        """Handles `Persist`."""
-        with self._initializing:  # which gives it another model, with another writer
-            model, writer = self.present(), self._writer
-        if writer is not None:
-            writer.write()
-        if frame.header.forget_older and self._options.recovery is not None:
-            forget_older(self._options.recovery, model.shard_map.version)
-        return Frame(pb.PersistResponse(), {})
+    def save(self, request: pb.SaveRequest) -> pb.SaveResponse:
+        """Handles `Save`; training continues meanwhile. Raises `CheckpointError` if the file can't be written."""
+        path, after = request.path, request.after
+        is_recovery_file = request.HasField("after")
+        with self.lock:
+            model = self.present()
+            if request.map_version != model.shard_map.version:
+                raise ElasticCBError("This server does not save: another shard map is in use.")
+            kept, version, taken = model.kept, model.parameters.version, dict(model.taken)
+            since = kept.version if after and after == kept.name else None
+            if since == version and taken == kept.taken:  # pushes of rows make no version
+                return pb.SaveResponse(version=version, after=after)
+            if is_recovery_file:
+                model.parameters.tables.keep_gone(kept.version if kept.name else version)
+            part = model.parameters.hold(self.lock, since)
+        try:
+            if request.keep:
+                _remove_unused(Path(path).parent, model, {*request.keep, kept.name})
+            with writable(path, self._options.scratch) as here:
+                saved = shard_file.write_part(here, part, taken)
+        finally:
+            part.release()
+        with self.lock:
+            if is_recovery_file and model.kept is kept:
+                model.kept = Kept(path, part.version, taken)
+        return pb.SaveResponse(
+            file=saved.name,
+            bytes=saved.bytes,
+            sha256=saved.sha256,
+            version=saved.version,
+            after="" if since is None else after,
+        )
+
+    def save_last(self) -> pb.SaveResponse | None:
+        """Saves what has changed since the last file that others are added to, next to it; None: there is none, or that
+        fails."""
+        if self.model is None or not self.model.kept.name:
+            return None
+        folder, before = os.path.split(self.model.kept.path)
+        path = os.path.join(folder, f"ps-{self.model.index}-last-{secrets.token_hex(4)}.safetensors")
+        map_version = self.model.shard_map.version
+        try:
+            return self.save(pb.SaveRequest(path=path, after=before, map_version=map_version))
+        except CheckpointError as error:
+            logger.warning("%s", error)
+            return None
 
     def close(self) -> None:
-        """Releases what the model needs, and stops writing recovery files."""
-        self._hang_up()
-        if self._writer is not None:
-            self._writer.close()
-
-    def _drop(self) -> None:
-        """Frees the memory of the model, which is in the recovery files."""
-        with self.lock:
-            self._hang_up()
-            self.is_moving, self.model = self.is_moving or self.model is not None, None
-
-    def _hang_up(self) -> None:
         """Lets workers wait no more."""
         if self.model is not None:
             self.model.is_closed = True
 
-    def _model_of(
-        self, request: pb.InitializeRequest, shard_map: ShardMap, parameters: Parameters, taken: dict[int, int]
-    ) -> ServedModel:
+    def _drop(self) -> None:
+        """Frees the memory of the model, which has been saved."""
+        with self.lock:
+            self.close()
+            self.is_moving, self.model = self.is_moving or self.model is not None, None
+
+    def _model_of(self, request: pb.InitializeRequest, shard_map: ShardMap, parameters: Parameters) -> ServedModel:
         self._models += 1
         if parameters.tables.numbers and self._models % _MODELS_WITH_KERNELS == 0:
             from elasticcb.tf.convert import forget_kernels
@@ -184,73 +218,44 @@ class Holder:
         for worker in request.members:
             policy.join(worker)
         return ServedModel(
-            specs=parameters.specs,
-            slices=parameters.slices,
             index=request.index,
-            num_ps=request.num_ps,
             shard_map=shard_map,
             parameters=parameters,
             reader=PushReader(parameters.specs, parameters.slices, parameters.tables.check_ids),
             policy=policy,
             merged=threading.Condition(self.lock),
-            taken=taken,
         )
 
-    def write_down(self, replaced: bool = False, final: bool = False) -> None:
-        """Writes recovery files now, if enabled; arguments as in `RecoveryWriter.write`."""
-        writer = self._writer
-        if writer is not None:
-            try:
-                writer.write(replaced, final)
-            except ElasticCBError as error:
-                logger.warning("%s", error)
 
-    def _keep_files(self, model: ServedModel, log: RecoveryLog | None, held: Saved | None) -> None:
-        """Recovery files are written from now on.
+def _remove_unused(folder: Path, model: ServedModel, keep: Collection[str]) -> None:
+    """Removes files of this server that are not in use any more, or that a killed process has not finished. The servers
+    share those of servers that have left.
+    """
+    for path in folder.glob("*"):
+        found = _RECOVERY_FILE.match(path.name)
+        is_own = found is not None and int(found[1]) % model.shard_map.servers == model.index
+        if is_own and path.name not in keep:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
-        Args:
-            held: content of the log's files, which are continued; None: the log starts over.
-        """
-        if log is not None:
-            self._writer = RecoveryWriter(log, functools.partial(self._saved, model))
-            if held is not None:
-                self._writer.continue_from(held.part.version)
 
-    def _recovery_log(self, request: pb.InitializeRequest) -> RecoveryLog | None:
-        if self._options.recovery is None or not request.run:
-            return None
-        return RecoveryLog(log_folder(self._options.recovery, request.index, request.map_version), request.run)
-
-    def _recovered(
-        self,
-        log: RecoveryLog | None,
-        request: pb.InitializeRequest,
-        specs: Sequence[VariableSpec],
-        slices: Sequence[Slice],
-        shard_map: ShardMap,
-    ) -> tuple[Saved, bool]:
-        """Content of the recovery files, and whether they belong to this server and map."""
-        if log is None or self._options.recovery is None:
-            raise CheckpointError("This server writes no recovery files.")
-        try:
-            saved = log.take_over()
-        except CheckpointError as error:
-            if not request.map_version:
-                raise
-            logger.info("%s Using the files written before the last move.", error)
-            root, run, split = self._options.recovery, request.run, request.split
-            return read_by_older_map(root, run, specs, split, slices, request.index, shard_map), False
-        shapes = {index: weights.shape for index, weights in saved.part.weights.items()}
-        missing = [part.variable for part in slices if shapes.get(part.variable) != part.shape(specs[part.variable])]
-        if missing:
-            raise CheckpointError(f"The recovery files lack variables {missing}: they belong to another model.")
-        return saved, True
-
-    def _saved(self, model: ServedModel, since: int | None) -> Saved:
-        with self.lock:
-            if model is not self.model:
-                raise ElasticCBError("Another shard map is in use now.")  # its own files are written
-            return Saved(model.parameters.hold(self.lock, since), dict(model.taken))
+def _loaded(
+    request: pb.InitializeRequest,
+    files: Files,
+    specs: Sequence[VariableSpec],
+    slices: Sequence[Slice],
+    shard_map: ShardMap,
+) -> parts.Loaded:
+    """The part of this server in the files that the request refers to."""
+    folder = request.checkpoint
+    try:
+        manifest = json.loads(request.manifest) if request.manifest else read_manifest(files.path(MANIFEST).parent)
+        loaded = parts.load(files, manifest, specs, slices, request.index, shard_map)
+        if not request.manifest:
+            loaded.part.version = int(manifest["version"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"The manifest of {folder} can't be read: {error!r}.") from error
+    return loaded
 
 
 def _part_of(request: pb.InitializeRequest) -> tuple[list[VariableSpec], list[Slice], ShardMap, Optimizers]:

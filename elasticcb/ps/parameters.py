@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from elasticcb.checkpoint.shard_file import Part
-from elasticcb.errors import ElasticCBError, ModelFileError
-from elasticcb.optimizers.state import Optimizers, OptimizerState
+from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError
+from elasticcb.optimizers.state import LEARNING_RATE, Optimizers, OptimizerState
 from elasticcb.optimizers.state_messages import from_tensors
-from elasticcb.ps.held_optimizers import HeldOptimizers
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_snapshot import TableSnapshot
 from elasticcb.ps.tables import Tables
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from elasticcb.ps.row_optimizer import MakeOptimizers
 
 logger = logging.getLogger(__name__)
+_KINDS = ("slots", "extras", "shared")
 
 
 class Snapshot(NamedTuple):
@@ -57,6 +57,7 @@ class Parameters:
         optimizers: those with which workers train.
 
     Attributes:
+        optimizers: their state, except that of embedding tables.
         state_version: increases when a non-trainable variable changes.
     """
 
@@ -76,22 +77,14 @@ class Parameters:
         self._make_optimizers = make_optimizers
         self._weights, self._state = (flat(values, specs, slices, trainable) for trainable in (True, False))
         self._constraints = {} if make_optimizers is None else _constraints_of(specs, slices, make_optimizers)
-        self._optimizers = HeldOptimizers(specs, slices, optimizers or Optimizers())
+        self.optimizers = _HeldOptimizers(specs, slices, optimizers or Optimizers())
         self.tables = Tables(specs, *(place or (0, ShardMap(1))), make_optimizers, limits or TableLimits())
 
     # -------------------------------------------------------------- reading
 
-    def weights(self) -> Mapping[str, Array]:
-        """The trainable part, flat, by dtype."""
-        return self._weights
-
     def snapshot(self) -> Snapshot:
         """No copy: blocks are replaced, never modified."""
-        return Snapshot(self.version, self.state_version, self.weights(), self._state)
-
-    def kept_snapshot(self) -> Snapshot:
-        """A snapshot that survives updates of embedding tables; release it."""
-        return self.snapshot()._replace(tables=self.tables.snapshot())
+        return Snapshot(self.version, self.state_version, self._weights, self._state)
 
     def _arrays(self, trainable: bool) -> dict[int, Array]:
         blocks = self._weights if trainable else self._state
@@ -100,16 +93,7 @@ class Parameters:
             for part, dtype, offset in layout(self.specs, self.slices, trainable)
         }
 
-    @property
-    def learning_rate(self) -> float:
-        """The base rate; 0 if it can't be set."""
-        return self._optimizers.learning_rate
-
     # -------------------------------------------------------------- writing
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Sets the base rate. Raises `ElasticCBError` when a schedule sets it."""
-        self._optimizers.set_learning_rate(learning_rate)
 
     def merge(self, pushes: Sequence[Push], workers: int = 1) -> None:
         """Merges the local training of some workers into the model; increases the version by their batches.
@@ -132,7 +116,7 @@ class Parameters:
         self._move([(push.moved, batches / max(total + since, workers * batches)) for push, batches, since in moving])
         for push, batches, since in moving:  # sequentially, which also yields means
             others = done + since
-            self._optimizers.merge(from_tensors(push.optimizers), batches, others)
+            self.optimizers.merge(from_tensors(push.optimizers), batches, others)
             self._move_state(push, others / batches)
             done += batches
         self.version += total
@@ -162,14 +146,6 @@ class Parameters:
             self._state = {**self._state, **new}
             self.state_version += 1
 
-    def optimizer_state(self, with_slots: bool) -> OptimizerState:
-        """Optimizer state except that of embedding tables, or only shared state."""
-        return self._optimizers.state() if with_slots else self._optimizers.shared_state()
-
-    def check_state(self, state: OptimizerState) -> None:
-        """Raises `ElasticCBError` if `state` does not fit the optimizers."""
-        self._optimizers.check(state)
-
     def load(
         self,
         values: Mapping[int, Array],
@@ -179,7 +155,7 @@ class Parameters:
     ) -> None:
         """Sets weights (all or none), a checked `state`, and the rows of tables."""
         self.tables.load(tables or {}, version)
-        self._optimizers.load(state)
+        self.optimizers.load(state)
         if values:
             self._weights, self._state = (
                 flat(values, self.specs, self.slices, trainable) for trainable in (True, False)
@@ -195,13 +171,14 @@ class Parameters:
 
         Args:
             lock: must be held at each call of this object, but not while the tables are read.
-            since: of embedding tables, only rows trained after this version.
+            since: of embedding tables, only rows trained after this version, and ids of those that were removed.
         """
-        return replace(self.dense(), held=self.tables.hold(lock, since))
+        gone = {} if since is None else self.tables.gone(since)
+        return replace(self.dense(), held=self.tables.hold(lock, since), gone=gone)
 
     def dense(self) -> Part:
         """This server's part of a checkpoint without tables, as arrays that are never written again."""
-        state = self._optimizers.state()
+        state = self.optimizers.state()
         return Part(
             version=self.version,
             weights={**self._arrays(True), **self._arrays(False)},
@@ -218,7 +195,7 @@ class Parameters:
         Raises `CheckpointError` when the state belongs to other optimizers.
         """
         if self._make_optimizers is not None:
-            self._optimizers.restore(part.optimizers)
+            self.optimizers.restore(part.optimizers)
 
 
 def _constraints_of(
@@ -270,3 +247,131 @@ def flat(
 def _frozen(array: Array) -> Array:
     array.flags.writeable = False
     return array
+
+
+class _HeldOptimizers:
+    """The state of the workers' optimizers for the variables of `slices`.
+
+    Servers run no optimizer on dense weights: workers do, and push what it holds. State that no worker has pushed yet,
+    and no checkpoint or master has given, is missing: workers start it afresh, as Keras does.
+    """
+
+    def __init__(self, specs: Sequence[VariableSpec], slices: Sequence[Slice], optimizers: Optimizers) -> None:
+        self._specs = specs
+        self._parts = {part.variable: part for part in slices if specs[part.variable].trainable}
+        self._names, self._periods = tuple(optimizers.names), dict(optimizers.periods)
+        self._held: dict[str, dict[Any, Array]] = {kind: {} for kind in _KINDS}
+        self._not_shown: dict[str, int] = {}  # steps missing in `iterations`, by its key
+        rate = optimizers.learning_rate
+        if rate is not None:
+            dtype = np.float32 if float(np.float32(rate)) == rate else np.float64  # as that of the optimizer's variable
+            self._held["shared"][LEARNING_RATE] = np.asarray(rate, dtype)
+
+    @property
+    def learning_rate(self) -> float:
+        """The base rate; 0 if a schedule sets it, or each optimizer in a MultiOptimizer has its own."""
+        return float(self._held["shared"].get(LEARNING_RATE, 0.0))
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Raises `ElasticCBError` when the optimizer has no rate of its own."""
+        held = self._held["shared"].get(LEARNING_RATE)
+        if held is None:
+            raise ElasticCBError(
+                f"The learning rate can't be set to {learning_rate}: the optimizer {', '.join(self._names)} has a "
+                "schedule, or is a MultiOptimizer, which has no rate of its own. Create the optimizer with a number "
+                "instead, or don't set the learning rate."
+            )
+        self._held["shared"][LEARNING_RATE] = np.asarray(learning_rate, held.dtype)
+
+    def state(self, with_slots: bool = True) -> OptimizerState:
+        """All of it, in the shapes of this server's parts, or only what belongs to no single variable."""
+        kinds = _KINDS if with_slots else ("shared",)
+        return OptimizerState(**{kind: dict(self._held[kind]) for kind in kinds}, optimizers=self._names)
+
+    def check(self, state: OptimizerState) -> None:
+        """Raises `ElasticCBError` if some part of `state` does not fit."""
+        foreign = {*state.optimizers} - {*self._names} if self._names else set()
+        wrong = [
+            f"{self._shown(key)}, {value.dtype.name}{list(value.shape)}"
+            for kind, key, value in state.items()
+            if not self._fits(kind, key, value)
+        ]
+        if foreign or wrong:
+            raise ElasticCBError(
+                f"The state of optimizer {', '.join(state.optimizers) or '(unknown)'} does not fit the optimizer "
+                f"{', '.join(self._names) or '(unknown)'} of this job"
+                f"{': it has ' + '; '.join(wrong[:4]) if wrong else ''}. Use the optimizer and settings that produced "
+                "the state."
+            )
+
+    def _fits(self, kind: str, key: Any, value: Array) -> bool:
+        if kind != "shared":
+            part = self._parts.get(key[0])
+            if part is None or (kind == "slots" and value.shape[:1] != part.shape(self._specs[key[0]])[:1]):
+                return False
+        held = self._held[kind].get(key)
+        return held is None or (held.shape == value.shape and np.can_cast(value.dtype, held.dtype, "same_kind"))
+
+    def load(self, state: OptimizerState) -> None:
+        """Sets the values of a checked `state`; other parts stay unchanged."""
+        for kind, key, value in state.items():
+            self._set(kind, key, value)
+
+    def _set(self, kind: str, key: Any, value: Array) -> None:
+        held = self._held[kind].get(key)
+        # A copy: the memory of a call is used again.
+        self._held[kind][key] = np.array(value, value.dtype if held is None else held.dtype)
+
+    def merge(self, state: OptimizerState, batches: int, others: int) -> None:
+        """Moves the state towards that of a worker's optimizers, by the worker's share of all batches.
+
+        Args:
+            others: batches of other workers that the state does not include.
+        """
+        share = batches / (batches + others)
+        for kind, key, given in state.items():
+            held = self._held[kind].get(key)
+            if kind == "shared" and str(key).endswith(LEARNING_RATE):  # the master sets it
+                if key != LEARNING_RATE:
+                    self._set(kind, key, given)
+            elif held is None:
+                self._set(kind, key, given)
+            elif given.dtype.kind in "iu":  # a step counter
+                self._set(kind, key, np.asarray(self._counted(str(key), int(held), int(given), batches, others)))
+            elif share < 1:
+                self._held[kind][key] = (held + (given - held) * share).astype(held.dtype)
+            else:
+                self._set(kind, key, given)
+
+    def _counted(self, key: str, held: int, given: int, batches: int, others: int) -> int:
+        """The total number of steps of all workers, when one worker's counter is at `given`.
+
+        Periodic actions, such as applying accumulated gradients, happen on each worker separately, so it must not lose
+        its position in the period: steps of others are added only in whole periods.
+        """
+        period = self._periods.get(key, 1)
+        if period == 1 or not others:
+            return given + others
+        steps = held + self._not_shown.get(key, 0) + batches
+        shown = given + max(0, steps - given) // period * period
+        self._not_shown[key] = max(0, steps - shown)
+        return shown
+
+    def restore(self, state: OptimizerState) -> None:
+        """Restores a checkpoint's state. Raises `CheckpointError` when it belongs to other optimizers."""
+        if not state.optimizers:
+            logger.warning("The checkpoint has no optimizer state; %s starts fresh.", ", ".join(self._names))
+            return
+        if self._names and state.optimizers != self._names:
+            raise CheckpointError(
+                f"The checkpoint was written with the optimizer {', '.join(state.optimizers)}, but the job has "
+                f"{', '.join(self._names)}. Use the same optimizer, or start only from the weights: load them into the "
+                "model."
+            )
+        self.load(state)
+
+    def _shown(self, key: Any) -> str:
+        if isinstance(key, str):
+            return key
+        known = 0 <= key[0] < len(self._specs)
+        return f"{key[1]} of {self._specs[key[0]].path!r}" if known else f"{key[1]} of variable {key[0]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,24 @@ class Exported(NamedTuple):
     id: int
     part: Part
     dense: Snapshot
+
+
+class Kept(NamedTuple):
+    """The last file with the state of a server, from which another can continue. Compared by identity.
+
+    Attributes:
+        path: or URL; "": there is none, or the model was replaced since.
+        version: of the model in it.
+        taken: as `ServedModel.taken` when it was written.
+    """
+
+    path: str = ""
+    version: int = -1
+    taken: Mapping[int, int] = {}
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
 
 
 class MoveGate:
@@ -72,15 +91,12 @@ class ServedModel:
         waiting: movements that are not merged yet.
         taken: by worker, the sequence number of its last push that is part of the model, as earlier ones are.
         snapshots: by evaluation pass.
-        loaded: id of the last change by the master, and the version it made.
+        kept: the last file to which further ones are added.
         rate_version, slots_version: increase when the master sets the base rate, or the optimizers' state.
         gate: while it waits for a change of the number of servers.
     """
 
-    specs: Sequence[VariableSpec]
-    slices: Sequence[Slice]
     index: int
-    num_ps: int
     shard_map: ShardMap
     parameters: Parameters
     reader: PushReader
@@ -90,7 +106,7 @@ class ServedModel:
     waiting: dict[PushName, Push] = field(default_factory=dict)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     exported: Exported | None = None
-    loaded: tuple[int, int] = (0, 0)
+    kept: Kept = field(default_factory=Kept)
     rate_version: int = 0
     slots_version: int = 0
     gate: MoveGate | None = None
@@ -127,8 +143,9 @@ class ServedModel:
 
     def given_snapshot(self, tensors: Mapping[str, Array]) -> Snapshot:
         """Weights sent by the master, as a snapshot."""
-        values = values_of(tensors, self.specs, self.slices, "Snapshot")
-        weights, state = (flat(values, self.specs, self.slices, trainable) for trainable in (True, False))
+        specs, slices = self.parameters.specs, self.parameters.slices
+        values = values_of(tensors, specs, slices, "Snapshot")
+        weights, state = (flat(values, specs, slices, trainable) for trainable in (True, False))
         return Snapshot(self.parameters.version, self.parameters.state_version, weights, state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection
 from pathlib import Path
@@ -87,11 +88,12 @@ class PSServer:
     def start(self) -> None:
         self._server.start()
 
-    def put_down(self) -> None:
-        """Stops answering calls, and writes the state for a replacement."""
+    def put_down(self) -> pb.SaveResponse | None:
+        """Stops answering calls, and saves what has changed for a replacement; returns `Holder.save_last`."""
         self._server.stop(_GRACE_SECONDS)
-        self._servicer.holder.write_down(final=True)
+        saved = self._servicer.holder.save_last()
         self._close_store()
+        return saved
 
     def stop(self, grace_seconds: float = _GRACE_SECONDS) -> None:
         """Cancels running calls after `grace_seconds`, then returns."""
@@ -106,8 +108,10 @@ class PSServer:
 
     def _make_servicer(self, settings: JobSettings, make_optimizers: MakeOptimizers | None) -> Servicer:
         table = settings.embedding
-        keeps_files = make_optimizers is not None and settings.checkpoint.interval_seconds > 0
         folder = Path(settings.directory, RECOVERY_FOLDER) if settings.directory else None
+        if folder is not None and settings.keeps_recovery_files:
+            with contextlib.suppress(OSError):  # saving will report it
+                folder.mkdir(parents=True, mode=0o700, exist_ok=True)  # may be on this machine only
         if table.when_full is WhenFull.DISK:
             self._store = ColdStore(folder)
         options = ServerOptions(
@@ -115,7 +119,7 @@ class PSServer:
             make_optimizers=make_optimizers,
             access=self._access,
             limits=TableLimits(table.memory_bytes, table.when_full, self._store),
-            recovery=folder if keeps_files else None,
             lost_workers=self._lost_workers,
+            scratch=folder if settings.keeps_recovery_files else None,
         )
         return Servicer(options)

@@ -6,22 +6,385 @@ all answers, so that the lock is held for little more than an update.
 
 from __future__ import annotations
 
+import logging
+import math
+import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
+from elasticcb.errors import CheckpointError, ElasticCBError, WireError
+from elasticcb.optimizers.state_messages import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.holder import Holder, ServerOptions
-from elasticcb.ps.state_calls import ReadingCalls, load_state, snapshot
-from elasticcb.ps.table_calls import TableCalls
-from elasticcb.ps.training_calls import TrainingCalls
+from elasticcb.ps.served_model import Exported, Kept, MoveGate, ServedModel, values_of
+from elasticcb.ps.table_rows import OVERHEAD_BYTES
+from elasticcb.ps.update_policy import PushName
 from elasticcb.rpc.frame_service import Handler
 from elasticcb.rpc.services import PS_METHODS
-from elasticcb.rpc.tensors import Frame
+from elasticcb.rpc.tensors import Array, Frame
+from elasticcb.sharding.array_names import (
+    EXTRAS,
+    SHARED,
+    SLOTS,
+    STATE,
+    TABLE,
+    WANTED,
+    WEIGHTS,
+    by_index,
+    named,
+    only,
+    without,
+)
+from elasticcb.sharding.push import Push
+from elasticcb.sharding.table_counts import TableCounts, Top
+from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import from_tensors as tables_from
+from elasticcb.sharding.table_state import to_tensors as tables_to
+from elasticcb.sharding.wire_codec import narrowed, widened, wire_dtype_of
+from elasticcb.storage.remote_files import is_url
 
-_KEPT = 256  # answers
+logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT_SECONDS = 60.0  # for other workers, in one call
+PIECE_ROWS = 1 << 16  # rows copied under the lock at a time: 1.5 MB
+_MOST_TOP = 10_000  # maximum number of ids per answer
+_KEPT = 256  # answers of repeated calls
+
+
+class Servicer:
+    """The calls of one parameter server."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        training_calls = _TrainingCalls(options.lost_workers)
+        self.holder = Holder(options)
+        self._once = Once()
+        self.handlers = self._answers(training_calls, _StateCalls(self.holder))
+
+    def _answers(self, training: _TrainingCalls, state: _StateCalls) -> dict[str, Handler]:
+        """Handlers by method name."""
+        locked, holder = self._locked, self.holder
+        tables = _TableCalls(self.holder)
+        answers: dict[str, Handler] = {
+            "Exchange": self._unless_moving(training.exchange),
+            "Snapshot": locked(_snapshot),
+            "FinishTraining": locked(training.finish_training),
+            "SetLearningRate": locked(training.set_learning_rate),
+            "LoadState": state.load_state,
+            "Initialize": holder.initialize,
+            "Save": state.save,
+            "ReadTable": state.read_table,
+            "Export": state.export,
+            "CountTables": tables.count,
+            "FindRow": tables.find_row,
+            "Move": locked(training.move),
+        }
+        return {name: self._once_if_numbered(name, answer) for name, answer in answers.items()}
+
+    def _once_if_numbered(self, name: str, answer: Handler) -> Handler:
+        if not PS_METHODS[name].is_numbered:
+            return answer
+        return lambda frame: self._once.do(frame.header.call, lambda: answer(frame))
+
+    def _locked(self, function: Callable[[Frame[Any], Any], Frame[Any]]) -> Handler:
+        def answer(frame: Frame[Any]) -> Frame[Any]:
+            with self.holder.lock:
+                return function(frame, self.holder.present())
+
+        return answer
+
+    def _unless_moving(self, exchange: Callable[[Frame[Any], Any], Frame[Any]]) -> Handler:
+        def answer(frame: Frame[Any]) -> Frame[Any]:
+            with self.holder.lock:  # the model may have gone while a call waited for the lock
+                if self.holder.is_moving:
+                    return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
+                return exchange(frame, self.holder.present())
+
+        return answer
+
+
+class _TrainingCalls:
+    """Calls that train: they push movements and row gradients, and return weights and rows.
+
+    They get the model, under its lock.
+    """
+
+    def __init__(self, lost_workers: Collection[int]) -> None:
+        self._lost_workers = lost_workers
+
+    def exchange(self, frame: Frame[pb.ExchangeRequest], model: ServedModel) -> Frame[Any]:
+        request = frame.header
+        if request.map_version != model.shard_map.version:
+            return Frame(pb.ExchangeResponse(status=pb.MOVED, map_version=model.shard_map.version), {})
+        if model.gate is not None and not model.gate.admits(request.worker_id, request.sequence, request.create_rows):
+            return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
+        rows_dtype = wire_dtype_of(request.rows_dtype, "rows")
+        pushed = without(frame.tensors, WANTED)
+        if request.sequence:
+            self._push(request, pushed, model)
+        elif pushed:
+            raise WireError("A push needs a sequence number above 0; this one has none.")
+        if request.joins:
+            model.policy.join(request.worker_id, request.epoch, request.peers)
+        if request.rests:
+            model.policy.rest(request.worker_id, request.epoch)
+        self._merge_due(model)
+        if not self._is_merged(PushName(request.worker_id, request.sequence), model):
+            return Frame(pb.ExchangeResponse(status=pb.WAITS), {})
+        parameters = model.parameters
+        response = pb.ExchangeResponse(
+            status=pb.DONE,
+            version=parameters.version,
+            state_version=parameters.state_version,
+            learning_rate=parameters.optimizers.learning_rate,
+            base_learning_rate_version=model.rate_version,
+            slots_version=model.slots_version,
+            # Not for the replacement of a lost server, from which the worker had pulled nothing (`known_version` -1).
+            alone=request.batches > 0
+            and model.policy.workers == 1
+            and 0 <= request.known_version == request.base == parameters.version - request.batches,
+        )
+        snapshot = model.snapshot_of(request.snapshot) if request.snapshot else None
+        if snapshot is not None:
+            response.version, response.state_version = snapshot.version, snapshot.state_version
+        ids = by_index(WANTED, frame.tensors)
+        rows = parameters.tables.lookup(ids, request.create_rows, snapshot and snapshot.tables)
+        tensors = narrowed(named(TABLE, rows), rows_dtype)
+        if response.alone:
+            return Frame(response, tensors)
+        if request.optimizers or request.batches:
+            tensors |= to_tensors(parameters.optimizers.state(request.optimizers))
+        if not request.pull:
+            return Frame(response, tensors)
+        pulled = snapshot or parameters.snapshot()
+        # Not "older than known": a restored server may be at a lower version.
+        if pulled.version != request.known_version:
+            tensors |= named(WEIGHTS, pulled.weights)
+        if pulled.state_version != request.known_state_version:
+            tensors |= named(STATE, pulled.state)
+        return Frame(response, tensors)
+
+    def _push(self, request: pb.ExchangeRequest, tensors: Mapping[str, Array], model: ServedModel) -> None:
+        """Merges a push, or keeps it until it is due; not if it came before."""
+        name = PushName(request.worker_id, request.sequence)
+        if request.worker_id in self._lost_workers:
+            raise ElasticCBError(
+                f"The updates of worker {request.worker_id} are refused: the master declared it lost and reassigned "
+                "its tasks."
+            )
+        if model.has(name):
+            return
+        push = model.reader.read(Push.decode(request, widened(tensors, model.parameters.specs)))
+        model.parameters.optimizers.check(from_tensors(push.optimizers))
+        if push.batches:
+            model.policy.come(name)
+            model.waiting[name] = push
+            self._merge_due(model)
+            if name in model.waiting:
+                model.waiting[name] = push.copied()
+        else:
+            model.parameters.merge([push])
+            model.taken[name.worker] = name.sequence
+
+    def _merge_due(self, model: ServedModel) -> None:
+        names = model.policy.due(self._lost_workers)
+        # Others repeat the batches of a lost worker.
+        model.merge(names, leave_out=self._lost_workers)
+
+    def _is_merged(self, name: PushName, model: ServedModel) -> bool:
+        """Waits until a movement is merged, which other workers' movements may have to come for."""
+        end = time.monotonic() + _LONGEST_WAIT_SECONDS
+        while name in model.waiting and time.monotonic() < end and not model.is_closed:
+            model.merged.wait(model.policy.patience)
+            self._merge_due(model)
+        return name not in model.waiting
+
+    def move(self, frame: Frame[pb.MoveRequest], model: ServedModel) -> Frame[Any]:
+        """Closes the model to pushes, or opens it again: see `MoveStep`."""
+        request, response = frame.header, pb.MoveResponse(map_version=model.shard_map.version)
+        if request.step == pb.OPEN:
+            model.gate = model.gate if request.map_version != model.shard_map.version else None
+            return Frame(response, {})
+        if request.step == pb.CLOSE:
+            model.gate = model.gate or MoveGate()
+            model.flush()
+            response.pushes.extend(_names(model.taken.items()))
+        elif model.gate is not None:
+            model.gate.allowed = {push.worker_id: push.sequence for push in request.pushes}
+            response.pushes.extend(_names(model.gate.missing(model.taken)))
+        return Frame(response, {})
+
+    def finish_training(self, frame: Frame[pb.FinishTrainingRequest], model: ServedModel) -> Frame[Any]:
+        model.flush()
+        return Frame(pb.FinishTrainingResponse(version=model.parameters.version), {})
+
+    def set_learning_rate(self, frame: Frame[pb.SetLearningRateRequest], model: ServedModel) -> Frame[Any]:
+        rate = frame.header.learning_rate
+        if not math.isfinite(rate):
+            raise WireError(f"The learning rate can't be set to {rate}: it must be finite.")
+        model.parameters.optimizers.set_learning_rate(rate)
+        model.rate_version += 1
+        return Frame(pb.SetLearningRateResponse(), {})
+
+
+def _names(pushes: Iterable[tuple[int, int]]) -> list[pb.PushName]:
+    return [pb.PushName(worker_id=worker, sequence=sequence) for worker, sequence in pushes]
+
+
+class _StateCalls:
+    """Calls that read or set the whole state.
+
+    They take the lock only briefly, and hold what they read: training continues meanwhile.
+    """
+
+    def __init__(self, holder: Holder) -> None:
+        self._holder = holder
+
+    def save(self, frame: Frame[pb.SaveRequest]) -> Frame[Any]:
+        request = frame.header
+        if "\0" in request.path or not (os.path.isabs(request.path) or is_url(request.path)):
+            raise WireError(f"Save has an invalid path: {request.path!r}; expected an absolute one, or a URL.")
+        return Frame(self._holder.save(request), {})
+
+    def load_state(self, frame: Frame[pb.LoadStateRequest]) -> Frame[Any]:
+        with self._holder.lock:
+            response = _load_state(frame, self._holder.present())
+        if frame.header.HasField("save"):
+            try:
+                response.saved.CopyFrom(self.save(Frame(frame.header.save, {})).header)
+            except CheckpointError as error:
+                logger.warning("%s", error)
+        return Frame(response, {})
+
+    def export(self, frame: Frame[pb.ExportRequest]) -> Frame[Any]:
+        request = frame.header
+        with self._holder.lock:
+            model = self._holder.present()
+            parameters = model.parameters
+            if model.exported is not None and (request.release or not request.id or model.exported.id != request.id):
+                model.exported.part.release()
+                model.exported = None
+            if request.release:
+                return Frame(pb.ExportResponse(version=parameters.version), {})
+            if model.exported is None:
+                model.exported = Exported(request.id, parameters.hold(self._holder.lock), parameters.snapshot())
+            part, dense = model.exported.part, model.exported.dense
+        response = pb.ExportResponse(version=part.version)
+        tensors = named(WEIGHTS, dense.weights) | named(STATE, dense.state)
+        optimizers = part.optimizers
+        response.optimizers.extend(optimizers.optimizers)
+        response.rows.update({number: len(table) for number, table in part.held.items()})
+        return Frame(response, tensors | to_tensors(optimizers))
+
+    def read_table(self, frame: Frame[pb.ReadTableRequest]) -> Frame[Any]:
+        request = frame.header
+        number, start = request.variable, max(0, request.start)
+        with self._holder.lock:
+            model = self._holder.present()
+            table, exported = model.parameters.tables[number], model.exported
+            if not request.export_id:
+                total, state = len(table), TableState(*table.rows(start, request.count))
+        if request.export_id:
+            if exported is None or exported.id != request.export_id:
+                raise ElasticCBError("This export is over, or the server was restarted.")
+            held = exported.part.held[number]
+            total, state = len(held), held.read(start)
+        return Frame(pb.ReadTableResponse(total=total), tables_to({number: state}))
+
+
+def _snapshot(frame: Frame[pb.SnapshotRequest], model: ServedModel) -> Frame[Any]:
+    evaluation_round = frame.header.evaluation_round
+    if evaluation_round <= 0:
+        raise WireError(f"Snapshot has evaluation pass {evaluation_round}; passes are numbered from 1.")
+    if frame.header.release:
+        released = model.snapshots.pop(evaluation_round, None)
+        for table in (released.tables if released and released.tables else {}).values():
+            table.release()
+        return Frame(pb.SnapshotResponse(version=model.parameters.version), {})
+    if frame.tensors or evaluation_round not in model.snapshots:
+        dense = model.given_snapshot(frame.tensors) if frame.tensors else model.parameters.snapshot()
+        model.snapshots[evaluation_round] = dense._replace(tables=model.parameters.tables.snapshot())
+    return Frame(pb.SnapshotResponse(version=model.snapshots[evaluation_round].version), {})
+
+
+def _load_state(frame: Frame[pb.LoadStateRequest], model: ServedModel) -> pb.LoadStateResponse:
+    request = frame.header
+    parameters = model.parameters
+    values: dict[int, Array] = {}
+    if only(frame.tensors, WEIGHTS, STATE):
+        values = values_of(frame.tensors, parameters.specs, parameters.slices, "LoadState")
+    state = from_tensors(frame.tensors, request.optimizers)
+    parameters.optimizers.check(state)
+    parameters.load(values, state, parameters.version + 1, tables_from(frame.tensors))
+    model.kept = Kept()
+    if only(frame.tensors, SLOTS, EXTRAS, SHARED):
+        model.slots_version += 1
+    return pb.LoadStateResponse(version=parameters.version)
+
+
+class _TableCalls:
+    """Calls that report the content of embedding tables to users.
+
+    They take the lock repeatedly, but only briefly: training continues meanwhile.
+    """
+
+    def __init__(self, holder: Holder) -> None:
+        self._holder = holder
+
+    def count(self, frame: Frame[pb.CountTablesRequest]) -> Frame[Any]:
+        """Handles `CountTables`."""
+        top = frame.header.top
+        if not 0 <= top <= _MOST_TOP:
+            raise WireError(f"CountTables requests the top {top:,} ids; expected 0 to {_MOST_TOP:,}.")
+        with self._holder.lock:
+            parameters = self._holder.present().parameters
+        response = pb.CountTablesResponse(version=parameters.version)
+        for number in parameters.tables.numbers:
+            counted = count_table(parameters.tables[number], parameters.version, top, self._holder.lock)
+            response.tables.append(counted.to_message(number))
+        return Frame(response, {})
+
+    def find_row(self, frame: Frame[pb.FindRowRequest]) -> Frame[Any]:
+        """Handles `FindRow`."""
+        id = frame.header.id
+        if id < 0:
+            raise WireError(f"FindRow has id {id}; expected 0 or more.")
+        with self._holder.lock:
+            parameters = self._holder.present().parameters
+            tables = {number: parameters.tables[number] for number in parameters.tables.numbers}
+            found = {number: table.select(np.array([id], np.int64)) for number, table in tables.items()}
+            waiting = {number: table.candidates.lookups(id) for number, table in tables.items()}
+            version = parameters.version
+        response = pb.FindRowResponse(version=version, lookups={k: n for k, n in waiting.items() if n})
+        return Frame(response, tables_to(found))
+
+
+def count_table(table: EmbeddingTable, version: int, top: int, lock: AbstractContextManager[Any]) -> TableCounts:
+    """Statistics of a table, collected in pieces while it may change: a row that is evicted meanwhile, or replaces
+    another, may be missing or counted twice.
+    """
+    counts, start = TableCounts(Top(top)), 0
+    while True:
+        with lock:
+            ids, hits, used = table.counts(start, PIECE_ROWS)
+            if not len(ids):
+                break
+        counts.count(ids, hits, used, version)
+        start += len(ids)
+    with lock:
+        rows = len(table)
+        slot_bytes = table.row_bytes - OVERHEAD_BYTES - table.value_bytes
+        counts.rows, counts.row_bytes, counts.slot_bytes = rows, rows * table.value_bytes, rows * slot_bytes
+        counts.slots, counts.bytes, counts.waiting = tuple(sorted(table.slots)), table.bytes, len(table.candidates)
+        counts.removed, counts.growth = table.flow.removed, table.flow.lately(time.monotonic())
+    return counts
 
 
 class Once:
@@ -72,65 +435,3 @@ class Once:
     def _forget(self, call: int) -> None:
         with self._lock:
             self._calls.pop(call, None)
-
-
-class Servicer:
-    """The calls of one parameter server."""
-
-    def __init__(self, options: ServerOptions) -> None:
-        training_calls = TrainingCalls(options.lost_workers)
-        self.holder = Holder(options)
-        self._once = Once()
-        self.handlers = self._answers(training_calls, ReadingCalls(self.holder))
-
-    def _answers(self, training: TrainingCalls, reading: ReadingCalls) -> dict[str, Handler]:
-        """Handlers by method name."""
-        locked, saved, holder = self._locked, self._then_saved, self.holder
-        tables = TableCalls(self.holder)
-        answers: dict[str, Handler] = {
-            "Exchange": self._unless_moving(training.exchange),
-            "Snapshot": locked(snapshot),
-            "FinishTraining": saved(locked(training.finish_training)),
-            "SetLearningRate": locked(training.set_learning_rate),
-            "LoadState": saved(locked(load_state)),
-            "Persist": holder.persist,
-            "Initialize": holder.initialize,
-            "Save": reading.save,
-            "ReadTable": reading.read_table,
-            "Export": reading.export,
-            "CountTables": tables.count,
-            "FindRow": tables.find_row,
-            "Move": locked(training.move),
-        }
-        return {name: self._once_if_numbered(name, answer) for name, answer in answers.items()}
-
-    def _once_if_numbered(self, name: str, answer: Handler) -> Handler:
-        if not PS_METHODS[name].is_numbered:
-            return answer
-        return lambda frame: self._once.do(frame.header.call, lambda: answer(frame))
-
-    def _locked(self, function: Callable[[Frame[Any], Any], Frame[Any]]) -> Handler:
-        def answer(frame: Frame[Any]) -> Frame[Any]:
-            with self.holder.lock:
-                return function(frame, self.holder.present())
-
-        return answer
-
-    def _unless_moving(self, exchange: Callable[[Frame[Any], Any], Frame[Any]]) -> Handler:
-        def answer(frame: Frame[Any]) -> Frame[Any]:
-            with self.holder.lock:  # the model may have gone while a call waited for the lock
-                if self.holder.is_moving:
-                    return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
-                return exchange(frame, self.holder.present())
-
-        return answer
-
-    def _then_saved(self, method: Handler) -> Handler:
-        """For calls that workers can't repeat: they are in the recovery files before they are answered."""
-
-        def answer(frame: Frame[Any]) -> Frame[Any]:
-            response = method(frame)
-            self.holder.write_down(replaced=True)
-            return response
-
-        return answer

@@ -35,6 +35,8 @@ class StoredTable:
         self._version = 0  # of the model
         self._left = 0  # number of rows that have left memory, or moved within it
         self._cold = self._no_rows_on_disk()
+        # Versions, and ids of the rows that were removed then; None: nobody asks for them.
+        self._gone: list[tuple[int, Array]] | None = None
 
     def _room_at_start(self, rows: int) -> int:
         """How many of `rows` rows fit into an empty table's memory. Raises `ElasticCBError` when some don't, and none
@@ -111,6 +113,20 @@ class StoredTable:
             cold = self._cold.hold(since)
             state = joined([state, cold.read(0, len(cold))])
         return state
+
+    def keep_gone(self, since: int) -> None:
+        """Remembers which rows were removed from this version on."""
+        self._gone = [each for each in self._gone or () if each[0] >= since]
+
+    def gone(self, since: int) -> Array:
+        """Ids of rows that were removed from version `since` on, and do not exist now, int64 [n]."""
+        ids = np.unique(np.concatenate([np.empty(0, np.int64), *(ids for at, ids in self._gone or () if at >= since)]))
+        ids = ids[self.places(ids) < 0]
+        return np.delete(ids, self._cold.read(ids)[0]) if self._cold else ids
+
+    def _note_gone(self, ids: Array) -> None:
+        if self._gone is not None:
+            self._gone.append((self._version, ids.copy()))
 
     def ids(self, since: int = -1) -> Array:
         """Ids of all rows created or trained from version `since` on, int64 [n]."""

@@ -228,6 +228,15 @@ class Tables:
         """Like `export`, as with `EmbeddingTable.hold`."""
         return {number: table.hold(lock, since) for number, table in self._tables.items()}
 
+    def keep_gone(self, since: int) -> None:
+        """Remembers which rows are removed, for `gone`."""
+        for table in self._tables.values():
+            table.keep_gone(since)
+
+    def gone(self, since: int) -> dict[int, Array]:
+        """Ids of rows that were removed from version `since` on, by table."""
+        return {number: table.gone(since) for number, table in self._tables.items()}
+
     def load(self, sources: Mapping[int, TableSource], version: int) -> None:
         """Replaces the rows of the tables in `sources` by this server's part of these."""
         for number, source in sources.items():

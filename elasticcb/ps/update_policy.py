@@ -40,10 +40,10 @@ class AtOnce:
         """Number by which a movement is divided: of the workers that have pushed lately."""
         return max(len(self._last), 1)
 
-    def join(self, worker: int) -> None:
-        """The worker takes part from now on."""
+    def join(self, worker: int, epoch: int = 0, peers: Collection[int] = ()) -> None:
+        """The worker takes part from now on, and so do its `peers`, unless they rest as of this `epoch`."""
 
-    def rest(self, worker: int) -> None:
+    def rest(self, worker: int, epoch: int = 0) -> None:
         """The worker takes no part until it joins, or pushes. The others count more only if that takes long: what the
         last ones push in an epoch would else be several times as large as before."""
 
@@ -90,6 +90,8 @@ class Rounds(AtOnce):
         super().__init__()
         self._clock, self._waits_for_all = clock, waits_for_all
         self._members: set[int] = set()
+        self._joined: dict[int, int] = {}  # by worker, the epoch as of which it joined last
+        self._rested: dict[int, int] = {}  # likewise, rested
         self._ended = self._first = clock()  # end of the last round; when the first movement of this one came
         self._usual: deque[float] = deque(maxlen=_ROUNDS_KEPT)  # seconds between these two
 
@@ -97,11 +99,15 @@ class Rounds(AtOnce):
     def workers(self) -> int:
         return 1  # a mean is not divided again
 
-    def join(self, worker: int) -> None:
-        self._members.add(worker)
+    def join(self, worker: int, epoch: int = 0, peers: Collection[int] = ()) -> None:
+        joining = {worker, *(peer for peer in peers if self._rested.get(peer, -1) < epoch)}
+        self._members |= joining
+        self._joined |= dict.fromkeys(joining, epoch)
 
-    def rest(self, worker: int) -> None:
-        self._members.discard(worker)
+    def rest(self, worker: int, epoch: int = 0) -> None:
+        if epoch >= self._joined.get(worker, 0):  # else it rested before others joined it, and will tell it again
+            self._members.discard(worker)
+            self._rested[worker] = epoch
 
     def come(self, push: PushName) -> None:
         if not self.waiting:

@@ -35,7 +35,7 @@ from elasticcb.process.generated_files import remove_generated_files
 from elasticcb.process.host import POD_NAME
 from elasticcb.process.log_files import LogFile
 from elasticcb.process.logs import limit_log_files, native_messages_to, setup_logging
-from elasticcb.process.signals import interrupt
+from elasticcb.process.signals import interrupt, repeat_ignored_interrupts
 from elasticcb.roles.process import quiet_libraries
 from elasticcb.roles.run import run_role
 from elasticcb.security.private_folder import make_private
@@ -88,7 +88,9 @@ def run_master(
     try:
         # The folder has no files of this job yet, and its owner may have just started.
         wait_seconds = _OLD_MASTER_SECONDS if resumed or since else ENDING_SECONDS
-        with running_cluster(settings, display, _journal(settings, resumed), fork_server, since, wait_seconds) as run:
+        with running_cluster(
+            settings, display, _journal(settings, resumed, display.message), fork_server, since, wait_seconds
+        ) as run:
             try:
                 summary = run(settings)
             except SystemExit as error:  # in a hook on the master
@@ -138,6 +140,8 @@ def running_cluster(
             opened = None if journal is None else journal()
             master, takes_over = _make_master(settings.cluster, settings.directory, backend, opened, display.message)
             takeover = Takeover(backend.taken_over, since) if takes_over else None
+            if opened is not None and opened.copy is not None:
+                until_end.enter_context(opened.copy.kept(master, display.message))
             if opened is not None and opened.memory.begun:
                 master.desk.past_before = _past_before(folder)
             if takeover is None:
@@ -173,6 +177,7 @@ def _begin(settings: JobSettings) -> LogFile:
     quiet_libraries(settings.log_level)
     atexit.register(remove_generated_files)  # TensorFlow does not remove the files that Python compiled
     if threading.current_thread() is threading.main_thread():
+        repeat_ignored_interrupts()
         signal.signal(signal.SIGTERM, interrupt)
         # Not ignored signals, as with `nohup` or `&`.
         for number, by_default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -260,6 +265,8 @@ def _make_master(
         try:
             if journal is None:
                 raise JobFailedError("This job has no journal.")
+            if journal.copy is not None and journal.copy.was_fetched:
+                raise JobFailedError("This machine does not know what the last master did in its last second.")
             if not journal.memory.servers:
                 raise JobFailedError("Training had not started.")
             where = running_master(directory).at_same_ports(cluster)
@@ -270,17 +277,19 @@ def _make_master(
     return Master(cluster, backend, say, backend.access), False
 
 
-def _journal(settings: JobSettings, resumed: bool) -> Callable[[], Journal | None] | None:
+def _journal(settings: JobSettings, resumed: bool, say: Callable[[str], None]) -> Callable[[], Journal | None] | None:
     """Opens the journal of a job that can be resumed; of a new training job, also replaces an earlier one's files."""
     if settings.command is not Command.TRAIN:
         return None
     folder = Path(settings.directory)
 
     def open_journal() -> Journal | None:
+        from elasticcb.master.job_copy import JobCopy
         from elasticcb.master.journal import Journal
 
         if not resumed:
             forget_earlier_job(folder)
+        copy = JobCopy.taken(settings.store, folder, resumed, say) if settings.store else None
         if not (folder / JOB_FILE).exists():
             durable.write_document(folder / JOB_FILE, json.loads(settings.to_json()))
         if not settings.checkpoint.interval_seconds:
@@ -288,7 +297,8 @@ def _journal(settings: JobSettings, resumed: bool) -> Callable[[], Journal | Non
         journal = Journal(folder / JOURNAL_FILE)
         if journal.memory.over:
             journal.close()
-            raise JobDoneError(f"The job in {folder} is done; there is nothing to continue.")
+            raise JobDoneError(f"The job in {settings.store or folder} is done; there is nothing to continue.")
+        journal.copy = copy
         journal.begin()
         return journal
 

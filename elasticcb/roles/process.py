@@ -37,25 +37,29 @@ logger = logging.getLogger(__name__)
 
 def begin(process: RoleProcess) -> None:
     """Prepares a process before it imports TensorFlow."""
-    role, index = process.place
     if process.parent_pid is not None:
         # The job ends with the parent, and nobody else is left to remove the folder.
         follow_parent(process.parent_pid, lambda: remove_folder(host_of(process.master)))
         allow_many_files()
     if threading.current_thread() is threading.main_thread():
-        name = f"{role}-{index}" if index >= 0 else role
-        show_as(name)
-        setup_logging(name, "INFO", own_log())
+        show_as(_name(process))
+        setup_logging(_name(process), "INFO", own_log())
         hold_folder(host_of(process.master))
         quiet_libraries("INFO")
-        if role == "ps":
+        if process.role == "ps":
             hide_gpus(os.environ)  # it would take their memory from workers
     logger.info("Started")
 
 
-def begin_job(settings: JobSettings) -> None:
+def _name(process: RoleProcess) -> str:
+    role, index = process.place
+    return f"{role}-{index}" if index >= 0 else role
+
+
+def begin_job(settings: JobSettings, process: RoleProcess) -> None:
     """Prepares a process for a job."""
     if threading.current_thread() is threading.main_thread():  # a thread shares logs and cores with the caller
+        show_as(_name(process), settings.name)
         follow_caller()
         limit_threads(os.environ)
         logging.getLogger("elasticcb").setLevel(settings.log_level)
@@ -103,7 +107,7 @@ class Farewell:
             # The location of the call says nothing about why it is not answered.
             logger.error("%s", text, exc_info=None if isinstance(error, ConnectionLostError) else error)
         try:
-            fatal = isinstance(error, (ModelFileError, DataError, CallbackError))
+            fatal = isinstance(error, (ModelFileError, DataError, CallbackError, SystemExit))
             self._client.leave(*self._place, text, trace, fatal, asked)
         except ElasticCBError:
             logger.debug("The master is already gone")

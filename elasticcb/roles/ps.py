@@ -51,7 +51,7 @@ def run_ps(server: RoleProcess) -> None:
             until_end.callback(health.stop)
         until_end.callback(role.stop)
         for settings in client.jobs():
-            process.begin_job(settings)
+            process.begin_job(settings, server)
             with contextlib.suppress(JobOverError), client.joining():
                 role.begin_job(settings, client)
             gc.collect()  # frees the last job's model and optimizers, which are reference cycles
@@ -98,10 +98,9 @@ class _ServerRole:
     def leave(self, client: MasterClient) -> None:
         """Handles SIGTERM: saves the server's state and ends this process."""
         logger.info("Received SIGTERM: saving the state of this server")
-        if self._server is not None:
-            self._server.put_down()
+        saved = None if self._server is None else self._server.put_down()
         with contextlib.suppress(ElasticCBError):
-            client.leave(pb.PS, self._index, str(LeaveRequestedError()), asked=True)
+            client.leave(pb.PS, self._index, str(LeaveRequestedError()), asked=True, saved=saved)
         end_as_by_sigterm()
 
     def stop(self) -> None:

@@ -30,7 +30,7 @@ def run_worker(worker: RoleProcess) -> None:
     with process.Farewell(client, pb.WORKER, worker.index):
         kept = KeptModels()
         for settings in client.jobs():
-            process.begin_job(settings)
+            process.begin_job(settings, worker)
             check_backend_of_job(settings.keras_backend)
             before = kept.take(settings)
             spec = process.open_spec(settings, client, before and before.spec)

@@ -1,6 +1,6 @@
 """Calls over a socket besides gRPC: a tenth of the cost of a gRPC call, and arrays without a copy.
 
-A link belongs to one client and carries one call at a time. Whoever opens it (elasticcb/rpc/unix_socket.py on one
+A link belongs to one client and carries one call at a time. Whoever opens it (elasticcb/rpc/shared_frames.py on one
 machine, elasticcb/rpc/stream.py between machines) has verified that both ends belong to the job.
 """
 

@@ -99,8 +99,7 @@ PS_METHODS = _methods(
     # Calls that are rare or large, for which shared memory would be kept; and calls by which a master decides, whose
     # term is checked at each call (admission.py), but only once with shared memory.
     whole={
-        "CountTables", "FindRow",
-        "Persist", "Snapshot", "Save", "FinishTraining", "SetLearningRate", "LoadState", "Move",
+        "CountTables", "FindRow", "Snapshot", "Save", "FinishTraining", "SetLearningRate", "LoadState", "Move",
     },
     often={"Exchange"},
 )  # fmt: skip

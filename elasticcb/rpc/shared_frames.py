@@ -15,10 +15,15 @@ other part is in use, so that one part stays free.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import logging
+import os
 import secrets
+import socket
+import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,7 +33,6 @@ from elasticcb.rpc import frame_pieces
 from elasticcb.rpc.link import ClientLink, Message, ServerLinks
 from elasticcb.rpc.shared_memory import ANSWERS, REQUEST, Segment, aligned_copy, is_supported, needed
 from elasticcb.rpc.tensors import Array, Frame, decode_frame, decode_header, encode_frame, encode_header, has_arrays
-from elasticcb.rpc.unix_socket import Listener, connect
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,8 @@ _KEY_BYTES = 16
 _TAIL_BYTES = _KEY_BYTES + 1  # after a header: the segment's key, and the part for the answer
 _WHOLE = 0  # instead of a part: the answer must contain its arrays
 _LINKED = b"linked"  # the answer of `Attach` once the server has connected
+_HANDSHAKE_SECONDS = 5.0
+_CREDENTIALS = struct.Struct("3i")  # process, user and group of the peer
 
 
 class UnknownSegmentError(WireError):
@@ -285,3 +291,59 @@ class Reply(NamedTuple):
         encoded, arrays = encode_header(frame)
         self.segment.write(arrays, self.part)
         return Message(encoded)
+
+
+class Listener:
+    """The client's end of a link over a Unix socket: waits for the one server to which it has sent `name` and a key.
+
+    The socket has no file and closes when either process exits, so a caller that waits for a killed process is notified
+    at once.
+
+    Raises `OSError` if sockets are unsupported.
+    """
+
+    def __init__(self) -> None:
+        self.name = f"elasticcb-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(f"\0{self.name}")  # no file
+            self._socket.listen(16)  # strangers may connect first
+        except OSError:
+            self._socket.close()
+            raise
+
+    def accept(self, key: bytes, is_alive: Callable[[], bool]) -> ClientLink:
+        """The link to the server, which has already connected. Raises `OSError` if it has not."""
+        deadline = time.monotonic() + _HANDSHAKE_SECONDS
+        while True:  # any process of this machine may have connected
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            connected, _ = self._socket.accept()
+            connected.settimeout(1.0)
+            with contextlib.suppress(OSError):
+                if _of_this_user(connected) and hmac.compare_digest(connected.recv(len(key), socket.MSG_WAITALL), key):
+                    return ClientLink(connected, is_alive)
+            connected.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(name: str, key: bytes) -> socket.socket:
+    """The server's end of a link to the client listening under a name. Raises `OSError` if there is none."""
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.settimeout(_HANDSHAKE_SECONDS)
+        connected.connect(f"\0{name}")
+        if not _of_this_user(connected):
+            raise OSError("the listener belongs to another user")
+        connected.sendall(key)
+        connected.settimeout(None)
+    except OSError:
+        connected.close()
+        raise
+    return connected
+
+
+def _of_this_user(link: socket.socket) -> bool:
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 
 _MOST = 200_000  # objects that are looked at
+_CONTAINERS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 
 
 def path_of(roots: Mapping[str, Any], target: Any) -> tuple[str, str]:
@@ -44,30 +47,44 @@ def objects_in(roots: Any) -> Iterator[Any]:
 
 def _parts(item: Any) -> Iterator[tuple[Any, str, str]]:
     """Objects inside of another, with the step that leads to each; or, for globals of a module, the whole path."""
-    if isinstance(item, (str, bytes, int, float, type(None))):
+    with contextlib.suppress(Exception):  # of a user's property
+        yield from _parts_of_any(item)
+
+
+def _parts_of_any(item: Any) -> Iterator[tuple[Any, str, str]]:
+    kind = type(item)
+    if issubclass(kind, (str, bytes, int, float, types.NoneType, types.ModuleType)):
         return
     if isinstance(item, keras.Model):
         for index, layer in enumerate(item.layers):
             yield layer, f".layers[{index}]", ""
-    if isinstance(item, Mapping):
-        yield from ((value, f"[{key!r}]", "") for key, value in item.items())
-    elif isinstance(item, (list, tuple, set, frozenset)):
-        yield from ((value, f"[{index}]", "") for index, value in enumerate(item))
-    elif isinstance(item, types.MethodType):
-        yield item.__self__, ".__self__", ""
-        yield item.__func__, "", ""
-    elif isinstance(item, types.FunctionType):
+    # Methods of the user's own containers may read files.
+    container = next((each for each in _CONTAINERS if issubclass(kind, each)), None)
+    if issubclass(kind, dict):
+        yield from ((value, f"[{key!r}]", "") for key, value in dict.items(item))
+    elif container is not None:
+        yield from ((value, f"[{index}]", "") for index, value in enumerate(container.__iter__(item)))
+    elif kind is np.ndarray and item.dtype == object:
+        yield from ((value, f"[{index}]", "") for index, value in enumerate(item.flat))
+    elif kind is types.FunctionType:
         yield from _parts_of_function(item)
-    if isinstance(item, types.ModuleType):
         return
-    attributes = dict(getattr(item, "__dict__", {})) if not isinstance(item, types.FunctionType) else {}
+    attributes = dict(getattr(item, "__dict__", {}))
     attributes |= attributes.get("_modules", {}) if isinstance(attributes.get("_modules"), dict) else {}
+    if not issubclass(kind, type):
+        attributes |= {name: getattr(item, name) for name in slots_of(kind) if hasattr(item, name)}
     for private in (False, True):
         for name, value in attributes.items():
             if name.startswith("_") is private:
                 yield value, f".{name}", ""
-    if not isinstance(item, type) and not type(item).__module__.startswith(("keras", "tensorflow", "builtins")):
-        yield type(item), f".<class {type(item).__name__}>", ""
+    if not issubclass(kind, type) and not kind.__module__.startswith(("keras", "tensorflow", "builtins")):
+        yield kind, f".<class {kind.__name__}>", ""
+
+
+def slots_of(kind: type) -> Iterator[str]:
+    """Attributes outside of `__dict__`: `__slots__`, and those of partials, methods and properties."""
+    for each in kind.__mro__:
+        yield from (name for name, value in vars(each).items() if isinstance(value, types.MemberDescriptorType))
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[Any, str, str]]:

@@ -19,7 +19,6 @@ from elasticcb.settings.choices import (
 )
 from elasticcb.settings.cluster import ClusterSettings, NetworkOptions, RecoveryOptions
 from elasticcb.settings.job import (
-    CHECKPOINTS_FOLDER,
     FIT_FILE,
     FORK_LOG,
     HISTORY_FILE,
@@ -27,6 +26,7 @@ from elasticcb.settings.job import (
     INITIAL_FOLDER,
     JOB_FILE,
     JOURNAL_FILE,
+    JOURNALS,
     RECOVERY_FOLDER,
     STATUS_FILE,
     CheckpointOptions,
@@ -39,13 +39,13 @@ from elasticcb.settings.kubernetes import KubernetesSettings
 from elasticcb.settings.training import EmbeddingOptions, ExchangeOptions, TrainingSettings
 
 __all__ = [
-    "CHECKPOINTS_FOLDER",
     "FIT_FILE",
     "FORK_LOG",
     "HISTORY_FILE",
     "INDEX_FILE",
     "INITIAL_FOLDER",
     "JOB_FILE",
+    "JOURNALS",
     "JOURNAL_FILE",
     "MOST_WORKERS",
     "RECOVERY_FOLDER",

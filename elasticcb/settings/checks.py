@@ -76,11 +76,17 @@ def _mode_path(said: Said) -> str:
 
 def _mode(settings: JobSettings, said: Said) -> Iterator[str]:
     training, path = settings.training, _mode_path(said)
+    if "training.sync_version_tolerance" in said:
+        yield (
+            f"{said.with_value('training.sync_version_tolerance')} has no equivalent: no update is rejected as too "
+            "old; a late one counts less. Remove it."
+        )
     if path != "training.updates" and "training.updates" in said:
         yield (
             f"{said.with_value(path)} and {said.with_value('training.updates')} set the same thing. Remove "
             f"{said.name(path)}, which is ElasticDL's name."
         )
+        return
     steps = next((steps for steps in ("training.get_model_steps", "training.local_steps") if steps in said), "")
     if steps and training.updates is Updates.SYNC:
         yield (
@@ -92,11 +98,6 @@ def _mode(settings: JobSettings, said: Said) -> Iterator[str]:
         yield (
             f"{said.with_value('training.grads_to_wait')} can't be combined with {said.with_value(path)}, where nobody "
             f"waits. Remove one of the two."
-        )
-    if "training.sync_version_tolerance" in said:
-        yield (
-            f"{said.with_value('training.sync_version_tolerance')} has no equivalent: no update is rejected as too "
-            "old; a late one counts less. Remove it."
         )
 
 

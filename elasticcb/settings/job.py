@@ -170,8 +170,7 @@ class CheckpointSettings(CheckpointOptions):
 
     directory: str = setting(
         "",
-        "Folder to write checkpoints to; `elasticcb train` also accepts a URL (s3://, gs://, sftp://, …). Without "
-        "it, no checkpoints are written.",
+        "Folder or URL (s3://, gs://, sftp://, …) to write checkpoints to. Without it, no checkpoints are written.",
         name="checkpoint_dir",
         kind=Kind.FOLDER,
         argument="checkpoint_dir",
@@ -199,11 +198,11 @@ _SECRET_NAMES = re.compile(
 )
 
 JOB_FILE = "job.json"  # the settings of training
-CHECKPOINTS_FOLDER = "checkpoints"  # local copies to be uploaded to a remote folder
 INITIAL_FOLDER = "initial-checkpoint"  # downloaded from a remote folder
 STATUS_FILE = "status.json"  # of a finished job
 HISTORY_FILE = "history.json"  # of a finished job: its history, for the dashboard
 JOURNAL_FILE = "journal.log"  # from which another master continues the job
+JOURNALS = "journal"  # below a URL: the folder with the journal in segments
 FIT_FILE = "fit.json"  # in the folder of each `fit` of a `Cluster`: its inputs
 FORK_LOG = "zygote.log"  # in `logs`: of the process that forks the others
 
@@ -250,8 +249,9 @@ class JobSettings(Section):
         default_text="from --model_def",
     )
     directory: str = setting(
-        "",  # absolute
-        "Folder for the job's logs and results.",
+        "",  # absolute; of a URL, the folder on this machine
+        "Folder for the job's logs and results. `elasticcb train` also accepts a URL (s3://, gs://, sftp://, …), from "
+        "which another machine can resume the job.",
         name="job_dir",
         kind=Kind.FOLDER,
         default_text="jobs/COMMAND-NAME-TIME",
@@ -274,6 +274,7 @@ class JobSettings(Section):
     )
     callback_params: dict[str, Any] = field(default_factory=dict)  # additional `callback.params`
     keras_backend: str = ""  # the Keras backend of master and workers; set by the master
+    store: str = ""  # the URL of --job_dir; "": it is a folder
 
     @property
     def keeps_recovery_files(self) -> bool:

@@ -17,8 +17,9 @@ WEIGHTS, STATE, MOVED, SHARES = "weights", "state", "moved", "shares"
 ROWS, WANTED, TABLE = "rows", "lookup", "table"
 # Of optimizers: by variable and name, and by name only.
 SLOTS, EXTRAS, SHARED = "slots", "extras", "shared"
-# In files, where SHARED and TABLE are as in frames: the part of a variable, table ages; SLOT is also part of a TABLE.
-WEIGHT, AGES, SLOT, EXTRA = "weight", "ages", "slot", "extra"
+# In files, where SHARED and TABLE are as in frames: the part of a variable; of a table, ages and ids of removed rows.
+# SLOT is also part of a TABLE.
+WEIGHT, AGES, GONE, SLOT, EXTRA = "weight", "ages", "gone", "slot", "extra"
 
 
 def named(kind: str, arrays: Mapping[Any, Array]) -> dict[str, Array]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from elasticcb.rpc.shared_memory import aligned_copy
-from elasticcb.rpc.tensors import Array, all_finite, dtype_of
+from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import STATE, WEIGHTS, kind_of, named, of_kind
 from elasticcb.sharding.partition import Slice, VariableSpec, layout, pack, unpack
 
@@ -26,42 +26,17 @@ class PlacedBlocks(list[dict[str, Array]]):
         self.partition = partition
 
 
-def first_non_finite(
-    blocks: Mapping[str, Array],
-    specs: Sequence[VariableSpec],
-    slices: Sequence[Slice],
-    trainable: bool,
-    subset: Collection[int] | None = None,
-    shares: Mapping[str, Array] | None = None,
-) -> str:
-    """The path of a variable with NaN or infinity in a server's flat `blocks`; "" if there is none.
-
-    Args:
-        shares: by dtype; elements with a share of 0 are ignored.
-    """
-    if all(map(all_finite, blocks.values())):
-        return ""
-    for part, dtype, offset in layout(specs, slices, trainable, subset):
-        if dtype in blocks:
-            here = slice(offset, offset + part.elements)
-            values = blocks[dtype][here]
-            if not all_finite(values if shares is None else values[shares[dtype][here] > 0]):
-                return specs[part.variable].path
-    return ""
-
-
 def recut(
     blocks: Sequence[Mapping[str, Array]],
     specs: Sequence[VariableSpec],
     before: Sequence[Sequence[Slice]],
     after: Sequence[Sequence[Slice]],
     trainable: bool,
-    subset: Collection[int] | None = None,
 ) -> list[dict[str, Array]]:
     """Converts flat blocks of some servers to blocks for other servers. Missing parts are zeros."""
     whole: dict[int, Array] = {}
     for slices, own in zip(before, blocks, strict=True):
-        for part, dtype, offset in layout(specs, slices, trainable, subset):
+        for part, dtype, offset in layout(specs, slices, trainable):
             if dtype in own:
                 flat = whole.setdefault(part.variable, np.zeros(specs[part.variable].elements, own[dtype].dtype))
                 flat[part.start : part.stop] = own[dtype][offset : offset + part.elements]
@@ -69,7 +44,7 @@ def recut(
     result = []
     for slices in after:
         pieces: dict[str, list[Array]] = {}
-        for part, dtype, _ in layout(specs, slices, trainable, subset):
+        for part, dtype, _ in layout(specs, slices, trainable):
             if dtype in given:
                 zeros = np.zeros(specs[part.variable].elements, given[dtype])
                 pieces.setdefault(dtype, []).append(whole.get(part.variable, zeros)[part.start : part.stop])

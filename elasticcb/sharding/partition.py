@@ -7,7 +7,7 @@ servers, so every process computes it by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -172,35 +172,24 @@ def _least_loaded(specs: Sequence[VariableSpec], group: list[int], servers: list
         loads[server] += specs[index].bytes
 
 
-def layout(
-    specs: Sequence[VariableSpec],
-    slices: Sequence[Slice],
-    trainable: bool,
-    subset: Collection[int] | None = None,
-) -> Iterator[PlacedSlice]:
+def layout(specs: Sequence[VariableSpec], slices: Sequence[Slice], trainable: bool) -> Iterator[PlacedSlice]:
     """The position of each slice in the flat blocks, one block per dtype, in the order of `slices`.
 
     Args:
         trainable: which of the two groups of variables the blocks contain.
-        subset: indices of the variables in the blocks; None: all of the group.
     """
     offsets: dict[str, int] = {}
     for part in slices:
         spec = specs[part.variable]
-        if spec.trainable is trainable and (subset is None or part.variable in subset):
+        if spec.trainable is trainable:
             offset = offsets.get(spec.dtype, 0)
             yield PlacedSlice(part, spec.dtype, offset)
             offsets[spec.dtype] = offset + part.elements
 
 
-def block_sizes(
-    specs: Sequence[VariableSpec],
-    slices: Sequence[Slice],
-    trainable: bool,
-    subset: Collection[int] | None = None,
-) -> dict[str, int]:
+def block_sizes(specs: Sequence[VariableSpec], slices: Sequence[Slice], trainable: bool) -> dict[str, int]:
     """Elements of each flat block, by dtype."""
-    return {placed.dtype: placed.offset + placed.slice.elements for placed in layout(specs, slices, trainable, subset)}
+    return {placed.dtype: placed.offset + placed.slice.elements for placed in layout(specs, slices, trainable)}
 
 
 def pack(
@@ -208,17 +197,15 @@ def pack(
     specs: Sequence[VariableSpec],
     slices: Sequence[Slice],
     trainable: bool,
-    subset: Collection[int] | None = None,
 ) -> dict[str, Array]:
     """The flat blocks of one server, by dtype.
 
     Args:
         arrays: whole variables by index in the model, each of its spec's shape and dtype.
     """
-    blocks = {
-        dtype: np.empty(size, dtype_of(dtype)) for dtype, size in block_sizes(specs, slices, trainable, subset).items()
-    }
-    for part, dtype, offset in layout(specs, slices, trainable, subset):
+    sizes = block_sizes(specs, slices, trainable)
+    blocks = {dtype: np.empty(size, dtype_of(dtype)) for dtype, size in sizes.items()}
+    for part, dtype, offset in layout(specs, slices, trainable):
         source = np.asarray(arrays[part.variable]).reshape(-1)[part.start : part.stop]
         blocks[dtype][offset : offset + part.elements] = source
     return blocks

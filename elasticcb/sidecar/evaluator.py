@@ -7,7 +7,9 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Sequence
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,25 @@ from typing import Any
 import keras
 
 from elasticcb.callbacks.hook_logs import HookLogs
+from elasticcb.checkpoint.manifest import check_variables, read_manifest
+from elasticcb.checkpoint.parts import load_slices
 from elasticcb.errors import CheckpointError, UsageError
-from elasticcb.sidecar.follower import POLL_SECONDS, Checkpoint, CheckpointFollower
-from elasticcb.sidecar.weights import ForeignCheckpointError, WeightsLoader
+from elasticcb.layers.install import install
+from elasticcb.model.weights import variable_specs
+from elasticcb.sharding.partition import partition
+from elasticcb.sharding.table_source import whole
+from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sidecar.follower import (
+    POLL_SECONDS,
+    Checkpoint,
+    CheckpointFollower,
+    CheckpointKind,
+    Shape,
+    saved_variables,
+)
 
 logger = logging.getLogger(__name__)
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -84,7 +100,7 @@ class SidecarEvaluator:
         self._timeout = timeout
         self._verbose = verbose
         self._callbacks = list(callbacks or ())
-        self._loader: WeightsLoader | None = None
+        self._loader: _WeightsLoader | None = None
         self._follower = CheckpointFollower(checkpoint_dir, poll_seconds)
 
     def start(self) -> list[Evaluation]:
@@ -129,7 +145,7 @@ class SidecarEvaluator:
     def _load(self, checkpoint: Checkpoint) -> bool:
         if self._loader is None:
             self._build()
-            self._loader = WeightsLoader(self.model)
+            self._loader = _WeightsLoader(self.model)
         try:
             self._loader.load(checkpoint)
         except ForeignCheckpointError:
@@ -198,3 +214,91 @@ def _flush(callbacks: Sequence[Any]) -> None:
 def _line(evaluation: Evaluation) -> str:
     name = evaluation.checkpoint.name if evaluation.version is None else f"Version {evaluation.version}"
     return f"{name}: " + ", ".join(f"{metric} {value:.5g}" for metric, value in evaluation.metrics.items())
+
+
+class ForeignCheckpointError(CheckpointError):
+    """A checkpoint belongs to another model, so later ones would fail as well."""
+
+
+class _WeightsLoader:
+    """Loads checkpoints into one model.
+
+    Args:
+        model: a built model; its optimizer, if any, gets the checkpoint's version as `iterations`.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        # paths of the model's variables in a file; computed when needed
+        self._places: Mapping[str, Shape] | None = None
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Sets the model's weights.
+
+        Raises:
+            ForeignCheckpointError: it belongs to another model; the message names the variables.
+            CheckpointError: it is damaged or was deleted meanwhile. The model may have some of its weights.
+        """
+        if checkpoint.kind is CheckpointKind.VERSION:
+            self._load_version(checkpoint.content)
+        else:
+            self._load_file(checkpoint)
+        iterations = getattr(getattr(self._model, "optimizer", None), "iterations", None)
+        if iterations is not None and checkpoint.version is not None:
+            iterations.assign(checkpoint.version)
+
+    def _load_version(self, folder: Path) -> None:
+        manifest = read_manifest(folder)
+        count = len(self._model.weights)
+        saved = enumerate(manifest["variables"][:count])
+        tables = {index: TableSpec.from_json(variable["table"]) for index, variable in saved if variable.get("table")}
+        specs = variable_specs(self._model, tables=tables)
+        try:
+            check_variables(manifest, specs, folder)
+        except CheckpointError as error:
+            raise ForeignCheckpointError(str(error)) from error
+        (everything,) = partition(specs, 1, split=False)
+        part = load_slices(folder, specs, everything)
+        for index, variable in enumerate(self._model.weights):
+            if index in part.tables:
+                table = whole(part.tables[index])
+                install(self._model, index, table.ids, table.rows)
+            else:
+                variable.assign(part.weights[index])
+
+    def _load_file(self, checkpoint: Checkpoint) -> None:
+        self._check_file(checkpoint)
+        try:
+            with warnings.catch_warnings():
+                # Evaluation does not need the optimizer's own variables.
+                warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
+                self._model.load_weights(checkpoint.content)
+        except (OSError, KeyError, ValueError) as error:
+            raise CheckpointError(f"The weights of {checkpoint.path} can't be loaded: {error}") from error
+
+    def _check_file(self, checkpoint: Checkpoint) -> None:
+        """Compares variables with the model's, because Keras ignores unknown ones."""
+        if self._places is None:
+            self._places = _places(self._model)
+        saved, own = saved_variables(checkpoint.content), self._places
+        foreign = [f"{name} {shape} (in the model: {own.get(name, 'none')})" for name, shape in saved.items()
+                   if own.get(name) != shape]  # fmt: skip
+        if foreign:
+            more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
+            raise ForeignCheckpointError(
+                f"The checkpoint {checkpoint.path} belongs to another model. It contains "
+                f"{'; '.join(foreign[:_SHOWN])}{more}. Use the model that is being trained."
+            )
+        missing = [name for name in own if name not in saved]
+        if missing:
+            raise CheckpointError(
+                f"The checkpoint {checkpoint.path} lacks {len(missing)} of the model's {len(own)} variables: "
+                f"{', '.join(missing[:_SHOWN])}. It is incomplete, or belongs to another model."
+            )
+
+
+def _places(model: keras.Model) -> dict[str, Shape]:
+    with tempfile.TemporaryDirectory(prefix="elasticcb-") as folder:
+        path = Path(folder, "model.weights.h5")
+        model.save_weights(path)
+        return saved_variables(path)

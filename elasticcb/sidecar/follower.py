@@ -13,21 +13,55 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from elasticcb.checkpoint.manifest import MANIFEST, read_manifest
 from elasticcb.checkpoint.versions import find_versions
 from elasticcb.errors import CheckpointError, UsageError
-from elasticcb.sidecar.keras_file import saved_iterations, verify_file
-from elasticcb.sidecar.ledger import CheckpointKind, Ledger, ListedCheckpoint, Signature
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 
+Shape = tuple[int, ...]
+
+_INSIDE = "model.weights.h5"  # member of a .keras file, which is a zip
+# Paths of an optimizer's step count; the outer one belongs to a wrapper such as LossScaleOptimizer.
+_ITERATIONS = ("optimizer/inner_optimizer/vars/0", "optimizer/vars/0")
+
+
+class CheckpointKind(Enum):
+    """The type of a checkpoint on disk."""
+
+    VERSION = "folder of a version"  # of a job; appears atomically
+    KERAS = ".keras file"
+    WEIGHTS = ".weights.h5 file"
+
+
 _SUFFIXES = {".keras": CheckpointKind.KERAS, ".weights.h5": CheckpointKind.WEIGHTS}
+
+
+class Signature(NamedTuple):
+    """Properties that change when a file is rewritten."""
+
+    modified: int  # nanoseconds
+    size: int  # bytes
+    inode: int
+
+
+class ListedCheckpoint(NamedTuple):
+    """A checkpoint in a listing of its folder."""
+
+    path: str
+    kind: CheckpointKind
+    signature: Signature  # for a folder: of its manifest
+    order: int  # the version of a folder, or the time of a file: older first
 
 
 @dataclass(frozen=True)
@@ -153,8 +187,8 @@ class CheckpointFollower:
             copy = self._copy(path)
             if _signature(path) != sighting.signature:
                 return None  # written meanwhile; it will be found again
-            verify_file(copy)
-            return Checkpoint(path, sighting.kind, saved_iterations(copy), copy)
+            _verify_file(copy)
+            return Checkpoint(path, sighting.kind, _saved_iterations(copy), copy)
         except (CheckpointError, OSError) as error:
             if path.exists():  # otherwise not worth a warning
                 logger.warning("Skipped until it changes: %s. %s", path, error)
@@ -183,3 +217,91 @@ def _signature(path: Path) -> Signature | None:
     except OSError:
         return None
     return Signature(found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+class Ledger:
+    """Decides which checkpoint is next, from what was seen: returns each once, and again if it was rewritten.
+
+    Folders come first, by version, then files, by time; none is skipped because a newer one exists.
+
+    Args:
+        settle_seconds: how long a file must stay unchanged before it is returned, because it may be incomplete.
+    """
+
+    def __init__(self, settle_seconds: float) -> None:
+        self._settle = settle_seconds
+        self._given: dict[str, Signature] = {}
+        self._settling: dict[str, tuple[Signature, float]] = {}  # first observed state of a file, and when
+
+    def take(self, sightings: Iterable[ListedCheckpoint], now: float) -> ListedCheckpoint | None:
+        """Returns the next checkpoint and marks it as returned. None if no new one is settled."""
+        ready = [sighting for sighting in sightings if self._is_new(sighting) and self._is_settled(sighting, now)]
+        if not ready:
+            return None
+        chosen = min(
+            ready, key=lambda sighting: (sighting.kind is not CheckpointKind.VERSION, sighting.order, sighting.path)
+        )
+        self._given[chosen.path] = chosen.signature
+        self._settling.pop(chosen.path, None)
+        return chosen
+
+    def _is_new(self, sighting: ListedCheckpoint) -> bool:
+        return self._given.get(sighting.path) != sighting.signature
+
+    def _is_settled(self, sighting: ListedCheckpoint, now: float) -> bool:
+        if sighting.kind is CheckpointKind.VERSION:
+            return True
+        signature, since = self._settling.get(sighting.path, (None, now))
+        if signature != sighting.signature:
+            self._settling[sighting.path] = sighting.signature, now
+            since = now
+        return now - since >= self._settle
+
+
+def _verify_file(path: Path) -> None:
+    """Raises `CheckpointError` if the file is incomplete."""
+    try:
+        if path.name.endswith(".keras"):
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+                if damaged or _INSIDE not in archive.namelist():
+                    raise CheckpointError(f"The file is damaged: {damaged or 'it contains no weights'}.")
+        with _opened(path):
+            pass
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"The file is incomplete: {error}.") from error
+
+
+def _saved_iterations(path: Path) -> int | None:
+    """The number of steps of the optimizer in the file; None if there is no optimizer."""
+    with _opened(path) as file:
+        for name in _ITERATIONS:
+            found = file.get(name)
+            if getattr(found, "shape", None) == () and found.dtype.kind in "iu":
+                return int(found[()])
+    return None
+
+
+def saved_variables(path: Path) -> dict[str, Shape]:
+    """Shapes of the model's variables by their path in the file, without optimizer variables."""
+    shapes: dict[str, Shape] = {}
+
+    def note(name: str, item: Any) -> None:
+        if hasattr(item, "shape") and not any("optimizer" in part for part in name.split("/")):
+            shapes[name] = tuple(item.shape)
+
+    with _opened(path) as file:
+        file.visititems(note)
+    return shapes
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    import h5py
+
+    if path.name.endswith(".keras"):
+        with zipfile.ZipFile(path) as archive, archive.open(_INSIDE) as inner, h5py.File(inner, "r") as file:
+            yield file
+    else:
+        with h5py.File(path, "r") as file:
+            yield file

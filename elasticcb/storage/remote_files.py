@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-SILENCE_SECONDS = 60.0  # how long one SFTP operation may go without an answer
+SILENCE_SECONDS = 60.0  # how long one operation of SFTP or S3 may go without an answer
 
 
 def is_url(folder: str) -> bool:
@@ -29,6 +29,8 @@ def problem_of(url: str) -> str:
             "contains a password, which would appear in logs. Remove it: fsspec reads it from the protocol's own "
             "files and variables, or from ~/.config/fsspec."
         )
+    if parts.scheme in ("s3", "s3a", "gs", "gcs") and not parts.netloc:
+        return "names no bucket."
     return "" if parts.netloc or parts.path.strip("/") else "contains no folder."
 
 
@@ -39,7 +41,8 @@ def opened(
     """Opens a new connection: returns the fsspec file system of a URL, and the path of its folder there.
 
     Args:
-        silence_seconds: how long one SFTP operation may go without an answer; for other protocols, use `options`.
+        silence_seconds: how long one operation of SFTP or S3 may go without an answer; for other protocols, use
+            `options`.
 
     Raises the errors of the file system.
     """
@@ -54,7 +57,10 @@ def opened(
             options.setdefault(name, silence_seconds)
     # Not an instance of an earlier attempt, whose connection may be broken.
     files, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
-    is_sftp = "sftp" in (files.protocol if isinstance(files.protocol, tuple) else (files.protocol,))
+    protocols = files.protocol if isinstance(files.protocol, tuple) else (files.protocol,)
+    if "s3" in protocols:  # unless configured; its 15 s are too few for the end of a large upload
+        files.read_timeout = silence_seconds
+    is_sftp = "sftp" in protocols
     if is_sftp:
         files.ftp.get_channel().settimeout(silence_seconds)
     try:

@@ -12,14 +12,18 @@ from elasticcb.compute.backend import LocalModel, StepResult
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.optimizers.state_messages import to_tensors
 from elasticcb.process.stats import STALENESS, Measures
+from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array, all_finite
+from elasticcb.settings import JobSettings
 from elasticcb.sharding.array_names import WEIGHTS, of_kind
-from elasticcb.sharding.flat_blocks import PlacedBlocks, first_non_finite, state_moves
+from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, state_moves
 from elasticcb.sharding.partition import Slice, VariableSpec, layout, pack
 from elasticcb.sharding.push import Movement
 from elasticcb.worker.window_length import WindowLength
 
 Moves = Callable[..., tuple[list[dict[str, Array]], list[dict[str, Array]]]]  # as `state_moves`
+
+_WATCHED = 20  # steps; a check reads all non-trainable variables
 
 
 class LocalUpdates:
@@ -39,6 +43,8 @@ class LocalUpdates:
     Attributes:
         may_go_back: whether `go_back` may be called.
         is_resting: whether rounds do not wait for this worker.
+        epoch: whose tasks are handed out now.
+        peers: ids of workers for which the first round of the epoch waits.
     """
 
     def __init__(
@@ -58,6 +64,8 @@ class LocalUpdates:
         self._batches = 0  # batches trained since
         self.may_go_back = False
         self.is_resting = True
+        self.epoch = 0
+        self.peers: Sequence[int] = ()
         self._optimizers = OptimizerState()  # state after the last merge, if it may go back
         self._is_alone = True  # whether no other worker has changed the model since the last merge
         self._slots_sent = False
@@ -78,10 +86,10 @@ class LocalUpdates:
         Args:
             overwritten: the model here holds other weights meanwhile.
         """
-        self._ps.pull(joins=True)
+        self._ps.pull(joins=True, epoch=self.epoch, peers=self.peers)
         self.is_resting = False
         if overwritten or self._ps.versions != self._versions or self._has_new_slots:
-            _, optimizers = self._ps.pull_with_optimizers()
+            optimizers = self._ps.pull_with_optimizers()
             takes_all = not self._versions or self._has_new_slots
             self._take(optimizers if takes_all else OptimizerState(shared=optimizers.shared))
 
@@ -90,10 +98,10 @@ class LocalUpdates:
         """Whether a callback of the master has set the optimizers' state."""
         return self._ps.slots_versions != self._slots_versions
 
-    def rest(self) -> None:
+    def rest(self, tells_again: bool = False) -> None:
         """This worker has no batches to train on: the others shall not wait for it."""
-        if not self.is_resting:
-            self._ps.rest()
+        if not self.is_resting or tells_again:
+            self._ps.rest(self.epoch)
             self.is_resting = True
 
     def forget(self) -> None:
@@ -195,9 +203,15 @@ def _check_finite(
     trainable: bool,
     shares: Mapping[str, Array] | None = None,
 ) -> None:
-    path = first_non_finite(blocks, specs, slices, trainable, shares=shares)
-    if path:
-        raise NotFiniteError(f"The new value of {path!r} holds NaN or infinity")
+    """Raises `NotFiniteError` for NaN or infinity, except in elements with a share of 0."""
+    if all(map(all_finite, blocks.values())):
+        return
+    for part, dtype, offset in layout(specs, slices, trainable):
+        if dtype in blocks:
+            here = slice(offset, offset + part.elements)
+            values = blocks[dtype][here]
+            if not all_finite(values if shares is None else values[shares[dtype][here] > 0]):
+                raise NotFiniteError(f"The new value of {specs[part.variable].path!r} holds NaN or infinity")
 
 
 def _differences(
@@ -226,3 +240,55 @@ def _trained(state: OptimizerState, specs: Sequence[VariableSpec]) -> OptimizerS
         return {key: each for key, each in arrays.items() if specs[key[0]].trainable and not specs[key[0]].table}
 
     return OptimizerState(own(state.slots), own(state.extras), state.shared)
+
+
+class StateChanges:
+    """Determines how the changes of non-trainable variables by one of several workers count, and warns once of those
+    that one process would compute otherwise.
+
+    Attributes:
+        is_first: whether this worker is the first of those that are up.
+    """
+
+    def __init__(self, settings: JobSettings, warn: Callable[[str, str], None]) -> None:
+        cluster = settings.cluster
+        self._left = 0 if (cluster.autoscale.most or cluster.num_workers) < 2 else _WATCHED
+        self._warn = warn
+        self.is_first = True
+
+    def moves(
+        self,
+        blocks: Blocks,
+        state: Sequence[Mapping[str, Array]],
+        specs: Sequence[VariableSpec],
+        parts: Sequence[Sequence[Slice]],
+        decays: Mapping[int, float],
+    ) -> tuple[list[dict[str, Array]], list[dict[str, Array]]]:
+        """See `state_moves`."""
+        values, shares = state_moves(blocks, state, specs, parts, decays, self.is_first)
+        if self._left:
+            self._left -= 1
+            self._look_at(shares, specs, parts)
+        return values, shares
+
+    def _look_at(
+        self, shares: Sequence[Mapping[str, Array]], specs: Sequence[VariableSpec], parts: Sequence[Sequence[Slice]]
+    ) -> None:
+        found = []
+        for slices, share in zip(parts, shares, strict=True):
+            for part, dtype, offset in layout(specs, slices, False):
+                spec, here = specs[part.variable], slice(offset, offset + part.elements)
+                if not spec.aggregation and dtype in share and (share[dtype][here] == 1).any():
+                    found.append(spec.path)
+        if found:
+            self._left = 0
+            others = f" and {how_many(len(found) - 1, 'other variable')}" if found[1:] else ""
+            self._warn(
+                "variables that steps change on several workers",
+                f"Steps on several workers change {found[0]!r}{others}, each from a value that lacks what the others "
+                "change meanwhile. The values that they set are averaged, which is right for averages, such as a copy "
+                "that follows the weights, but differs from training in one process for counts, sums and queues. "
+                "Create such a variable with add_weight(..., aggregation='sum') to add up the changes, "
+                "'only_first_replica' to ignore all workers but the first, or 'mean' if averaging is right, which ends "
+                "this warning; or use one worker.",
+            )

@@ -6,11 +6,12 @@ another epoch or round comes, or no more tasks come.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from elasticcb.callbacks.hook_logs import HookLogs
-from elasticcb.model.metric_messages import States
+from elasticcb.model.metric_messages import OUTPUTS, States
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.proto import elasticcb_pb2 as pb
 
@@ -97,7 +98,26 @@ class RunningLogs:
     def add(self, states: States) -> None:
         """The states of the metrics over some more batches."""
         if self._wanted:
-            self._states = self._with(states)
+            goes_on = {*self._metrics.replayed, OUTPUTS}  # the metrics themselves have them over all of it
+            self._states = self._with({name: own for name, own in states.items() if name not in goes_on})
+
+    def show(self) -> None:
+        """Sets the model's metrics to these states, for hooks. A training step sets them back."""
+        if self._wanted:
+            self._metrics.show(self._states)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """The same for hooks of an evaluation, whose current task continues from its own states."""
+        if not (self._wanted and self._states):
+            yield
+            return
+        of_task = self._metrics.states()
+        self._metrics.show(self._with(of_task))
+        try:
+            yield
+        finally:
+            self._metrics.show(of_task)
 
     def logs(self, logs: dict[str, Any], step: str) -> dict[str, Any]:
         """`logs` of a batch, with the metrics over everything that was added."""

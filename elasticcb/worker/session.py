@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from elasticcb.callbacks.placement import Place, holds_predictions
 from elasticcb.callbacks.shared_attributes import without_traces
 from elasticcb.clients.master import MasterClient, places_of
 from elasticcb.clients.progress_reporter import ProgressReporter
-from elasticcb.clients.ps import PSClient
+from elasticcb.clients.ps import PSClient, PushResult
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.cluster.registry import backend_of
 from elasticcb.compute.backend import Computation, HeldModel
@@ -29,18 +30,17 @@ from elasticcb.model.spec import Spec, words_of
 from elasticcb.model.weights import assign_dense, variable_specs
 from elasticcb.optimizers.traits import model_optimizers, sets_final_weights, unwrapped
 from elasticcb.process.generated_files import remove_generated_files
-from elasticcb.settings import Command, JobSettings, Mode, NonFinite, WireDtype
+from elasticcb.settings import Command, JobSettings, Mode, NonFinite, Updates, WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
-from elasticcb.worker.exchanges import Exchanges
+from elasticcb.sharding.push import Movement
 from elasticcb.worker.kept_models import KeptModel
 from elasticcb.worker.learning_rate import WorkerRate
-from elasticcb.worker.local_updates import LocalUpdates
+from elasticcb.worker.local_updates import LocalUpdates, StateChanges
 from elasticcb.worker.pass_hooks import PassHooks, RunningLogs
 from elasticcb.worker.shared_callbacks import FollowedCallbacks
-from elasticcb.worker.state_changes import StateChanges
 from elasticcb.worker.table_files import whole_tables
-from elasticcb.worker.task_input import TaskInput
+from elasticcb.worker.task_input import Batch, TaskInput
 from elasticcb.worker.window_length import WindowLength
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class Session:
         if self._kept is None or self._kept.specs != servers.specs:
             assign_dense(self.model, servers.specs, self.ps.blocks)  # some optimizers are built on the weights
             self._assigned = self.ps.blocks
-            held = HeldModel(self.model, self.metrics, servers.specs, servers.partition, trains)
+            held = HeldModel(self.model, self.metrics, servers.specs, trains)
             computation = backend().computation(held)
             self._kept = KeptModel(built.spec, settings, self.model, self.metrics, computation, servers.specs)
         self.computation: Computation = self._kept.computation
@@ -160,7 +160,7 @@ class Session:
             self.scales_loss = any(
                 each is not own for each, own in zip(model_optimizers(self.model), optimizers, strict=True)
             )
-        self.exchanges = Exchanges(self.ps, training.max_staleness)
+        self.exchanges = _Exchanges(self.ps, training.max_staleness)
         self.show(self.ps.blocks)  # data may read the model
         if built.before is None and not any(spec.table for spec in servers.specs):
             self._rehearse(built)
@@ -185,7 +185,7 @@ class Session:
             self.local.may_go_back = skips or self.callbacks.wants("on_train_batch_end")
         self.holds_predictions = holds_predictions(self.callbacks.callbacks)
         self._as_keras, self._is_alone = not settings.model.definition, shares_state(settings)
-        hooks_of_batches = ("on_train_batch_end", "on_test_batch_end")
+        hooks_of_batches = [f"on_{mode}_batch_{end}" for mode in ("train", "test") for end in ("begin", "end")]
         self.running = RunningLogs(self.metrics, self._as_keras and any(map(self.callbacks.wants, hooks_of_batches)))
         self.passes = PassHooks(self.metrics, self.callbacks.wants, self.call)
         follows = self.shared_callbacks.follows
@@ -203,7 +203,7 @@ class Session:
         batch = self.pipeline(built.first_mode).first_batch()
         if digest_of((batch, self.model.weights)) == rehearsal.digest:
             with without_traces(self.model):
-                rehearsal.check(rehearsed(self.model, backend().data(self.model, batch)))
+                rehearsal.check(*rehearsed(self.model, backend().data(self.model, batch)))
             self.metrics.reset()
 
     def close(self) -> None:
@@ -251,6 +251,7 @@ class Session:
             at_end = int(hook == "on_train_batch_end")
             number = batch.index if self._is_alone else max(0, version - batch.epoch_version - at_end)
         given = HookLogs(self.metrics.in_order(logs), batch=batch.index, size=batch.records, version=version)
+        self.running.show()
         self.call(hook, number, given)
 
     def logs_of(self, logs: dict[str, Any]) -> dict[str, Any]:
@@ -301,10 +302,19 @@ class Session:
         """Whether the model must be updated before training continues."""
         return self.local is not None and self.local.is_behind
 
-    def rest(self) -> None:
-        """There are no batches to train on here, so other workers shall not wait for this one."""
+    def rest(self, tells_again: bool = False) -> None:
+        """There are no batches to train on here, so other workers shall not wait for this one.
+
+        Args:
+            tells_again: they may have begun to wait for it, although it rests.
+        """
         if self.local is not None:
-            self.local.rest()
+            self.local.rest(tells_again and self.settings.training.updates is Updates.SYNC)
+
+    def heard_of(self, epoch: int, peers: Sequence[int] = ()) -> None:
+        """The tasks of this epoch are being handed out; `peers` as of a task."""
+        if self.local is not None:
+            self.local.epoch, self.local.peers = epoch, peers
 
 
 def _client_of(built: BuiltModel, cluster: Any) -> PSClient:
@@ -340,3 +350,64 @@ def _checked_variables(built: BuiltModel, cluster: Any) -> list[VariableSpec]:
 def _agreed(spec: VariableSpec, table: bool) -> tuple[tuple[int, ...], str]:
     """What all processes must agree on; the number of embedding rows may differ."""
     return spec.shape[1:] if table else spec.shape, spec.dtype
+
+
+class _Exchanges:
+    """A worker's pushes and lookups during training.
+
+    With `max_staleness` 0 each call waits for the servers' answer. Otherwise one thread makes the calls in order while
+    the next batches are computed, and prefetches the embedding rows that these need.
+
+    Args:
+        max_staleness: batches that may be computed before the first of their pushes is answered.
+    """
+
+    def __init__(self, ps: PSClient, max_staleness: int) -> None:
+        self._ps = ps
+        self._max_staleness = max_staleness
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="exchange") if max_staleness else None
+        # By id of an upcoming batch: the batch, and the answer to its prefetch.
+        self._rows: dict[int, tuple[Batch, Future[PushResult | dict[int, Any]]]] = {}
+
+    @property
+    def batches_ahead(self) -> int:
+        """Number of upcoming batches whose rows should be prefetched."""
+        return 1 + self._max_staleness
+
+    def rows_of(self, batch: Batch) -> dict[int, Any]:
+        """The rows of embedding tables that a training batch needs."""
+        _, answer = self._rows.pop(id(batch), (None, None))
+        if answer is None:
+            answer = self._run(self._lookup, batch)
+        found = answer.result()
+        return found.rows if isinstance(found, PushResult) else found
+
+    def push(self, rows: Movement, coming: Sequence[Batch]) -> Future[PushResult]:
+        """Sends gradients of rows, and prefetches those of the coming batches."""
+        wanted = [batch for batch in coming if batch.ids and id(batch) not in self._rows]
+        first = wanted[0] if wanted else None
+        answer = self._run(self._ps.push, rows, (), None if first is None else first.ids)
+        if first is not None:
+            self._rows[id(first)] = first, answer
+        if self._pool is not None:
+            for batch in wanted[1:]:
+                self._rows[id(batch)] = batch, self._run(self._lookup, batch)
+        return answer
+
+    def forget_rows(self) -> None:
+        """Discards prefetched rows: weights have been pulled since, or other batches come next."""
+        self._rows.clear()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _lookup(self, batch: Batch) -> dict[int, Any]:
+        return self._ps.lookup(batch.ids, create=True) if batch.ids else {}
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        if self._pool is not None:
+            return self._pool.submit(function, *args)
+        done: Future[Any] = Future()
+        done.set_result(function(*args))  # the caller gets the error
+        return done

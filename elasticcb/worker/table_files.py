@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any
@@ -41,7 +42,7 @@ def collect(pieces: Iterable[tuple[Array, Array]], folder: str, input_dim: int) 
     with tempfile.TemporaryFile(dir=folder) as file:
         count, rows = 0, np.zeros((0, 0), np.float32)
         for ids, piece in pieces:
-            rows = _mapped(file, piece.dtype, max(input_dim, count + len(ids)), piece.shape[1])
+            rows = _mapped(file, folder, piece.dtype, max(input_dim, count + len(ids)), piece.shape[1])
             if input_dim:
                 rows[ids] = piece
             else:
@@ -55,15 +56,21 @@ def collect(pieces: Iterable[tuple[Array, Array]], folder: str, input_dim: int) 
             return ids, rows
         order = np.argsort(ids)
         with tempfile.TemporaryFile(dir=folder) as target:
-            ordered = _mapped(target, rows.dtype, *rows.shape)
+            ordered = _mapped(target, folder, rows.dtype, *rows.shape)
             for start in range(0, count, _CHUNK_ROWS):
                 ordered[start : start + _CHUNK_ROWS] = rows[order[start : start + _CHUNK_ROWS]]
             return ids[order], ordered
 
 
-def _mapped(file: IO[bytes], dtype: np.dtype[Any], rows: int, dim: int) -> Array:
+def _mapped(file: IO[bytes], folder: str, dtype: np.dtype[Any], rows: int, dim: int) -> Array:
     """The file, extended as needed, as an array that outlives it."""
     if not rows * dim:
         return np.zeros((rows, dim), dtype)
-    file.truncate(rows * dim * dtype.itemsize)
+    begun, size = os.fstat(file.fileno()).st_size, rows * dim * dtype.itemsize
+    if size > begun:
+        try:
+            # Otherwise a full disk would kill the process when it writes.
+            os.posix_fallocate(file.fileno(), begun, size - begun)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, folder) from None
     return np.memmap(file, dtype, "r+", shape=(rows, dim))

@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TaskStarted:
-    """This worker got a task."""
+    """This worker got a task, when those of `epoch` were handed out."""
 
     task: Any
+    epoch: int = 0
     counts_progress: bool = False  # whether the n-th record from `feed` is the n-th of the shard
     begun: threading.Event = field(default_factory=threading.Event)  # set by the consumer
 
@@ -70,7 +71,9 @@ class Finished:
 
 @dataclass(frozen=True)
 class Idle:
-    """The master has no task for this worker now."""
+    """The master has no task for this worker now; those of `epoch` are handed out."""
+
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -178,24 +181,25 @@ class TaskInput:
                 if answer.kind == pb.GetTaskResponse.TASK:
                     is_idle = False
                     self._leases.add(answer.task.lease)
-                    self._read(answer.task)
-                elif not is_idle:
+                    self._read(answer.task, answer.epoch)
+                else:
                     is_idle = True
-                    self._put(Idle())
+                    if not answer.later:
+                        self._put(Idle(answer.epoch))
         except BaseException as caught:  # including sys.exit() in a model file: the consumer must be notified
             error = caught
         self._put(Finished(error))
 
-    def _read(self, task: Any) -> None:
+    def _read(self, task: Any, epoch: int) -> None:
         if task.type not in MODES:
-            self._put(TaskStarted(task))
+            self._put(TaskStarted(task, epoch))
             self._put(TaskRead())
             return
         started = False
         try:
             mode = MODES[task.type]
             pipeline = self._pipeline_of(mode)
-            event = TaskStarted(task, pipeline.keeps_order)
+            event = TaskStarted(task, epoch, pipeline.keeps_order)
             self._put(event)
             started = True
             before, self._present = self._present, (task.type, _pass_of(task))
@@ -213,7 +217,7 @@ class TaskInput:
             if not isinstance(error, ElasticCBError):
                 logger.exception("Reading a task failed")
             if not started:
-                self._put(TaskStarted(task))
+                self._put(TaskStarted(task, epoch))
             self._put(TaskRead(error))
         else:
             short = units < task.shard.end - task.shard.start

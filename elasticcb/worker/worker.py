@@ -19,6 +19,8 @@ from elasticcb.worker.task_run import TaskRun
 
 logger = logging.getLogger(__name__)
 
+_LAST_EPOCH = 2**31 - 1
+
 
 class Worker:
     """One worker of a job.
@@ -92,6 +94,7 @@ class TaskLoop:
         if self._session.progress.splits:
             self._agree_to_splits()
         if isinstance(event, TaskStarted):
+            self._session.heard_of(event.epoch, event.task.peers)
             self._run = TaskRun(self._session, self._tally, event)
             try:
                 self._begin(self._run)
@@ -100,7 +103,8 @@ class TaskLoop:
             return
         run = self._run
         if isinstance(event, Idle):
-            self._session.rest()
+            self._session.heard_of(event.epoch)
+            self._session.rest(tells_again=True)
         if run is None or run.is_left:
             return
         if isinstance(event, Batch):
@@ -132,7 +136,8 @@ class TaskLoop:
         logger.info("Stop requested: the rest of the current task is requeued")
         if self._run is not None:
             self._run.settle()
-        self._session.rest()
+        self._session.heard_of(_LAST_EPOCH)
+        self._session.rest(tells_again=True)
         if self._tally.predicts:
             self._end_predictions()
             if self._run is not None:

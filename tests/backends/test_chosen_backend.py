@@ -22,8 +22,8 @@ ASKS = re.compile(r"keras\.backend\.backend\(|KERAS_BACKEND\W*[\])]|environ.*KER
 def test_only_the_registry_asks_what_keras_runs_on():
     asking = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if ASKS.search(path.read_text("utf-8"))}
     others = {
-        "callbacks/foreign_export.py",  # sets it for a process that it starts
-        "data/batch_sources/served.py",  # as Keras's `fit` iterates
+        "callbacks/saved_model_exporter.py",  # sets it for a process that it starts
+        "data/batch_sources/iterables.py",  # as Keras's `fit` iterates
     }
     assert asking <= {"compute/registry.py", *others}
     assert 'VARIABLE = "KERAS_BACKEND"' in (PACKAGE / "compute" / "registry.py").read_text("utf-8")

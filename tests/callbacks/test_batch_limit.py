@@ -4,7 +4,7 @@ import keras
 import pytest
 
 from elasticcb.callbacks import Dispatcher, Place, every
-from elasticcb.callbacks.hook_times import HookTimes
+from elasticcb.callbacks.dispatch import HookTimes
 from elasticcb.errors import ModelFileError
 
 

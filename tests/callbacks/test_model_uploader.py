@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import logging
-import os
-import shutil
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +12,9 @@ import fsspec
 import keras
 import numpy as np
 import pytest
+from stores import S3Server, free_port, sftp_server
 
 from elasticcb.callbacks import Dispatcher, ModelUploader, Place, SavedModelExporter
-from elasticcb.callbacks.model_uploader import without_password
 from elasticcb.errors import CallbackError, ModelFileError
 
 FILES = {"saved_model.pb": b"graph", "variables/variables.index": b"i", "variables/variables.data": b"d" * 9}
@@ -41,79 +36,18 @@ def uploader(url: str, folder: Path, **options: Any) -> Dispatcher:
     return Dispatcher([callback], Place.WORKER, {"saved_model_path": str(folder), "worker_id": 0}, None)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, Any]]:
     """`storage_options` of an S3 endpoint with the bucket "models"."""
-    pytest.importorskip("s3fs")
-    server_module = pytest.importorskip("moto.server")
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    options = {
-        "endpoint_url": f"http://{host}:{port}",
-        "key": "key",
-        "secret": "secret",
-        "config_kwargs": {"retries": {"max_attempts": 0}},
-    }
-    fsspec.filesystem("s3", **options).mkdir("models")
-    yield options
-    server.stop()
+    with S3Server("models") as server:
+        yield server.options
 
 
 @pytest.fixture(scope="module")
 def sftp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """`storage_options` of an OpenSSH server on a free port."""
-    pytest.importorskip("paramiko")
-    sshd = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
-    if sshd is None or shutil.which("ssh-keygen") is None:
-        pytest.skip("OpenSSH's sshd is not installed (Debian: apt-get install openssh-server)")
-    home = tmp_path_factory.mktemp("sshd")
-    for name in ("host", "user"):
-        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(home / name)]
-        subprocess.run(command, check=True)
-    (home / "authorized").write_text((home / "user.pub").read_text())
-    (home / "authorized").chmod(0o600)
-    port = free_port()
-    (home / "config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {home}/host\nPidFile none\nUsePAM no\n"
-        f"AuthorizedKeysFile {home}/authorized\nStrictModes no\nPasswordAuthentication no\n"
-        "Subsystem sftp internal-sftp\nLogLevel ERROR\n"
-    )
-    if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # sshd started as root wants it for its unprivileged half
-    log = (home / "log").open("w")
-    server = subprocess.Popen([sshd, "-D", "-e", "-f", str(home / "config")], stderr=log)
-    options = {
-        "port": port,
-        "username": getpass.getuser(),
-        "key_filename": str(home / "user"),
-        "look_for_keys": False,
-        "allow_agent": False,
-    }
-    try:
-        _wait_until_listening(port, server, home / "log")
+    """`storage_options` of an SFTP server."""
+    with sftp_server(tmp_path_factory.mktemp("sshd")) as options:
         yield options
-    finally:
-        server.terminate()
-        server.wait()
-        log.close()
-
-
-def _wait_until_listening(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=10).close()
-        except ConnectionRefusedError:
-            if server.poll() is not None:
-                pytest.skip(f"sshd does not start here: {log.read_text()[-300:]}")
-        else:
-            return
 
 
 def remote_content(url: str, options: dict[str, Any]) -> dict[str, bytes]:
@@ -289,7 +223,3 @@ def test_unusable_url_is_refused_at_once(url) -> None:
 def test_unusable_numbers_are_refused_at_once(options) -> None:
     with pytest.raises(ModelFileError, match="expects retries >= 0"):
         ModelUploader("file:///x", **options)
-
-
-def test_passwords_in_urls_are_not_shown() -> None:
-    assert without_password("sftp://me:secret@host/x and s3://bucket") == "sftp://me:***@host/x and s3://bucket"

@@ -33,7 +33,7 @@ def compiled(optimizer: keras.optimizers.Optimizer | None) -> keras.Model:
 
 
 class TestPredictionOutputsProcessor:
-    @pytest.mark.parametrize("kind", ["two", "one", "keyword", "optional", "any", "c"])
+    @pytest.mark.parametrize("kind", ["two", "one", "keyword", "optional", "any"])
     def test_function_gets_outputs_and_worker_id_if_it_takes_one(self, kind: str) -> None:
         seen: list = []
         functions = {
@@ -42,7 +42,6 @@ class TestPredictionOutputsProcessor:
             "keyword": lambda predictions, *, worker_id: seen.append((predictions, worker_id)),
             "optional": lambda predictions, worker_id=None: seen.append((predictions, worker_id)),
             "any": lambda *args: seen.append((*args, 5)),
-            "c": lambda predictions: seen.append((predictions, 5)),
         }
         outputs = compiled(None).predict_on_batch(np.ones((3, 2)))
         callback = PredictionOutputsProcessor(functions[kind])
@@ -221,9 +220,6 @@ class TestSummaryWriter:
             "buy/f1/0": [(0, 0.25)],
             "buy/f1/1": [(0, 0.75)],
         }
-
-    def test_writes_on_the_master_alone(self, tmp_path: Path) -> None:
-        assert not Dispatcher([SummaryWriter(tmp_path)], Place.WORKER, {}, None).wants("on_test_end")
 
     def test_no_folder_is_told_in_words(self) -> None:
         with pytest.raises(CallbackError, match="no folder to write to"):

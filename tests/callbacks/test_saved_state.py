@@ -18,8 +18,15 @@ from deep_cases import deep_but
 from elasticcb.callbacks import Dispatcher, LearningRateScheduler, Place, SummaryWriter
 from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.callbacks.placement import place_of
-from elasticcb.callbacks.saved_state import CallbackStates, keep_files
-from elasticcb.serialization.plain_values import MissingArray, NameNotFound, NotPlain, Writer, read
+from elasticcb.callbacks.saved_state import (
+    CallbackStates,
+    MissingArray,
+    NameNotFound,
+    NotPlain,
+    Writer,
+    keep_files,
+    read,
+)
 
 EPOCHS, BATCHES = 7, 2
 # From the third epoch on, less than `DELTA` is gained.

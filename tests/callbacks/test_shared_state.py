@@ -83,3 +83,25 @@ def test_state_that_comes_back_changes_the_objects_that_others_refer_to() -> Non
     assert float(mean.result()) == 4.0
     np.testing.assert_array_equal(here.average[0], np.ones(2))
     assert here.data.sum() == before.size  # large, and changed by no hook: it stays where it is
+
+
+class Client:
+    """Has any attribute, and a slot besides its other ones."""
+
+    __slots__ = ("__dict__", "sent")
+
+    def __init__(self, sent):
+        self.sent, self.name = sent, "client"
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args: self
+
+
+def test_objects_that_have_any_attribute_or_slots_are_taken_whole() -> None:
+    here, there = Callback([]), Callback([])
+    here.client, there.client = Client(1), Client(2)
+    state = _state(here)
+    state.adopt(state.read(_state(there).dump()[0]))
+    assert (type(here.client), here.client.sent, here.client.name) == (Client, 2, "client")

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint.parts import save_part
-from elasticcb.checkpoint.shard_file import Part
-from elasticcb.checkpoint.versions import begin_version, finish_version
+from elasticcb.checkpoint.shard_file import Part, write_part
+from elasticcb.checkpoint.versions import begin_version, finish_version, server_file
 from elasticcb.checkpoint.warm_start import warm_start
 from elasticcb.errors import CheckpointError
 from elasticcb.optimizers.state import ModelState, OptimizerState
@@ -52,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
         slots |= {(variable, "s"): array(len(weight), 1) for variable, weight in weights.items()}
         part = Part(50, weights, slots, {}, {"iterations": np.array(50)}, "Adam")
         part.tables = {number: table.part(index, shard_map) for number, table in tables.items()}
-        files.append(save_part(unfinished, part, slices, index, 2))
+        files.append(write_part(unfinished / server_file(index, 2), part))
     return finish_version(unfinished, version=50, specs=SAVED, parts=parts, files=files)
 
 

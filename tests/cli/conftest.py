@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 
 from elasticcb.cli.command import CommandRun, given_values
-from elasticcb.cli.evaluate import evaluate
 from elasticcb.cli.job import build_settings
 from elasticcb.cli.main import main
-from elasticcb.cli.predict import predict
-from elasticcb.cli.train import train
+from elasticcb.cli.run import evaluate, predict, train
 from elasticcb.settings import Command, JobSettings
 
 COMMANDS = {Command.TRAIN: train, Command.EVALUATE: evaluate, Command.PREDICT: predict}

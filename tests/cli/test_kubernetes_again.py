@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import kubernetes_validate
 import pytest
 
-from elasticcb.cli.kubernetes.recreate import as_submitted, make_again, make_missing_lease
 from elasticcb.cli.kubernetes.submit import create_all
+from elasticcb.cli.resume import as_submitted, make_again, make_missing_lease
 from elasticcb.cluster.kubernetes.api import KubernetesError
 from elasticcb.cluster.kubernetes.master_pod import _is_ours
 from elasticcb.cluster.kubernetes.pods import PodPlan
 from elasticcb.errors import JobFailedError, UsageError
-from elasticcb.settings import JOURNAL_FILE, KubernetesSettings
+from elasticcb.settings import JOURNAL_FILE, Command, JobSettings, KubernetesSettings
 
 PLAN = PodPlan("census", KubernetesSettings(namespace="training", image="zoo:1"), {"A": "1"}, "TOKEN")
 
@@ -188,12 +188,13 @@ def test_a_stopped_job_without_a_lease_is_given_one_and_keeps_the_one_that_it_ha
 
 
 def test_a_journal_is_that_of_the_same_job_or_of_the_one_it_goes_on_with(tmp_path):
-    assert not _is_ours(tmp_path, "first", "")
+    settings = JobSettings(command=Command.TRAIN, directory=str(tmp_path))
+    assert not _is_ours(settings, "first", "")
     (tmp_path / JOURNAL_FILE).touch()
-    assert _is_ours(tmp_path, "first", "")
-    assert _is_ours(tmp_path, "second", "first")
-    assert _is_ours(tmp_path, "second", "first")
-    assert not _is_ours(tmp_path, "third", "")
+    assert _is_ours(settings, "first", "")
+    assert _is_ours(settings, "second", "first")
+    assert _is_ours(settings, "second", "first")
+    assert not _is_ours(settings, "third", "")
     (tmp_path / "kubernetes.json").write_text("{}")
     with pytest.raises(JobFailedError, match="can't be read"):
-        _is_ours(tmp_path, "third", "")
+        _is_ours(settings, "third", "")

@@ -11,8 +11,7 @@ from rich.console import Console
 from elasticcb.cli.figures import epoch_line, status_parts
 from elasticcb.cli.formats import format_seconds
 from elasticcb.cli.job import show_header
-from elasticcb.cli.live_display import LiveDisplay
-from elasticcb.cli.progress import PlainDisplay, make_display, start_spinner
+from elasticcb.cli.progress import LiveDisplay, PlainDisplay, make_display, start_spinner
 from elasticcb.cli.summary import summary_lines
 from elasticcb.dashboard.beside import PAGE_FILE
 from elasticcb.master.snapshot import EpochEnd, JobSnapshot, ProcessCounts, SavedModelInput

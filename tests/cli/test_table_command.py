@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint.parts import save_part
-from elasticcb.checkpoint.shard_file import Part
-from elasticcb.checkpoint.versions import begin_version, finish_version
+from elasticcb.checkpoint.shard_file import Part, write_part
+from elasticcb.checkpoint.versions import begin_version, finish_version, server_file
 from elasticcb.cli import table
 from elasticcb.cli.main import main
 from elasticcb.errors import ExitCode
@@ -26,7 +25,7 @@ FREE = VariableSpec("users/embeddings", (0, 2), "float16", True, table=TableSpec
 def write_checkpoint(folder, specs, tables_of_servers, version=100):
     temporary = begin_version(folder, version)
     files = [
-        save_part(temporary, Part(version, tables=tables), [], place, len(tables_of_servers))
+        write_part(temporary / server_file(place, len(tables_of_servers)), Part(version, tables=tables))
         for place, tables in enumerate(tables_of_servers)
     ]
     parts = [[] for _ in files]

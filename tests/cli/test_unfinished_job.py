@@ -68,7 +68,7 @@ def test_nothing_of_an_earlier_job_is_resumed_or_shown_after_a_new_one_has_begun
     write_journal(tmp_path, queue=QUEUE, version=7, over=True)
     new = replace(earlier, checkpoint=CheckpointSettings(interval_seconds=interval, directory=str(tmp_path / "new")))
     with command_runs(tmp_path):
-        journal = _journal(new, resumed=False)()
+        journal = _journal(new, resumed=False, say=pytest.fail)()
     if journal is not None:
         journal.close()
     assert (journal is None) == (not interval)
@@ -87,11 +87,11 @@ def test_nothing_of_an_earlier_job_is_resumed_or_shown_after_a_new_one_has_begun
 
 def test_a_job_that_is_resumed_keeps_its_settings_and_its_history(tmp_path):
     settings = JobSettings(command=Command.TRAIN, directory=str(tmp_path))
-    _journal(settings, resumed=False)().close()
+    _journal(settings, resumed=False, say=pytest.fail)().close()
     write_journal(tmp_path, queue=QUEUE, version=7)
     durable.write_document(tmp_path / HISTORY_FILE, {"number": 7})
     before = (tmp_path / JOB_FILE).read_bytes()
-    journal = _journal(replace(settings, name="other"), resumed=True)()
+    journal = _journal(replace(settings, name="other"), resumed=True, say=pytest.fail)()
     assert journal.memory.version == 7
     journal.close()
     assert (tmp_path / JOB_FILE).read_bytes() == before
@@ -99,4 +99,6 @@ def test_a_job_that_is_resumed_keeps_its_settings_and_its_history(tmp_path):
 
 
 def test_a_job_that_evaluates_has_no_files_to_be_resumed_from(tmp_path):
-    assert _journal(JobSettings(command=Command.EVALUATE, directory=str(tmp_path)), resumed=False) is None
+    assert (
+        _journal(JobSettings(command=Command.EVALUATE, directory=str(tmp_path)), resumed=False, say=pytest.fail) is None
+    )

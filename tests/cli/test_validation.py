@@ -39,6 +39,19 @@ def test_a_mistake_in_one_file_hides_none_in_another(workplace, complaint):
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        ["--get_model_steps=4", "--updates=sync"],
+        ["--grads_to_wait=2", "--updates=async"],
+        ["--use_async=maybe", "--updates=sync"],
+        ["--use_async=true", "--updates=often"],
+    ],
+)
+def test_a_mode_that_is_given_twice_or_unreadably_is_one_mistake(workplace, complaint, given):
+    assert "reasons" not in complaint("train", *workplace.flags("--training_data=data/train.csv", *given))
+
+
+@pytest.mark.parametrize(
     ("text", "lacking"),
     [
         ("def custom_model(): return keras.Sequential()\n", ["optimizer", "loss"]),

@@ -9,9 +9,9 @@ import time
 import pytest
 from waiting import wait_until
 
-from elasticcb.cluster.kubernetes import lease as lease_module
+from elasticcb.cluster.kubernetes import master_pod
 from elasticcb.cluster.kubernetes.api import KubernetesError
-from elasticcb.cluster.kubernetes.lease import MasterLease, held
+from elasticcb.cluster.kubernetes.master_pod import MasterLease, held
 from elasticcb.errors import GO_ON
 
 ENDED = {"containerStatuses": [{"state": {"terminated": {"exitCode": 137}}}]}
@@ -120,7 +120,7 @@ def test_a_holder_acts_no_more_before_another_may(api, clock):
     assert first.is_late
     api.is_away = False
     assert not first.renew()  # though nobody has taken it yet
-    assert lease_module._GIVE_UP_SECONDS + lease_module._LOOK_SECONDS < lease_module.LEASE_SECONDS
+    assert master_pod._GIVE_UP_SECONDS + master_pod._LOOK_SECONDS < master_pod.LEASE_SECONDS
 
 
 @pytest.mark.parametrize(("pod", "taken"), [(ENDED, True), (RUNS, False), ({}, False), (None, False)])
@@ -182,8 +182,8 @@ def test_one_that_is_given_up_is_free_and_another_s_is_left_alone(api, clock):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(lease_module, "_RENEW_SECONDS", 0.01)
-    monkeypatch.setattr(lease_module, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(master_pod, "_RENEW_SECONDS", 0.01)
+    monkeypatch.setattr(master_pod, "_LOOK_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_a_process_ends_at_once_when_another_has_its_lease(api, quick, ended):
 
 
 def test_a_process_ends_when_it_can_not_renew_its_lease_in_time(api, quick, ended, monkeypatch):
-    monkeypatch.setattr(lease_module, "_GIVE_UP_SECONDS", 0.2)
+    monkeypatch.setattr(master_pod, "_GIVE_UP_SECONDS", 0.2)
     with held(MasterLease(api, "job", "a"), [].append, ended):
         api.is_away = True
         assert ended.there.wait(20)
@@ -232,8 +232,8 @@ def test_a_process_ends_when_it_can_not_renew_its_lease_in_time(api, quick, ende
 
 
 def test_a_call_that_hangs_does_not_keep_a_process_from_ending(api, quick, ended, monkeypatch):
-    monkeypatch.setattr(lease_module, "_GIVE_UP_SECONDS", 0.2)
-    monkeypatch.setattr(lease_module, "_JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(master_pod, "_GIVE_UP_SECONDS", 0.2)
+    monkeypatch.setattr(master_pod, "_JOIN_SECONDS", 0.2)
     with held(MasterLease(api, "job", "a"), [].append, ended):
         api.before_patch = lambda: time.sleep(30)
         assert ended.there.wait(20)
@@ -249,8 +249,8 @@ def hang(text):
 
 @pytest.mark.parametrize("say", [fail, hang])
 def test_a_process_ends_also_if_it_can_not_say_why(api, quick, ended, monkeypatch, say):
-    monkeypatch.setattr(lease_module, "_SAY_SECONDS", 0.1)
-    monkeypatch.setattr(lease_module, "_JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(master_pod, "_SAY_SECONDS", 0.1)
+    monkeypatch.setattr(master_pod, "_JOIN_SECONDS", 0.1)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)  # a process that ends shows none
     with held(MasterLease(api, "job", "a"), say, ended):
         api.write(holderIdentity="b")

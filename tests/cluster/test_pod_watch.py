@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from elasticcb.cluster.kubernetes import watch
+from elasticcb.cluster.kubernetes import backend
 from elasticcb.cluster.kubernetes.api import KubernetesError
 
 
@@ -32,8 +32,8 @@ class API:
 @pytest.fixture
 def follow(monkeypatch):
     """What was seen and said, in this order, until all lists were given."""
-    monkeypatch.setattr(watch, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(watch, "_LONG_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(backend, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(backend, "_LONG_PAUSE_SECONDS", 0.0)
 
     def run(lists, changes):
         stopped, events = threading.Event(), []
@@ -44,7 +44,7 @@ def follow(monkeypatch):
             if version == "last":
                 stopped.set()
 
-        watch.follow_pods(
+        backend.follow_pods(
             API(lists, changes), "job=a", stopped, see_all, lambda pod, gone: events.append((pod, gone)), events.append
         )
         return events

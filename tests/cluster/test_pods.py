@@ -17,8 +17,7 @@ from elasticcb.cluster.kubernetes.flags import (
     parse_volumes,
     safe_name,
 )
-from elasticcb.cluster.kubernetes.pods import PodPlan, patched
-from elasticcb.cluster.kubernetes.resources import after_oom, resources
+from elasticcb.cluster.kubernetes.pods import PodPlan, after_oom, patched, resources
 from elasticcb.errors import UsageError
 from elasticcb.settings import KubernetesSettings
 

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from elasticcb.dashboard import broadcast
-from elasticcb.dashboard.broadcast import Broadcast
+from elasticcb.dashboard import server
+from elasticcb.dashboard.server import Broadcast
 
 
 class Numbers:
@@ -22,7 +22,7 @@ class Numbers:
 
 
 def test_a_browser_that_reads_nothing_is_ended_and_the_others_are_not(monkeypatch):
-    monkeypatch.setattr(broadcast, "_MOST_WAITING", 3)
+    monkeypatch.setattr(server, "_MOST_WAITING", 3)
 
     async def run() -> tuple[list[list[str]], list[str]]:
         job = Broadcast(Numbers())

@@ -5,9 +5,7 @@ import json
 
 import pytest
 
-from elasticcb.dashboard.broadcast import Broadcast
-from elasticcb.dashboard.server import key_of, make_app, refusal
-from elasticcb.dashboard.view import JobView
+from elasticcb.dashboard.server import Broadcast, JobView, key_of, make_app, refusal
 from elasticcb.settings import STATUS_FILE
 
 KEY = key_of("the job's token")

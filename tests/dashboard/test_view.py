@@ -2,7 +2,7 @@
 
 import pytest
 
-from elasticcb.dashboard.view import JobView
+from elasticcb.dashboard.server import JobView
 from elasticcb.master.past import Past
 from elasticcb.master.shards import Shard
 from elasticcb.master.snapshot import JobSnapshot

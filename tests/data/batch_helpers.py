@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters import get_data_adapter
 
 from elasticcb.clients.master import MasterClient
-from elasticcb.data.batch_sources.encoding import Layout
+from elasticcb.data.batch_sources.iterables import Layout
 from elasticcb.data.batch_sources.keras_data import to_batch
 from elasticcb.data.batch_sources.service import DataService
 from elasticcb.data.batches import BatchSource
@@ -27,7 +27,7 @@ _READ_ELSEWHERE = """
 import sys
 from elasticcb.serialization import carry
 from elasticcb.clients.master import MasterClient
-from elasticcb.data.batch_sources.encoding import Layout
+from elasticcb.data.batch_sources.iterables import Layout
 
 with open(sys.argv[1], "rb") as file:
     address, access, sources = carry.loads(file.read())

@@ -14,8 +14,7 @@ from batch_helpers import Caller, all_batches, assert_same_batches, caller, copy
 from elasticcb.clients.master import MasterClient
 from elasticcb.data.batch_sources.adapt import adapt
 from elasticcb.data.batch_sources.dataset_fn import DatasetFactory, DatasetFnSource
-from elasticcb.data.batch_sources.served import ServedSource
-from elasticcb.data.batch_sources.stored import StoredSource
+from elasticcb.data.batch_sources.iterables import ServedSource, StoredSource
 from elasticcb.errors import ConnectionLostError, DataError
 from elasticcb.security.credentials import Access
 from elasticcb.serialization import carry

@@ -27,7 +27,7 @@ from typing import Any
 EVENTS = {
     # of a worker
     "asks for a task": ("elasticcb.clients.master", "MasterClient.get_task", "before"),
-    "trains a batch": ("elasticcb.worker.local_training", "LocalTraining.train", "before"),
+    "trains a batch": ("elasticcb.worker.task_run", "_LocalTraining.train", "before"),
     "has what it trained merged": ("elasticcb.worker.local_updates", "LocalUpdates.merge", "after"),
     "evaluates a batch": ("elasticcb.worker.task_run", "TaskRun._evaluate", "before"),
     "predicts a batch": ("elasticcb.worker.task_run", "TaskRun._predict", "before"),
@@ -36,12 +36,11 @@ EVENTS = {
     "reports a task": ("elasticcb.clients.master", "MasterClient.report_done", "before"),
     "has reported a task": ("elasticcb.clients.master", "MasterClient.report_done", "after"),
     # of a parameter server
-    "takes a push": ("elasticcb.ps.training_calls", "TrainingCalls._push", "before"),
-    "has applied a push": ("elasticcb.ps.training_calls", "TrainingCalls._push", "after"),
-    "has written recovery files": ("elasticcb.ps.recovery", "write_part", "after"),
-    "has written its part of a checkpoint": ("elasticcb.checkpoint.parts", "save_part", "after"),
-    "pauses for another number of servers": ("elasticcb.ps.training_calls", "TrainingCalls.move", "before"),
-    "reads what other servers have written": ("elasticcb.ps.holder", "read_by_older_map", "before"),
+    "takes a push": ("elasticcb.ps.servicer", "_TrainingCalls._push", "before"),
+    "has applied a push": ("elasticcb.ps.servicer", "_TrainingCalls._push", "after"),
+    "has saved its part": ("elasticcb.checkpoint.shard_file", "write_part", "after"),
+    "pauses for another number of servers": ("elasticcb.ps.servicer", "_TrainingCalls.move", "before"),
+    "reads what other servers have written": ("elasticcb.checkpoint.parts", "load", "before"),
     # of the master
     "has taken a report": ("elasticcb.master.calls", "Calls.report_done", "after"),
     "has given a server its model back": ("elasticcb.master.servers", "Servers._give_back", "after"),
@@ -187,9 +186,9 @@ _ACTIONS = {
 
 def _go_through_the_network(process: str, control: str) -> None:
     from elasticcb.rpc import connection as connection_module
-    from elasticcb.rpc import unix_socket
+    from elasticcb.rpc import shared_frames
 
-    connect, listen = connection_module.Connection.__init__, unix_socket.Listener.__init__
+    connect, listen = connection_module.Connection.__init__, shared_frames.Listener.__init__
 
     @functools.wraps(connect)
     def connect_by_proxy(self: Any, address: str, name: str, *args: Any, **kwargs: Any) -> None:
@@ -202,7 +201,7 @@ def _go_through_the_network(process: str, control: str) -> None:
         self.name = _proxy_of(control, process, "ps", f"\0{self.name}").removeprefix("\0")
 
     connection_module.Connection.__init__ = connect_by_proxy
-    unix_socket.Listener.__init__ = listen_by_proxy
+    shared_frames.Listener.__init__ = listen_by_proxy
 
 
 def _proxy_of(control: str, source: str, to: str, target: str) -> str:

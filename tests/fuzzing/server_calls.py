@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 
+from elasticcb.master.recovery_files import RecoveryFiles
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.connection import Connection
@@ -20,7 +22,7 @@ from elasticcb.rpc.link import Message
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame, encode_frame
 from elasticcb.security.credentials import OPEN, Access
-from elasticcb.settings import CheckpointSettings, ClusterSettings, WireDtype
+from elasticcb.settings import ClusterSettings, WireDtype
 from elasticcb.sharding.partition import VariableSpec, pack, partition
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.wire_codec import narrowed
@@ -40,12 +42,8 @@ VALUES = [*initial_values(), np.zeros((0, 4), np.float32)]
 
 @contextlib.contextmanager
 def serving(folder: Path, host: str = "127.0.0.1", access: Access = OPEN) -> Iterator[list[str]]:
-    """Two servers, which write recovery files; their addresses."""
-    settings = server_settings(
-        folder,
-        checkpoint=CheckpointSettings(interval_seconds=1.0),
-        cluster=ClusterSettings(num_ps=2),
-    )
+    """Two servers; their addresses."""
+    settings = server_settings(folder, cluster=ClusterSettings(num_ps=2))
     servers = [PSServer(settings, alone(sgd), host, access=access) for _ in range(2)]
     for server in servers:
         server.start()
@@ -98,7 +96,7 @@ class ServerFuzzer:
 
     def _model(self, num_ps: int, **more: Any) -> pb.InitializeRequest:
         variables = [spec.to_message() for spec in WITH_TABLE]
-        return pb.InitializeRequest(variables=variables, num_ps=num_ps, split=True, run="run", **more)
+        return pb.InitializeRequest(variables=variables, num_ps=num_ps, split=True, **more)
 
     def _call(self, call: Call) -> Frame[Any]:
         connection = self._connections[call.server]
@@ -121,7 +119,7 @@ class ServerFuzzer:
         for frame in (push, push, lookup, *small_frames):
             yield [Call(0, "Exchange", frame)]
         exported = self._call(Call(0, "Export", Frame(pb.ExportRequest(), {})))
-        state = pb.LoadStateRequest(id=7, optimizers=exported.header.optimizers)
+        state = pb.LoadStateRequest(save=self._saved(0), optimizers=exported.header.optimizers)
         table = self._call(Call(0, "ReadTable", Frame(pb.ReadTableRequest(variable=TABLE, count=4), {})))
         yield [Call(0, "LoadState", Frame(state, {**exported.tensors, **table.tensors}))]
         sent = pb.PieceRequest(key=b"k" * 20, size=10)
@@ -131,7 +129,7 @@ class ServerFuzzer:
             Call(0, "Piece", Frame(asked, {})),
         ]
         yield [self._beginning()]
-        yield [Call(0, "Initialize", Frame(self._model(1, recover=True), {}))]
+        yield [Call(0, "Save", Frame(self._saved(0), {}))]
         yield [*self._move()]
         for header in (
             pb.SnapshotRequest(evaluation_round=1),
@@ -141,9 +139,8 @@ class ServerFuzzer:
             pb.ExportRequest(id=1),
             pb.ReadTableRequest(variable=TABLE, export_id=1),
             pb.ExportRequest(id=1, release=True),
-            pb.SaveRequest(directory=str(self._folder)),
+            pb.SaveRequest(path=str(self._folder / "file")),
             pb.ReadTableRequest(variable=TABLE, count=4),
-            pb.PersistRequest(),
             pb.CountTablesRequest(top=3),
             pb.FindRowRequest(id=3),
             pb.RefusedCallsRequest(),
@@ -155,10 +152,19 @@ class ServerFuzzer:
         for step in (pb.CLOSE, pb.DRAIN, pb.OPEN):
             pushes = [pb.PushName(worker_id=1, sequence=1)]
             yield Call(0, "Move", Frame(pb.MoveRequest(step=step, pushes=pushes), {}))
-        yield Call(0, "Persist", Frame(pb.PersistRequest(), {}))
+        recovery = RecoveryFiles(self._folder / "recovery", "run", WITH_TABLE)
+        recovery.folder.mkdir(parents=True, exist_ok=True)
+        saved = self._call(Call(0, "Save", Frame(recovery.request(0, [SLICES], 0), {}))).header
+        recovery.note(0, saved, [SLICES])
+        recovery.write()
         for server in (0, 1):
-            yield Call(server, "Initialize", Frame(self._model(2, index=server, recover=True, map_version=1), {}))
-            yield Call(server, "Persist", Frame(pb.PersistRequest(forget_older=True), {}))
+            manifest = json.dumps(recovery.manifest())
+            given = {"index": server, "manifest": manifest, "map_version": 1, "checkpoint": str(recovery.folder)}
+            yield Call(server, "Initialize", Frame(self._model(2, **given), {}))
+            yield Call(server, "Save", Frame(self._saved(server, map_version=1), {}))
+
+    def _saved(self, server: int, map_version: int = 0) -> pb.SaveRequest:
+        return pb.SaveRequest(path=str(self._folder / f"ps-{server}"), after="", map_version=map_version)
 
     # ------------------------------------------------------------ as they are sent
 

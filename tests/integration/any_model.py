@@ -108,8 +108,8 @@ def saved_weights(folder):
     version = find_latest(folder)
     manifest = read_manifest(version)
     flat = [np.empty(int(np.prod(v["shape"])), v["dtype"]) for v in manifest["variables"]]
-    for file in manifest["files"]:
-        tensors = load_file(version / file["name"])
-        for variable, start, stop in file["slices"]:
+    for server in manifest["servers"]:
+        tensors = load_file(version / server["files"][0]["name"])
+        for variable, start, stop in server["slices"]:
             flat[variable][start:stop] = tensors[f"weight/{variable}"].reshape(-1)
     return [array.reshape(v["shape"]) for array, v in zip(flat, manifest["variables"], strict=True)]

@@ -301,7 +301,7 @@ class JobProcess:
     @property
     def master(self) -> psutil.Process:
         """The one that the launcher has had started."""
-        return self.children("train")[0]
+        return self.children("master")[0]
 
     def kill(self, role: str, index: int = 0, number: int = signal.SIGKILL) -> int:
         """Sends a signal to a process; returns its id."""

@@ -84,6 +84,8 @@ def test_a_hook_on_the_only_worker_ends_training_with_its_batch_and_the_callers_
     history = cluster.fit(model, X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[Stops()])
     assert history.epoch == [0]
     assert int(model.optimizer.iterations) == 3
+    cluster.evaluate(model, X, Y, verbose=0)
+    cluster.predict(model, X, verbose=0)
     assert model.stop_training is True
     cluster.fit(model, X, Y, verbose=0)
     assert model.stop_training is False

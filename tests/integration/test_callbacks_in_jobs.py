@@ -232,22 +232,6 @@ def callbacks():
         assert 'raise OSError("the disk is full")' in caught.value.user_traceback
         assert "elasticcb/callbacks" not in caught.value.user_traceback
 
-    def test_hook_of_a_batch_that_fails_ends_the_job_at_once(self, tmp_path):
-        text = """
-class Fails(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        write("tried", 1)
-        return logs["accuracy"]
-
-def callbacks():
-    return [Fails()]
-"""
-        path = model_file(tmp_path, text, "fails_in_batch")
-        with pytest.raises(JobFailedError, match="on_train_batch_end") as caught:
-            run_job(small_job(tmp_path, path, num_workers=1))
-        assert len(calls(tmp_path, "tried", "worker-0")) == 1
-        assert 'return logs["accuracy"]' in caught.value.user_traceback
-
     @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_end"])
     def test_hook_that_ends_its_process_fails_the_job_in_words(self, tmp_path, hook):
         text = f"""
@@ -374,9 +358,3 @@ def callbacks():
         data = np.load(tmp_path / "data.npz")
         (predictions,) = served(tf.constant(data["x"])).values()
         assert np.mean(np.abs(predictions - data["y"])) == pytest.approx(summary.metrics["mae"], rel=1e-4)
-
-    def test_steps_end_training(self, tmp_path):
-        text = "def callbacks():\n    return [elasticcb.callbacks.MaxStepsStopper(5)]\n"
-        path = model_file(tmp_path, text, "max_steps_file")
-        summary, _ = run_job(small_job(tmp_path, path, num_workers=1, num_epochs=9, num_minibatches_per_task=1))
-        assert 5 <= summary.version <= 8  # tasks already handed out are finished

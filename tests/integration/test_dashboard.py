@@ -14,7 +14,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from elasticcb.cli.main import main
 from elasticcb.clients.history import History
-from elasticcb.dashboard.view import JobView
+from elasticcb.dashboard.server import JobView
 from elasticcb.errors import ExitCode
 from jobs import JobProcess, offsets_job, train_flags
 
@@ -121,6 +121,8 @@ def shows(page: Page, said: dict) -> bool:
         "processes-lost": said["workers"]["lost"],
         "records-repeated": said["records"]["repeated"],
     }
+    if any(each["batches"] is None for each in said["processes"] if each["role"] == "worker"):
+        return False  # it has just joined
     batches = [f"{each['batches']:,}" for each in said["processes"] if each["role"] == "worker"]
     cells = page.driver.find_elements(By.CSS_SELECTOR, "#workers td:nth-child(5)")
     return (

@@ -63,7 +63,7 @@ def train(text: str, data: Path, folder: Path, name: str):
 EXAMPLES = [*model_files(ROOT / "docs" / "model_file.md"), *model_files(MIGRATING)]
 
 
-@pytest.mark.parametrize("number", deep_but(range(len(EXAMPLES)), 0, 8))
+@pytest.mark.parametrize("number", deep_but(range(len(EXAMPLES)), 0, 6))
 def test_model_file_of_a_page_trains(number, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     summary, _ = train(EXAMPLES[number], data, tmp_path, f"documented_{number}")

@@ -124,8 +124,8 @@ def test_a_server_whose_answers_are_late_is_waited_for_and_one_that_nobody_reach
 def test_a_server_that_dies_while_it_writes_or_before_it_answers_is_replaced(data, start_job, faults):
     happened = [
         faults.fail_at("ps", 0, "has applied a push", nth=40),
-        faults.fail_at("ps", 0, "has written recovery files", nth=3),
-        faults.fail_at("ps", 0, "has written its part of a checkpoint"),
+        faults.fail_at("ps", 0, "has saved its part", nth=3),
+        faults.fail_at("ps", 1, "has saved its part", nth=5),
     ]
     job = start_job("train", *flags(data, num_ps=2, num_epochs=2, checkpoint_dir=data / "c", updates="async"))
     for _ in happened:

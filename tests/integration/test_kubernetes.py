@@ -13,8 +13,10 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
+import fsspec
 import pytest
 import yaml
+from stores import S3Server
 from waiting import wait_until
 
 from elasticcb.cli.kubernetes.job import KubernetesJob
@@ -179,10 +181,14 @@ def test_a_census_job_ends_with_a_saved_model_though_a_worker_and_the_server_are
     delete_pod(api, "ps", 0)  # the node may still ask it to end before it kills it
     job.wait_for_line(r"parameter server 0 .* (was lost: its pod was deleted|leaves: it was asked to end)")
     job.wait_for_line(r"Parameter server 0 recovered in .* from its recovery files")
-    events = api.list("Event", fields="involvedObject.kind=Job,involvedObject.name=job")["items"]
-    told = {(event["reason"], event["type"]): event["message"] for event in events}
-    assert " from its recovery files; " in told["ServerRecovered", "Normal"]
-    assert ("ProcessLost", "Warning") in told
+
+    def told():
+        events = api.list("Event", fields="involvedObject.kind=Job,involvedObject.name=job")["items"]
+        return {(event["reason"], event["type"]): event["message"] for event in events}
+
+    wait_until(lambda: ("ServerRecovered", "Normal") in told())
+    assert " from its recovery files; " in told()["ServerRecovered", "Normal"]
+    assert ("ProcessLost", "Warning") in told()
     assert job.finish() == 0, job.output
     assert (folder / "model" / "saved_model.pb").exists()
     assert number(job.output, "workers lost") == 1
@@ -240,6 +246,31 @@ def test_a_lost_master_is_followed_by_another_and_a_job_that_was_stopped_or_fail
     assert main(["stop", "job", here, "--delete"]) == 0
     assert failed.finish() == 1
     assert "The job job was deleted" in failed.output
+
+
+def test_a_job_without_a_volume_goes_on_from_a_url_after_its_server_and_its_master_are_gone(api, folder, start_job):
+    with S3Server("jobs", urllib.parse.urlsplit(api.server).hostname) as server:
+        envs = {"PYTHONPATH": ROOT, "PYTHONDONTWRITEBYTECODE": 1, **server.environment}
+        given = linear_flags(
+            api, folder, epochs=30, num_ps=2, checkpoint_interval=1, envs=",".join(f"{k}={v}" for k, v in envs.items())
+        )
+        given = [flag.replace(f"{folder},mount_path={folder}", f"{folder},mount_path={folder},read_only=true")
+                 for flag in given if not flag.startswith("--job_dir=")]  # fmt: skip
+        job = start_job("train", *given, "--job_dir=s3://jobs/one", "--checkpoint_dir=s3://jobs/kept")
+        job.wait_for_line(r"epoch [3-9]/.*workers 1/1")
+        delete_pod(api, "ps", 0)
+        job.wait_for_line(r"Parameter server \d recovered in .* from its recovery files")
+        deleted = delete_pod(api, "master", 0)
+        job.wait_for_line(rf"The master's pod {deleted}: .*A new pod continues the job")
+        job.wait_for_line(r"Parameter server 0 resumes from its recovery files")
+        assert job.finish() == 0, job.output
+        assert "(30 epochs of 2,000)" in job.output
+        assert "is lost with its pods" not in job.output
+        kept = fsspec.filesystem("s3", **server.options).find("jobs/kept")
+        newest = max(kept).rpartition("/")[0]
+        names = [path.rpartition("/")[2] for path in kept if path.startswith(newest)]
+        assert names[0] == "manifest.json"
+        assert len(names) == 3, names  # and one of each server
 
 
 def test_a_master_that_lost_its_lease_ends_at_once_and_none_acts_while_another_pod_may(api, folder, start_job):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.deep
+
 nbformat = pytest.importorskip("nbformat", reason="nbclient is not installed: pip install 'elasticcb[test]'")
 nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install 'elasticcb[test]'")
 pytest.importorskip("keras_rs", reason="Keras Recommenders is not installed: pip install 'elasticcb[recommender]'")
@@ -51,7 +53,6 @@ def test_notebook_is_saved_with_plots_and_without_traces_of_a_machine(path):
     assert not any(output.output_type == "error" or output.get("name") == "stderr" for output in outputs(notebook))
 
 
-@pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_tutorial_runs_and_trains_on_after_a_worker_is_killed(tmp_path):
     printed = printed_by(TUTORIAL, tmp_path)
@@ -63,7 +64,6 @@ def test_tutorial_runs_and_trains_on_after_a_worker_is_killed(tmp_path):
     assert (tmp_path / "model.keras").exists()
 
 
-@pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_notebook_of_the_recommender_kit_runs(tmp_path):
     folder = tmp_path / "recommender"

@@ -75,6 +75,7 @@ def test_mistake_is_answered_as_by_keras(name, cluster):
         ("steps_per_epoch=None", lambda on: on.fit(make(), dataset().repeat())),
         ("validation_steps=None", lambda on: on.fit(make(), X, Y, validation_data=dataset().repeat())),
         ("`steps_per_epoch` must", lambda on: on.fit(make(), lambda context: dataset())),
+        ("`validation_freq` must be at least 1", lambda on: on.fit(make(), X, Y, validation_freq=0)),
     ],
 )
 def test_what_keras_lets_pass_or_never_ends_is_an_error_with_words(words, call, cluster):
@@ -132,10 +133,3 @@ def test_callback_that_cannot_be_pickled_is_named(cluster, tmp_path):
     with (tmp_path / "file").open("w") as file, pytest.raises(UsageError, match="HoldsAFile") as caught:
         cluster.fit(make(), X, Y, callbacks=[HoldsAFile(file)], verbose=0)
     assert "not opened for reading" in str(caught.value)
-
-
-@pytest.mark.parametrize("arguments", [{"num_workers": 0}, {"num_ps": 1.5}, {"kind": "cloud"}, {"non_finite": "no"}])
-def test_cluster_refuses_what_it_does_not_know(arguments):
-    (name,) = arguments
-    with pytest.raises(UsageError, match=f"{name}=.* is invalid. Expected "):
-        elasticcb.Cluster(**arguments)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import elasticcb
 from deep_cases import deep_but
+from keras_calls import Keras
 
 X = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -74,11 +75,6 @@ PREDICTIONS = {
     "labels in predict_step": lambda on: on.predict(dense(residual), tf.data.Dataset.from_tensors((X, Y)).repeat(2)),
     "bare features in predict_step": lambda on: on.predict(dense(lambda self, data: self(data)), X, batch_size=9),
 }
-
-
-class Keras:
-    def predict(self, model, *args, **kwargs):
-        return model.predict(*args, verbose=0, **kwargs)
 
 
 @pytest.mark.parametrize("call", PREDICTIONS)

@@ -12,6 +12,8 @@ from elasticcb.cli.main import main
 from jobs import JobProcess
 from warm import WarmProcess
 
+pytestmark = pytest.mark.deep
+
 pytest.importorskip("keras_rs", reason="Keras Recommenders is not installed: pip install 'elasticcb[recommender]'")
 
 
@@ -70,7 +72,6 @@ def test_recommender_kit_is_trained_evaluated_and_serves(folder, start_job):
     assert not seen & {title for _, title in recommended}
 
 
-@pytest.mark.deep
 @pytest.mark.timeout(900)
 def test_recommender_kit_beats_popularity_on_real_ratings(folder, start_job, shared_data):
     run_script(folder, "data.py", f"--movielens={shared_data / 'ml-100k' / 'u.data'}")

@@ -6,10 +6,12 @@ import signal
 import textwrap
 from collections import Counter
 
+import fsspec
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from stores import S3Server
 
 import elasticcb
 from elasticcb.callbacks import runs_on
@@ -18,8 +20,8 @@ from warm import WarmProcess
 
 BATCHES = 100
 SCRIPT = """
-    import os, signal, sys
-    import elasticcb, keras, numpy as np, psutil
+    import os, signal, sys, time
+    import elasticcb, fsspec, keras, numpy as np, psutil
     from elasticcb.callbacks import runs_on
 
     run, what, fit, epoch, batch = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
@@ -45,6 +47,15 @@ SCRIPT = """
             x = np.random.default_rng(index).normal(size=(8, 4)).astype("float32")
             return x, x.sum(axis=1, keepdims=True)
 
+    job_dir = os.environ.get("JOB_DIR", "job")
+
+    def copied():
+        "Whether the end of the epoch before is where another machine finds it."
+        if "://" not in job_dir:
+            return True
+        files, place = fsspec.core.url_to_fs(f"{job_dir}/fit-{fit}/journal", use_listings_cache=False)
+        return any(f'"ended_epochs":{epoch}'.encode() in files.cat_file(each) for each in files.find(place))
+
     @runs_on("master")
     class Ends(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -58,13 +69,15 @@ SCRIPT = """
                 if what == "server":
                     next(p for p in psutil.Process().children(recursive=True) if p.name() == "ps-0").kill()
                 else:
+                    while not copied():
+                        time.sleep(0.05)
                     os.kill(os.getpid(), getattr(signal, what))
 
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.05), "mse")
     with elasticcb.handle_restartable_error(), elasticcb.Cluster(
         2,
-        job_dir="job",
+        job_dir=job_dir,
         checkpoint=elasticcb.CheckpointOptions(interval_seconds=0.2),
         recovery=elasticcb.RecoveryOptions(max_ps_restarts=0),
     ) as cluster:
@@ -104,10 +117,25 @@ def program(tmp_path):
     return Program(tmp_path)
 
 
+@pytest.fixture(params=["folder", "URL"])
+def left(request, monkeypatch, faults, tmp_path):
+    """Returns which files of fits are in the `job_dir` of a program: a folder, or below a URL of a real S3 server."""
+    if request.param == "folder":
+        yield lambda: list((tmp_path / "job").glob("fit-*"))
+        return
+    faults.shorten("elasticcb.master.job_copy.SILENCE_SECONDS", 5.0)  # a program that runs again is on another machine
+    faults.shorten("elasticcb.master.job_copy._BEAT_SECONDS", 0.5)
+    with S3Server("programs") as s3:
+        for name, value in {**s3.environment, "JOB_DIR": "s3://programs/one"}.items():
+            monkeypatch.setenv(name, value)
+        yield lambda: fsspec.filesystem("s3", **s3.options, use_listings_cache=False).find("programs/one")
+
+
 @pytest.mark.timeout(900)
-def test_killed_program_goes_on_where_it_was(program):
+def test_killed_program_goes_on_where_it_was(program, left):
     code, output = program.run("SIGKILL", fit=2, epoch=1, batch=60)
     assert code == -signal.SIGKILL, output
+    assert left()
     code, output = program.run()
     assert code == 0, output
     assert "fit-1 of" in output.partition("was completed by an earlier run")[0]
@@ -124,7 +152,7 @@ def test_killed_program_goes_on_where_it_was(program):
     updates, loss = re.search(r"updates (\d+) loss (.*)", output).groups()
     assert int(updates) >= 4 * BATCHES
     assert float(loss) < 0.1
-    assert not list((program.folder / "job").glob("fit-*"))
+    assert not left()
 
 
 @pytest.mark.timeout(900)
@@ -309,7 +337,7 @@ def test_job_dir_that_can_not_be_used_is_refused_in_words(tmp_path):
         cluster(tmp_path).start()
     with pytest.raises(UsageError, match=r"interval_seconds=0\) disables"):
         cluster(tmp_path, checkpoint=elasticcb.CheckpointOptions(interval_seconds=0))
-    with pytest.raises(UsageError, match="Expected a folder, or None"):
+    with pytest.raises(UsageError, match="Expected a folder or a URL, or None"):
         elasticcb.Cluster(job_dir="")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"can't be used: .*Choose another folder"):

@@ -218,6 +218,19 @@ def test_processes_killed_with_the_master_are_replaced_and_all_when_the_one_that
     job.assert_no_orphans()
 
 
+@pytest.mark.parametrize("first", [signal.SIGKILL, signal.SIGSTOP])
+def test_master_killed_while_the_process_that_forks_ends_or_hangs_is_replaced(data, start_job, first):
+    job = start_job(*flags(data, num_epochs=2))
+    job.wait_for_line(r"Evaluation at version")
+    master = job.master
+    master.parent().send_signal(first)
+    master.kill()
+    job.wait_for_line(r"a new one continues the job with new processes")
+    assert job.finish() == 0, job.output
+    assert records_trained(job.output) == [RECORDS] * 2
+    job.assert_no_orphans()
+
+
 def test_interrupted_job_is_resumed_without_a_loss_where_it_can_be(data, start_job):
     job = start_job(*flags(data, num_epochs=4, checkpoint_interval=1000, checkpoint_dir=data / "ckpt"))
     job.wait_for_line(r"Evaluation at version")

@@ -95,7 +95,7 @@ def test_servers_become_more_and_fewer_in_the_midst_of_training_though_some_are_
     error = float(re.findall(r"Evaluation at version .*error ([\d.e-]+)", job.output)[-1])
     assert error < 0.1  # 1.6 at the start
     newest = find_latest(data / "ckpt")
-    assert len(verify(newest)["files"]) == 2
+    assert len(verify(newest)["servers"]) == 2
     job.assert_no_orphans()
 
 

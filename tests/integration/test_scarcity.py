@@ -46,12 +46,12 @@ def test_low_limit_of_open_files_that_can_be_raised_is_no_matter(data):
 def test_recovery_files_that_can_not_be_written_are_told_of_and_training_goes_on(data, start_job):
     job = start_job("train", *train_flags(data, "linear", num_epochs=10, checkpoint_interval=0.1))
     job.wait_for_line("training: epoch 1/10")
-    folder = data / "job" / "recovery" / "ps-0"
-    wait_until(folder.exists)
+    folder = data / "job" / "recovery"
+    wait_until((folder / "manifest.json").exists)
     shutil.rmtree(folder)
     folder.touch()  # as hard to write into as a full disk, also for root
-    warning = job.wait_for_line("recovery/ps-0/.* can't be written")
+    warning = job.wait_for_line("recovery.* can't be (made|written)")
     assert "Training continues" in warning
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * 10
-    assert job.output.count("can't be written") == 1
+    assert job.output.count("Training continues") == 1

@@ -62,15 +62,20 @@ def test_what_killed_servers_had_not_saved_is_trained_again(data, start_job, fau
     more = {"num_ps": 2, "num_workers": 2, "num_epochs": 3, "checkpoint_interval": 1000, "evaluation_steps": 250}
     master_died = faults.fail_at("master", 0, "has given a server its model back")
     job = start_job("train", *flags(data, **more))
+    lost = 0
     for index in (0, 1, 0):  # at the first time, the master dies too
         job.wait_for_line(r"Evaluation at version")
         job.kill("ps", index)
-        assert "lost, and trained again." in job.wait_for_line(rf"Parameter server {index} recovered in")
+        line = job.wait_for_line(rf"Parameter server {index} recovered in")
+        updates = int(re.search(r" (\d+) updates? to its shard w", line)[1])
+        assert ("lost, and trained again." in line) == (updates > 0)
+        lost += updates
     assert master_died()
+    assert lost > 0
     files = data / "job" / "recovery"
     shutil.rmtree(files, ignore_errors=True)
     files.write_text("")  # at the end of training, the servers can't save
-    job.wait_for_line(r"ps-\d.* can't be (written|made): .*\. Training continues; what is not saved is trained again")
+    job.wait_for_line(r"recovery.* can't be (written|made): .*\. Training continues; what is not saved is trained")
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * 3
     assert re.search(r"parameter servers lost +3 \(3 replaced", job.output)

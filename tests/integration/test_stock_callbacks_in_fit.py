@@ -180,27 +180,3 @@ def test_terminate_on_nan_ends_fit_in_order(cluster):
         new_model(), x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()]
     )
     assert history.epoch == [0]
-
-
-def test_remote_monitor_and_lambda_callbacks_are_objects_of_the_caller(cluster, recwarn):
-    x, y = data()
-    epochs = []
-    monitor = keras.callbacks.RemoteMonitor("http://127.0.0.1:9", path="/")  # nobody listens
-    watch = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(epoch))
-    cluster.fit(new_model(), x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[monitor, watch])
-    assert epochs == [0, 1]
-    assert any("Could not reach RemoteMonitor" in str(warning.message) for warning in recwarn)
-
-
-def test_progress_bar_and_params_are_those_of_keras(cluster, capsys):
-    x, y = data()
-    seen = []
-
-    class Params(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            seen.append({name: self.params[name] for name in ("epochs", "steps", "verbose")})
-
-    for fit in (lambda *args, **more: cluster.fit(new_model(), *args, **more), new_model().fit):
-        fit(x, y, batch_size=BATCH, epochs=2, verbose=2, callbacks=[Params()])
-        assert capsys.readouterr().out.count("10/10 - ") == 2
-    assert seen[:2] == seen[2:]

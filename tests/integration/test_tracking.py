@@ -14,6 +14,8 @@ from code_blocks import code_blocks
 from jobs import LINEAR_MODEL, PACE, linear_data, train_flags, write_model_file
 from warm import WarmProcess
 
+pytestmark = pytest.mark.deep
+
 mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed: pip install 'elasticcb[test]'")
 messages = pytest.importorskip(
     "wandb.proto.wandb_internal_pb2", reason="wandb is not installed: pip install 'elasticcb[test]'"

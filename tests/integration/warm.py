@@ -309,6 +309,6 @@ def _become_zygote(environment: dict[str, str], log: str, control: int, watch: i
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     _set_environment(environment)
     sys.argv = ["-c", str(control), str(watch)]
-    show_as("zygote")
+    show_as("fork-process")
     _heed_faults()
     _leave(fork_process.main)

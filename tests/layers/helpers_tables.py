@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import keras
 import numpy as np
 import tensorflow as tf
 
 from elasticcb.compute.movable import movable
-from elasticcb.compute.tensorflow.backend import problems_of
-from elasticcb.compute.tensorflow.capture import TensorFlowCapture
-from elasticcb.compute.tensorflow.lookups import TensorFlowTables
+from elasticcb.compute.tensorflow.backend import TensorFlowCapture, TensorFlowTables, problems_of
 from elasticcb.layers import Embedding
 from elasticcb.layers.table_layers import is_own
 
@@ -143,8 +139,8 @@ def compiled(name: str, kind: str):
 def found_tables(model, step, batch, threshold_bytes=0, allowed=lambda index: True):
     """`movable`, on TensorFlow."""
     large = lambda index, size: size >= threshold_bytes and allowed(index)  # noqa: E731
-    passes = None if step is model else lambda: (model.test_step, batch)
-    return movable(model, step, batch, large, functools.partial(problems_of, model), passes)
+    steps = [step] if step is model else [step, model.test_step]
+    return movable(model, [(each, batch) for each in steps], large, problems_of)
 
 
 def tables_of(model, batch):

@@ -21,7 +21,7 @@ from helpers_tables import (
 )
 
 from deep_cases import deep_but
-from elasticcb.compute.tensorflow.lookups import TensorFlowTables
+from elasticcb.compute.tensorflow.backend import TensorFlowTables
 from elasticcb.errors import ModelFileError
 from elasticcb.layers import Embedding
 from elasticcb.layers.table_layers import NotServableError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 from interrupted import interrupted_at
 
-from elasticcb.master.guarded import Guarded, Wake
+from elasticcb.master.desk import Guarded, Wake
 from elasticcb.process import signals
-from elasticcb.process.signals import interrupt
+from elasticcb.process.signals import interrupt, repeat_ignored_interrupts
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +78,15 @@ def test_a_later_sigterm_is_a_second_one(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
+
+
+def test_ctrl_c_is_not_lost_where_python_ignores_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    repeat_ignored_interrupts()
+    Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        threading.Event().wait(30.0)

@@ -164,10 +164,25 @@ def test_milestones_that_were_taken_but_not_carried_out_come_again():
         assert kinds(again) == [("EPOCH_DONE", epoch) for epoch in expected] + [("TRAINING_DONE", 0)]
 
 
+def test_epoch_ends_again_only_when_what_servers_had_lost_of_it_is_trained():
+    queue = queue_of(repeats_lost=True)
+    work(queue, 1)
+    queue.saved(queue.begin_save())
+    work(queue, 6)  # of the first epoch, three are not saved; the second is not over
+    assert kinds(queue) == [("EPOCH_DONE", 0)]
+    again = TaskQueue.from_dict(queue.to_dict(leases=True))
+    again.repeat_milestones(0)  # its end was not carried out
+    assert again.updates_lost()
+    assert kinds(again) == []
+    work(again, 7)
+    assert kinds(again) == [("EPOCH_DONE", 0), ("EPOCH_DONE", 1)]
+    assert again.accounting.records_trained == {0: 40, 1: 40}
+
+
 def test_queue_that_was_paused_hands_out_nothing_and_goes_on_when_it_was_saved():
     queue = queue_of(1)
     lease = queue.get_task(1, 0.0).lease
-    queue.pause()
+    queue.pause("interrupt", "the job is being interrupted")
     assert queue.get_task(1, 0.0).kind is DecisionKind.WAIT
     assert queue.report_done(1, lease.id).accepted
     again = TaskQueue.from_dict(queue.to_dict())

@@ -1,6 +1,7 @@
 """What the master answers to calls, without any process or driving thread."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -14,13 +15,13 @@ from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.errors import JobFailedError, JobOverError, UsageError
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.decisions import DecisionKind
-from elasticcb.master.job_state import TaskResult
+from elasticcb.master.job_state import OTHERS_FIRST, TaskResult
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.settings import Command
+from elasticcb.settings import Command, TrainingSettings
 
 
 @pytest.fixture
@@ -54,6 +55,22 @@ def test_a_worker_that_waits_for_a_task_learns_that_the_job_is_over(lines):
     master.desk.close()
     waiting.join()
     assert kinds == [DecisionKind.FINISHED]
+
+
+def test_a_worker_for_which_others_wait_learns_at_once_that_no_task_is_left(lines):
+    settings = replace(settings_of(num_workers=2, num_ps=1), training=TrainingSettings(updates="sync"))
+    master = Master(settings.cluster, ExternalCluster(lines.append), lines.append)
+    master.desk.begin_job(settings)
+    state_of(master).queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=1), training=[("a", 20)])
+    first, second = (master.calls.register(Role.WORKER, index, "", 1, "here").id for index in range(2))
+    assert master.calls.get_task(second, (), 0.0).reason == OTHERS_FIRST
+    lease = master.calls.get_task(first, (), 0.0).lease
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(master.calls.get_task, first, (lease.id,), 60.0)  # the other one comes first
+        assert master.calls.get_task(second, (), 0.0).kind is DecisionKind.TASK
+        decision = waiting.result(timeout=30)
+    assert decision.kind is DecisionKind.WAIT
+    assert decision.reason != OTHERS_FIRST
 
 
 def test_a_worker_that_waits_for_the_servers_learns_that_the_job_is_over(lines):

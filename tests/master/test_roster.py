@@ -5,9 +5,8 @@ import json
 import pytest
 
 from elasticcb.errors import UsageError
-from elasticcb.master.losses import Consequence
 from elasticcb.master.members import Member, PlaceState, Role
-from elasticcb.master.roster import Roster
+from elasticcb.master.roster import Consequence, Roster
 
 WORKER, PS = Role.WORKER, Role.PS
 
@@ -234,3 +233,13 @@ def test_another_master_goes_on_with_a_saved_roster():
     assert (again.losses.lost[WORKER], again.losses.replaced[WORKER]) == (1, 1)
     assert again.lost_workers == [workers[1].id]
     assert "restart 2 of 2" in again.lost(replacement.id, "killed").reason
+
+
+def test_a_server_that_leaves_when_it_is_needed_again_is_replaced():
+    roster = Roster(1, 2, 0)
+    second = [register(roster, PS, pid=pid) for pid in (1, 2)][1]
+    roster.resize(PS, 1)
+    assert roster.released(second.id)  # the answer to a heartbeat
+    roster.resize(PS, 2)
+    roster.left(second.id)
+    assert (PS, 1) in roster.to_start()

@@ -258,10 +258,10 @@ class TaskQueueMachine(RuleBasedStateMachine):
         self.queue.release_epoch(sum(m.kind is MilestoneKind.EPOCH_DONE for m in self.milestones) - 1)
 
     @precondition(lambda self: len(self.handed_out) > 20)
-    @rule()
-    def stop_training(self):
+    @rule(before_batch=st.booleans())
+    def stop_training(self, before_batch):
         self.stopped |= not self.queue.training_done
-        self.queue.stop_training("enough")
+        self.queue.stop_training("enough", before_batch)
 
     @rule()
     def add_train_end(self):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 from task_queues import EPOCH_DONE, TRAINING_DONE, drain, make_queue, reached, take
 
 from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.task import TaskState, TaskType
+from elasticcb.master.task_queue import TaskQueue
 
 
 def test_stopping_drops_what_is_to_do_and_lets_what_runs_go_on():
@@ -59,6 +62,24 @@ def test_stopping_between_held_epochs_ends_training():
     assert reached(queue) == [(TRAINING_DONE, 0)]
     queue.finish()
     assert queue.get_task(1, 0.0).kind is DecisionKind.FINISHED
+
+
+def test_stopping_before_the_first_batch_of_an_epoch_trains_it_as_fit_does():
+    queue = make_queue(training=[("a", 100)], num_epochs=3, hold_epochs=True)
+    trained = len(drain(queue))
+    queue.stop_training("enough", before_batch=True)  # by on_epoch_begin
+    queue = TaskQueue.from_dict(json.loads(json.dumps(queue.to_dict())))
+    assert queue.stop_reason == "enough"
+    queue.take_milestones()
+    queue.release_epoch(0)
+    last = take(queue, 1)
+    assert (last.task.epoch, last.task.shard.records) == (1, 10)
+    assert queue.get_task(2, 0.0).kind is DecisionKind.WAIT
+    queue.report_done(1, last.id)
+    assert reached(queue) == [(EPOCH_DONE, 1), (TRAINING_DONE, 0)]
+    assert queue.accounting.records_trained == {0: 100, 1: 10}
+    assert queue.accounting.records_dropped == {1: 90}
+    assert trained == 5
 
 
 def test_stopping_twice_or_after_the_end_changes_nothing():

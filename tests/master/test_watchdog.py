@@ -4,9 +4,8 @@ import pytest
 from master_state import settings_of, state_of
 
 from elasticcb.cluster.base import ClusterBackend
-from elasticcb.master.master import Master
+from elasticcb.master.master import Master, Watchdog
 from elasticcb.master.members import Role
-from elasticcb.master.watchdog import Watchdog
 from elasticcb.settings import Command
 
 

@@ -8,10 +8,8 @@ import shlex
 import pytest
 from zoo_jobs import ZOO
 
-from elasticcb.cli.evaluate import evaluate
 from elasticcb.cli.main import main
-from elasticcb.cli.predict import predict
-from elasticcb.cli.train import train
+from elasticcb.cli.run import evaluate, predict, train
 from elasticcb.errors import ExitCode
 
 _QUICKLY = ("--cluster=inprocess", "--num_workers=1")  # threads of this process

@@ -3,7 +3,7 @@ import pytest
 from warm import warm_clusters
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _warm_clusters():
     with warm_clusters():
         yield

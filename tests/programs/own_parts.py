@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
+import tempfile
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -22,6 +26,15 @@ def truth() -> np.ndarray:
 def classifier(**options) -> keras.Model:
     model = keras.Sequential([keras.Input((6,)), layers.Dense(5, "tanh"), layers.Dense(1, "sigmoid")])
     return compiled(model, **{"loss": "binary_crossentropy", **options})
+
+
+class KeepLogs(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen.append([epoch, *(float(each) for each in logs.values())])
 
 
 # ---------------------------------------------------------------- losses and metrics
@@ -180,6 +193,41 @@ def metrics_with_state():
     return Given(classifier(metrics=[Confusion(0.5), Precise(), "accuracy"]), normal(6), truth())
 
 
+@loss_or_metric("a maximum of errors, and an average over batches, in the logs of each batch")
+def metrics_that_do_not_add_up():
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.error = self.add_variable((), "zeros", name="error")
+
+        def update_state(self, y, p, sample_weight=None):
+            self.error.assign(ops.maximum(self.error, ops.max(ops.abs(y - p))))
+
+        def result(self):
+            return 1.0 * self.error
+
+    class Recent(Largest):
+        def __init__(self):
+            super().__init__()
+            self.name = "recent"
+
+        def update_state(self, y, p, sample_weight=None):
+            self.error.assign(0.9 * self.error + 0.1 * ops.mean(ops.abs(y - p)))
+
+    class Batches(KeepLogs):
+        def on_train_batch_end(self, batch, logs=None):
+            self.on_epoch_end(batch, logs)
+
+        def on_test_batch_end(self, batch, logs=None):
+            self.on_epoch_end(batch, logs)
+
+    batches = Batches()
+    model = dense(metrics=["mae", Largest(), Recent()])
+    # More batches of validation than a task has.
+    options = {"callbacks": [batches], "validation_data": (normal(6), normal(1)), "validation_batch_size": 1}
+    return Given(model, normal(6), normal(1), options=options, after=lambda: batches.seen)
+
+
 @loss_or_metric("`MeanMetricWrapper`, partials and lambdas as metrics, an output without a loss")
 def wrapped_metrics():
     def near(y, y_pred, within=0.1):
@@ -269,6 +317,25 @@ def optimizer_with_slots():
     return Given(dense(optimizer=Sign(0.05, 0.8)), normal(6), normal(1))
 
 
+@optimizer("an optimizer that holds another optimizer; trained twice")
+def optimizer_in_optimizer():
+    class Outer(keras.optimizers.Optimizer):
+        def __init__(self, inner):
+            super().__init__(learning_rate=0.05)
+            self.inner = inner
+
+        def build(self, variables):
+            super().build(variables)
+            self.inner.build(variables)
+
+        def update_step(self, gradient, variable, learning_rate):
+            self.inner.update_step(gradient, variable, learning_rate)
+
+    given = Given(dense(optimizer=Outer(keras.optimizers.SGD(0.05, momentum=0.9))), normal(6), normal(1))
+    given.then = lambda fit: fit(given.model, given.x, given.y, batch_size=BATCH, shuffle=False, verbose=0)
+    return given
+
+
 @optimizer("a schedule without `get_config` that calls a function")
 def schedule_of_a_function():
     class Warm(keras.optimizers.schedules.LearningRateSchedule):
@@ -290,15 +357,6 @@ def rate_of_a_function():
 
 
 # ---------------------------------------------------------------- callbacks
-
-
-class KeepLogs(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.seen.append([epoch, *(float(each) for each in logs.values())])
 
 
 @callback("`LearningRateScheduler` with a closure, `ReduceLROnPlateau`, and a callback that keeps logs")
@@ -334,6 +392,43 @@ def schedule_of_a_layer():
     model = compiled(keras.Sequential([keras.Input((6,)), mix, layers.Dense(1)]))
     halve = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: mix.share.assign(0.5**epoch))
     return Given(model, normal(6), normal(1), options={"callbacks": [halve], "epochs": 3})
+
+
+@callback("callbacks that save the model with its optimizer, each in another way")
+def saving():
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model = dense()
+
+    class Saves(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.save(folder / "own.keras")
+
+    class Passes(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            keras.saving.save_model(self.model, folder / "passed.keras")
+
+    outside = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.save(folder / "outside.keras"))
+
+    def after():
+        models = [keras.saving.load_model(folder / f"{name}.keras") for name in ("own", "passed", "outside")]
+        return [[np.array(each.numpy()) for each in loaded.optimizer.variables] for loaded in models]
+
+    return Given(model, normal(6), normal(1), options={"callbacks": [Saves(), Passes(), outside]}, after=after)
+
+
+# On JAX, Keras's own variables have no values during an epoch.
+@case("Callbacks", "hooks of batches that read the metrics of the model")
+def metrics_read_by_hooks():
+    class Reads(KeepLogs):
+        def on_epoch_end(self, epoch, logs=None):
+            super().on_epoch_end(epoch, self.model.get_metrics_result())
+
+    for hook in ("on_train_batch_end", "on_test_batch_begin", "on_test_batch_end"):
+        setattr(Reads, hook, lambda self, batch, logs=None: self.on_epoch_end(batch))
+    reads = Reads()
+    options = {"callbacks": [reads], "validation_data": (normal(6), normal(1)), "validation_batch_size": 1}
+    return Given(dense(), normal(6), normal(1), options=options, after=lambda: reads.seen)
 
 
 @callback("averages of weights: `SwapEMAWeights`")
@@ -386,6 +481,26 @@ def stopping_callback():
     stop = Stop()
     given = Given(dense(), normal(6), normal(1), np.linspace(0, 2, RECORDS, dtype="float32"))
     given.options, given.after = {"callbacks": [stop], "epochs": 4}, lambda: stop.epochs
+    return given
+
+
+@callback("callbacks that stop training before a batch", tolerance=1e-5)
+def stopping_before_a_batch():
+    class Stop(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.seen.append(epoch)
+            self.model.stop_training = epoch == 2
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.seen.append(logs["loss"])
+
+    stop = Stop()
+    given = Given(dense(), normal(6), normal(1), np.linspace(0, 2, RECORDS, dtype="float32"))
+    given.options, given.after = {"callbacks": [stop], "epochs": 4}, lambda: stop.seen
     return given
 
 

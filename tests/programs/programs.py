@@ -7,6 +7,7 @@ import matrix_models  # noqa: F401
 import matrix_steps  # noqa: F401
 import own_layers  # noqa: F401
 import own_parts  # noqa: F401
+import own_train_steps  # noqa: F401
 import own_training  # noqa: F401
 import recommenders  # noqa: F401
 import sequences  # noqa: F401

@@ -10,8 +10,8 @@ import keras
 import numpy as np
 from ps_clients import TrainingControl
 
-from elasticcb.checkpoint.parts import save_part
-from elasticcb.checkpoint.versions import begin_version, finish_version
+from elasticcb.checkpoint.shard_file import write_part
+from elasticcb.checkpoint.versions import begin_version, finish_version, server_file
 from elasticcb.optimizers.state import Optimizers, OptimizerState
 from elasticcb.optimizers.state_messages import cut_state, to_tensors
 from elasticcb.optimizers.variables import described
@@ -127,7 +127,8 @@ class Part:
     def values(self) -> list[np.ndarray]:
         """Whole variables; what other servers hold is zero."""
         arrays = [np.zeros(spec.shape, dtype_of(spec.dtype)) for spec in self.specs]
-        for trainable, blocks in ((True, self.parameters.weights()), (False, self.parameters.snapshot().state)):
+        snapshot = self.parameters.snapshot()
+        for trainable, blocks in ((True, snapshot.weights), (False, snapshot.state)):
             unpack(blocks, self.specs, self.slices, trainable, arrays)
         return arrays
 
@@ -141,7 +142,8 @@ def saved(directory, parts, specs, version):
     """A checkpoint of what servers hold: its folder."""
     folder = begin_version(directory, version)
     files = [
-        save_part(folder, exported(part.parameters), part.slices, index, len(parts)) for index, part in enumerate(parts)
+        write_part(folder / server_file(index, len(parts)), exported(part.parameters))
+        for index, part in enumerate(parts)
     ]
     return finish_version(
         folder, version=version, specs=specs, parts=[p.slices for p in parts], files=files, extra={"epoch": 2}

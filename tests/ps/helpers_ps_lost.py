@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -17,6 +18,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.tensors import Frame
 from elasticcb.settings import (
+    RECOVERY_FOLDER,
     CheckpointSettings,
     ClusterSettings,
     EmbeddingOptions,
@@ -52,10 +54,10 @@ ON_DISK = EmbeddingOptions(memory_bytes=260, when_full=WhenFull.DISK)  # all row
 
 
 class Servers:
-    """Some servers, which write their files when they are told to, and two clients: a worker's and the master's.
+    """Some servers, and two clients: a worker's and the master's, which lets them write files.
 
     Args:
-        interval: seconds between files; 0: servers write none.
+        interval: 0: the master keeps no files.
         embedding: settings of embedding tables.
         specs: of the model's variables.
         training: settings of it.
@@ -76,7 +78,8 @@ class Servers:
         given = (self.addresses, specs, True)
         optimizers = described([keras.optimizers.Adam(0.1)], specs)
         more = {"optimizers": optimizers, "patience_seconds": 5.0}
-        self.master = TrainingControl(*given, ids=self.ids, find=self.find, **more)
+        keeps = Path(self.settings.directory, RECOVERY_FOLDER) if interval else None
+        self.master = TrainingControl(*given, ids=self.ids, find=self.find, folder=keeps, **more)
         self.worker = client_of(
             *given,
             client_id=1,
@@ -147,8 +150,8 @@ class Servers:
     def model(self, index):
         return self.servers[index]._servicer.holder.model
 
-    def write(self, index=0):
-        self.servers[index]._servicer.holder.write_down()
+    def write(self):
+        self.master.persist()
 
     def held(self):
         weights, _ = self.master.weights(self.worker.pull())

@@ -10,7 +10,7 @@ import pytest
 
 from deep_cases import deep_but
 from elasticcb.errors import ElasticCBError
-from elasticcb.ps import cold_rows, stored_table, table_calls, table_snapshot
+from elasticcb.ps import cold_rows, servicer, stored_table, table_snapshot
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.settings.choices import RowsDtype, WhenFull
@@ -170,12 +170,12 @@ def test_rows_stream_in_parts_that_make_up_all_of_them(full, small_pieces):
 
 
 def test_rows_on_disk_are_counted_with_those_in_memory(full, monkeypatch):
-    monkeypatch.setattr(table_calls, "PIECE_ROWS", 7)
+    monkeypatch.setattr(servicer, "PIECE_ROWS", 7)
     both = Both(full(50))
     for start in range(0, 300, 25):
         both.train(np.arange(start, start + 25), np.random.default_rng(0))
     counted, plain = (
-        table_calls.count_table(table, both.version, 3, contextlib.nullcontext()) for table in (both.table, both.plain)
+        servicer.count_table(table, both.version, 3, contextlib.nullcontext()) for table in (both.table, both.plain)
     )
     assert counted.rows == plain.rows == 300
     assert counted.row_bytes == plain.row_bytes

@@ -6,13 +6,11 @@ import copy
 
 import numpy as np
 import pytest
-from waiting import wait_until
 
 from elasticcb.checkpoint.shard_file import read_part
 from elasticcb.errors import ElasticCBError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import table_snapshot
-from elasticcb.ps.recovery import RecoveryLog
 from elasticcb.rpc import frame_pieces
 from elasticcb.rpc.tensors import Frame
 from elasticcb.sharding.table_source import whole
@@ -78,7 +76,7 @@ def test_checkpoint_is_of_the_version_at_its_beginning(losing, monkeypatch, tmp_
     expected = copy.deepcopy(exported(servers.model(0).parameters))
     training = Training(servers, monkeypatch)
     save = servers.servers[0]._servicer.handlers["Save"]
-    saved = save(Frame(pb.SaveRequest(directory=str(tmp_path)), {})).header
+    saved = save(Frame(pb.SaveRequest(path=str(tmp_path / "file")), {})).header
     found = read_part(tmp_path / saved.file)
     assert_same_parts(found, expected)
     assert training.pieces > 5
@@ -86,17 +84,16 @@ def test_checkpoint_is_of_the_version_at_its_beginning(losing, monkeypatch, tmp_
     assert not servers.model(0).parameters.tables[TABLE]._rows.snapshots
 
 
-@pytest.mark.parametrize("since", [None, 12])
-def test_recovery_file_is_of_the_version_at_its_beginning(losing, monkeypatch, tmp_path, since):
+def test_a_file_of_changes_is_of_the_version_at_its_beginning(losing, monkeypatch, tmp_path):
     servers = trained(losing)
-    expected = copy.deepcopy(exported(servers.model(0).parameters, since))
+    servers.write()
+    for step in range(20, 25):
+        servers.push(step, tuple(range(step, 60, 7)))
+    expected = copy.deepcopy(exported(servers.model(0).parameters, 20))
     training = Training(servers, monkeypatch)
-    log = RecoveryLog(tmp_path / "files", "run")
-    saved = servers.servers[0]._servicer.holder._saved(servers.model(0), since)
-    log.write(saved, True)
-    saved.part.release()
+    servers.write()
     assert training.pieces > 2
-    found = log.read().part
+    found = read_part(sorted((tmp_path / "job" / "recovery").glob("ps-*"))[-1])
     assert_same_parts(found, expected)
 
 
@@ -104,7 +101,7 @@ def test_checkpoint_that_can_not_be_written_holds_nothing_any_more(losing, monke
     servers = trained(losing)
     save = servers.servers[0]._servicer.handlers["Save"]
     with pytest.raises(Exception, match="can't be written"):
-        save(Frame(pb.SaveRequest(directory=str(tmp_path / "no folder")), {}))
+        save(Frame(pb.SaveRequest(path=str(tmp_path / "no folder" / "file")), {}))
     assert not servers.model(0).parameters.tables[TABLE]._rows.snapshots
 
 
@@ -166,7 +163,7 @@ def test_what_a_killed_master_had_held_is_released_by_the_next_one(losing):
     for index in range(2):
         servers.servers[index]._servicer.handlers["Export"](Frame(pb.ExportRequest(id=5), {}))
     snapshots = [servers.model(index).parameters.tables[TABLE]._rows.snapshots for index in range(2)]
-    wait_until(lambda: list(map(len, snapshots)) == [1, 1])  # recovery files take one, too, while they are written
+    assert list(map(len, snapshots)) == [1, 1]
     servers.master.release_held()
     assert snapshots == [[], []]
 

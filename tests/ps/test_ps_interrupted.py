@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from interrupted import interrupted_at
 
-from elasticcb.clients.ps_link import Link
-from elasticcb.process.interruptible import each, in_other_thread
-from elasticcb.process.signals import interrupt
+from elasticcb.clients.ps_servers import Link
+from elasticcb.process.signals import each, in_other_thread, interrupt
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import OPEN

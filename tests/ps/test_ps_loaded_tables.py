@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from elasticcb.checkpoint import saved_table
-from elasticcb.checkpoint.parts import load_slices, save_part
-from elasticcb.checkpoint.shard_file import Part
-from elasticcb.checkpoint.versions import begin_version, finish_version
+from elasticcb.checkpoint.parts import load_slices
+from elasticcb.checkpoint.shard_file import Part, write_part
+from elasticcb.checkpoint.versions import begin_version, finish_version, server_file
 from elasticcb.errors import CheckpointError, ElasticCBError
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.tables import Tables
@@ -33,8 +33,8 @@ def state(monkeypatch):
 def checkpoint(folder, state, num_ps):
     unfinished, parts, shard_map = begin_version(folder, 500), partition(SPECS, num_ps, False), ShardMap(num_ps)
     files = [
-        save_part(unfinished, Part(500, tables={0: state.part(index, shard_map)}), slices, index, num_ps)
-        for index, slices in enumerate(parts)
+        write_part(unfinished / server_file(index, num_ps), Part(500, tables={0: state.part(index, shard_map)}))
+        for index in range(num_ps)
     ]
     return finish_version(unfinished, version=500, specs=SPECS, parts=parts, files=files)
 

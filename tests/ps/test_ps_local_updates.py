@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
@@ -69,7 +68,6 @@ def test_workers_of_a_round_are_answered_with_the_mean_by_batches_when_the_last_
     again = pool.submit(merge, one, 1.0, 6, 0, worker=2, pull=True)  # as when its answer was lost
     policy = one.servers[0]._servicer.holder.model.policy
     wait_until(lambda: policy.waiting)
-    time.sleep(0.2)
     assert not waiting.done()
     assert one.push({}).header.version == 0
     last = merge(one, 4.0, batches=2, base=0, pull=True)
@@ -87,8 +85,9 @@ def test_a_worker_that_has_nothing_to_train_frees_its_round(start_servers, pool,
     one = start_servers(make_optimizer=momentum, updates="sync", lost_workers=lost)
     one.initialize(FIRST)
     join(one, 1, 2)
+    policy = one.servers[0]._servicer.holder.model.policy
     waiting = pool.submit(merge, one, 1.0, 1, 0)
-    time.sleep(0.3)
+    wait_until(lambda: policy.waiting)
     assert not waiting.done()
     if how == "rests":
         one.push({}, worker_id=2, rests=True)

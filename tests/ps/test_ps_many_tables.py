@@ -94,9 +94,9 @@ def test_snapshot_outlives_an_update_of_several_tables():
     ids = {place: np.arange(8 + place) for place in range(len(SPECS))}
     push(parameters, ids)
     before = parameters.tables.lookup(ids, False)
-    snapshot = parameters.kept_snapshot()
+    snapshot = parameters.tables.snapshot()
     push(parameters, {place: np.arange(50) for place in ids})
-    found = parameters.tables.lookup({place: np.arange(60) for place in ids}, False, snapshot.tables)
+    found = parameters.tables.lookup({place: np.arange(60) for place in ids}, False, snapshot)
     for place, rows in found.items():
         expected = np.concatenate([before[place], initial(place, np.arange(60))[len(before[place]) :]])
         np.testing.assert_array_equal(rows, expected)

@@ -37,7 +37,7 @@ def serve(layers):
     names = [f"slots/{i}/{name}" for i in range(layers) for name in ("momentum", "velocity")]
     slots = {name: np.ones(specs[0].shape, np.float32) for name in names}
     for version in range(4):
-        read = server.weights()
+        read = server.snapshot()
         server.merge([Push(1, {"float32": moved}, optimizers=slots, base=max(0, version - 1))])
     print(resident("VmHWM") - before, moved.nbytes, flush=True)
 

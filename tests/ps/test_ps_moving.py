@@ -46,7 +46,9 @@ class Servers:
         self.servers = []
         self.changed = threading.Condition()
         self._start(count)
-        self.control = TrainingControl([s.address for s in self.servers], SPECS, True, ids=self.ids, run="run")
+        self.control = TrainingControl(
+            [s.address for s in self.servers], SPECS, True, ids=self.ids, folder=folder / "recovery"
+        )
         self.control.initialize(InitialModel(weights_of()))
         self.places = places_at([s.address for s in self.servers], self.ids, self.control.servers.shard_map)
         self.clients = []
@@ -275,12 +277,10 @@ def test_a_push_that_one_server_has_taken_is_taken_by_all_before_they_move(start
     push = push_of(client, ids, -1.0)
     # The worker has reached server 0 alone so far.
     client._sequence = 1
-    first = []
-    whole = client._exchange
-    client._exchange = lambda servers, frames: first.append(frames) or whole(servers[:1], frames[:1])
+    client._exchanged = lambda frames: [client.servers.send(client.servers.known[0], frames[0])]
     with pytest.raises(ValueError, match="zip"):
         client._push(push, (), {})
-    client._exchange = whole
+    del client._exchanged
     moving = threading.Thread(target=servers.move, args=(3,))
     moving.start()
     client._sequence = 0
@@ -319,9 +319,15 @@ def test_the_files_of_the_servers_before_serve_until_those_of_the_new_ones_are_w
     for value in weights[:3]:
         np.testing.assert_array_equal(value, np.full(value.shape, 1.0))
     servers.control.persist()
-    servers.control.persist(forget_older=True)
-    folders = sorted(path.name for path in (tmp_path / "0" / "recovery").iterdir())
-    assert folders == ["ps-0-map-1", "ps-1-map-1", "ps-2-map-1"]
+    assert len(servers.control.recovery.manifest()["servers"]) == 3
+    client.push(push_of(client, ids, -1.0))
+    servers.control.persist()
+    assert len(list(tmp_path.glob("0/recovery/ps-*"))) == 6  # all, and changes: those of the servers before are removed
+    servers.move(1)
+    for _ in range(2):
+        client.push(push_of(client, ids, -1.0))
+        servers.control.persist()
+    assert len(list(tmp_path.glob("0/recovery/ps-*"))) == 2  # so are those of the servers that have left
 
 
 def test_a_master_that_follows_restores_what_has_not_moved_yet(start):

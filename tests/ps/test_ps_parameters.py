@@ -101,13 +101,12 @@ def test_names_and_counters_of_several_optimizers_are_kept_apart():
     part = Part(adam, initial_values(specs[:1]), specs[:1])
     part.push(movements(0, specs[:1]), shared={"iterations": np.int64(1), "1/iterations": np.int64(5)})
     part.push(movements(0, specs[:1]), shared={"iterations": np.int64(1), "1/iterations": np.int64(5)}, base=0)
-    shared = part.parameters.optimizer_state(with_slots=False).shared
+    shared = part.parameters.optimizers.state().shared
     assert (int(shared["iterations"]), int(shared["1/iterations"])) == (2, 6)
 
 
 def test_a_server_knows_what_does_not_change():
     part = Part(adam, initial_values())
-    assert part.parameters.weights() is part.parameters.weights()
     state = part.parameters.snapshot().state
     part.push(movements(0))
     assert part.parameters.snapshot().state is state

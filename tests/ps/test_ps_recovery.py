@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from ps_clients import save_as_server
+from waiting import wait_until
 
+from elasticcb.checkpoint.manifest import read_manifest
+from elasticcb.checkpoint.parts import load
+from elasticcb.checkpoint.places import Files
 from elasticcb.checkpoint.shard_file import Part
+from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.clients.ps_servers import ServerReplacedError
-from elasticcb.errors import CheckpointError, ConnectionLostError
+from elasticcb.errors import CheckpointError, ConnectionLostError, ElasticCBError
 from elasticcb.master.initial_model import InitialModel
-from elasticcb.ps.recovery import RecoveryLog, Saved
+from elasticcb.master.recovery_files import RecoveryFiles
+from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.update_policy import PushName
 from elasticcb.rpc import shared_frames
+from elasticcb.rpc.tensors import Frame
+from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.sharding.push import Movement
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.sharding.table_source import whole
+from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
-from elasticcb.storage import durable
 from helpers_ps_lost import ON_DISK, SIZES, SPECS, VALUES, assert_same
 
 
@@ -85,6 +97,23 @@ def test_state_that_the_master_sets_is_written_at_once(losing):
     np.testing.assert_array_equal(servers.held()[0], np.full(6, 9.0))
 
 
+def test_state_that_the_master_sets_is_set_again_on_a_server_that_is_replaced_before_all_have_it(losing, monkeypatch):
+    servers, goes_on = losing(num_ps=2), threading.Event()
+    handlers = servers.servers[1]._servicer.handlers
+    load = handlers["LoadState"]
+    monkeypatch.setitem(handlers, "LoadState", lambda frame: (goes_on.wait(30), load(frame))[1])
+    given = [np.full(size, 9.0, np.float32) for size in SIZES]
+    with ThreadPoolExecutor(1) as pool:
+        setting = pool.submit(servers.master.load_state, [*given, np.zeros((1, 3), np.float32)], None)
+        wait_until(lambda: servers.model(0).parameters.version == 1)
+        servers.replace(0)  # from the initial weights: no file is valid yet
+        servers.master.servers.connect(servers.master.servers.known[0], ServerPlace(*servers.find(0)))
+        goes_on.set()
+        setting.result(timeout=30)
+    for value in servers.held()[:3]:
+        np.testing.assert_array_equal(value, np.full(value.shape, 9.0))
+
+
 def test_rounds_of_a_restored_server_wait_for_all_that_train(losing):
     """Else a worker's movements would be merged alone there, and each server would wait for the other's workers."""
     servers = losing(updates="sync")
@@ -105,10 +134,66 @@ def test_files_contain_all_that_was_answered_before(losing):
     assert (restored.version, restored.complete) == (version, False)
     servers.push(1)
     servers.master.persist()  # by the new server
-    servers.servers[0].put_down()  # at SIGTERM, after its last answer
+    servers.master.recovery.take_last(0, servers.servers[0].put_down())  # at SIGTERM, after its last answer
     restored = servers.replace()
     assert (restored.version, restored.complete) == (version + 1, True)
     assert not servers.replace().complete  # the new one may have answered more calls
+
+
+def test_a_server_is_restored_with_what_it_has_saved_although_others_are_still_saving(losing, monkeypatch):
+    servers = losing()
+    for step in range(2):
+        servers.push(step)
+        servers.write()
+        monkeypatch.setattr(servers.master.recovery, "write", lambda: None)  # is called when all have answered
+    assert servers.replace(version=2).version == 2
+
+
+def test_rows_that_were_pushed_since_the_last_version_are_saved(losing):
+    servers = losing()
+    servers.push(0)
+    servers.write()
+    rows = servers.movement(1, (1, 2)).rows
+    servers.worker.push(
+        Movement.of_rows(rows, {"shared/learning_rate": np.float32(0.1)}, servers.worker.servers.partition)
+    )
+    servers.write()
+    expected = servers.held()
+    servers.replace(version=1)
+    assert_same(servers.held(), expected)
+    files = list(servers.master.recovery.folder.iterdir())
+    servers.write()  # nothing has changed
+    assert list(servers.master.recovery.folder.iterdir()) == files
+
+
+def test_server_whose_last_file_is_damaged_lacks_what_it_had_acknowledged(losing):
+    servers = losing()
+    servers.push(0)
+    servers.write()
+    servers.push(1)
+    saved = servers.servers[0].put_down()
+    servers.master.recovery.take_last(0, saved)
+    (servers.master.recovery.folder / saved.file).write_bytes(b"")
+    restored = servers.replace(version=2)
+    assert (restored.version, restored.complete) == (1, False)
+
+
+def test_server_makes_the_folder_of_its_files_which_may_be_on_its_machine_only(losing, tmp_path):
+    losing("on another machine")
+    assert (tmp_path / "on another machine" / "recovery").is_dir()
+
+
+def test_server_does_not_save_for_another_map(losing, tmp_path):
+    save = losing().servers[0]._servicer.handlers["Save"]
+    with pytest.raises(ElasticCBError, match="another shard map"):
+        save(Frame(pb.SaveRequest(path=str(tmp_path / "ps-0"), after="", map_version=1), {}))
+
+
+def test_nothing_counts_as_saved_if_the_files_of_a_server_do_not_fit_together(losing, monkeypatch):
+    servers = losing()
+    monkeypatch.setattr(servers.master.recovery, "note", lambda *given: False)
+    with pytest.raises(ServerReplacedError, match="server 0 was replaced"):
+        servers.write()
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])
@@ -140,7 +225,7 @@ def test_server_without_files_begins_anew(losing, tmp_path):
     servers = losing()
     servers.push(0)
     servers.write()
-    (tmp_path / "job" / "recovery" / "ps-0" / "log.json").write_text("{}")
+    (tmp_path / "job" / "recovery" / "manifest.json").write_text("{}")
     restored = servers.replace(version=5)
     assert (restored.source, restored.version) == ("the initial weights", 0)
     np.testing.assert_array_equal(servers.held()[0], VALUES[0])
@@ -152,8 +237,10 @@ def test_files_of_variables_of_other_shapes_are_refused(losing):
     servers.push(0)
     servers.write()
     servers.master.servers.specs[0] = dataclasses.replace(SPECS[0], shape=(7,))
-    request = servers.master._beginning(servers.master.servers.known[0], InitialModel(version=1), True)
-    with pytest.raises(CheckpointError, match=r"lack variables \[0\]: they belong to another model"):
+    files = InitialModel(version=1, checkpoint=str(servers.master.recovery.folder))
+    manifest = json.dumps(servers.master.recovery.manifest())
+    request = servers.master._beginning(servers.master.servers.known[0], files, manifest)
+    with pytest.raises(CheckpointError, match=r"belongs to another model: variable 0"):
         servers.servers[0]._servicer.handlers["Initialize"](request)
     assert servers.push(1).version == 2  # the server goes on with what it holds
 
@@ -181,66 +268,97 @@ def test_client_that_nobody_tells_of_another_server_gives_up(losing):
 
 # ------------------------------------------------------------ the files
 
+TABLE = VariableSpec("emb/embeddings", (0, 2), "float32", True, table=TableSpec(None, '"zeros"', 7).to_json())
+SAVED = (VariableSpec("dense/kernel", (3,), "float32", True), TABLE)
+PARTS = partition(SAVED, 1, True)
 
-def saved(version, ids, worker=1):
+
+def part(version, ids):
     rows = np.full((len(ids), 2), version, np.float32)
-    weights = {0: np.full(3, version, np.float32)}
-    return Saved(Part(version, weights, tables={1: TableState(np.array(ids), rows)}), {worker: version})
+    return Part(version, {0: np.full(3, version, np.float32)}, tables={1: TableState(np.array(ids), rows)})
+
+
+def saved(folder, *versions):
+    """Files of these versions, each with some ids; the first one has everything."""
+    files = RecoveryFiles(folder, "run", SAVED)
+    for version, ids in versions:
+        save_as_server(files, part(version, ids), PARTS, {1: version})
+    return files
+
+
+def loaded(folder):
+    found = load(Files(str(folder), None), read_manifest(folder), SAVED, PARTS[0], 0, ShardMap(1))
+    table = whole(found.part.tables[1])
+    return found, dict(zip(table.ids.tolist(), table.rows[:, 0].tolist(), strict=True))
 
 
 def test_files_hold_the_last_of_each_row(tmp_path):
-    log = RecoveryLog(tmp_path / "ps-0", "run")
-    for version, ids in ((1, [4, 0, 9]), (2, [0]), (3, [9, 7])):
-        log.write(saved(version, ids), whole=version == 1)
-    found = RecoveryLog(tmp_path / "ps-0", "run").read()
-    assert found.answered == {1: 3}
-    table = whole(found.part.tables[1])
-    assert dict(zip(table.ids.tolist(), table.rows[:, 0].tolist(), strict=True)) == {0: 2, 4: 1, 7: 3, 9: 3}
+    saved(tmp_path, (1, [4, 0, 9]), (2, [0]), (3, [9, 7]))
+    found, rows = loaded(tmp_path)
+    assert (found.part.version, found.answered) == (3, {1: 3})
+    assert rows == {0: 2, 4: 1, 7: 3, 9: 3}
     np.testing.assert_array_equal(found.part.weights[0], [3, 3, 3])
 
 
-def test_whole_file_replaces_those_before_it(tmp_path):
-    log = RecoveryLog(tmp_path, "run")
-    for version in (1, 2, 3):
-        log.write(saved(version, [version]), whole=version != 2)
-    assert len(list(tmp_path.glob("*.safetensors"))) == 1
-    assert whole(RecoveryLog(tmp_path, "run").read().part.tables[1]).ids.tolist() == [3]
+def test_changes_are_merged_once_they_are_as_large_as_all(tmp_path, monkeypatch):
+    monkeypatch.setattr("elasticcb.master.recovery_files._SMALLEST_TOTAL", 0)
+    files = saved(tmp_path, (1, [1, 2]), (2, [2]), (3, [1]))
+    assert files.request(0, PARTS, 0).after == ""
+    save_as_server(files, part(4, [1, 2]), PARTS)
+    assert loaded(tmp_path)[1] == {1: 4, 2: 4}
 
 
-def test_damaged_file_ends_what_is_read_and_one_can_go_on_from_there(tmp_path, caplog):
-    log = RecoveryLog(tmp_path, "run")
-    for version in (1, 2, 3):
-        log.write(saved(version, [version]), whole=version == 1)
-    last = sorted(tmp_path.glob("*.safetensors"))[-1]
+def test_a_damaged_file_ends_what_is_read_and_its_server_saves_everything_next(losing, caplog):
+    servers = losing()
+    for step in range(3):
+        servers.push(step)
+        servers.write()
+        if step == 1:
+            before = servers.held()
+    last = sorted(servers.master.recovery.folder.glob("ps-*"))[-1]
     last.write_bytes(last.read_bytes()[:-1])
-    log = RecoveryLog(tmp_path, "run")
-    found = log.take_over()
-    assert (found.part.version, found.answered) == (2, {1: 2})
+    assert servers.replace(version=3).version == 2
     assert "is damaged" in caplog.text
-    log.write(saved(4, [4]), whole=False)
-    assert whole(RecoveryLog(tmp_path, "run").read().part.tables[1]).ids.tolist() == [1, 2, 4]
+    assert_same(servers.held(), before)
+    assert servers.push(3).version == 4
+    servers.write()
+    servers.push(4)
+    expected = servers.held()
+    servers.write()
+    assert len(list(servers.master.recovery.folder.glob("ps-*"))) == 2  # a whole one, and one of changes
+    assert servers.replace(version=5).version == 5
+    assert_same(servers.held(), expected)
 
 
-def test_what_can_only_be_read_is_restored_and_written_later(tmp_path, monkeypatch):
-    RecoveryLog(tmp_path, "run").write(saved(1, [1]), whole=True)
-    log = RecoveryLog(tmp_path, "run")
-
-    def fail(*_):
-        raise OSError("The disk is full.")
-
-    with monkeypatch.context() as full:
-        full.setattr(durable, "write_document", fail)
-        assert log.take_over().part.version == 1
-        with pytest.raises(CheckpointError, match="The disk is full"):
-            log.write(saved(2, [2]), whole=False)
-    log.write(saved(3, [3]), whole=False)
-    assert RecoveryLog(tmp_path, "run").read().part.version == 3
+def test_answers_that_do_not_fit_the_files_before_them_are_not_added(tmp_path):
+    files = saved(tmp_path, (1, [1]), (2, [2]))
+    for after in ("ps-0-00000001", "another"):
+        assert not files.note(0, pb.SaveResponse(file="new", after=after, version=3), PARTS)
+    assert not files.note(0, pb.SaveResponse(file="new", version=3), [*PARTS, []])  # by other servers
+    files.write()
+    assert loaded(tmp_path)[0].part.version == 2
 
 
-def test_files_of_another_training_are_refused(tmp_path):
-    log = RecoveryLog(tmp_path, "run")
-    log.write(saved(1, [1]), whole=True)
+def test_files_are_in_use_until_a_manifest_lists_others(tmp_path):
+    files, (two, map_version) = saved(tmp_path, (1, [1])), (partition(SAVED, 2, True), 1)
+    (before,) = files.request(0, PARTS, 0).keep
+    files.request(0, two, map_version)
+    assert files.note(0, pb.SaveResponse(file="new", version=2), two)
+    files.write()  # nothing: the other server has not saved
+    assert files.request(0, two, map_version).keep == ["new", before]
+    assert RecoveryFiles(tmp_path, "run", SAVED).request(0, two, map_version).keep == [before]  # of the next master
+    assert files.note(1, pb.SaveResponse(file="other", version=2), two)
+    files.write()
+    assert files.request(0, two, map_version).keep == ["new", "other"]
+    files.take_last(2, pb.SaveResponse(file="last", after=before, version=3))  # of a server that is not in use any more
+
+
+def test_files_of_another_training_are_refused_and_replaced(tmp_path):
+    saved(tmp_path, (1, [1]))
+    other = RecoveryFiles(tmp_path, "other", SAVED)
     with pytest.raises(CheckpointError, match="another training"):
-        RecoveryLog(tmp_path, "other").read()
-    with pytest.raises(CheckpointError, match="No readable recovery files"):
-        RecoveryLog(tmp_path / "nowhere", "run").read()
+        other.manifest()
+    save_as_server(other, part(2, [2]), PARTS)
+    assert loaded(tmp_path)[1] == {2: 2}
+    with pytest.raises(CheckpointError, match="saved nothing yet"):
+        RecoveryFiles(tmp_path / "nowhere", "run", SAVED).manifest()

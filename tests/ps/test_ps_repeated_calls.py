@@ -9,9 +9,9 @@ from concurrent.futures import wait
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint import parts
-from elasticcb.checkpoint.parts import save_part
-from elasticcb.clients.ps_link import Link
+from elasticcb.checkpoint import shard_file
+from elasticcb.checkpoint.shard_file import write_part
+from elasticcb.clients.ps_servers import Link
 from elasticcb.errors import CheckpointError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import holder
@@ -38,12 +38,12 @@ class Gate:
 
 
 def save(cluster, folder, call):
-    return cluster.call(0, "Save", Frame(pb.SaveRequest(directory=str(folder), call=call), {})).header
+    return cluster.call(0, "Save", Frame(pb.SaveRequest(path=str(folder / "file"), call=call), {})).header
 
 
 def test_save_that_comes_again_while_the_first_one_writes_joins_it(cluster, pool, monkeypatch, tmp_path):
-    gate, write = Gate(), save_part
-    monkeypatch.setattr(parts, "save_part", lambda *given: (gate(), write(*given))[1])
+    gate, write = Gate(), write_part
+    monkeypatch.setattr(shard_file, "write_part", lambda *given: (gate(), write(*given))[1])
     servers = cluster()
     servers.initialize(initial_values())
     first = pool.submit(save, servers, tmp_path, 5)

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint.parts import load_slices, save_part
+from elasticcb.checkpoint.parts import load_slices
+from elasticcb.checkpoint.shard_file import write_part
 from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.ps import tables as tables_module
-from elasticcb.ps.embedding_table import EmbeddingTable
+from elasticcb.ps.embedding_table import EmbeddingTable, RowAges
 from elasticcb.ps.parameters import Parameters
-from elasticcb.ps.row_ages import RowAges
 from elasticcb.settings.age import read_age, seconds_of
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.partition import partition
@@ -175,7 +175,7 @@ def test_a_checkpoint_keeps_how_old_rows_are_and_time_passes_until_a_job_begins_
     clock.seconds += 3 * DAY
     push(first, [2, 4])
     folder, slices = begin_version(tmp_path, 2), partition([AGED], 1, False)
-    files = [save_part(folder, exported(first), slices[0], 0, 1)]
+    files = [write_part(folder / "server", exported(first))]
     saved = finish_version(folder, version=2, specs=[AGED], parts=slices, files=files)
     clock.seconds += 3 * DAY
     left: list[int] = []
@@ -221,3 +221,6 @@ def test_a_server_that_takes_anothers_place_knows_how_old_rows_are_and_no_time_h
     servers.push(3, (5,))
     servers.push(4, (5,))
     assert held(servers) == [2, 5]
+    servers.write()
+    servers.replace(version=5)
+    assert held(servers) == [2, 5]  # those that were removed since the first file do not come back

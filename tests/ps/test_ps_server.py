@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from elasticcb.checkpoint.shard_file import SavedFile
-from elasticcb.checkpoint.versions import begin_version, finish_version
+from elasticcb.checkpoint.versions import begin_version, finish_version, server_file
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.services import PS_METHODS
@@ -35,7 +35,7 @@ def test_a_push_and_a_pull_travel_in_one_exchange(cluster):
     assert (answer.header.version, answer.header.state_version) == (1, 0)
     expected = Part(sgd, initial_values())
     expected.push(movements(0))
-    np.testing.assert_array_equal(answer.tensors["weights/float32"], expected.parameters.weights()["float32"])
+    np.testing.assert_array_equal(answer.tensors["weights/float32"], expected.parameters.snapshot().weights["float32"])
     again = one.push({}, pull=True, known_version=1, known_state_version=0)
     assert not again.tensors
 
@@ -147,7 +147,7 @@ def test_the_last_movement_is_merged_when_training_finishes(cluster, pool):
 
 def test_a_checkpoint_at_what_is_no_path_is_refused(cluster):
     with pytest.raises(WireError, match="invalid path"):
-        cluster(specs=CUT).call(0, "Save", Frame(pb.SaveRequest(directory="a\0b"), {}))
+        cluster(specs=CUT).call(0, "Save", Frame(pb.SaveRequest(path="a\0b"), {}))
 
 
 def test_a_checkpoint_of_two_servers_is_served_by_one(cluster, tmp_path):
@@ -155,8 +155,9 @@ def test_a_checkpoint_of_two_servers_is_served_by_one(cluster, tmp_path):
     for index in (0, 1):
         two.push(movements(0, CUT), index, sequence=1)
     folder = begin_version(tmp_path, 1)
-    saved = [two.call(index, "Save", Frame(pb.SaveRequest(directory=str(folder)), {})).header for index in (0, 1)]
-    files = [SavedFile(answer.file, answer.bytes, answer.sha256) for answer in saved]
+    requests = [pb.SaveRequest(path=str(folder / server_file(index, 2))) for index in (0, 1)]
+    saved = [two.call(index, "Save", Frame(request, {})).header for index, request in enumerate(requests)]
+    files = [SavedFile(answer.file, answer.bytes, answer.sha256, answer.version) for answer in saved]
     final = finish_version(folder, version=1, specs=CUT, parts=two.slices, files=files)
     one = cluster(specs=CUT)
     one.initialize(folder=final)

@@ -112,7 +112,7 @@ def test_slots_that_have_not_reached_all_servers_are_left_out(clients):
     slot = OptimizerState(slots={(0, "momentums"): np.ones(CUT[0].shape, np.float32)})
     first = master.servers.known[0]
     tensors = InitialModel(optimizer_state=slot).part(master.servers, 0)
-    master.servers.send(first, Frame(pb.LoadStateRequest(id=7), tensors), "LoadState")
+    master.servers.send(first, Frame(pb.LoadStateRequest(), tensors), "LoadState")
     assert not master.export().optimizer.slots
     push(worker, 0)
     assert set(master.export().optimizer.slots) == {(0, "momentums"), (1, "momentums")}
@@ -179,9 +179,9 @@ def test_a_repeated_change_of_state_makes_one_version(clients):
     master.initialize(InitialModel(initial_values(CUT)))
     first, second = master.servers.known
     master.load_state(initial_values(CUT, seed=1), None)
-    master.servers.send(second, Frame(pb.LoadStateRequest(id=5), {}), "LoadState")
+    master.servers.send(second, Frame(pb.LoadStateRequest(call=5), {}), "LoadState")
     for _ in range(2):
-        answer = master.servers.send(first, Frame(pb.LoadStateRequest(id=5), {}), "LoadState")
+        answer = master.servers.send(first, Frame(pb.LoadStateRequest(call=5), {}), "LoadState")
         assert answer.header.version == 2
 
 

@@ -10,7 +10,7 @@ import pytest
 from elasticcb.clients.live_tables import id_of, tables_of
 from elasticcb.errors import WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.ps import table_calls
+from elasticcb.ps import servicer
 from elasticcb.ps.embedding_table import EmbeddingTable, RowFlow
 from elasticcb.rpc.tensors import Frame, to_message
 from elasticcb.settings.table import TableOptions
@@ -24,7 +24,7 @@ TABLE = 3
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(table_calls, "PIECE_ROWS", 7)
+    monkeypatch.setattr(servicer, "PIECE_ROWS", 7)
 
 
 def zeros(ids):
@@ -57,7 +57,7 @@ def answer_of(servers, top=3, id=None):
 
 def test_a_table_is_counted_in_pieces_as_it_is():
     table = trained_table()
-    counts = table_calls.count_table(table, 20, 4, threading.Lock())
+    counts = servicer.count_table(table, 20, 4, threading.Lock())
     assert (counts.rows, counts.row_bytes, counts.slot_bytes) == (20, 240, 240)
     assert (list(counts.slots), counts.bytes, counts.waiting) == (["m"], 20 * table.row_bytes, 0)
     assert counts.hits.quantiles() == (1, 6, 11, 15, 20, 20)
@@ -69,7 +69,7 @@ def test_a_table_is_counted_in_pieces_as_it_is():
 def test_rows_that_went_and_ids_that_wait_are_counted():
     table = trained_table(max_age=5, min_count=3)
     table.lookup(np.array([100, 101]), create=True)
-    counts = table_calls.count_table(table, 20, 0, threading.Lock())
+    counts = servicer.count_table(table, 20, 0, threading.Lock())
     assert (counts.waiting, counts.removed) == (len(table.candidates), table.flow.removed)
     assert counts.waiting >= 2
     assert counts.removed > 0
@@ -89,7 +89,7 @@ def test_rows_may_go_between_two_pieces():
         def __exit__(self, *error):
             pass
 
-    counts = table_calls.count_table(table, 20, 20, Lock())
+    counts = servicer.count_table(table, 20, 20, Lock())
     assert counts.rows == len(table)
     assert len(set(counts.top.ids.tolist())) == len(counts.hits) <= 20
 

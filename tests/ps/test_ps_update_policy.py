@@ -91,3 +91,18 @@ def test_rounds_of_all_workers_wait_however_long_it_takes():
     assert come(policy, 1, 1) == [PushName(2, 1), PushName(1, 1)]
     assert come(policy, 1, 2) == []
     assert policy.flush() == [PushName(1, 2)]
+
+
+def test_a_round_waits_for_those_that_a_worker_joins_unless_they_rest_in_the_same_epoch():
+    rounds = Rounds(lambda: 0.0, waits_for_all=True)
+    rounds.rest(2, 0)
+    rounds.rest(3, 1)
+    rounds.join(1, 1, peers=(1, 2, 3))
+    rounds.rest(2, 0)  # sent before it was joined
+    rounds.come(PushName(1, 1))
+    assert rounds.due(()) == []
+    rounds.come(PushName(2, 1))
+    assert rounds.due(()) == [PushName(1, 1), PushName(2, 1)]
+    rounds.rest(2, 1)
+    rounds.come(PushName(1, 2))
+    assert rounds.due(()) == [PushName(1, 2)]

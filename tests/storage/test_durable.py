@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ps_clients import save_as_server
 
 from elasticcb.checkpoint.manifest import read_manifest, verify
-from elasticcb.checkpoint.parts import save_part
-from elasticcb.checkpoint.shard_file import Part
-from elasticcb.checkpoint.versions import begin_version, find_latest, finish_version, put_back
+from elasticcb.checkpoint.parts import Loaded, load
+from elasticcb.checkpoint.places import Files
+from elasticcb.checkpoint.shard_file import Part, write_part
+from elasticcb.checkpoint.versions import begin_version, find_latest, finish_version, put_back, server_file
 from elasticcb.cli.resume import resumed_settings
-from elasticcb.clients.local_job import how_it_ended
 from elasticcb.errors import CheckpointError, JobFailedError, ReplacedError, UsageError
 from elasticcb.master.journal import Journal
-from elasticcb.ps.recovery import RecoveryLog, Saved
-from elasticcb.settings import Command
+from elasticcb.master.recovery_files import RecoveryFiles
 from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.storage import durable
 
-EARLIER = Path(__file__).parent / "earlier_release"
 SPECS = [VariableSpec("dense/kernel", (2, 3), "float32", True)]
 SLICES = partition(SPECS, 1, True)
 
@@ -154,18 +154,24 @@ def test_a_journal_that_is_rewritten_tells_the_old_or_the_new_at_each_moment(tmp
     }
 
 
-def test_recovery_files_hold_the_old_or_the_new_at_each_moment(tmp_path, crash):
-    log = RecoveryLog(tmp_path / "job" / "ps-0", "abc")
-    log.write(Saved(part(3), {1: 2}), whole=True)
+def load_first(folder: Path) -> Loaded:
+    return load(Files(str(folder), None), read_manifest(folder), SPECS, SLICES[0], 0, ShardMap(1))
+
+
+def test_recovery_files_hold_the_old_or_the_new_at_each_moment(tmp_path, crash, monkeypatch):
+    files = RecoveryFiles(tmp_path / "job", "abc", SPECS)
+    save_as_server(files, part(3), SLICES, {1: 2})
 
     def load(folder):
-        saved = RecoveryLog(folder / "ps-0", "abc").read()
-        assert saved.part.weights[0][0, 0] == saved.part.version
-        return saved.part.version, saved.answered[1]
+        found = load_first(folder)
+        assert found.part.weights[0][0, 0] == found.part.version
+        return found.part.version, found.answered[1]
 
     def change(folder):
-        log.write(Saved(part(5), {1: 4}), whole=False)
-        log.write(Saved(part(7), {1: 6}), whole=True)
+        save_as_server(files, part(5), SLICES, {1: 4})
+        monkeypatch.setattr("elasticcb.master.recovery_files._SMALLEST_TOTAL", 0)
+        files._files[0][-1] = replace(files._files[0][-1], bytes=10**9)
+        save_as_server(files, part(7), SLICES, {1: 6})
 
     assert set(crash(change, load)) == {(3, 2), (5, 4), (7, 6)}
 
@@ -173,7 +179,7 @@ def test_recovery_files_hold_the_old_or_the_new_at_each_moment(tmp_path, crash):
 def test_a_checkpoint_is_there_whole_or_not_at_all_at_each_moment(tmp_path, crash):
     def write(folder, version):
         unfinished = begin_version(folder, version)
-        saved = save_part(unfinished, part(version), SLICES[0], 0, 1)
+        saved = write_part(unfinished / server_file(0, 1), part(version))
         finish_version(unfinished, version=version, specs=SPECS, parts=SLICES, files=[saved])
 
     write(tmp_path / "job", 1)
@@ -184,7 +190,7 @@ def test_a_checkpoint_is_there_whole_or_not_at_all_at_each_moment(tmp_path, cras
 def test_a_checkpoint_that_was_about_to_be_replaced_by_the_same_version_gets_its_name_again(tmp_path):
     def write():
         unfinished = begin_version(tmp_path, 1)
-        saved = save_part(unfinished, part(1), SLICES[0], 0, 1)
+        saved = write_part(unfinished / server_file(0, 1), part(1))
         return finish_version(unfinished, version=1, specs=SPECS, parts=SLICES, files=[saved])
 
     write()
@@ -230,20 +236,6 @@ def test_a_journal_that_lost_its_first_entry_is_refused(tmp_path, cut):
     with pytest.raises(JobFailedError, match=r"is damaged from byte 0 on|is empty"):
         Journal(path)
     assert path.stat().st_size == cut
-
-
-def test_recovery_files_that_are_damaged_are_kept_aside(tmp_path):
-    log = RecoveryLog(tmp_path / "ps-0", "abc")
-    log.write(Saved(part(3), {}), whole=True)
-    path = tmp_path / "ps-0" / "log.json"
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b"bytes", b"bites"))
-    again = RecoveryLog(tmp_path / "ps-0", "abc")
-    with pytest.raises(CheckpointError, match="damaged"):
-        again.read()
-    again.write(Saved(part(4), {}), whole=True)
-    (aside,) = tmp_path.glob("set-aside-*")
-    assert sorted(file.suffix for file in aside.iterdir()) == [".json", ".safetensors"]
 
 
 # ------------------------------------------------------------ a full disk
@@ -302,19 +294,19 @@ def test_a_journal_on_a_full_disk_keeps_what_it_had_and_goes_on_when_there_is_ro
 
 
 def test_files_on_a_full_disk_are_as_before_and_written_when_there_is_room(small_disk):
-    log = RecoveryLog(small_disk / "ps-0", "abc")
-    log.write(Saved(part(3), {}), whole=True)
+    files = RecoveryFiles(small_disk / "recovery", "abc", SPECS)
+    save_as_server(files, part(3), SLICES)
     durable.write_document(small_disk / "a.json", {"value": 1})
     fill(small_disk)
     with pytest.raises(CheckpointError, match="No space left"):
-        log.write(Saved(part(5), {}), whole=True)
+        save_as_server(files, part(5), SLICES)
     with pytest.raises(OSError, match="No space left"):
         durable.write_document(small_disk / "a.json", {"value": "x" * 9000})
     assert durable.read_document(small_disk / "a.json") == {"value": 1}
-    assert RecoveryLog(small_disk / "ps-0", "abc").read().part.version == 3
+    assert load_first(files.folder).part.version == 3
     (small_disk / "filler").unlink()
-    log.write(Saved(part(5), {}), whole=True)
-    assert RecoveryLog(small_disk / "ps-0", "abc").read().part.version == 5
+    save_as_server(files, part(5), SLICES)
+    assert load_first(files.folder).part.version == 5
 
 
 # ------------------------------------------------------------ masters that follow one another
@@ -336,40 +328,7 @@ def test_a_master_that_was_replaced_can_not_write_the_journal(tmp_path):
     assert (Journal(path).memory.version, Journal(path).memory.term) == (3, 2)
 
 
-def test_a_server_that_was_replaced_can_not_write_recovery_files(tmp_path):
-    old = RecoveryLog(tmp_path / "ps-0", "abc")
-    old.write(Saved(part(3), {1: 2}), whole=True)
-    new = RecoveryLog(tmp_path / "ps-0", "abc")
-    assert new.take_over().part.version == 3
-    for _ in range(3):
-        with pytest.raises(CheckpointError, match="Another parameter server has replaced this one"):
-            old.write(Saved(part(9), {1: 9}), whole=True)
-        new.write(Saved(part(5), {1: 4}), whole=True)
-    assert RecoveryLog(tmp_path / "ps-0", "abc").read().part.version == 5
-
-
 # ------------------------------------------------------------ other releases
-
-
-def test_files_of_the_release_before_are_read(tmp_path):
-    shutil.copytree(EARLIER, tmp_path / "job")
-    job = tmp_path / "job"
-    journal = Journal(job / "journal.log")
-    assert (journal.memory.run, journal.memory.ended_epochs, journal.term) == ("6c705e115b4fc685", 9, 1)
-    before = journal.memory
-    journal.add(version=before.version)
-    journal.close()
-    after = Journal(job / "journal.log").memory
-    assert (after.queue, after.roster, after.servers) == (before.queue, before.roster, before.servers)
-    with pytest.raises(CheckpointError, match="another training or release"):  # other servers had its rows
-        RecoveryLog(job / "recovery" / "ps-0", "abc").read()
-    assert verify(find_latest(job / "checkpoints"))["version"] == 7
-    document = how_it_ended(job)
-    assert document is not None
-    assert document["phase"] == "done"
-    settings = json.loads((job / "job.json").read_text())
-    (job / "job.json").write_text(json.dumps({**settings, "directory": str(job)}))
-    assert resumed_settings(job).command is Command.TRAIN
 
 
 def test_files_of_a_later_release_are_refused_in_words(tmp_path):
@@ -377,9 +336,8 @@ def test_files_of_a_later_release_are_refused_in_words(tmp_path):
     durable.write_document(tmp_path / "manifest.json", {"format": 99})
     with pytest.raises(CheckpointError, match=words):
         read_manifest(tmp_path)
-    durable.write_document(tmp_path / "log.json", {"format": 99, "run": "abc", "files": []})
     with pytest.raises(CheckpointError, match=words):
-        RecoveryLog(tmp_path, "abc").read()
+        RecoveryFiles(tmp_path, "abc", SPECS).manifest()
     journal = Journal(tmp_path / "journal.log")
     journal.add(format=99)
     with pytest.raises(JobFailedError, match=words):

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from elasticcb.errors import DataError, ElasticCBError, NonFiniteError, TableError
+from elasticcb.compute.rehearsal import Rehearsal
+from elasticcb.errors import DataError, ElasticCBError, ModelFileError, NonFiniteError, TableError
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.roles.process import Farewell
 from elasticcb.worker.task_input import TaskStarted
 from elasticcb.worker.task_progress import Tally
 from elasticcb.worker.task_run import TaskRun
@@ -61,3 +63,23 @@ def test_progress_is_sent_before_a_failure_and_the_lease_kept_until_the_report_i
     told = Told(accepted=True)
     run(told).fail(DataError("record 7 is torn"))
     assert told.calls == ["send", "clear", "report_failed", "clear", "release"]
+
+
+@pytest.mark.parametrize(("error", "fatal"), [(SystemExit(3), True), (OSError("lost"), False)])
+def test_a_program_that_exits_is_not_started_again(error: BaseException, fatal: bool) -> None:
+    told: list[Any] = []
+    client = SimpleNamespace(leave=lambda *args: told.extend(args), close=lambda: None)
+    with pytest.raises(type(error)), Farewell(client, pb.WORKER, 0):
+        raise error
+    assert told[4] is fatal
+
+
+def test_a_rehearsal_that_fails_only_on_a_worker_tells_the_error() -> None:
+    rehearsal = Rehearsal(b"", {"the loss": 1.0}, 1e-3)
+    rehearsal.check({"the loss": 1.0}, ValueError("in a metric that fails everywhere"))
+    with pytest.raises(
+        ModelFileError, match=r"fails on this worker, but not in your process.*KeyError: 'HOME_OF_DATA'"
+    ):
+        rehearsal.check({}, KeyError("HOME_OF_DATA"))
+    with pytest.raises(ModelFileError, match="the loss is nothing here and 1 there"):
+        rehearsal.check({}, None)

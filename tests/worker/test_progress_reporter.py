@@ -72,7 +72,8 @@ def test_batches_are_told_with_the_version_they_lead_to_and_in_reports_of_a_boun
     sent = []
 
     def report(progress: Any) -> Any:
-        sent.append((progress.version, [event.version for event in progress.batch_events]))
+        if progress.batch_events:  # the reporter's thread may have the last word
+            sent.append((progress.version, [event.version for event in progress.batch_events]))
         return pb.ReportProgressResponse(accepted=True)
 
     monkeypatch.setattr("elasticcb.clients.progress_reporter._EVENTS_PER_REPORT", 4)
@@ -175,4 +176,7 @@ def test_printed_text_is_sent_by_whole_lines_as_a_terminal_shows_them_and_a_floo
     reporter.flush()
     assert [len(text) for text, _ in sent[4:]] == [1_000_002 + len(sent[-1][0].splitlines()[-1]) + 1]
     assert "1 more line" in sent[-1][0]
+    reporter.print("a name that is not UTF-8: \udcff\n", False)
+    reporter.flush()
+    assert sent[-1][0] == "a name that is not UTF-8: \\udcff\n"
     reporter.stop()

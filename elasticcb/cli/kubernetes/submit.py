@@ -27,6 +27,7 @@ from elasticcb.cluster.kubernetes.pods import (
     METRICS_PORT,
     POD_IP,
     PORT,
+    PRIVATE_FOLDER,
     SPEC,
     PodPlan,
 )
@@ -42,7 +43,6 @@ from elasticcb.settings.definition import Kind
 from elasticcb.storage import durable
 from elasticcb.storage.remote_files import is_url
 
-_PRIVATE_FOLDER = "/tmp/elasticcb"  # lost with its pod
 LOCAL_FILES = frozenset({"yaml", "cluster_spec", *TLS_FLAGS})  # paths on this machine, not in the pods
 _NAME_SIGNS = 33  # and seven more that make it unique
 
@@ -57,7 +57,7 @@ def submit(command: Command, given: GivenFlags) -> int:
     validate_flags(command, given, check_paths)
     settings = kubernetes_settings(command, given)
     name = given["job_name"] or unlike_others(given["model_def"])
-    directory = given["job_dir"] or f"{_PRIVATE_FOLDER}/{name}"
+    directory = given["job_dir"] or f"{PRIVATE_FOLDER}/{name}"
     plan = PodPlan(name, settings, common_environment(given["log_level"]), TOKEN_VARIABLE)
     manifests = job_manifests(command, given, plan, directory)
     kept = kept_paths(manifests[-1])
@@ -79,11 +79,12 @@ def submit(command: Command, given: GivenFlags) -> int:
         return 0
     create_all(api, manifests)
     say(f"Job {name} was submitted to the namespace {settings.namespace} of {api.server}.")
-    if command is Command.TRAIN and not any(_is_below(directory, path) for path in kept):
+    kept_job = is_url(directory) or any(_is_below(directory, path) for path in kept)
+    if command is Command.TRAIN and not kept_job:
         say(
-            "Its folder is not on a volume: if the master's pod is lost, training restarts from the beginning, and a "
-            "lost parameter server restarts from the newest checkpoint. To avoid that, set --job_dir below a "
-            "--volume that all pods share."
+            "Its folder is lost with its pods: if the master's pod is lost, training restarts from the beginning, and "
+            "a lost parameter server restarts from the newest checkpoint. To avoid that, set --job_dir to a URL, such "
+            "as s3://BUCKET/JOB, or below a --volume that all pods share."
         )
     return follow_job(api, name)
 

@@ -37,9 +37,8 @@ from elasticcb.cluster.kubernetes.pods import (
     PORT,
     ROLE_LABEL,
     PodPlan,
+    after_oom,
 )
-from elasticcb.cluster.kubernetes.resources import after_oom
-from elasticcb.cluster.kubernetes.watch import follow_pods
 from elasticcb.cluster.role import Place, RoleProcess, common_environment
 from elasticcb.security.credentials import TOKEN_VARIABLE
 from elasticcb.settings import KubernetesSettings
@@ -51,6 +50,10 @@ _HELD_UP_SECONDS = 15.0  # after which a pod that does not run yet is explained
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0  # seconds before a call is retried
 _GRPC_PROBES = (1, 24)  # first Kubernetes release that enables them by default
 _GONE_SECONDS = 60.0  # seconds for the pods of another master to be gone
+_LIST_SECONDS = 20  # until the pods are listed again
+_EXPIRED = 410  # the API server no longer has the changes since a list
+# seconds before they are listed again, after that and after other errors
+_PAUSE_SECONDS, _LONG_PAUSE_SECONDS = 0.5, 2.0
 
 
 @dataclass
@@ -377,3 +380,32 @@ def _version(found: Mapping[str, Any]) -> int:
 def _words(place: Place) -> str:
     role, index = place
     return f"{'Worker' if role == 'worker' else 'Parameter server'} {index}"
+
+
+def follow_pods(
+    api: KubernetesAPI,
+    selector: str,
+    stopped: threading.Event,
+    see_all: Callable[[Mapping[str, Any]], None],
+    see: Callable[[Mapping[str, Any], bool], None],
+    say: Callable[[str], None],
+) -> None:
+    """Lists the pods, then watches changes, until `stopped` is set."""
+    silent = False
+    while not stopped.is_set():
+        try:
+            listing = api.list("Pod", selector)
+            see_all(listing)
+            if silent:
+                say("The Kubernetes API server answers again.")
+            silent = False
+            for pod, gone in api.watch_pods(selector, listing["metadata"]["resourceVersion"], _LIST_SECONDS):
+                if stopped.is_set():
+                    return
+                see(pod, gone)
+        except KubernetesError as error:
+            expired = error.status == _EXPIRED
+            if not expired and not silent and not stopped.is_set():
+                silent = True
+                say(f"{error} The job continues; pods that end meanwhile are noticed later.")
+            stopped.wait(_PAUSE_SECONDS if expired else _LONG_PAUSE_SECONDS)

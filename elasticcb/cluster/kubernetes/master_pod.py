@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from elasticcb.cluster.kubernetes.api import MASTER_RIGHTS, KubernetesAPI, KubernetesError, Right
-from elasticcb.cluster.kubernetes.lease import MasterLease, held
-from elasticcb.cluster.kubernetes.pods import FAILED_CODES, JOB_LABEL, POD_NAME, PORT, RESUMES, ROLE_LABEL
+from elasticcb.cluster.kubernetes.pods import (
+    FAILED_CODES,
+    JOB_LABEL,
+    LEASE_SECONDS,
+    POD_NAME,
+    PORT,
+    RESUMES,
+    ROLE_LABEL,
+)
 from elasticcb.errors import (
     GO_ON,
     JobDoneError,
@@ -21,13 +32,23 @@ from elasticcb.errors import (
     LostServerError,
     ReplacedError,
     UsageError,
+    describe,
 )
 from elasticcb.process.logs import say
-from elasticcb.settings import JOURNAL_FILE, JobSettings
+from elasticcb.settings import JOURNAL_FILE, JOURNALS, JobSettings
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderInUseError
+from elasticcb.storage.job_store import JobStore
+
+logger = logging.getLogger(__name__)
 
 _MARK = "kubernetes.json"  # in the job's folder: identifies its owner
+
+_RENEW_SECONDS = 5.0
+_GIVE_UP_SECONDS = 45.0  # seconds without renewal after which its holder must stop acting
+_LOOK_SECONDS = 1.0
+_JOIN_SECONDS = 10.0
+_SAY_SECONDS = 1.0  # at most, before this process exits
 
 
 def runs_in_pod() -> bool:
@@ -97,7 +118,8 @@ def _keep(settings: JobSettings, run: Callable[[bool, float], None]) -> None:
 def _run(settings: JobSettings, run: Callable[[bool, float], None], own: Mapping[str, Any]) -> None:
     owners = [owner["uid"] for owner in own["metadata"].get("ownerReferences", ())]
     before = own["metadata"].get("annotations", {}).get(RESUMES, "")
-    resumed = _is_ours(Path(settings.directory), owners[0] if owners else own["metadata"]["uid"], before)
+    uid = owners[0] if owners else own["metadata"]["uid"]
+    resumed = _is_ours(settings, uid, before)
     try:
         run(resumed, time.monotonic() - _age_seconds(own))
     except FolderInUseError as error:
@@ -115,22 +137,177 @@ def _check_not_failed(api: KubernetesAPI, job: str, own: str) -> None:
                 raise JobFailedError(f"The job has failed: kubectl logs -n {api.namespace} {pod['metadata']['name']}")
 
 
-def _is_ours(folder: Path, uid: str, before: str) -> bool:
-    """Whether a master of the same Job, or of the Job it replaces, wrote the journal in a folder; marks the folder."""
-    mark = folder / _MARK
+def _is_ours(settings: JobSettings, uid: str, before: str) -> bool:
+    """Whether a master of the same Job, or of the Job it replaces, wrote the journal in the job's folder; marks the
+    folder."""
+    folder = Path(settings.directory)
+    store = JobStore(settings.store) if settings.store else None
     try:
-        same = durable.read_document(mark)["job"] in (uid, before or uid)
+        mark = durable.read_document(folder / _MARK) if store is None else json.loads(store.get(_MARK))
+        same = mark["job"] in (uid, before or uid)
     except FileNotFoundError:
         same = False
     # starting from scratch would delete files that may belong to this job
     except (OSError, ValueError, LookupError) as error:
         raise JobFailedError(
-            f"The owner of the folder {folder} can't be read: {error}. Remove {mark} to start from scratch."
+            f"The owner of the folder {folder} can't be read: {error}. Remove {folder / _MARK} to start from scratch."
         ) from None
-    durable.write_document(mark, {"job": uid})
-    return same and (folder / JOURNAL_FILE).exists()
+    if store is None:
+        durable.write_document(folder / _MARK, {"job": uid})
+        return same and (folder / JOURNAL_FILE).exists()
+    with contextlib.closing(store):
+        store.put(_MARK, json.dumps({"job": uid}).encode())
+        return same and bool(store.names(JOURNALS))
 
 
 def _age_seconds(pod: Mapping[str, Any]) -> float:
     made = datetime.strptime(pod["metadata"]["creationTimestamp"], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
     return max(0.0, (datetime.now(timezone.utc) - made).total_seconds())
+
+
+class MasterLease:
+    """A job's Lease: the right to act as its master, which one pod at a time holds, and renews in the background.
+
+    The leader election of the official client uses a ConfigMap and depends on the clocks of both machines.
+
+    Args:
+        holder: the pod of this process. Its previous container has ended.
+    """
+
+    def __init__(self, api: KubernetesAPI, name: str, holder: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.holder = holder
+        self._api, self._name, self._clock = api, name, clock
+        self._version = ""  # resourceVersion last seen
+        self._seen = self._renewed = 0.0  # when it was seen; when it was last known to be held
+
+    def take_if_free(self) -> str:
+        """Takes the Lease if nobody holds it, its holder has ended, or it has expired; returns the holder."""
+        asked = self._clock()
+        found = self._api.read("Lease", self._name)
+        if found["metadata"]["resourceVersion"] != self._version:
+            self._version, self._seen = found["metadata"]["resourceVersion"], self._clock()  # not before it was written
+        spec = found.get("spec") or {}
+        holder = spec.get("holderIdentity") or ""
+        lasts = spec.get("leaseDurationSeconds") or LEASE_SECONDS
+        if holder not in ("", self.holder) and asked - self._seen < lasts and not self._has_ended(holder):
+            return str(holder)
+        now = _now()
+        took = {"holderIdentity": self.holder, "leaseDurationSeconds": LEASE_SECONDS, "acquireTime": now}
+        changes = int(spec.get("leaseTransitions") or 0) + (holder != self.holder)
+        try:
+            self._write({**took, "renewTime": now, "leaseTransitions": changes})
+        except KubernetesError as error:
+            if error.status != 409:
+                raise
+            return str(holder)  # another process was faster
+        self._renewed = asked
+        return self.holder
+
+    def renew(self) -> bool:
+        """Whether the Lease is still held; False forever once another pod holds it, or it could not be renewed in time.
+
+        Raises `KubernetesError` if that can't be determined now.
+        """
+        asked = self._clock()
+        if self.is_late:
+            return False
+        try:
+            self._write({"renewTime": _now()})
+        except KubernetesError as error:
+            if error.status != 409:  # nobody else can take a Lease that was deleted with its job before it expires
+                raise
+            found = self._api.read("Lease", self._name)
+            if found.get("spec", {}).get("holderIdentity") != self.holder:
+                return False
+            self._version = found["metadata"]["resourceVersion"]  # someone changed another field of it
+            self._write({"renewTime": _now()})
+        self._renewed = asked
+        return True
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the Lease was not renewed in time."""
+        return self._clock() - self._renewed > _GIVE_UP_SECONDS
+
+    def release(self) -> None:
+        """Releases the Lease so that others can take it at once."""
+        try:
+            if self.renew():
+                self._write({"holderIdentity": ""})
+        except KubernetesError as error:
+            logger.info("The Lease %s could not be released: %s", self._name, error)
+
+    def _write(self, spec: dict[str, Any]) -> None:
+        """Writes it only if nobody has written since; otherwise raises `KubernetesError` with status 409."""
+        patch = {"metadata": {"resourceVersion": self._version}, "spec": spec}
+        self._version = self._api.patch("Lease", self._name, patch)["metadata"]["resourceVersion"]
+
+    def _has_ended(self, pod: str) -> bool:
+        """Whether its node has reported that its containers ended. A deleted pod may still run on a disconnected
+        node."""
+        try:
+            status = self._api.read("Pod", pod)["status"]
+        except KubernetesError as error:
+            if error.status != 404:
+                raise
+            return False
+        containers = status.get("containerStatuses") or ()
+        return bool(containers) and all("terminated" in each.get("state", {}) for each in containers)
+
+
+@contextlib.contextmanager
+def held(lease: MasterLease, say: Callable[[str], None], end: Callable[[int], object] = os._exit) -> Iterator[None]:
+    """While it is active, no other master of the job acts.
+
+    If another pod takes the Lease, or it can't be renewed in time, this process exits at once, as if killed: its files
+    and processes then belong to another master.
+    """
+    told = ""
+    while (holder := lease.take_if_free()) != lease.holder:
+        if holder != told:
+            say(f"The master in the pod {holder} may still act; waiting for its end.")
+            told = holder
+        time.sleep(_LOOK_SECONDS)
+    over = threading.Event()
+
+    def lose() -> None:
+        if not over.is_set():
+            over.set()
+            at_latest = threading.Timer(_SAY_SECONDS, end, [GO_ON])  # its output may not be readable
+            at_latest.daemon = True
+            at_latest.start()
+            try:
+                say("This master has lost its Lease, so another master may act. The next pod continues the job.")
+            finally:
+                at_latest.cancel()
+                end(GO_ON)
+
+    threads = [threading.Thread(target=run, args=(lease, over, lose), daemon=True) for run in (_renew, _watch)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        threads[0].join(_JOIN_SECONDS)
+        lease.release()
+
+
+def _renew(lease: MasterLease, over: threading.Event, lose: Callable[[], None]) -> None:
+    while not over.wait(_RENEW_SECONDS):
+        try:
+            if not lease.renew():
+                lose()
+        except Exception as error:  # including an answer from a server that is not the API server
+            logger.warning("The Lease of this master can't be renewed; retrying: %s", describe(error))
+
+
+def _watch(lease: MasterLease, over: threading.Event, lose: Callable[[], None]) -> None:
+    """Runs in a separate thread from `_renew`, which may wait for an answer."""
+    while not over.wait(_LOOK_SECONDS):
+        if lease.is_late:
+            lose()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -16,14 +16,15 @@ from elasticcb.cluster.kubernetes.fate import CONTAINER
 from elasticcb.cluster.kubernetes.flags import (
     Priority,
     Volume,
+    amount,
     parse_envs,
     parse_labels,
     parse_priority,
+    parse_resources,
     parse_secrets,
     parse_tolerations,
     parse_volumes,
 )
-from elasticcb.cluster.kubernetes.resources import resources
 from elasticcb.process.host import POD_NAME
 from elasticcb.rpc.services import LIVE_PATH, PS_SERVICE, READY_PATH
 from elasticcb.settings import KubernetesSettings
@@ -35,6 +36,7 @@ RESUMES = "elasticcb/resumes"  # annotation of a master: the uid of the Job whos
 FILES = "/etc/elasticcb"  # in pods: files of the job's Secret, such as certificates, and these:
 CONFIG, SPEC = "job.yaml", "cluster_spec.yaml"  # the job, and the patch of its pods
 JOB_DIR_FLAG = "--job_dir="  # of a master
+PRIVATE_FOLDER = "/tmp/elasticcb"  # with folders of jobs; lost with its pod
 TOKEN_KEY = "token"  # in the job's Secret
 _VARIABLE_KEY = "env."  # before the name of a variable, likewise
 FAILED_CODES = (1, 2)  # exit codes of a master after which a retry is useless
@@ -56,6 +58,7 @@ _REASONS = (  # text in a line, and the reason and type of its event
     (" recovered in ", "ServerRecovered", "Normal"),
     (" job now has ", "Scaled", "Normal"),
 )
+_MORE_MEMORY, _MOST_MEMORY = 1.5, 4.0  # factor, after a pod ran out of memory
 
 
 @dataclass(frozen=True)
@@ -377,3 +380,26 @@ def patched(manifest: Any, patch: Any) -> Any:
 
 def _all_named(entries: Sequence[Any]) -> bool:
     return all(isinstance(each, Mapping) and "name" in each for each in entries)
+
+
+def resources(settings: KubernetesSettings, role: str, ooms: int = 0) -> dict[str, Any]:
+    """A container's `resources`, with more memory after `ooms` out-of-memory kills."""
+    requests = parse_resources(getattr(settings, f"{role}_resource_request"))
+    limits = parse_resources(getattr(settings, f"{role}_resource_limit"))
+    for gpu in (name for name in requests if "/" in name):  # which can't be overcommitted
+        limits.setdefault(gpu, requests[gpu])
+    for part in (requests, limits):
+        if ooms and "memory" in part:
+            times = min(_MORE_MEMORY**ooms, _MOST_MEMORY)
+            part["memory"] = f"{int(amount(part['memory']) * times / 2**20)}Mi"
+    return {name: part for name, part in (("requests", requests), ("limits", limits)) if part}
+
+
+def after_oom(settings: KubernetesSettings, role: str, ooms: int) -> tuple[int, str]:
+    """Counts out-of-memory kills, this one included, and says how much memory the next container gets."""
+    if "memory" not in resources(settings, role).get("limits", {}):
+        return ooms, f"; it has no limit, but its node had no memory left. Request more with --{role}_resource_request"
+    memory = resources(settings, role, ooms + 1)["limits"]["memory"]
+    if _MORE_MEMORY**ooms < _MOST_MEMORY:
+        return ooms + 1, f"; the next one gets {memory}"
+    return ooms + 1, f"; the next one gets {memory} again, the maximum. Raise --{role}_resource_limit"

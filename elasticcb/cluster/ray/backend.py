@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import re
 import secrets
@@ -13,15 +14,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit
-from elasticcb.cluster.ray.actor import Ended, Launched
-from elasticcb.cluster.ray.handle import ANSWER_SECONDS, CPUS, PENDING_SECONDS, Actor
+from elasticcb.cluster.ray.actor import Ended, Launched, PlaceOnNode
 from elasticcb.cluster.role import Place, RoleProcess
 from elasticcb.errors import UsageError, describe
 from elasticcb.settings import ClusterSettings
 
+logger = logging.getLogger(__name__)
+
 _NONE_FREE = "no Ray node has a free CPU"
+_CPUS = 1  # CPUs that a process reserves
+_ANSWER_SECONDS = 5.0  # seconds, for an unreachable actor, and for one that must end its process
+_PENDING_SECONDS = 5.0  # seconds until a pending process is reported, and a worker makes room for a server
+_SLOW_SECONDS = 30.0  # likewise, if there were free CPUs: Ray may be slow, and has reserved them already
+_CALLS = 8  # to an actor at a time
 
 
 def check_ray(address: str) -> None:
@@ -63,7 +71,7 @@ class RayCluster(ClusterBackend):
         self._marker = f".master-{secrets.token_hex(8)}"
         self._host = ""
         self._connected = False  # initialized by this object, not by the surrounding program
-        self._actors: dict[Place, Actor] = {}
+        self._actors: dict[Place, _Actor] = {}
         self._held: list[tuple[str, int, str]] = []  # workers that are requested once all servers are placed
         self._last_words: dict[Place, str] = {}
         self._told_unshared = False
@@ -113,10 +121,10 @@ class RayCluster(ClusterBackend):
         else:
             self._actors[role, index] = self._make_actor(role, index, master_address)
 
-    def _make_actor(self, role: str, index: int, master_address: str) -> Actor:
+    def _make_actor(self, role: str, index: int, master_address: str) -> _Actor:
         process = RoleProcess(role=role, master=master_address, index=index, access=self.access)
         name = f"elasticcb-{role}-{index}-{secrets.token_hex(4)}"
-        return Actor(name, (process, self._directory, self._marker, self._log_level, CPUS))
+        return _Actor(name, (process, self._directory, self._marker, self._log_level, _CPUS))
 
     def poll(self) -> list[Exit]:
         exits, now = [], time.monotonic()
@@ -149,7 +157,7 @@ class RayCluster(ClusterBackend):
         """Ends a worker if a server can't be placed: without it, no worker can continue."""
         late = [index for index in self._waiting_servers() if self._actors["ps", index].is_late(now)]
         workers = [place for place, actor in self._actors.items() if place[0] == "worker" and actor.launched]
-        if late and workers and now - self._gave_way >= PENDING_SECONDS and _why_no_room() == _NONE_FREE:
+        if late and workers and now - self._gave_way >= _PENDING_SECONDS and _why_no_room() == _NONE_FREE:
             self._gave_way = now
             place = max(workers)
             self._actors[place].end()
@@ -186,7 +194,7 @@ class RayCluster(ClusterBackend):
 
             ended = [call for actor in actors if (call := actor.begin_end()) is not None]
             if ended:
-                ray.wait(ended, num_returns=len(ended), timeout=max(grace_seconds, ANSWER_SECONDS))
+                ray.wait(ended, num_returns=len(ended), timeout=max(grace_seconds, _ANSWER_SECONDS))
             for actor in actors:
                 actor.discard()
             if self._connected:
@@ -210,16 +218,16 @@ def _why_no_room() -> str:
     """Why Ray has not started an actor."""
     import ray
 
-    if not any(node["Alive"] and node["Resources"].get("CPU", 0) >= CPUS for node in ray.nodes()):
+    if not any(node["Alive"] and node["Resources"].get("CPU", 0) >= _CPUS for node in ray.nodes()):
         return "no Ray node has a CPU for it, even if nothing else runs"
-    return _NONE_FREE if ray.available_resources().get("CPU", 0) < CPUS else "Ray has not started its actor yet"
+    return _NONE_FREE if ray.available_resources().get("CPU", 0) < _CPUS else "Ray has not started its actor yet"
 
 
 def _check_reachable(address: str) -> None:
     """Raises `OSError` if nothing listens there; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if host:
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
 
 
 def _why_unreachable(address: str, error: Exception) -> str:
@@ -244,3 +252,110 @@ def _handlers_kept() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class _Actor:
+    """The master's handle of a `PlaceOnNode`."""
+
+    def __init__(self, name: str, launch: tuple[Any, ...]) -> None:
+        import ray
+
+        self.launched: Launched | None = None
+        had_room = ray.available_resources().get("CPU", 0) >= _CPUS
+        self._late = time.monotonic() + (_SLOW_SECONDS if had_room else _PENDING_SECONDS)
+        self._launch = launch
+        # Spread, so that losing a node takes few of them.
+        remote: Any = ray.remote
+        options = {"num_cpus": _CPUS, "max_concurrency": _CALLS, "scheduling_strategy": "SPREAD"}
+        self._handle = remote(**options)(PlaceOnNode).options(name=name).remote()
+        self._call = self._handle.launch.remote(*launch)
+        self._probe: Any = None  # a call to an unreachable actor
+        self._out_of_reach = 0.0  # start time of the probe, if there is one
+
+    def is_late(self, now: float) -> bool:
+        """Whether it should have started by `now`, but has not."""
+        return self.launched is None and now >= self._late
+
+    def look(self, now: float) -> tuple[Ended, bool] | None:
+        """How it ended, and whether the platform ended it; None while it runs or is pending."""
+        from ray import exceptions
+
+        try:
+            answer = _answer(self._call)
+            if isinstance(answer, Ended):
+                return answer, False
+            if answer is not None:
+                self.launched, self._call = answer, self._handle.wait.remote()
+            if self._probe is not None and _answer(self._probe) is not None:
+                self._probe = None
+        except exceptions.ActorUnavailableError:  # its state is not known yet
+            if self._probe is None:
+                self._out_of_reach = now
+            self._probe = self._handle.log_tail.remote(1)
+            again = self._handle.launch.remote(*self._launch) if self.launched is None else self._handle.wait.remote()
+            self._call = again
+        except exceptions.RayError as error:
+            return self._explained(error)
+        if self._probe is not None and now - self._out_of_reach >= _ANSWER_SECONDS:
+            return Ended(f"its node {self._node} does not respond any more", False, ""), True
+        return None
+
+    def _explained(self, error: Any) -> tuple[Ended, bool]:
+        from ray import exceptions
+
+        text = str(error)
+        logger.info("An actor ended: %s", text)
+        if isinstance(error, exceptions.RayTaskError):  # a call of `PlaceOnNode` raised
+            return Ended(f"on node {error.ip}: {describe(error.cause)}", True, ""), False
+        if isinstance(error, exceptions.OutOfMemoryError):
+            return Ended(
+                f"out of memory: Ray ended it because its node {self._node} had little memory left", False, ""
+            ), False
+        if not isinstance(error, exceptions.RayActorError) or error._actor_init_failed:
+            return Ended(f"Ray could not start it: {_last_line(text)}", True, ""), False
+        if error.preempted or "node has died" in text or "node was terminated" in text:
+            why = "was taken away" if error.preempted else "is lost"
+            return Ended(f"its node {self._node} {why}", False, ""), True
+        return Ended(f"its actor was killed: {_last_line(text)}", False, ""), False
+
+    @property
+    def _node(self) -> str:
+        return "" if self.launched is None else self.launched.node
+
+    def log_tail(self, lines: int) -> str:
+        """The last lines that its process wrote; "" if unreachable."""
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError):
+            return str(ray.get(self._handle.log_tail.remote(lines), timeout=_ANSWER_SECONDS))
+        return ""
+
+    def begin_end(self) -> Any:
+        """Asks the actor to end the process; returns the call to wait for, if any."""
+        return None if self.launched is None else self._handle.end.remote()
+
+    def end(self) -> None:
+        """Ends the process, and the actor."""
+        import ray
+
+        call = self.begin_end()
+        if call is not None:
+            ray.wait([call], timeout=_ANSWER_SECONDS)
+        self.discard()
+
+    def discard(self) -> None:
+        """Ends the actor."""
+        import ray
+
+        ray.kill(self._handle)
+
+
+def _answer(call: Any) -> Any:
+    """The result of a call; None while it is running."""
+    import ray
+
+    return ray.get(call) if ray.wait([call], timeout=0)[0] else None
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1].strip()

@@ -83,9 +83,9 @@ class TracedIds:
         self._in_loop = False
         self.tables = [index for index, _ in recording.asked]
         part, used = self._part(range(len(self.tables)))
-        leaves = self._of_data(used)
         self._compiled = jax.jit(jaxpr_as_fun(ClosedJaxpr(part, self._whole.consts)))
-        self._leaves = leaves
+        first = len(self._variables) + 1  # after the state and the placeholder
+        self._leaves = [place for place, is_used in enumerate(used[first:]) if is_used]
 
     def _part(self, outputs: Sequence[int]) -> tuple[Any, list[bool]]:
         """The part that leads to some outputs, and the inputs it needs."""
@@ -93,10 +93,6 @@ class TracedIds:
         wanted = [place in outputs for place in range(len(jaxpr.outvars))]
         part, used = dce_jaxpr(jaxpr, wanted)
         return part, list(used)
-
-    def _of_data(self, used: Sequence[bool]) -> list[int]:
-        first = len(self._variables) + 1  # after the state and the placeholder
-        return [place - first for place, is_used in enumerate(used) if is_used and place >= first]
 
     def problems(self, layers: Mapping[int, TableLayer]) -> dict[int, str]:
         """Why rows can't be determined before the step, by table."""
@@ -215,8 +211,8 @@ class JAXTables(ServedTables):
         return jnp.take(embeddings_of(layer).value, places, axis=0, mode="clip")
 
 
-def problems_of(model: keras.Model, step: StatelessStep, data: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
-    """Why rows can't be determined before a step, by variable; like `movable.FindProblems`, for arrays."""
+def problems_of(model: keras.Model, step: Any, data: Any, layers: Mapping[int, TableLayer]) -> dict[int, str]:
+    """Why rows can't be determined before a `StatelessStep`, by variable; see `FindProblems`."""
     recording = StepRecording(layers)
     with answered(layers, recording.lookup):
         return TracedIds(step, recording, data).problems(layers)

@@ -1,1 +1,1 @@
-"""The batch sources, one per file; `adapt` chooses one."""
+"""The batch sources, by kind of data; `adapt` chooses one."""

@@ -14,11 +14,10 @@ import tensorflow as tf
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batch_sources.arrays import ArraySource
 from elasticcb.data.batch_sources.dataset_fn import DatasetFactory, DatasetFnSource
+from elasticcb.data.batch_sources.iterables import ServedSource, StoredSource, begin_one_more, chooses_anew
 from elasticcb.data.batch_sources.py_dataset import PyDatasetSource
 from elasticcb.data.batch_sources.records import Records, RecordSource
-from elasticcb.data.batch_sources.served import ServedSource, begin_one_more, chooses_anew
 from elasticcb.data.batch_sources.service import DataService
-from elasticcb.data.batch_sources.stored import StoredSource
 from elasticcb.data.batches import BatchSource, PassSource, Purpose
 from elasticcb.data.reader import Reader
 from elasticcb.settings import Mode

@@ -44,6 +44,13 @@ def test_a_model_with_two_optimizers_is_refused():
         hold(model, next(batches()))
 
 
+def test_a_model_inside_that_was_never_compiled_has_no_optimizer():
+    outer = keras.Sequential([keras.Sequential([keras.layers.Dense(1)])])
+    outer.compile("sgd", "mse")
+    outer.train_step = lambda state, data: keras.Model.train_step(outer, state, data)
+    hold(outer, next(batches()))
+
+
 def test_an_id_that_looks_like_padding_in_32_bits_is_refused():
     model = with_own_table(mask_zero=True)
     held, _ = hold_tables(model, (IDS[:BATCH], Y[:BATCH]))

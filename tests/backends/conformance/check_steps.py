@@ -16,13 +16,13 @@ from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.held_state import read_optimizers
 from elasticcb.serialization import carry
+from elasticcb.serialization.reducers import Hollow
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
 from elasticcb.sharding.partition import partition
 from own_steps import own_step
 
 SPEC = SimpleNamespace(path="the model", loss_advice="Give it one.")
-SERVERS = 2
 
 
 def tensors(batch):
@@ -35,7 +35,7 @@ def hold(model, batch, eval_metrics=None, mode=Mode.TRAINING, threshold=sys.maxs
     metrics.reset()
     tables = backend().find_tables(model, tensors(batch), mode, lambda index, size: size >= threshold)
     specs = variable_specs(model, updated, tables)
-    return HeldModel(model, metrics, specs, partition(specs, SERVERS, True), mode is Mode.TRAINING)
+    return HeldModel(model, metrics, specs, mode is Mode.TRAINING)
 
 
 def added_up(held, results):
@@ -105,7 +105,7 @@ def test_training_leaves_out_of_weight_decay_what_the_master_says():
 def test_a_model_that_says_nothing_about_how_it_was_made_travels_with_the_layers_in_it():
     model = own_step("sgd")
     expected = model.predict(X, verbose=0)
-    restored = carry.loads(carry.dumps(model, "model", hollow=carry.Hollow(model.weights)))
+    restored = carry.loads(carry.dumps(model, "model", hollow=Hollow(model.weights)))
     restored.build(X.shape)
     restored.set_weights(model.get_weights())
     assert_same(restored.predict(X, verbose=0), expected)
@@ -179,8 +179,9 @@ def test_a_model_holds_the_weights_and_the_state_that_it_is_given():
     again = dense()
     other_held = hold(again, next(batches()))
     other = backend().computation(other_held)
-    blocks = [pack_weights(weights, held.specs, slices) for slices in held.partition]
-    other.set_weights(PlacedBlocks(blocks, held.partition))
+    parts = partition(held.specs, 2, True)
+    blocks = [pack_weights(weights, held.specs, slices) for slices in parts]
+    other.set_weights(PlacedBlocks(blocks, parts))
     other.set_optimizer_state(state)
     for each in blocks:  # the memory of what was pulled is another pull's then
         for block in each.values():

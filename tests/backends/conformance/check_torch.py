@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+import elasticcb
 from check_steps import assert_same, hold, tensors
 from check_tables import DIM, IDS, hold_tables, with_native_tables
 from compiled_models import BATCH, Y
@@ -30,6 +31,31 @@ def test_gradients_of_rows_of_a_scaled_loss_are_those_of_the_plain_one():
     assert_same(pushed(keras.optimizers.Adam(0.01, loss_scale_factor=64.0)), expected)
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=1024.0)
     assert_same(pushed(scaled), expected)
+
+
+class Module(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+def test_a_module_in_a_layer_is_trained_and_its_buffers_come_back():
+    x = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
+    ends = []
+    with elasticcb.Cluster(log_level="ERROR") as cluster:
+        for fit in (keras.Model.fit, cluster.fit):
+            keras.utils.set_random_seed(1)
+            layer = keras.layers.TorchModuleWrapper(Module(), output_shape=(None, 2))
+            model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            for _ in range(2):
+                fit(model, x, x[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0)
+            ends.append([*model.get_weights(), *(each.numpy().copy() for each in layer.module.buffers())])
+    for ours, theirs in zip(*ends, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_to_look_for_ids_changes_nothing():

@@ -1,0 +1,164 @@
+"""`elasticcb scale`, `stop` and `logs`: change a running job, and show what its processes write."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import rich_click as click
+
+from elasticcb.cli.command import CONTEXT
+from elasticcb.cli.job import end_with
+from elasticcb.cli.job_folders import find_job
+from elasticcb.cli.kubernetes.follow import follow_job
+from elasticcb.cli.kubernetes.job import KubernetesJob
+from elasticcb.clients.local_job import log_lines, scale_job, stop_job
+from elasticcb.clients.stored_job import StoredJob
+from elasticcb.cluster.kubernetes.api import KubernetesAPI
+from elasticcb.cluster.kubernetes.pods import JOB_LABEL
+from elasticcb.errors import UsageError
+from elasticcb.process.logs import say
+from elasticcb.storage.remote_files import is_url
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("job", metavar="JOB")
+@click.option("--workers", type=click.IntRange(1), metavar="N", help="New number of workers.")
+@click.option("--ps", type=click.IntRange(1), metavar="M", help="New number of parameter servers.")
+@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
+def scale(job: str, workers: int | None, ps: int | None, namespace: str | None) -> None:
+    """Change the number of workers or parameter servers of a running job.
+
+    JOB is the job's folder or its name below `jobs`; a --job_name or `latest` (the newest job); or, with
+    --namespace, the name of a job on Kubernetes. New workers take tasks as soon as they run. Surplus workers finish
+    their batch, return the rest of their task, and exit: no record is lost or trained twice. Parameter servers move
+    their shards while training continues; the command returns when they have moved.
+
+    \b
+    Examples:
+      elasticcb scale train-mnist-20260101-120000 --workers 4
+      elasticcb scale train-mnist-20260101-120000 --ps 2
+      elasticcb scale mnist --namespace=training --workers 4
+    """
+    if not workers and not ps:
+        raise UsageError("Nothing to scale. Expected --workers=N, --ps=M, or both.")
+    if namespace:
+        end_with(_scale_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), job), workers, ps))
+        return
+    for line in scale_job(find_job(job), workers, ps, on_wait=lambda waits_for: say(f"Waiting for {waits_for}.")):
+        print(line)
+
+
+def _scale_on_kubernetes(job: KubernetesJob, workers: int | None, ps: int | None) -> int:
+    """Runs the same command in the master's pod: only from there the job can be reached."""
+    counts = [f"--{name}={count}" for name, count in (("workers", workers), ("ps", ps)) if count]
+    directory = job.directory
+    code, said = job.run_beside_master(["scale", directory, *counts])
+    print(said.replace(directory, job.name), end="", file=sys.stderr if code else sys.stdout)
+    return code
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("job", metavar="JOB")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    default=120.0,
+    show_default=True,
+    help="How long to wait for a job on this machine to end.",
+)
+@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
+@click.option("--delete", is_flag=True, help="On Kubernetes: delete the job with all its objects; its folder is kept.")
+def stop(job: str, timeout: float, namespace: str | None, delete: bool) -> None:
+    """Stop a job. `elasticcb resume` can continue a training job later.
+
+    JOB is the job's folder or its name below `jobs`; a --job_name or `latest` (the newest job); or, with
+    --namespace, the name of a job on Kubernetes. As after Ctrl-C, running tasks finish, parameter servers save their
+    state, and all processes exit. The command returns when they have exited; on Kubernetes, at once.
+
+    \b
+    Examples:
+      elasticcb stop latest
+      elasticcb stop jobs/train-mnist-20260101-120000
+      elasticcb stop census --namespace=training --delete
+    """
+    if namespace:
+        _stop_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), job), delete)
+        return
+    if delete:
+        raise UsageError(
+            "--delete applies only to jobs on Kubernetes. Add --namespace; or, for a job on this machine, remove its "
+            "folder."
+        )
+    print(stop_job(find_job(job), timeout))
+
+
+def _stop_on_kubernetes(job: KubernetesJob, delete: bool) -> None:
+    name, namespace = job.name, job.api.namespace
+    if delete:
+        job.api.delete("Job", name)
+        # During its grace period, a master would recreate pods that are deleted before it.
+        job.api.delete_pods(f"{JOB_LABEL}={name}")
+        print(f"The job {name} was deleted.")
+        return
+    if job.state != "running":
+        raise UsageError(f"The job {name} is {job.state}; there is nothing to stop. Use --delete to delete it.")
+    job.api.patch("Job", name, {"spec": {"parallelism": 0}})
+    print(f"The job {name} is stopping. To continue it: elasticcb resume {name} --namespace={namespace}")
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("job", metavar="JOB")
+@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
+@click.option("--follow", "-f", is_flag=True, help="Follow the log until the job ends. Ctrl-C stops only this command.")
+@click.option("--master", is_flag=True, help="Show the log of the master (the default).")
+@click.option("--worker", type=click.IntRange(0), metavar="N", help="Show the log of worker N.")
+@click.option("--ps", type=click.IntRange(0), metavar="N", help="Show the log of parameter server N.")
+@click.option(
+    "--lines", type=click.IntRange(1), metavar="N", default=1000, show_default=True, help="Show only the last N lines."
+)
+def logs(
+    job: str, namespace: str | None, follow: bool, master: bool, worker: int | None, ps: int | None, lines: int
+) -> None:
+    """Show the log of a job's master or of one of its other processes.
+
+    JOB is the job's folder or its name below `jobs`; a --job_name or `latest` (the newest job); or, with
+    --namespace, the name of a job on Kubernetes.
+
+    \b
+    Examples:
+      elasticcb logs latest --follow
+      elasticcb logs jobs/train-mnist-20260101-120000 --worker=3
+      elasticcb logs census --namespace=training --follow
+    """
+    if master + (worker is not None) + (ps is not None) > 1:
+        raise UsageError("--master, --worker and --ps exclude each other. Give one of them, or none for the master.")
+    role, index = ("worker", worker) if worker is not None else ("ps", ps) if ps is not None else ("master", 0)
+    if namespace:
+        _show_pod(KubernetesJob(KubernetesAPI(namespace), job), role, index or 0, follow, lines)
+        return
+    process = "master" if role == "master" else f"{role}-{index}"
+    stored = StoredJob(job) if is_url(job) else None
+    if stored is not None and stored.local_folder is None:
+        _show(stored.log(process)[-lines:])
+    else:
+        _show(log_lines(find_job(job), process, lines, follow))
+
+
+def _show(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, end="", flush=True)
+
+
+def _show_pod(job: KubernetesJob, role: str, index: int, follow: bool, lines: int) -> None:
+    if role == "master" and follow and job.state == "running":
+        end_with(follow_job(job.api, job.name, lines, from_now=True))
+        return
+    pod = job.newest(role, index)
+    if not pod:
+        raise UsageError(f"The job {job.name} has no pod of {role} {index}.")
+    if not follow:
+        print(job.api.log(pod, lines), end="")
+        return
+    _show(f"{line}\n" for line in job.api.follow_log(pod, lines))

@@ -1,0 +1,180 @@
+"""The folder of a job below a URL: what another machine needs to continue the job.
+
+An object of a store can't be appended to, and may be replaced by an owner that does not know yet that it is not the
+owner any more. So names contain the term of the master that wrote them, and owners are found by conditional writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import posixpath
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from elasticcb.errors import StoreError, describe
+from elasticcb.storage import durable
+from elasticcb.storage.remote_files import opened
+
+_WITH_FOLDERS = {"sftp", "ssh", "file", "local", "memory", "smb"}  # protocols; to others, a name is all that counts
+
+# How s3fs uploads: pieces in memory at the same time, of which there are at most 10,000; by default 500 MB.
+_IN_PIECES = {"chunksize": 16 << 20, "max_concurrency": 4}
+
+OWNERS, LOGS = "owners", "logs"  # folders there
+HOLDER_FILE = "store.json"  # in a local folder: which copy it belongs to, and a name that no other folder has
+
+
+def holder_of(folder: Path) -> dict[str, str]:
+    """Which copy a local folder belongs to: its URL ("store"), and its name there ("holder"); empty if none."""
+    with contextlib.suppress(OSError, ValueError):
+        return durable.read_document(folder / HOLDER_FILE)
+    return {}
+
+
+class JobStore:
+    """Reads and writes below a URL that fsspec supports. Names are relative paths with `/`. Not thread-safe.
+
+    Every method raises `StoreError` when the store does not answer, or refuses.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._connection = contextlib.ExitStack()
+        self._files: Any = None  # None: not connected
+        self._root = ""
+
+    @contextlib.contextmanager
+    def _connected(self, what: str) -> Iterator[Any]:
+        """The file system; a new connection after an error."""
+        try:
+            if self._files is None:
+                self._files, self._root = self._connection.enter_context(opened(self.url))
+            yield self._files
+        except Exception as error:  # each file system has its own error types
+            if what == "read" and isinstance(error, FileNotFoundError):
+                raise
+            self.close()
+            raise StoreError(f"{self.url} can't be {what}: {describe(error)}.") from error
+
+    def _at(self, name: str) -> str:
+        return posixpath.join(self._root, name)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Writes a file, or replaces it."""
+        with self._connected("written to") as files:
+            self._make_parent(name)
+            files.pipe_file(self._at(name), content)
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Copies a local file there. Raises `FileNotFoundError` if it is gone."""
+        sent = path.stat().st_size
+        with self._connected("written to") as files:
+            self._make_parent(name)
+            files.put_file(str(path), self._at(name), **(_IN_PIECES if "s3" in files.protocol else {}))
+            files.invalidate_cache()
+            arrived = files.info(self._at(name))["size"]
+            if arrived != sent:
+                raise OSError(f"{arrived} bytes of {name} arrived, {sent} were sent")
+
+    def _make_parent(self, name: str) -> None:
+        protocol = self._files.protocol
+        if _WITH_FOLDERS & {*((protocol,) if isinstance(protocol, str) else protocol)}:
+            self._files.makedirs(posixpath.dirname(self._at(name)), exist_ok=True)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Writes a file that nobody else has written; returns whether this was the first. Raises `StoreError` if the
+        store can't tell."""
+        with self._connected("written to") as files:
+            self._make_parent(name)
+            try:
+                files.pipe_file(self._at(name), content, mode="create")
+            except FileExistsError:
+                return False
+            except OSError:  # as of an SFTP server, which does not say why
+                files.invalidate_cache()
+                if not files.exists(self._at(name)):
+                    raise
+                return False
+            return True
+
+    def check_creates(self) -> None:
+        """Raises `StoreError` if the store would let two masters own the job."""
+        name = f"probe-{secrets.token_hex(4)}"
+        try:
+            if self.create(name, b"1") and not self.create(name, b"2") and "memory" not in self._files.protocol:
+                return
+        except StoreError as error:
+            if not isinstance(error.__cause__, (NotImplementedError, TypeError, ValueError)):
+                raise
+        finally:
+            with contextlib.suppress(StoreError):  # the other one says why
+                self.remove(name)
+        raise StoreError(
+            f"{self.url} can't be a job's folder: two masters could write there at the same time, because its file "
+            "system has no conditional writes, or is that of one process. Expected another, such as s3://, gs:// or "
+            "sftp://, or a local folder; checkpoints can go to any URL (--checkpoint_dir)."
+        )
+
+    def get(self, name: str) -> bytes:
+        """Raises `FileNotFoundError` if there is no such file."""
+        with self._connected("read") as files:
+            return bytes(files.cat_file(self._at(name)))
+
+    def get_file(self, name: str, path: Path) -> None:
+        """Copies a file from there. Raises `FileNotFoundError` if there is no such file."""
+        with self._connected("read") as files:
+            files.get_file(self._at(name), str(path))
+
+    def names(self, folder: str) -> list[str]:
+        """The names of the files in a folder, sorted, without the folder; none if it does not exist."""
+        with self._connected("read") as files:
+            files.invalidate_cache()
+            with contextlib.suppress(FileNotFoundError):
+                found = files.ls(self._at(folder).rstrip("/"), detail=False)
+                return sorted(posixpath.basename(path.rstrip("/")) for path in found)
+            return []
+
+    def remove(self, name: str) -> None:
+        """Removes a file; it need not exist."""
+        with self._connected("written to") as files, contextlib.suppress(FileNotFoundError):
+            files.rm_file(self._at(name))
+
+    def remove_all(self) -> None:
+        """Removes all files; there need not be any."""
+        with self._connected("written to") as files, contextlib.suppress(FileNotFoundError):
+            files.invalidate_cache()
+            files.rm(self._root, recursive=True)
+
+    def changed(self, name: str) -> float:
+        """When a file was written, by the clock of the store, in seconds since 1970. Raises `FileNotFoundError`."""
+        with self._connected("read") as files:
+            files.invalidate_cache()
+            return float(files.modified(self._at(name)).timestamp())
+
+    def now(self) -> float:
+        """The clock of the store."""
+        name = f"clock-{secrets.token_hex(4)}"
+        self.put(name, b"")
+        try:
+            return self.changed(name)
+        finally:
+            self.remove(name)
+
+    def newest_owner(self) -> tuple[int, dict[str, Any]]:
+        """The number of the job's last owner, and what it wrote; 0: there was none."""
+        numbers = [int(name) for name in self.names(OWNERS) if name.isdigit()]
+        if not numbers:
+            return 0, {}
+        try:
+            return max(numbers), dict(json.loads(self.get(f"{OWNERS}/{max(numbers):08d}")))
+        except (FileNotFoundError, ValueError) as error:
+            raise StoreError(f"The owner of the job in {self.url} can't be read: {error!r}.") from error
+
+    def close(self) -> None:
+        """Ends the connection; a later call makes another."""
+        self._files = None
+        with contextlib.suppress(Exception):
+            self._connection.close()

@@ -1,0 +1,281 @@
+"""Jobs whose folder is a URL: on a real S3 server, with their machine stopped, lost, and continued by others."""
+
+import contextlib
+import json
+import re
+import secrets
+import shutil
+import signal
+import time
+
+import fsspec
+import pytest
+from stores import S3Server, sftp_server
+
+from elasticcb.api.job_folder import JobFolder
+from elasticcb.cli.main import main
+from elasticcb.errors import ExitCode, JobFailedError, ReplacedError, StoreError, UsageError
+from elasticcb.master.job_copy import JobCopy, _fetch
+from elasticcb.master.journal import Journal
+from elasticcb.master.snapshot import JobSnapshot
+from elasticcb.settings import JOB_FILE, JOURNAL_FILE
+from elasticcb.storage import durable
+from elasticcb.storage.job_store import HOLDER_FILE, JobStore
+from jobs import number, offsets_job, records_trained, train_flags
+
+RECORDS, TESTED, IDS = 4_000, 400, 40
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with S3Server("jobs") as server:
+        yield server
+
+
+@pytest.fixture
+def url(s3, monkeypatch, tmp_path):
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(fsspec.config.conf, "s3", s3.options)
+    return f"s3://jobs/{tmp_path.name}"
+
+
+@pytest.fixture(params=["s3", "sftp", "file"])
+def store(request, tmp_path, tmp_path_factory, monkeypatch):
+    if request.param == "s3":
+        place = request.getfixturevalue("url")
+    elif request.param == "sftp":
+        options = request.getfixturevalue("sftp")
+        monkeypatch.setitem(fsspec.config.conf, "sftp", options)
+        place = f"sftp://127.0.0.1{tmp_path}/job"
+    else:
+        place = f"file://{tmp_path}/job"
+    with contextlib.closing(JobStore(place)) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def sftp(tmp_path_factory):
+    with sftp_server(tmp_path_factory.mktemp("sshd")) as options:
+        yield options
+
+
+def test_store_keeps_files_and_tells_who_was_first(store, tmp_path):
+    store.check_creates()
+    assert store.names("owners") == []
+    assert store.create("owners/1", b"one")
+    assert not store.create("owners/1", b"two")
+    store.put("owners/2", b"old")
+    store.put("owners/2", b"new")
+    (tmp_path / "here").write_bytes(b"content")
+    store.put_file("files/here", tmp_path / "here")
+    assert store.names("owners") == ["1", "2"]
+    assert [store.get(f"owners/{each}") for each in (1, 2)] == [b"one", b"new"]
+    store.get_file("files/here", tmp_path / "there")
+    assert (tmp_path / "there").read_bytes() == b"content"
+    assert abs(store.now() - store.changed("owners/2")) < 60
+    store.remove("owners/2")
+    store.remove("owners/2")
+    with pytest.raises(FileNotFoundError):
+        store.get("owners/2")
+
+
+def test_store_that_lets_two_be_first_is_refused(store, monkeypatch):
+    files = type(fsspec.core.url_to_fs(store.url)[0])
+    plain = files.pipe_file
+    monkeypatch.setattr(
+        files, "pipe_file", lambda self, path, value, mode="overwrite", **more: plain(self, path, value)
+    )
+    with pytest.raises(StoreError, match=r"can't be a job's folder: .* no conditional writes"):
+        store.check_creates()
+
+
+def test_bucket_that_is_not_there_is_told(url, tmp_path):
+    with pytest.raises(StoreError, match="s3://no-such-bucket/job can't be written to"):
+        JobCopy.taken("s3://no-such-bucket/job", tmp_path, False, pytest.fail)
+
+
+def test_of_two_masters_one_is_the_owner(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("elasticcb.master.job_copy.SILENCE_SECONDS", 6.0)
+    monkeypatch.setattr("elasticcb.master.job_copy._BEAT_SECONDS", 0.2)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    taken, told = JobCopy.taken(store.url, tmp_path / "one", False, pytest.fail), []
+    again = JobCopy.taken(store.url, tmp_path / "one", True, pytest.fail)  # the same folder need not wait
+    assert (taken.owner, again.owner) == (1, 2)
+    other = JobCopy.taken(store.url, tmp_path / "two", True, told.append)
+    assert other.owner == 3
+    assert re.search(r"was used by process \d+ on .* s ago\. Waiting", told[0])
+    with pytest.raises(ReplacedError, match="Another master took over"):
+        again._beat(JobSnapshot)
+
+
+def test_copy_that_was_not_fetched_as_a_whole_is_fetched_again(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("elasticcb.master.job_copy.SILENCE_SECONDS", 0.0)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    JobCopy.taken(store.url, tmp_path / "one", False, print)
+    JobCopy.taken(store.url, tmp_path / "two", True, print)
+    with monkeypatch.context() as broken:
+        broken.setattr("elasticcb.master.job_copy._fetch", lambda *given: (_ for _ in ()).throw(StoreError("away")))
+        with pytest.raises(StoreError):
+            JobCopy.taken(store.url, tmp_path / "one", True, print)
+    assert JobCopy.taken(store.url, tmp_path / "one", True, print).was_fetched
+    assert not JobCopy.taken(store.url, tmp_path / "one", True, print).was_fetched
+
+
+def test_of_two_programs_the_second_is_refused_before_its_first_fit(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/job"
+    first, second = (JobFolder(url, tmp_path / name) for name in ("one", "two"))
+    first.open()
+    for _ in range(2):
+        with first.next_fit() as fit:
+            pass
+    fit.copy._store.put("owners/00000001", json.dumps({"holder": "of the first", "ended": False}).encode())
+    monkeypatch.setattr(JobStore, "changed", lambda self, name: time.time())  # it writes all the time
+    with pytest.raises(UsageError, match="is in use by process"):
+        second.open()
+    first.close(done=True)
+    assert not any((tmp_path / "job").glob("fit-*"))
+
+
+def test_every_state_in_which_a_crash_leaves_the_copy_can_be_read_and_damage_is_told(tmp_path, monkeypatch):
+    """All that is written is recorded; each prefix of it is what a machine may leave that is lost."""
+    monkeypatch.setattr("elasticcb.master.job_copy._SEGMENTS", 4)
+    place, here, states = tmp_path / "copy", tmp_path / "here", []
+    here.mkdir()
+
+    def recorded(write):
+        def record(self, *given):
+            write(self, *given)
+            states.append(tmp_path / f"state-{len(states)}")
+            shutil.copytree(place, states[-1])
+
+        return record
+
+    for name in ("put", "put_file", "remove"):
+        monkeypatch.setattr(JobStore, name, recorded(getattr(JobStore, name)))
+    copy = JobCopy.taken(f"file://{place}", here, False, pytest.fail)
+    durable.write_document(here / JOB_FILE, {})
+    journal = Journal(here / JOURNAL_FILE)
+    for version in range(1, 16):
+        journal.add(version=version)
+        if version in (6, 13):
+            journal.rewrite([])  # a new generation
+        copy._send()
+    monkeypatch.undo()
+
+    def version_in(state, say=print):
+        folder = tmp_path / f"read-{secrets.token_hex(4)}"
+        folder.mkdir()
+        with contextlib.closing(JobStore(f"file://{state}")) as store:
+            _fetch(store, folder, say)
+        return Journal(folder / JOURNAL_FILE).memory.version if (folder / JOURNAL_FILE).exists() else 0
+
+    versions = [version_in(state) for state in states]
+    assert versions == sorted(versions)
+    assert set(versions) == {0, *range(1, 16)}
+    segments = sorted((states[-1] / "journal").iterdir())
+    assert len(segments) >= 2
+    for segment in segments:
+        content = segment.read_bytes()
+        for place in range(0, len(content), 7):
+            segment.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+            with pytest.raises(JobFailedError, match=r"journal .* is damaged"):
+                version_in(states[-1])
+        segment.write_bytes(content)
+    first = segments[0].read_bytes()
+    segments[0].unlink()
+    with pytest.raises(StoreError, match="the first is missing"):
+        version_in(states[-1])
+    segments[0].write_bytes(first)
+    segments[-2].unlink()
+    told = []
+    assert version_in(states[-1], told.append) < 15
+    assert "has a hole" in told[0]
+
+
+def test_job_goes_on_elsewhere_and_the_former_master_gives_way(url, tmp_path, start_job, faults, monkeypatch, capsys):
+    offsets_job(tmp_path, IDS, train=RECORDS, test=TESTED)
+    faults.shorten("elasticcb.master.job_copy.SILENCE_SECONDS", 8.0)  # longer than a busy machine is
+    faults.shorten("elasticcb.master.job_copy._BEAT_SECONDS", 0.5)
+    more = {"num_ps": 2, "num_epochs": 8, "checkpoint_interval": 0.2, "evaluation_steps": 200, "job_dir": url}
+    places = [tmp_path / name for name in ("first", "second", "third")]
+    for place in places:
+        place.mkdir()
+    first = start_job("train", *train_flags(tmp_path, "offsets", **more), cwd=places[0])
+    first.wait_for_line(r"Evaluation at version")
+    capsys.readouterr()
+    (folder,) = (places[0] / "jobs").iterdir()
+    (folder / HOLDER_FILE).unlink()  # as seen from another machine
+    refused = start_job("resume", url, cwd=places[1])
+    refused.wait_for_line("is in use by process .*; two masters")
+    assert refused.finish() == ExitCode.WRONG_USAGE
+    everybody = [first.process, *first.family]
+    for process in everybody:
+        process.send_signal(signal.SIGSTOP)
+
+    assert main(["status", url]) == ExitCode.DONE
+    assert re.search(r"\(train\): .*\n(.*\n)*  as its master wrote \d+ s ago", capsys.readouterr().out)
+    assert main(["table", url]) == ExitCode.WRONG_USAGE
+    assert "Call this command there" in capsys.readouterr().err
+    assert main(["stop", url]) == ExitCode.WRONG_USAGE
+    assert "Call this command there" in capsys.readouterr().err
+    assert main(["train", *train_flags(tmp_path, "offsets", **more)]) == ExitCode.WRONG_USAGE
+    assert f"elasticcb resume {url}" in capsys.readouterr().err
+
+    second = start_job("resume", url, cwd=places[1])
+    second.wait_for_line(r"Parameter server \d resumes from its recovery files")
+    for process in everybody:
+        process.send_signal(signal.SIGCONT)
+    first.wait_for_line("Another master took over")
+    first.finish()
+    first.assert_no_orphans()
+    second.wait_for_line(r"Evaluation at version")
+    for process in [second.process, *second.family]:
+        process.send_signal(signal.SIGKILL)
+    shutil.rmtree(places[1])
+
+    third = start_job("resume", url, cwd=places[2])
+    assert third.finish() == 0, third.output
+    assert records_trained(third.output) == [RECORDS] * 8
+    assert number(third.output, "duplicate records (at most)") < 3 * RECORDS
+    error = float(re.findall(r"Evaluation at version .*error ([\d.e-]+)", third.output)[-1])
+    assert error < 0.1
+    third.assert_no_orphans()
+    with contextlib.closing(JobStore(url)) as store:
+        assert store.names("recovery") == []
+    shutil.rmtree(places[2])
+    capsys.readouterr()
+    assert main(["status", url]) == ExitCode.DONE
+    assert "(train): done" in capsys.readouterr().out
+    assert main(["logs", url, "--worker=0"]) == ExitCode.DONE
+    assert capsys.readouterr().out
+    assert main(["resume", url]) == ExitCode.WRONG_USAGE
+    assert "is done; there is nothing to continue" in capsys.readouterr().err
+
+
+@pytest.mark.deep
+def test_store_that_is_away_is_told_of_and_pauses_the_job_until_it_is_back(
+    url, s3, tmp_path, start_job, faults, monkeypatch
+):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # else its library tries for minutes
+    monkeypatch.setenv("FSSPEC_S3", json.dumps({"config_kwargs": {"read_timeout": 5}}))
+    offsets_job(tmp_path, IDS, train=RECORDS, test=TESTED)
+    faults.shorten("elasticcb.master.job_copy.SLOW_SECONDS", 2.0)
+    faults.shorten("elasticcb.master.job_copy.PATIENCE_SECONDS", 4.0)
+    more = {"num_ps": 2, "num_epochs": 15, "checkpoint_interval": 0.5, "job_dir": url}
+    job = start_job("train", *train_flags(tmp_path, "offsets", **more))
+    job.wait_for_line("Epoch")
+    s3.stop()
+    job.wait_for_line("Training continues here for up to 4 s")
+    job.wait_for_line("Training pauses until it can be")
+    s3.start()
+    job.wait_for_line("can be written to again. Training continues")
+    with s3.hanging():
+        job.wait_for_line("Training continues here")  # has not answered, or refused the first call
+        job.wait_for_line("Training pauses until it can be")
+    job.wait_for_line("can be written to again. Training continues")
+    assert job.finish() == 0, job.output
+    assert records_trained(job.output) == [RECORDS] * 15
+    job.assert_no_orphans()
