@@ -43,9 +43,9 @@ def measured(rows: int, given: argparse.Namespace) -> str:
     from elasticcb.master.initial_model import InitialModel
     from elasticcb.master.ps_admin import PSControl
     from elasticcb.master.recovery_files import RecoveryFiles
-    from elasticcb.master.resharding import Pause
+    from elasticcb.master.server_scaling import Pause
+    from elasticcb.sharding.partition import ShardMap
     from elasticcb.sharding.push import Movement
-    from elasticcb.sharding.shard_map import ShardMap
 
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:

@@ -140,7 +140,7 @@ def main() -> None:
     from elasticcb.master.ps_admin import PSControl
     from elasticcb.master.recovery_files import RecoveryFiles
     from elasticcb.proto import elasticcb_pb2 as pb
-    from elasticcb.sharding.shard_map import ShardMap
+    from elasticcb.sharding.partition import ShardMap
 
     specs, places = specs_of(given.dim), Places([ServerPlace(address, 0)], ShardMap(1))
     place = f"{given.url}/{Path(folder).name}" if given.url else folder

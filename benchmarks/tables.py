@@ -128,7 +128,7 @@ def initial_rows(vocabulary: int, dim: int) -> Callable[[Array], Array]:
     import tensorflow as tf
 
     from elasticcb.layers.initial_values import InitialValues
-    from elasticcb.tf.concrete_call import quick_call
+    from elasticcb.tf.batch_signatures import quick_call
 
     values = InitialValues("uniform", 1, vocabulary, dim)
     make = quick_call(lambda ids: [values(ids)], [tf.TensorSpec([None], tf.int64)])

@@ -101,7 +101,7 @@ def variables() -> list[Any]:
 def _group(place: Any, specs: list[Any]) -> Any:
     from elasticcb.clients.ps_places import Places
     from elasticcb.clients.ps_servers import ServerGroup
-    from elasticcb.sharding.shard_map import ShardMap
+    from elasticcb.sharding.partition import ShardMap
 
     return ServerGroup(Places([place], ShardMap(1)), specs, True)
 
@@ -214,7 +214,7 @@ def _floats(random: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _cost(frame: dict[str, Any], wire_dtype: Any, specs: list[Any]) -> list[str]:
-    from elasticcb.sharding.wire_codec import narrowed, widened
+    from elasticcb.sharding.push import narrowed, widened
 
     sent = narrowed(frame, wire_dtype)
     sizes = [sum(array.nbytes for array in arrays.values()) for arrays in (frame, sent)]

@@ -14,8 +14,7 @@ from elasticcb.master.ps_admin import PSControl
 from elasticcb.master.recovery_files import RecoveryFiles
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import WireDtype
-from elasticcb.sharding.partition import Slice
-from elasticcb.sharding.shard_map import ShardMap
+from elasticcb.sharding.partition import ShardMap, Slice
 
 
 def client_of(

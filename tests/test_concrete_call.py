@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import tensorflow as tf
 
-from elasticcb.tf.concrete_call import quick_call
+from elasticcb.tf.batch_signatures import quick_call
 
 NUMBER = [tf.TensorSpec([], tf.float32)]
 

@@ -58,7 +58,7 @@ AT_THE_ROOT = {"__init__", "__main__", "errors", "keras_private", "settings"}
 ON_TOP = {"elasticcb", "elasticcb.__main__"}  # import what users call
 
 PURE = (
-    "elasticcb.sharding.shard_map",
+    "elasticcb.sharding.partition",
     "elasticcb.cluster.kubernetes.fate",
     "elasticcb.cluster.kubernetes.flags",
     "elasticcb.cluster.kubernetes.pods",
@@ -80,9 +80,9 @@ PURE = (
     "elasticcb.master.task_sources",
     "elasticcb.master.task",
     "elasticcb.master.task_queue",
-    "elasticcb.master.task_record",
+    "elasticcb.master.accounting",
     "elasticcb.ps.embedding_table",
-    "elasticcb.ps.growing_array",
+    "elasticcb.ps.id_index",
     "elasticcb.ps.id_index",
     "elasticcb.sharding.partition",
     "elasticcb.ps.stored_table",

@@ -9,12 +9,11 @@ import pytest
 from waiting import wait_until
 
 from elasticcb.process import log_files
-from elasticcb.process.log_files import LogFile, LogReader, last_lines
-from elasticcb.process.logs import FILE_VARIABLE
+from elasticcb.process.log_files import FILE_VARIABLE, LogFile, LogReader, last_lines
 
 PROGRAM = """
 import logging, os
-from elasticcb.process.logs import limit_log_files, own_log, setup_logging
+from elasticcb.process.log_files import limit_log_files, own_log, setup_logging
 setup_logging("worker-0", "INFO", own_log())
 limit_log_files(4_000, 100)
 for number in range(100):

@@ -10,8 +10,7 @@ import time
 import pytest
 
 from elasticcb.process.host import POD_NAME
-from elasticcb.process.log_files import LogFile
-from elasticcb.process.logs import FORMAT_VARIABLE, print_line, setup_logging
+from elasticcb.process.log_files import FORMAT_VARIABLE, LogFile, print_line, setup_logging
 from elasticcb.roles.master import _begin as begin_master
 from elasticcb.settings import Command, JobSettings
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import keras
 
-from elasticcb.api.own_methods import with_own_method
+from elasticcb.api.keras_jobs import with_own_method
 
 
 class Twice(keras.Model):

@@ -16,8 +16,7 @@ from elasticcb.cluster.ray.actor import PlaceOnNode
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access
-from elasticcb.security.private_folder import check_temporary, make_private
-from elasticcb.security.socket_folder import SocketFolder
+from elasticcb.security.socket_folder import SocketFolder, check_temporary, make_private
 from elasticcb.security.tls import make_ca
 from elasticcb.settings import ClusterSettings
 

@@ -10,7 +10,7 @@ import pytest
 from echo_server import ECHO, ask, echo, start_server
 from ps_clients import TrainingControl
 
-from elasticcb.cli.summary import summary_lines
+from elasticcb.cli.progress import summary_lines
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ReplacedError, WireError
 from elasticcb.master.master import Master

@@ -19,9 +19,9 @@ from elasticcb.settings import (
     RecoveryOptions,
     TrainingSettings,
 )
-from elasticcb.settings.age import EXPECTED
 from elasticcb.settings.arguments import GROUPS, Arguments, in_a_program
 from elasticcb.settings.checks import completed, problems_of
+from elasticcb.settings.choices import EXPECTED
 from elasticcb.settings.definition import settings_of
 
 SETTINGS = JobSettings(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticcb.sharding.shard_map import ShardMap
+from elasticcb.sharding.partition import ShardMap
 
 
 @pytest.mark.parametrize("servers", [1, 3, 256])

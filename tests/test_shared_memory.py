@@ -15,10 +15,9 @@ from waiting import wait_until
 
 from elasticcb.errors import ConnectionLostError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc import shared_frames, shared_memory
+from elasticcb.rpc import shared_frames
 from elasticcb.rpc.connection import Connection
-from elasticcb.rpc.shared_frames import ServerMemory
-from elasticcb.rpc.shared_memory import Segment
+from elasticcb.rpc.shared_frames import Segment, ServerMemory
 from elasticcb.rpc.stream import ClientStream
 from elasticcb.rpc.tensors import Frame
 
@@ -29,7 +28,7 @@ RNG = np.random.default_rng(0)
 def folder(monkeypatch):
     """Where segments are: not where those of other jobs of this machine are."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        monkeypatch.setattr("elasticcb.rpc.shared_memory._FOLDER", folder)
+        monkeypatch.setattr("elasticcb.rpc.shared_frames._FOLDER", folder)
         yield Path(folder)
 
 
@@ -239,7 +238,7 @@ def test_a_segment_is_abandoned_when_its_maker_is_killed():
 
 
 def call_of_a_large_frame(address, folder):
-    shared_memory._FOLDER = folder
+    shared_frames._FOLDER = folder
     ask(Connection(address, "the echo server", 60.0), a=np.ones(1 << 20))
 
 

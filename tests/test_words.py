@@ -10,7 +10,7 @@ from elasticcb.settings.arguments import in_a_program
 # Only jobs of a model file reach these, or all jobs of a command.
 OF_MODEL_FILES = {
     "elasticcb.master.keras_host", "elasticcb.master.prediction_output", "elasticcb.master.job",
-    "elasticcb.master.shards", "elasticcb.master.task_record", "elasticcb.worker.task_run",
+    "elasticcb.master.shards", "elasticcb.master.accounting", "elasticcb.worker.task_run",
 }  # fmt: skip
 ROOMS = ("api", "callbacks", "compute", "layers", "master", "optimizers", "ps", "worker")
 UNKNOWN = re.compile(r"`feed`|custom_model|[Mm]odel file|eval_metrics_fn|--[a-z_]+")

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from elasticcb.api import exits
+from elasticcb.api import processes
 from elasticcb.api.arguments import (
     ShowsModel,
     check_apart,
@@ -24,8 +24,7 @@ from elasticcb.api.arguments import (
 from elasticcb.api.data import MethodCall, whole_predictions
 from elasticcb.api.functions import Functions
 from elasticcb.api.job_folder import JobFolder
-from elasticcb.api.keras_jobs import KerasJobs
-from elasticcb.api.own_methods import validated_here, with_own_method
+from elasticcb.api.keras_jobs import KerasJobs, validated_here, with_own_method
 from elasticcb.api.processes import ClusterProcesses
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
 from elasticcb.data.batch_sources.adapt import split_validation
@@ -193,7 +192,7 @@ class Cluster:
         if self._folder is not None:
             self._folder.open()
         self._closed = False
-        exits.close_at_exit(self)
+        processes.close_at_exit(self)
 
     def _close(self, done: bool = False) -> None:
         self._closed = True
@@ -203,7 +202,7 @@ class Cluster:
             self._processes.close()
             if self._folder is not None:
                 self._folder.close(done)
-            exits.forget(self)
+            processes.forget(self)
 
     # ------------------------------------------------------------ the methods of keras.Model
 

@@ -15,13 +15,13 @@ from elasticcb.errors import ReplacedError, StoreError, UsageError
 from elasticcb.master.job_copy import JobCopy, wait_until_free
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
-from elasticcb.security.private_folder import check_temporary, make_private
+from elasticcb.security.socket_folder import check_temporary, make_private
 from elasticcb.settings import FIT_FILE, JOURNAL_FILE
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderLock
 from elasticcb.storage.job_store import JobStore, holder_of
+from elasticcb.storage.local_folders import TemporaryFolder
 from elasticcb.storage.remote_files import is_url
-from elasticcb.storage.temporary import TemporaryFolder
 
 logger = logging.getLogger(__name__)
 

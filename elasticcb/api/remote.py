@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from elasticcb.errors import UsageError
 from elasticcb.serialization import carry
-from elasticcb.serialization.references import references
+from elasticcb.serialization.object_paths import references
 from elasticcb.worker.functions import dataset_here, iterator_here, value_here
 
 

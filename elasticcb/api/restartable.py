@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 from elasticcb.errors import GO_ON, ClusterLostError, ConnectionLostError, UsageError
-from elasticcb.process.logs import say
+from elasticcb.process.log_files import say
 
 
 @contextlib.contextmanager

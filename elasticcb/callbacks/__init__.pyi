@@ -1,5 +1,5 @@
-from .batch_limit import every as every
 from .dispatch import Dispatcher as Dispatcher
+from .dispatch import every as every
 from .early_stopper import EarlyStopper as EarlyStopper
 from .learning_rate_scheduler import LearningRateScheduler as LearningRateScheduler
 from .max_steps_stopper import MaxStepsStopper as MaxStepsStopper

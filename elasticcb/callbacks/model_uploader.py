@@ -17,7 +17,7 @@ import fsspec
 import keras
 
 from elasticcb.errors import CallbackError, ModelFileError
-from elasticcb.storage.remote_folder import MARKER, RemoteFolder, local_files
+from elasticcb.storage.remote_files import MARKER, RemoteFolder, local_files
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from elasticcb.callbacks.serving_signature import add_serving_endpoint
 from elasticcb.errors import CallbackError, describe, user_traceback
 from elasticcb.process.devices import hide_gpus
 from elasticcb.process.import_path import python_code
-from elasticcb.process.limits import is_full
+from elasticcb.process.system import is_full
 from elasticcb.serialization import carry
 from elasticcb.serialization.reducers import Hollow
 from elasticcb.storage import durable
-from elasticcb.storage.writable import problem_of_folder
+from elasticcb.storage.local_folders import problem_of_folder
 
 logger = logging.getLogger(__name__)
 

@@ -20,14 +20,12 @@ from typing import Any
 import numpy as np
 
 from elasticcb.callbacks.attribute_use import GIVEN, Slot, use_of
-from elasticcb.callbacks.hook_conflicts import Placed
 from elasticcb.callbacks.placement import overridden_hooks
-from elasticcb.callbacks.shared_attributes import Change, Key, is_same
+from elasticcb.callbacks.shared_attributes import Change, Key, Placed, is_same
 from elasticcb.errors import ElasticCBError
 from elasticcb.keras_private import KerasSaveable
 from elasticcb.serialization import carry
-from elasticcb.serialization.object_paths import slots_of
-from elasticcb.serialization.references import references
+from elasticcb.serialization.object_paths import references, slots_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from elasticcb.checkpoint.shard_file import SavedFile, check_file
 from elasticcb.errors import CheckpointError
-from elasticcb.sharding.partition import Slice, VariableSpec
-from elasticcb.sharding.shard_map import ShardMap
+from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec
 from elasticcb.storage import durable
 
 MANIFEST = "manifest.json"

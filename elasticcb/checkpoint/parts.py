@@ -11,16 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from elasticcb.checkpoint.manifest import WrittenPart, check_variables, map_in, read_manifest, written_parts
-from elasticcb.checkpoint.places import Files
-from elasticcb.checkpoint.saved_table import SavedTable, opened, tables_in
-from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file
+from elasticcb.checkpoint.remote import Files
+from elasticcb.checkpoint.shard_file import Part, SavedFile, SavedTable, check_file, opened, tables_in
 from elasticcb.errors import CheckpointError
 from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import AGES, EXTRA, SHARED, SLOT, WEIGHT, by_index, kind_of
-from elasticcb.sharding.partition import Slice, VariableSpec
-from elasticcb.sharding.shard_map import ShardMap
-from elasticcb.sharding.table_source import JoinedTable, TableSource
+from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec
+from elasticcb.sharding.table_spec import JoinedTable, TableSource
 from elasticcb.sharding.table_state import TableState
 
 logger = logging.getLogger(__name__)

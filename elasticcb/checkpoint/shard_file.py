@@ -1,15 +1,23 @@
-"""The file with a parameter server's shard of the model, in a checkpoint or as a recovery file."""
+"""The file with a parameter server's shard of the model, in a checkpoint or as a recovery file: a safetensors file,
+written and read in pieces, so that an embedding table may be larger than memory. (The library itself writes only
+tensors that are completely in memory.)
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from elasticcb.checkpoint.saved_table import SavedTable, opened, tables_in
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
 from elasticcb.errors import CheckpointError
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.rpc.tensors import Array
@@ -28,10 +36,158 @@ from elasticcb.sharding.array_names import (
     named,
     of_kind,
 )
-from elasticcb.sharding.table_source import TableSource
+from elasticcb.sharding.table_spec import TableSource
 from elasticcb.sharding.table_state import TableState
 from elasticcb.storage import durable
-from elasticcb.storage.tensor_file import Outline, TensorFile
+
+_SIZE = struct.Struct("<Q")  # of the header
+_ALIGNMENT = 8
+_KINDS = {"f": "F", "i": "I", "u": "U", "c": "C"}
+
+
+class Outline(NamedTuple):
+    """The description of a tensor, without its values."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """A file that is being written; a context manager. All methods may raise `OSError`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._begins: dict[str, int] = {}  # byte in the file
+        self._outlines: Mapping[str, Outline] = {}
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def begin(self, tensors: Mapping[str, Outline], metadata: Mapping[str, str]) -> None:
+        """Writes the header. All of its tensors must follow."""
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        position = 0
+        # The largest elements first, so that each tensor is aligned to its element size.
+        for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
+            outline, self._begins[name] = tensors[name], position
+            position += outline.bytes
+            offsets = [self._begins[name], position]
+            header[name] = {"dtype": _name_of(outline.dtype), "shape": list(outline.shape), "data_offsets": offsets}
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % _ALIGNMENT)
+        start = _SIZE.size + len(encoded)
+        self._begins = {name: start + begin for name, begin in self._begins.items()}
+        self._outlines = tensors
+        self._file.write(_SIZE.pack(len(encoded)) + encoded)
+
+    def put(self, name: str, first: int, array: Array) -> None:
+        """Writes `array`, the part of the tensor from index `first` of its first axis on."""
+        outline = self._outlines[name]
+        row_bytes = math.prod(outline.shape[1:]) * outline.dtype.itemsize
+        self._file.seek(self._begins[name] + first * row_bytes)
+        if array.size:
+            self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def _name_of(dtype: np.dtype[Any]) -> str:
+    if dtype.name in ("bool", "bfloat16"):
+        return {"bool": "BOOL", "bfloat16": "BF16"}[dtype.name]
+    return f"{_KINDS[dtype.kind]}{8 * dtype.itemsize}"
+
+
+PIECE_BYTES = 4 << 20
+
+
+class SavedTable:
+    """A `TableSource` of files.
+
+    Args:
+        files: files of `write_part`, in the order in which they were written; later rows override earlier ones, also by
+            being gone. Memory holds one piece, and the ids of all files but the first. Checksums are not verified.
+    """
+
+    def __init__(self, number: int, files: Sequence[Path]) -> None:
+        self._prefix, self.files = f"{TABLE}/{number}/", tuple(files)
+        self._number = number
+
+    def __len__(self) -> int:
+        if len(self.files) > 1:
+            return sum(len(ids) for ids, _ in self.ages())
+        with opened(self.files[0]) as file:
+            return int(file.get_slice(self._prefix + "ids").get_shape()[0])
+
+    def ages(self) -> Iterator[tuple[Array, Array | None]]:
+        ids, used = self._prefix + "ids", self._prefix + "used"
+        for tensors in self._read((ids, used)):
+            yield tensors[ids], tensors.get(used)
+
+    def pieces(self) -> Iterator[TableState]:
+        for tensors in self._read():
+            yield table_state.from_tensors(tensors)[self._number]
+
+    def _read(self, wanted: Sequence[str] = ()) -> Iterator[dict[str, Array]]:
+        """Yields pieces of the arrays by name, of the `wanted` ones or all; the newest file first."""
+        seen = np.empty(0, np.int64)  # ids in newer files, sorted
+        for older in reversed(range(len(self.files))):
+            found = [seen, self._gone_in(self.files[older])] if older else [seen]
+            for tensors in self._pieces_of(self.files[older], wanted):
+                if len(seen):
+                    ids = tensors[self._prefix + "ids"]
+                    new = seen[np.minimum(np.searchsorted(seen, ids), len(seen) - 1)] != ids
+                    tensors = {name: array[new] for name, array in tensors.items()}
+                if older:
+                    found.append(tensors[self._prefix + "ids"])
+                yield tensors
+            seen = np.sort(np.concatenate(found))
+
+    def _gone_in(self, path: Path) -> Array:
+        name = f"{GONE}/{self._number}"
+        with opened(path) as file:
+            ids: Array = file.get_tensor(name) if name in file.keys() else np.empty(0, np.int64)  # noqa: SIM118
+        return ids
+
+    def _pieces_of(self, path: Path, wanted: Sequence[str]) -> Iterator[dict[str, Array]]:
+        """Yields at least one piece of a file."""
+        with opened(path) as file:
+            names = [name for name in file.keys() if name.startswith(self._prefix)]  # noqa: SIM118 -- not a mapping
+            names = [name for name in names if not wanted or name in wanted]
+            total = file.get_slice(self._prefix + "ids").get_shape()[0]
+            row_bytes = sum(_slice(file, name, 0, min(1, total)).nbytes for name in names)
+        rows = max(1, PIECE_BYTES // max(1, row_bytes))
+        for start in range(0, max(1, total), rows):
+            # Reopened for each piece, because the pages read from a mapped file count as memory of the process.
+            with opened(path) as file:
+                piece = {name: _slice(file, name, start, min(start + rows, total)) for name in names}
+            yield piece
+
+
+def _slice(file: Any, name: str, start: int, stop: int) -> Array:
+    # The library does not support empty slices.
+    array: Array = file.get_slice(name)[start:stop] if start < stop else file.get_tensor(name)[start:stop]
+    return array
+
+
+def tables_in(names: Sequence[str]) -> list[int]:
+    """The tables of a file whose arrays have these names."""
+    return sorted({int(name.split("/")[1]) for name in names if kind_of(name) == TABLE})
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file. Raises `CheckpointError` if it can't be read."""
+    try:
+        with safe_open(path, framework="np") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"The file {path} can't be read: {error}.") from error
+
 
 Key = tuple[int, str]  # variable, name
 

@@ -15,9 +15,9 @@ from elasticcb.checkpoint.shard_file import Part
 from elasticcb.errors import CheckpointError
 from elasticcb.optimizers.state import Key, ModelState
 from elasticcb.rpc.tensors import dtype_of
-from elasticcb.settings.init_map import read_init_map
+from elasticcb.settings.choices import read_init_map
 from elasticcb.sharding.partition import VariableSpec, partition
-from elasticcb.sharding.table_source import whole
+from elasticcb.sharding.table_spec import whole
 from elasticcb.sharding.table_state import TableState, overlaid
 
 _SHOWN = 6  # names in a message

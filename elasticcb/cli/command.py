@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 import rich_click as click
 from click.core import ParameterSource
 
-from elasticcb.cli.config import ConfigFile, read_config
+from elasticcb.cli.config import AgeText, ConfigFile, MappingText, OrAuto, Params, read_config
 from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.cli.options import BASIC, BY_NAME, normalize, options_of, options_of_role
-from elasticcb.cli.values import AgeText, MappingText, OrAuto, Params
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.settings import Command
 from elasticcb.settings.definition import JOB, Kind, Setting

@@ -10,8 +10,8 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job_folders import find_job
 from elasticcb.clients.running_master import MASTER_FILE
-from elasticcb.process.logs import print_line, quiet_environment
-from elasticcb.process.parent import follow_parent
+from elasticcb.process.log_files import print_line, quiet_environment
+from elasticcb.process.system import follow_parent
 
 _LOOK_SECONDS = 0.2
 

@@ -12,8 +12,8 @@ from click.core import ParameterSource
 
 from elasticcb.cli.command import CommandRun, config_file
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted
-from elasticcb.process.limits import describe_scarcity, is_scarcity
-from elasticcb.process.logs import may_reach_nobody
+from elasticcb.process.log_files import may_reach_nobody
+from elasticcb.process.system import describe_scarcity, is_scarcity
 
 
 def exit_code(run: Callable[[], Any], session: CommandRun) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elasticcb.errors import ElasticCBError, JobInterrupted
-from elasticcb.process.logs import print_line
+from elasticcb.process.log_files import print_line
 from elasticcb.process.wording import how_many
 from elasticcb.settings import JobSettings
 from elasticcb.settings.definition import CHECKPOINTS, EVALUATE, Section, setting

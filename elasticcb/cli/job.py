@@ -20,18 +20,18 @@ from elasticcb.cli.kubernetes.submit import kubernetes_settings, submit
 from elasticcb.cli.options import BY_NAME
 from elasticcb.cli.prediction_output import names_predictions, prediction_format
 from elasticcb.cli.validation import validate
+from elasticcb.clients.local_job import has_unfinished
 from elasticcb.clients.running_master import command_runs, is_starting
-from elasticcb.clients.stored_job import has_unfinished
 from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.kubernetes.pods import PRIVATE_FOLDER
 from elasticcb.cluster.registry import backend_of
 from elasticcb.dashboard.beside import page_beside
 from elasticcb.errors import GO_ON, JobDoneError, JobFailedError, JobInterrupted, LostServerError, UsageError
 from elasticcb.process.host import POD_NAME
-from elasticcb.process.logs import may_reach_nobody, print_line
-from elasticcb.process.name import show_as
+from elasticcb.process.log_files import may_reach_nobody, print_line
 from elasticcb.process.signals import sigterm_interrupts
-from elasticcb.security.private_folder import make_private
+from elasticcb.process.system import show_as
+from elasticcb.security.socket_folder import make_private
 from elasticcb.settings import JOURNAL_FILE, Command, JobSettings
 from elasticcb.settings.checks import completed, earlier_flags
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
@@ -154,7 +154,7 @@ def _job_argument(settings: JobSettings) -> str:
 
 def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:
     """Runs a master that the launcher has started; returns its exit code."""
-    from elasticcb.process.parent import follow_parent
+    from elasticcb.process.system import follow_parent
 
     follow_parent(os.getppid())
     settings = JobSettings.from_json(request["settings"])

@@ -9,21 +9,20 @@ from collections.abc import Sequence
 import rich_click as click
 
 from elasticcb import __version__
-from elasticcb.cli.clean import clean
 from elasticcb.cli.command import CONTEXT, CommandRun
 from elasticcb.cli.dashboard import dashboard
 from elasticcb.cli.exits import exit_code
-from elasticcb.cli.jobs import jobs
+from elasticcb.cli.job_folders import clean
 from elasticcb.cli.resume import resume
 from elasticcb.cli.roles import ps, worker
 from elasticcb.cli.run import evaluate, master, predict, train
 from elasticcb.cli.running import logs, scale, stop
-from elasticcb.cli.status import status
+from elasticcb.cli.status import jobs, status
 from elasticcb.cli.table import table
 from elasticcb.cli.zoo.commands import zoo
 from elasticcb.errors import UsageError
-from elasticcb.process.limits import allow_many_files
 from elasticcb.process.signals import heed_sigterm
+from elasticcb.process.system import allow_many_files
 
 
 @click.group(context_settings=CONTEXT)

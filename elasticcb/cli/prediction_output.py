@@ -10,8 +10,8 @@ from pathlib import PurePath
 from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.settings import Command
 from elasticcb.settings.choices import PREDICTION_FORMATS
+from elasticcb.storage.local_folders import problem_of_folder
 from elasticcb.storage.remote_files import is_url
-from elasticcb.storage.writable import problem_of_folder
 
 _ENDINGS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".npz": "npz"}
 

@@ -17,8 +17,8 @@ from elasticcb.cli.job_folders import JOBS, find_job, new_folder
 from elasticcb.cli.kubernetes.follow import follow_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.kubernetes.submit import create_all, owner_reference
+from elasticcb.clients.local_job import StoredJob
 from elasticcb.clients.running_master import can_resume, refuse_cluster
-from elasticcb.clients.stored_job import StoredJob
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.pods import JOB_LABEL, RESUMES, ROLE_LABEL, lease_with, names_of_servers
 from elasticcb.cluster.registry import missing_for

@@ -12,12 +12,11 @@ from elasticcb.cli.job import end_with
 from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.follow import follow_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
-from elasticcb.clients.local_job import log_lines, scale_job, stop_job
-from elasticcb.clients.stored_job import StoredJob
+from elasticcb.clients.local_job import StoredJob, log_lines, scale_job, stop_job
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.cluster.kubernetes.pods import JOB_LABEL
 from elasticcb.errors import UsageError
-from elasticcb.process.logs import say
+from elasticcb.process.log_files import say
 from elasticcb.storage.remote_files import is_url
 
 

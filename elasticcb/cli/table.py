@@ -22,7 +22,7 @@ from elasticcb.clients.local_job import how_it_ended, master_of, wait_for_start
 from elasticcb.clients.running_master import holds_job
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.errors import ElasticCBError, UsageError
-from elasticcb.process.logs import quiet_environment, say
+from elasticcb.process.log_files import quiet_environment, say
 from elasticcb.process.wording import how_many
 from elasticcb.settings import JOB_FILE, JobSettings
 from elasticcb.storage import durable
@@ -132,7 +132,7 @@ def _is_checkpoint(source: str) -> bool:
 
 def _of_checkpoint(checkpoint: str, top: int, id: int | None) -> TablesReport | IdReport:
     from elasticcb.checkpoint.remote import local_copy
-    from elasticcb.checkpoint.table_files import SavedTables
+    from elasticcb.checkpoint.table_report import SavedTables
     from elasticcb.storage.remote_files import is_url
 
     with local_copy(checkpoint) as folder:

@@ -21,8 +21,8 @@ from elasticcb.errors import UsageError
 from elasticcb.settings import Command, WorkerRange
 from elasticcb.settings.checks import in_words, problems_of
 from elasticcb.settings.definition import Kind
+from elasticcb.storage.local_folders import problem_of_folder
 from elasticcb.storage.remote_files import is_url, problem_of
-from elasticcb.storage.writable import problem_of_folder
 
 _GLOB = frozenset("*?[")
 

@@ -19,7 +19,7 @@ from elasticcb.rpc.services import MASTER_METHODS, NEXT_BATCH
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import JobSettings
-from elasticcb.sharding.shard_map import ShardMap
+from elasticcb.sharding.partition import ShardMap
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class MasterClient:
         return self._call("ReportTask", request)
 
     def share_callbacks(self, known: int, state: bytes = b"", learning_rate: float | None = None) -> Any:
-        """Fetches the state of callbacks; or gives `state` back (worker/shared_callbacks.py), and the learning rate
+        """Fetches the state of callbacks; or gives `state` back (worker/pass_hooks.py), and the learning rate
         that they have set."""
         request = pb.ShareCallbacksRequest(worker_id=self.id, known=known, state=state, learning_rate=learning_rate)
         return self._call("ShareCallbacks", request)

@@ -13,19 +13,17 @@ import numpy as np
 
 from elasticcb.clients.ps_servers import KnownServer, MapChangedError, ServerGroup, ServerReplacedError
 from elasticcb.errors import ElasticCBError
-from elasticcb.optimizers.state import OptimizerState
-from elasticcb.optimizers.state_messages import from_tensors, join_states
+from elasticcb.optimizers.state import OptimizerState, from_tensors, join_states
 from elasticcb.process.stats import LOOKUP, PULL, PUSH, Measures
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc.shared_memory import aligned_copy
+from elasticcb.rpc.shared_frames import aligned_copy
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.settings import WireDtype
 from elasticcb.sharding.array_names import MOVED, SHARED, STATE, TABLE, WANTED, WEIGHTS, by_index, named, of_kind, only
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, moved_state, unpack_weights
-from elasticcb.sharding.push import Movement
+from elasticcb.sharding.push import Movement, narrowed, widened
 from elasticcb.sharding.table_state import TableState, joined
 from elasticcb.sharding.table_state import from_tensors as tables_from
-from elasticcb.sharding.wire_codec import narrowed, widened
 
 _ROWS = 65_536  # of an embedding table, per piece
 Ids = Mapping[int, Array]  # by embedding table, unique int64 [n]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from elasticcb.sharding.shard_map import ShardMap
+    from elasticcb.sharding.partition import ShardMap
 
 
 class ServerPlace(NamedTuple):

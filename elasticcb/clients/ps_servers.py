@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.errors import ConnectionLostError, ElasticCBError
-from elasticcb.optimizers.state import OptimizerState
-from elasticcb.optimizers.state_messages import from_tensors
+from elasticcb.optimizers.state import OptimizerState, from_tensors
 from elasticcb.process.signals import each, in_other_thread
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.connection import Connection

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 
 from elasticcb.compute.registry import VARIABLE, backend_of_role, chosen_backend
-from elasticcb.process.logs import FORMAT_VARIABLE, quiet_environment
+from elasticcb.process.log_files import FORMAT_VARIABLE, quiet_environment
 from elasticcb.security.credentials import OPEN, TOKEN_VARIABLE, Access
 from elasticcb.security.socket_folder import is_folder
 from elasticcb.settings import ClusterSettings

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from elasticcb.compute.priming import kept
+from elasticcb.compute.first_batch import kept
 from elasticcb.errors import ModelFileError, describe, user_traceback
 from elasticcb.keras_private import layers_of, takes_training
 

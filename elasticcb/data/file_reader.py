@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
-from elasticcb.data.content import File, is_remote, open_file
-from elasticcb.data.decompression import seek_points_of
+from elasticcb.data.content import File, is_remote, open_file, seek_points_of
 from elasticcb.data.file_index import FileIndex, RecordRange
 from elasticcb.data.files import listed
 from elasticcb.data.reader import Reader, Source, check_range

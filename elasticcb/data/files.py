@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 
-from elasticcb.data.content import is_remote
-from elasticcb.data.decompression import COMPRESSIONS
+from elasticcb.data.content import COMPRESSIONS, is_remote
 from elasticcb.errors import DataError
 from elasticcb.process.wording import how_many
 

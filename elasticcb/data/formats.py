@@ -8,8 +8,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from elasticcb.data.content import COMPRESSIONS
 from elasticcb.data.custom import open_custom_reader
-from elasticcb.data.decompression import COMPRESSIONS
 from elasticcb.data.files import endings_of, list_files
 from elasticcb.data.reader import Reader
 from elasticcb.errors import DataError, UsageError

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elasticcb.data.content import Content, File, MemoryContent, raw_file
-from elasticcb.data.decompression import SpooledContent
+from elasticcb.data.content import Content, File, MemoryContent, SpooledContent, raw_file
 from elasticcb.data.feeds import named_feed
 from elasticcb.data.file_index import FileIndex
 from elasticcb.data.file_reader import FileReader

@@ -14,8 +14,8 @@ from elasticcb.data.extras import import_extra, library_errors
 from elasticcb.data.feeds import named_feed
 from elasticcb.data.file_index import FileIndex
 from elasticcb.data.file_reader import FileReader
-from elasticcb.data.ragged_rows import RaggedRows
 from elasticcb.data.reader import Metadata, specs_of_columns
+from elasticcb.data.stacking import RaggedRows
 from elasticcb.errors import DataError, UsageError
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elasticcb.data.ragged_rows import RaggedRows
 from elasticcb.data.reader import Reader
-from elasticcb.data.stacking import CHUNK_RECORDS, flatten, pack
+from elasticcb.data.stacking import CHUNK_RECORDS, RaggedRows, flatten, pack
 from elasticcb.errors import DataError, ElasticCBError
 
 if TYPE_CHECKING:

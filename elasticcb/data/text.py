@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.data.content import Content, File
-from elasticcb.data.decompression import compression_of, decoded, opened_content
+from elasticcb.data.content import Content, File, compression_of, decoded, opened_content
 from elasticcb.data.file_index import FileIndex, RecordOffsets, RecordRange
 from elasticcb.data.file_reader import FileReader, torn
 from elasticcb.data.reader import Metadata

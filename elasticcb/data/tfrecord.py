@@ -14,8 +14,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from elasticcb.data.content import Content, File
-from elasticcb.data.decompression import compression_of, opened_content
+from elasticcb.data.content import Content, File, compression_of, opened_content
 from elasticcb.data.file_index import FileIndex, RecordOffsets, RecordOffsetsBuilder
 from elasticcb.data.file_reader import FileReader, torn
 from elasticcb.data.stacking import object_array

@@ -35,8 +35,7 @@ from elasticcb.compute.registry import VARIABLE, backend_class, chosen_backend
 from elasticcb.launch import fresh_process
 from elasticcb.process.devices import gpus_hidden, visible_gpus
 from elasticcb.process.import_path import follow_caller
-from elasticcb.process.name import show_as
-from elasticcb.process.parent import follow_file
+from elasticcb.process.system import follow_file, show_as
 
 MESSAGE_BYTES = 1 << 20  # more than such a socket takes
 _READY = b"1"

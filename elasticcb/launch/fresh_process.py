@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from elasticcb.process.import_path import python_code
-from elasticcb.process.parent import follow_file
+from elasticcb.process.system import follow_file
 
 
 def begin(watch: int, arguments: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from elasticcb.layers.initial_values import InitialValues
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings.table import read_table_options
 from elasticcb.sharding.table_spec import TableSpec
-from elasticcb.tf.row_variables import OF_TENSORFLOW, RowVariable, fill
+from elasticcb.tf.tensors import OF_TENSORFLOW, RowVariable, fill
 
 _COMBINERS = (None, "sum", "mean", "sqrtn")
 

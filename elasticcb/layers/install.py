@@ -12,7 +12,7 @@ from elasticcb.keras_private import embeddings_of
 from elasticcb.layers.ids import HeldIds
 from elasticcb.layers.table_layers import TableLayer, is_own, table_layers
 from elasticcb.rpc.tensors import Array
-from elasticcb.tf.row_variables import make_free_rows, make_whole, untouched_zeros
+from elasticcb.tf.tensors import make_free_rows, make_whole, untouched_zeros
 
 
 def empty(layer: TableLayer) -> None:

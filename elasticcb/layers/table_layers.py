@@ -15,7 +15,7 @@ import tensorflow as tf
 from elasticcb.errors import ModelFileError
 from elasticcb.keras_private import layers_of
 from elasticcb.layers.embedding import Embedding
-from elasticcb.tf.row_variables import OF_TENSORFLOW
+from elasticcb.tf.tensors import OF_TENSORFLOW
 
 
 class NotServableError(ModelFileError):

@@ -26,7 +26,7 @@ from elasticcb.master.past import Past
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Roster
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.process.logs import may_reach_nobody
+from elasticcb.process.log_files import may_reach_nobody
 from elasticcb.process.signals import raise_if_interrupted, uninterrupted
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.security.credentials import OPEN, Access

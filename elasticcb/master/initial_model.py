@@ -9,8 +9,7 @@ import numpy as np
 
 from elasticcb.clients.ps import Ids
 from elasticcb.clients.ps_servers import ServerGroup
-from elasticcb.optimizers.state import OptimizerState
-from elasticcb.optimizers.state_messages import cut_state, to_tensors
+from elasticcb.optimizers.state import OptimizerState, cut_state, to_tensors
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.flat_blocks import pack_weights
 from elasticcb.sharding.table_state import TableState

@@ -84,9 +84,9 @@ class EpochStates:
 
 if TYPE_CHECKING:
     from elasticcb.callbacks.warning import CallbackWarning
+    from elasticcb.master.callback_arrays import SharedCallbacks
     from elasticcb.master.journal import Memory
     from elasticcb.master.prediction_output import PredictionOutput
-    from elasticcb.master.shared_callbacks import SharedCallbacks
     from elasticcb.model.metric_messages import Outputs
     from elasticcb.process.stats import Stats
 

@@ -1,9 +1,13 @@
-"""The master's Keras side: the model that callbacks see, and the metrics of evaluation passes."""
+"""The master's Keras side: the model that callbacks see, the metrics of evaluation passes, and the settings of each
+embedding table: by table name, else by its layer, else for all tables.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +15,23 @@ import keras
 
 from elasticcb.callbacks import SavedModelExporter
 from elasticcb.callbacks.dispatch import Dispatcher
-from elasticcb.callbacks.hook_conflicts import check_hooks, shares_state
 from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.callbacks.placement import Place, holds_predictions, takes_predictions
 from elasticcb.callbacks.serving_signature import serving_inputs
-from elasticcb.callbacks.shared_attributes import without_traces
+from elasticcb.callbacks.shared_attributes import check_hooks, shares_state, without_traces
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import find_latest
 from elasticcb.compute.registry import backend, runs_eagerly
 from elasticcb.compute.rehearsal import rehearse
 from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
-from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError
+from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError, UsageError
 from elasticcb.keras_private import WARNS_OF_EMPTY_EPOCHS
 from elasticcb.layers.install import held_ids, held_used, install
+from elasticcb.master.callback_arrays import SharedCallbacks
 from elasticcb.master.evaluation import Merged
 from elasticcb.master.prediction_output import PredictionOutput
-from elasticcb.master.shared_callbacks import SharedCallbacks
 from elasticcb.master.snapshot import SavedModelInput
 from elasticcb.master.source_counts import SourceCounts
-from elasticcb.master.table_settings import with_settings
 from elasticcb.model.input_pipeline import Pipeline, Sources, open_pipeline
 from elasticcb.model.job_callbacks import callback_params, job_callbacks
 from elasticcb.model.metric_messages import flatten_outputs, unflatten_outputs
@@ -55,11 +57,12 @@ from elasticcb.optimizers.traits import (
     unwrapped,
 )
 from elasticcb.optimizers.variables import StepVariables, described, leaves_of
-from elasticcb.predictions.columns import columns_of, names_of_outputs
-from elasticcb.predictions.files import check
+from elasticcb.predictions.files import check, columns_of, names_of_outputs
 from elasticcb.rpc.tensors import Array
-from elasticcb.settings import Command, JobSettings, Mode
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.settings import Command, JobSettings, Mode, WhenFull
+from elasticcb.settings.table import TableOptions, read_table_options
+from elasticcb.sharding.table_spec import TableSpec, tables_named
+from elasticcb.storage.cold_store import missing_library
 
 
 class ModelHost:
@@ -377,3 +380,68 @@ def _settings_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
 def _set_all(settings: Iterable[tuple[keras.optimizers.Optimizer, Mapping[str, Any]]]) -> None:
     for optimizer, own in settings:
         vars(optimizer).update(own)
+
+
+def with_settings(
+    tables: Mapping[int, TableSpec], paths: Mapping[int, str], settings: JobSettings
+) -> dict[int, TableSpec]:
+    """The tables with all their settings.
+
+    Raises `UsageError` for a name without a table, and for settings that this job does not support.
+    """
+    if settings.command is not Command.TRAIN:
+        return dict(tables)
+    embedding = settings.embedding
+    by_name: dict[int, TableOptions] = {}
+    for name, given in embedding.tables.items():
+        index = _named(name, paths)
+        if index in by_name:
+            raise UsageError(f"--embedding_tables sets {paths[index]!r} twice. Remove one of them.")
+        by_name[index] = read_table_options(given)[0]
+        if not tables[index].initializer:
+            _check_given_rows(name, by_name[index])
+    of_all = TableOptions(min_count=embedding.min_count, max_age=embedding.max_age, rows_dtype=embedding.rows_dtype)
+    found = {}
+    for index, table in tables.items():
+        options = by_name.get(index, TableOptions()).over(table.options).over(of_all)
+        found[index] = replace(table, options=options)
+    _check_disk(found, settings)
+    return found
+
+
+def _check_disk(tables: Mapping[int, TableSpec], settings: JobSettings) -> None:
+    if not tables or settings.embedding.when_full is not WhenFull.DISK:
+        return
+    if missing := missing_library():
+        raise UsageError(f"--embedding_when_full=disk is invalid: {missing}")
+    if not settings.embedding.memory_bytes and not any(table.options.max_rows for table in tables.values()):
+        raise UsageError(
+            "--embedding_when_full=disk moves rows to disk when tables are full, but this job has no limit for its "
+            "tables. Set --embedding_memory_bytes, or max_rows of a table; or remove the flag."
+        )
+
+
+def _named(name: str, paths: Mapping[int, str]) -> int:
+    """The table with this name: the path of its layer, or the end of it."""
+    found = tables_named(name, paths)
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(repr(path) for path in paths.values()) or "none"
+    if found:
+        raise UsageError(
+            f"--embedding_tables sets {name!r}, which matches {len(found)} tables. The tables of the model are: "
+            f"{known}. Use one of these names."
+        )
+    raise UsageError(
+        f"--embedding_tables sets {name!r}, which is not an embedding table of the model. Its tables are: {known}. (A "
+        "keras.layers.Embedding becomes a table at --embedding_threshold_bytes.)"
+    )
+
+
+def _check_given_rows(name: str, options: TableOptions) -> None:
+    for setting, value in dataclasses.asdict(options).items():
+        if value and setting not in ("learning_rate_multiplier", "rows_dtype"):
+            raise UsageError(
+                f"--embedding_tables sets {setting}={value} for {name!r}, a keras.layers.Embedding, which creates all "
+                "its rows at the start. Remove the setting, or use an elasticcb.layers.Embedding."
+            )

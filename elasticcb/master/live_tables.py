@@ -14,7 +14,7 @@ from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import JobState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import to_message
-from elasticcb.sharding.shard_map import ShardMap
+from elasticcb.sharding.partition import ShardMap
 
 _PATIENCE_SECONDS = 2.0  # with an unresponsive server
 _RESTORE_SECONDS = 30.0  # for the replacement of a lost server

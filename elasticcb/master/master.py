@@ -16,14 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 from elasticcb.cluster.base import ClusterBackend
-from elasticcb.master.calls import Calls
 from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import JobState
 from elasticcb.master.members import Member, Role
 from elasticcb.master.metrics_server import MetricsServer
 from elasticcb.master.observation import free_disk_bytes, observe
 from elasticcb.master.server_scaling import ServerScaling
-from elasticcb.master.servicer import MasterServicer
+from elasticcb.master.servicer import Calls, MasterServicer
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.frame_service import FrameService

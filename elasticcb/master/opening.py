@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from elasticcb.callbacks.hook_conflicts import left_on_workers
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
+from elasticcb.callbacks.shared_attributes import left_on_workers
 from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.errors import JobFailedError
 from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.callback_driver import MasterHooks
-from elasticcb.master.checkpoint_failures import CheckpointFailures
-from elasticcb.master.checkpoint_writer import CheckpointWriter
+from elasticcb.master.checkpoint_writer import CheckpointFailures, CheckpointWriter
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.course import Course
 from elasticcb.master.desk import Desk

@@ -18,8 +18,7 @@ from pathlib import Path
 from elasticcb.errors import JobFailedError, ModelFileError
 from elasticcb.master.shards import Shard
 from elasticcb.model.metric_messages import Outputs, from_outputs, to_outputs
-from elasticcb.predictions.columns import Column, columns_of
-from elasticcb.predictions.files import WRITERS, check_shapes
+from elasticcb.predictions.files import WRITERS, Column, check_shapes, columns_of
 from elasticcb.process.wording import how_many
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.storage import durable

@@ -19,8 +19,7 @@ from elasticcb.clients.ps_servers import KnownServer, ServerReplacedError
 from elasticcb.errors import CheckpointError, ElasticCBError
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.recovery_files import RecoveryFiles
-from elasticcb.optimizers.state import ModelState, Optimizers, OptimizerState
-from elasticcb.optimizers.state_messages import from_tensors, join_states
+from elasticcb.optimizers.state import ModelState, Optimizers, OptimizerState, from_tensors, join_states
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.sharding.flat_blocks import pack_weights, unpack_weights

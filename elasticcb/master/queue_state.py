@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from elasticcb.errors import CheckpointError
-from elasticcb.master.accounting import Accounting
+from elasticcb.master.accounting import Accounting, Failure, TaskRecord
 from elasticcb.master.decisions import Milestone, MilestoneKind
 from elasticcb.master.epochs import Epochs
 from elasticcb.master.leases import Leases
@@ -25,7 +25,6 @@ from elasticcb.master.task import (
     TaskType,
     training_part,
 )
-from elasticcb.master.task_record import Failure, TaskRecord
 from elasticcb.master.task_sources import EvaluationTasks, FunctionTasks, PredictionTasks, Supply, TrainEndTask
 
 

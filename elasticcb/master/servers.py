@@ -26,12 +26,11 @@ from elasticcb.master.job_state import JobState
 from elasticcb.master.members import Role
 from elasticcb.master.ps_admin import PSControl, Restored
 from elasticcb.master.recovery_files import RecoveryFiles
-from elasticcb.master.resharding import Moved, Pause, end_pause
+from elasticcb.master.server_scaling import Moved, Pause, end_pause
 from elasticcb.optimizers.state import Optimizers
 from elasticcb.process.wording import how_many
 from elasticcb.settings import RECOVERY_FOLDER
-from elasticcb.sharding.partition import VariableSpec
-from elasticcb.sharding.shard_map import ShardMap
+from elasticcb.sharding.partition import ShardMap, VariableSpec
 
 logger = logging.getLogger(__name__)
 

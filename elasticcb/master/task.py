@@ -1,6 +1,6 @@
 """What a task is: its type, its shard, its lease, and its states.
 
-These are immutable values; the history of a task is its `TaskRecord` in task_record.py.
+These are immutable values; the history of a task is its `TaskRecord` in accounting.py.
 """
 
 from __future__ import annotations

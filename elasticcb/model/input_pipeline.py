@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from elasticcb.data import Reader, RecordStream, checked_sources, open_reader
 from elasticcb.data.batches import BatchSource, NextBatch
-from elasticcb.data.feed_steps import batch_error, batched, check_feed, keeps_order, told_of
+from elasticcb.data.feeds import batch_error, batched, check_feed, keeps_order, told_of
 from elasticcb.data.file_reader import FileReader
 from elasticcb.errors import DataError, ModelFileError
 from elasticcb.model.spec import Spec

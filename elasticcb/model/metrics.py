@@ -21,7 +21,6 @@ import numpy as np
 
 from elasticcb.errors import ModelFileError, describe
 from elasticcb.keras_private import CompileMetrics
-from elasticcb.model.eval_metrics import metrics_by_output, part_of_output
 from elasticcb.model.metric_messages import OUTPUTS, outputs_in
 from elasticcb.model.metric_states import (
     LastValue,
@@ -30,6 +29,8 @@ from elasticcb.model.metric_states import (
     keeping_states,
     last_of,
     merged,
+    metrics_by_output,
+    part_of_output,
     placed,
     result_of,
     summable_states,

@@ -16,7 +16,7 @@ from elasticcb.optimizers.traits import MultiOptimizer, sets_final_weights, unwr
 from elasticcb.optimizers.variables import Leaf, OptimizerVariables, has_free_rows, leaves, optimizer_variables
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.partition import VariableSpec
-from elasticcb.tf.row_variables import make_whole
+from elasticcb.tf.tensors import make_whole
 
 
 def read_optimizers(

@@ -15,15 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from elasticcb.errors import TableError
-from elasticcb.ps.growing_array import GrowingArray
-from elasticcb.ps.id_index import IdIndex
+from elasticcb.ps.id_index import GrowingArray, IdIndex
 from elasticcb.ps.stored_table import StoredTable
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_rows import TableRows
 from elasticcb.ps.table_snapshot import TableSnapshot
 from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.settings.age import seconds_of
-from elasticcb.settings.choices import WhenFull
+from elasticcb.settings.choices import WhenFull, seconds_of
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.table_counts import Growth
 

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from elasticcb.checkpoint import parts, shard_file
 from elasticcb.checkpoint.manifest import MANIFEST, read_manifest
-from elasticcb.checkpoint.places import Files, writable
+from elasticcb.checkpoint.remote import Files, writable
 from elasticcb.errors import CheckpointError, ElasticCBError, WireError
-from elasticcb.optimizers.state import Optimizers
-from elasticcb.optimizers.state_messages import from_tensors
+from elasticcb.optimizers.state import Optimizers, from_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.push_reader import PushReader
@@ -30,8 +29,7 @@ from elasticcb.ps.update_policy import policy_of
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import Access
 from elasticcb.settings import TrainingSettings
-from elasticcb.sharding.partition import MOST_SERVERS, Slice, VariableSpec, partition
-from elasticcb.sharding.shard_map import ShardMap
+from elasticcb.sharding.partition import MOST_SERVERS, ShardMap, Slice, VariableSpec, partition
 from elasticcb.sharding.table_state import from_tensors as tables_from
 from elasticcb.storage.durable import TEMPORARY
 
@@ -211,7 +209,7 @@ class Holder:
     def _model_of(self, request: pb.InitializeRequest, shard_map: ShardMap, parameters: Parameters) -> ServedModel:
         self._models += 1
         if parameters.tables.numbers and self._models % _MODELS_WITH_KERNELS == 0:
-            from elasticcb.tf.convert import forget_kernels
+            from elasticcb.tf.tensors import forget_kernels
 
             forget_kernels()  # of models that no longer exist
         policy = policy_of(self._options.training, time.monotonic)

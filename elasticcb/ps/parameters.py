@@ -17,18 +17,16 @@ import numpy as np
 
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError
-from elasticcb.optimizers.state import LEARNING_RATE, Optimizers, OptimizerState
-from elasticcb.optimizers.state_messages import from_tensors
+from elasticcb.optimizers.state import LEARNING_RATE, Optimizers, OptimizerState, from_tensors
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_snapshot import TableSnapshot
 from elasticcb.ps.tables import Tables
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import SHARED, of_kind
 from elasticcb.sharding.flat_blocks import moved_state
-from elasticcb.sharding.partition import Slice, VariableSpec, block_sizes, layout
+from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec, block_sizes, layout
 from elasticcb.sharding.push import Push
-from elasticcb.sharding.shard_map import ShardMap
-from elasticcb.sharding.table_source import TableSource
+from elasticcb.sharding.table_spec import TableSource
 
 if TYPE_CHECKING:
     from elasticcb.ps.row_optimizer import MakeOptimizers

@@ -17,7 +17,7 @@ from elasticcb.keras_private import set_decays, set_path_of
 from elasticcb.optimizers.traits import multiply_learning_rate
 from elasticcb.optimizers.variables import Leaf, leaves_of, optimizer_variables
 from elasticcb.sharding.partition import VariableSpec
-from elasticcb.tf.row_variables import make_free_rows
+from elasticcb.tf.tensors import make_free_rows
 
 # Creates fresh optimizers at each call, the model's first ones: at least as many as requested.
 MakeOptimizers = Callable[[int], Sequence["keras.optimizers.Optimizer"]]

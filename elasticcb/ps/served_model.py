@@ -16,10 +16,9 @@ from elasticcb.ps.push_reader import PushReader
 from elasticcb.ps.update_policy import AtOnce, PushName
 from elasticcb.rpc.tensors import Array, all_finite
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
-from elasticcb.sharding.partition import Slice, VariableSpec, check_blocks, layout
+from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec, check_blocks, layout
 from elasticcb.sharding.partition import block_sizes as sizes_of
 from elasticcb.sharding.push import Push
-from elasticcb.sharding.shard_map import ShardMap
 
 logger = logging.getLogger(__name__)
 

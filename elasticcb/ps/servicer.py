@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from elasticcb.errors import CheckpointError, ElasticCBError, WireError
-from elasticcb.optimizers.state_messages import from_tensors, to_tensors
+from elasticcb.optimizers.state import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.holder import Holder, ServerOptions
@@ -43,12 +43,11 @@ from elasticcb.sharding.array_names import (
     only,
     without,
 )
-from elasticcb.sharding.push import Push
+from elasticcb.sharding.push import Push, narrowed, widened, wire_dtype_of
 from elasticcb.sharding.table_counts import TableCounts, Top
 from elasticcb.sharding.table_state import TableState
 from elasticcb.sharding.table_state import from_tensors as tables_from
 from elasticcb.sharding.table_state import to_tensors as tables_to
-from elasticcb.sharding.wire_codec import narrowed, widened, wire_dtype_of
 from elasticcb.storage.remote_files import is_url
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from elasticcb.ps.table_limits import Newest
 from elasticcb.ps.table_rows import TableRows
 from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
 from elasticcb.rpc.tensors import Array
-from elasticcb.sharding.table_source import TableSource
+from elasticcb.sharding.table_spec import TableSource
 from elasticcb.sharding.table_state import TableState, joined
 
 if TYPE_CHECKING:

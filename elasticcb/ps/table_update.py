@@ -22,8 +22,8 @@ from elasticcb.ps.embedding_table import EmbeddingTable, RowChange
 from elasticcb.ps.row_optimizer import RowOptimizer
 from elasticcb.rpc.tensors import Array, aligned
 from elasticcb.sharding.partition import VariableSpec
-from elasticcb.tf.concrete_call import quick_call
-from elasticcb.tf.convert import array_of, tensor_of
+from elasticcb.tf.batch_signatures import quick_call
+from elasticcb.tf.tensors import array_of, tensor_of
 
 
 class TableUpdate:

@@ -20,11 +20,9 @@ from elasticcb.ps.push_reader import check_row_ids
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
 from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.partition import ShardMap, VariableSpec
 from elasticcb.sharding.push import Rows
-from elasticcb.sharding.shard_map import ShardMap
-from elasticcb.sharding.table_source import TableSource
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_spec import TableSource, TableSpec
 from elasticcb.sharding.table_state import TableState
 
 if TYPE_CHECKING:
@@ -183,8 +181,8 @@ class Tables:
         import tensorflow as tf
 
         from elasticcb.layers.initial_values import initial_rows
-        from elasticcb.tf.concrete_call import quick_call
-        from elasticcb.tf.convert import array_of
+        from elasticcb.tf.batch_signatures import quick_call
+        from elasticcb.tf.tensors import array_of
 
         signature = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.uint64)]
         kinds: dict[RowKind, list[int]] = {}

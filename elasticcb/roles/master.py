@@ -33,13 +33,11 @@ from elasticcb.errors import (
 from elasticcb.process.devices import hide_gpus, limit_threads, visible_gpus
 from elasticcb.process.generated_files import remove_generated_files
 from elasticcb.process.host import POD_NAME
-from elasticcb.process.log_files import LogFile
-from elasticcb.process.logs import limit_log_files, native_messages_to, setup_logging
+from elasticcb.process.log_files import LogFile, limit_log_files, native_messages_to, setup_logging
 from elasticcb.process.signals import interrupt, repeat_ignored_interrupts
 from elasticcb.roles.process import quiet_libraries
 from elasticcb.roles.run import run_role
-from elasticcb.security.private_folder import make_private
-from elasticcb.security.socket_folder import host_of, remove_folder
+from elasticcb.security.socket_folder import host_of, make_private, remove_folder
 from elasticcb.settings import (
     HISTORY_FILE,
     JOB_FILE,
@@ -52,7 +50,7 @@ from elasticcb.settings import (
 )
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
-from elasticcb.storage.temporary import abandoned_folders
+from elasticcb.storage.local_folders import abandoned_folders
 
 if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer

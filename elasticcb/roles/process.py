@@ -20,10 +20,8 @@ from elasticcb.errors import (
 )
 from elasticcb.process.devices import hide_gpus, limit_threads
 from elasticcb.process.import_path import follow_caller
-from elasticcb.process.limits import allow_many_files
-from elasticcb.process.logs import limit_log_files, own_log, quiet_environment, setup_logging
-from elasticcb.process.name import show_as
-from elasticcb.process.parent import follow_parent
+from elasticcb.process.log_files import limit_log_files, own_log, quiet_environment, setup_logging
+from elasticcb.process.system import allow_many_files, follow_parent, show_as
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.security.socket_folder import hold_folder, host_of, remove_folder
 from elasticcb.settings import JobSettings

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from elasticcb.errors import ConnectionLostError, ElasticCBError
-from elasticcb.process.limits import most_connections
+from elasticcb.process.system import most_connections
 from elasticcb.rpc.admission import CallThreads, Gate, RefusedCalls
 from elasticcb.rpc.call_errors import abort, call_error_of
 from elasticcb.rpc.frame_service import FrameService

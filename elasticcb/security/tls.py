@@ -20,7 +20,7 @@ from typing import Any
 
 from elasticcb.errors import UsageError
 from elasticcb.security import certificates
-from elasticcb.security.private_folder import make_private
+from elasticcb.security.socket_folder import make_private
 
 logger = logging.getLogger(__name__)
 

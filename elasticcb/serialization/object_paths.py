@@ -1,4 +1,6 @@
-"""Where an object is in a program, for messages: `model.layers[2].client`."""
+"""Where an object is in a program, for messages: `model.layers[2].client`. References to a placed model and its parts,
+which functions, arguments and results have instead of carrying them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,17 @@ from typing import Any
 
 import keras
 import numpy as np
+
+from elasticcb.keras_private import layers_of
+from elasticcb.optimizers.traits import model_optimizers
+
+
+def references(model: keras.Model | None) -> list[Any]:
+    """The model, its optimizers, layers and weights, in the same order in every process."""
+    if model is None:
+        return []
+    return [model, *model_optimizers(model), *layers_of(model)[1:], *model.weights]
+
 
 _MOST = 200_000  # objects that are looked at
 _CONTAINERS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)

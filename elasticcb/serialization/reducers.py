@@ -25,9 +25,9 @@ import tensorflow as tf
 
 from elasticcb.keras_private import DynamicBackend, KerasSaveable, KerasVariable, Node, tracking, value_of
 from elasticcb.optimizers.traits import public_class
-from elasticcb.serialization import classes, library_objects, own_modules
+from elasticcb.serialization import library_objects, own_modules
 from elasticcb.serialization.torch_buffers import Buffer, make_buffer, tensor_of
-from elasticcb.tf.row_variables import untouched_zeros
+from elasticcb.tf.tensors import untouched_zeros
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _TRACKED = tuple(kind for name, kind in vars(tracking).items() if name.startswith("Tracked") and isinstance(kind, type))
@@ -127,7 +127,7 @@ class ObjectPickler(cloudpickle.Pickler):
         reduced = super().reducer_override(obj)
         if isinstance(obj, types.FunctionType) and reduced is not NotImplemented:
             self._note_code(obj)
-        return classes.reduce_class(obj, reduced) if isinstance(obj, type) else reduced
+        return library_objects.reduce_class(obj, reduced) if isinstance(obj, type) else reduced
 
     def _function_getnewargs(self, func: Any) -> Any:
         # With its own cells: functions of one scope share its variables.
@@ -497,8 +497,8 @@ _REDUCERS: dict[type | tuple[type, ...], Callable[[ObjectPickler, Any], Any]] = 
     tracking.Tracker: _reduce_tracker,
     KerasSaveable: _reduce_keras,
     Node: _reduce_node,
-    Enum: classes.reduce_member,
-    functools._lru_cache_wrapper: classes.reduce_cached,
+    Enum: library_objects.reduce_member,
+    functools._lru_cache_wrapper: library_objects.reduce_cached,
     tf.Variable: _reduce_tf_variable,
     Buffer: _reduce_buffer,
     DynamicBackend: _reduce_dynamic_backend,

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from elasticcb.errors import UsageError
-from elasticcb.settings.choices import Updates, WorkerRange
-from elasticcb.settings.init_map import read_init_map
+from elasticcb.settings.choices import Updates, WorkerRange, read_init_map
 from elasticcb.settings.job import JobSettings
 from elasticcb.settings.table import read_table_options
 

@@ -1,7 +1,9 @@
-"""Enumerated values of settings, and the range of workers."""
+"""Values of settings: enumerated ones, the range of workers, the age of rows, and the map of --init_map."""
 
 from __future__ import annotations
 
+import operator
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -110,3 +112,46 @@ class WorkerRange:
 
     def __str__(self) -> str:
         return f"{self.least}..{self.most}" if self.most else ""
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_TIME = re.compile(rf"([1-9]\d*)([{''.join(_SECONDS)}])")
+EXPECTED = "Expected a number of versions, such as 10000, or a time, such as 30m, 12h or 7d; 0 means never."
+
+
+def read_age(value: object) -> int | str | None:
+    """Parses an age: an integer number of versions, or a text such as "7d"; None if `value` is neither."""
+    if isinstance(value, str):
+        text = value.strip()
+        return text if _TIME.fullmatch(text) else int(text) if text.isdecimal() else None
+    try:
+        versions = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return versions if versions >= 0 and not isinstance(value, bool) else None
+
+
+def seconds_of(age: int | str) -> int:
+    """A time in seconds; 0: `age` is a number of versions."""
+    found = _TIME.fullmatch(age) if isinstance(age, str) else None
+    return int(found[1]) * _SECONDS[found[2]] if found else 0
+
+
+def read_init_map(text: str) -> dict[str, str]:
+    """Maps names in the model to names in the checkpoint; "": it starts fresh.
+
+    Raises `UsageError` if a part is malformed or a name is given twice.
+    """
+    found: dict[str, str] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        new, equals, old = (each.strip().strip("/") for each in part.partition("="))
+        if not equals or not new or "=" in old:
+            raise UsageError(
+                f"{part!r} is not of the form NEW=OLD. Expected names of layers or variables, such as "
+                '"user=customer,top/kernel=": the one in the model, then the one in the checkpoint, or nothing to '
+                "start fresh."
+            )
+        if new in found:
+            raise UsageError(f"{new!r} is given twice. Remove one of the two.")
+        found[new] = old
+    return found

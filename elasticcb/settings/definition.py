@@ -14,8 +14,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from elasticcb.settings.age import EXPECTED, read_age
-from elasticcb.settings.choices import Command
+from elasticcb.settings.choices import EXPECTED, Command, read_age
 
 TRAIN = frozenset({Command.TRAIN})
 TRAIN_AND_EVALUATE = frozenset({Command.TRAIN, Command.EVALUATE})

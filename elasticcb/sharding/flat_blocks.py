@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.rpc.shared_memory import aligned_copy
+from elasticcb.rpc.shared_frames import aligned_copy
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import STATE, WEIGHTS, kind_of, named, of_kind
 from elasticcb.sharding.partition import Slice, VariableSpec, layout, pack, unpack

@@ -1,4 +1,5 @@
-"""Which parameter server holds which part of the model, and the order of a server's flat blocks.
+"""Which parameter server holds which part of the model: dense weights, and rows of embedding tables by a hash of their
+ids; and the order of a server's flat blocks.
 
 Only this module knows the mapping; clients and servers import it. It depends only on the variables and the number of
 servers, so every process computes it by itself.
@@ -264,3 +265,39 @@ def cut_slots(
             )
         found[index, name] = held[index].of(value, spec)
     return found
+
+
+# Multiplicative hashing (Knuth, TAOCP 3, 6.4), by 2^64 divided by the plastic number: consecutive ids spread evenly.
+# Not the golden ratio, which is the hash of a table's index: the ids of one server would cluster there.
+_MULTIPLIER = np.uint64(0xC13FA9A902A6328F)
+_HALF = np.uint64(32)
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """Which of a number of servers has which rows.
+
+    Attributes:
+        version: increases when the number of servers of a job changes.
+    """
+
+    servers: int
+    version: int = 0
+
+    def server_of(self, ids: Array) -> Array:
+        """Which server holds the rows of `ids` (int64 [n]): int64 [n]."""
+        hashed = ids.view(np.uint64) * _MULTIPLIER
+        hashed >>= _HALF
+        hashed *= np.uint64(self.servers)  # in place of a division (Lemire, Fast random integer generation, 2019)
+        hashed >>= _HALF
+        servers: Array = hashed.view(np.int64)
+        return servers
+
+    def owns(self, server: int, ids: Array) -> Array:
+        """Which of `ids` (int64 [n]) are a server's: bool [n]."""
+        owned: Array = self.server_of(ids) == server
+        return owned
+
+    def resized(self, servers: int) -> ShardMap:
+        """The next map, for another number of servers."""
+        return ShardMap(servers, self.version + 1)

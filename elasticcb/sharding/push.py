@@ -1,4 +1,8 @@
-"""What a worker's training changes on the servers, and the frame of one server's part; used by workers and servers."""
+"""What a worker's training changes on the servers, and the frame of one server's part; used by workers and servers.
+
+With `--wire_dtype`, movements, embedding rows and gradients of rows are sent as bfloat16 where they are float32, in
+both directions. The receiver converts them back to float32; the servers keep float32.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ import numpy as np
 
 from elasticcb.errors import WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc.tensors import Array
+from elasticcb.rpc.tensors import Array, aligned, dtype_of
+from elasticcb.settings import WireDtype
 from elasticcb.sharding.array_names import (
     EXTRAS,
     MOVED,
@@ -19,6 +24,7 @@ from elasticcb.sharding.array_names import (
     SHARES,
     SLOTS,
     STATE,
+    TABLE,
     by_index_and_name,
     kind_of,
     named,
@@ -26,8 +32,7 @@ from elasticcb.sharding.array_names import (
     only,
 )
 from elasticcb.sharding.flat_blocks import recut
-from elasticcb.sharding.partition import Slice, VariableSpec, cut_slots
-from elasticcb.sharding.shard_map import ShardMap
+from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec, cut_slots
 
 _OPTIMIZERS = (SLOTS, EXTRAS, SHARED)
 _KINDS = (MOVED, STATE, SHARES, ROWS, *_OPTIMIZERS)
@@ -192,3 +197,56 @@ class Movement:
 
 def _copied(arrays: Mapping[str, Array]) -> dict[str, Array]:
     return {name: array.copy() for name, array in arrays.items()}
+
+
+def narrowed(arrays: Mapping[str, Array], wire_dtype: WireDtype) -> dict[str, Array]:
+    """The arrays of a frame in reduced precision, rounded to nearest."""
+    if wire_dtype is WireDtype.SAME:
+        return dict(arrays)
+    return {
+        name: array.astype(dtype_of(WireDtype.BFLOAT16.value))
+        if array.dtype == np.float32 and (_is_rows(name) or kind_of(name) == MOVED)
+        else array
+        for name, array in arrays.items()
+    }
+
+
+def widened(arrays: Mapping[str, Array], specs: Sequence[VariableSpec]) -> dict[str, Array]:
+    """The inverse of `narrowed`, except for rounding.
+
+    Args:
+        specs: variables of the model, whose dtypes the rows get.
+    """
+    found = dict(arrays)
+    for name, array in arrays.items():
+        if array.dtype.name == "bfloat16" and _dtype_before(name, specs) == "float32":
+            found[name] = aligned(array.shape, np.float32)
+            found[name][...] = array
+    return found
+
+
+def wire_dtype_of(name: str, what: str) -> WireDtype:
+    """The requested precision; "" is `SAME`. Raises `WireError` for an unknown name.
+
+    Args:
+        what: the requested arrays, as text.
+    """
+    try:
+        return WireDtype(name or WireDtype.SAME.value)
+    except ValueError:
+        known = ", ".join(repr(each.value) for each in WireDtype)
+        raise WireError(f"A request has invalid dtype {name!r} for {what}; expected one of {known}.") from None
+
+
+def _is_rows(name: str) -> bool:
+    """Whether an array contains rows [n, ...], or their gradients."""
+    kind, _, key = name.partition("/")
+    return key.isdecimal() if kind == TABLE else kind == ROWS and key.endswith("/values")
+
+
+def _dtype_before(name: str, specs: Sequence[VariableSpec]) -> str:
+    key = name.split("/")[1] if "/" in name else ""
+    if kind_of(name) == MOVED:
+        return key
+    is_known = _is_rows(name) and key.isdecimal() and int(key) < len(specs)
+    return specs[int(key)].dtype if is_known else ""

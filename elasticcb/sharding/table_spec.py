@@ -1,15 +1,20 @@
-"""What every process knows of an embedding table: a variable whose rows are distributed over servers by id."""
+"""What every process knows of an embedding table, a variable whose rows are distributed over servers by id; and its
+rows from any storage, read in pieces.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from elasticcb.errors import WireError
+from elasticcb.rpc.tensors import Array
 from elasticcb.settings.definition import build
 from elasticcb.settings.table import TableOptions
+from elasticcb.sharding.table_state import TableState, joined
 
 
 @dataclass(frozen=True)
@@ -53,3 +58,38 @@ def tables_named(name: str, paths: Mapping[int, str]) -> list[int]:
 def layer_of(path: str) -> str:
     """The path of a table's layer, given the path of its variable or of the layer."""
     return path.removesuffix("/embeddings")
+
+
+class TableSource(Protocol):
+    """Rows of one table, each id once. They can be read several times, always in the same order."""
+
+    def __len__(self) -> int: ...
+
+    def ages(self) -> Iterator[tuple[Array, Array | None]]:
+        """(ids, version at which each was last trained) in pieces, int64 [n] each; None if unknown."""
+
+    def pieces(self) -> Iterator[TableState]:
+        """All of it, in at least one piece."""
+
+
+class JoinedTable:
+    """A `TableSource` combining several, with rows of different ids."""
+
+    def __init__(self, sources: Sequence[TableSource]) -> None:
+        self._sources = sources
+
+    def __len__(self) -> int:
+        return sum(len(source) for source in self._sources)
+
+    def ages(self) -> Iterator[tuple[Array, Array | None]]:
+        for source in self._sources:
+            yield from source.ages()
+
+    def pieces(self) -> Iterator[TableState]:
+        for source in self._sources:
+            yield from source.pieces()
+
+
+def whole(source: TableSource) -> TableState:
+    """All rows, in memory, in the order of the ids."""
+    return joined(list(source.pieces()))

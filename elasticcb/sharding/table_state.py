@@ -11,7 +11,7 @@ import numpy as np
 from elasticcb.errors import WireError
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import SLOT, TABLE, by_index_and_name, named, of_kind
-from elasticcb.sharding.shard_map import ShardMap
+from elasticcb.sharding.partition import ShardMap
 
 
 @dataclass

@@ -23,8 +23,7 @@ from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.layers.install import install
 from elasticcb.model.weights import variable_specs
 from elasticcb.sharding.partition import partition
-from elasticcb.sharding.table_source import whole
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_spec import TableSpec, whole
 from elasticcb.sidecar.follower import (
     POLL_SECONDS,
     Checkpoint,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticcb.errors import ElasticCBError, TableError
-from elasticcb.storage.temporary import TemporaryFolder, abandoned_folders
+from elasticcb.storage.local_folders import TemporaryFolder, abandoned_folders
 
 _LIBRARY = "rocksdict"
 # A tree of sorted files, from which single rows are read in random order.

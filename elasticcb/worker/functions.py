@@ -41,13 +41,11 @@ from elasticcb.process.import_path import adopt_path
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array
 from elasticcb.serialization import carry
-from elasticcb.serialization.references import references
+from elasticcb.serialization.object_paths import references
 from elasticcb.settings import JobSettings, NonFinite
 from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
 from elasticcb.sharding.partition import VariableSpec
-from elasticcb.worker.learning_rate import WorkerRate
-from elasticcb.worker.local_updates import LocalUpdates, NotFiniteError
-from elasticcb.worker.window_length import WindowLength
+from elasticcb.worker.local_updates import LocalUpdates, NotFiniteError, WindowLength, WorkerRate
 
 logger = logging.getLogger(__name__)
 

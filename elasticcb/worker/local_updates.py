@@ -1,16 +1,23 @@
-"""Training on a worker's own weights, and merging their movement into the servers' model."""
+"""Training on a worker's own weights, and merging their movement into the servers' model: after how many batches, based
+on the duration of a merge; and at which learning rate: the servers' base rate, and changes by callbacks here.
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
 
 import numpy as np
 
 from elasticcb.clients.ps import PSClient
 from elasticcb.compute.backend import LocalModel, StepResult
-from elasticcb.optimizers.state import OptimizerState
-from elasticcb.optimizers.state_messages import to_tensors
+from elasticcb.optimizers.state import OptimizerState, to_tensors
+from elasticcb.optimizers.step_logs import is_overridden
+from elasticcb.optimizers.traits import learning_rate_variable, not_cached
 from elasticcb.process.stats import STALENESS, Measures
 from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array, all_finite
@@ -19,7 +26,50 @@ from elasticcb.sharding.array_names import WEIGHTS, of_kind
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, state_moves
 from elasticcb.sharding.partition import Slice, VariableSpec, layout, pack
 from elasticcb.sharding.push import Movement
-from elasticcb.worker.window_length import WindowLength
+
+_MOST_OF_TIME = 0.05  # maximum share of training time spent merging
+_LEAST, _MOST = 4, 64  # batches; within these, windows give equally good models (docs/updates.md)
+_BATCHES_KEPT, _MERGES_KEPT = 33, 9
+
+
+class WindowLength:
+    """The length of windows: fixed, or such that merging takes a twentieth of the training time.
+
+    Durations are medians of the last batches and merges. A merge includes waiting for other workers: random differences
+    between workers grow slower than the window, and a worker faster than the others waits less if its own windows are
+    longer.
+    """
+
+    def __init__(self, given: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._given, self._clock = given, clock
+        self.batches = given or _LEAST
+        self._batch_seconds: deque[float] = deque(maxlen=_BATCHES_KEPT)
+        self._merge_seconds: deque[float] = deque(maxlen=_MERGES_KEPT)
+        self._slot_seconds: deque[float] = deque(maxlen=_MERGES_KEPT)  # of merges with slots
+        self._slots_merged = 0.0  # time of the last one
+
+    def note_batch(self, seconds: float) -> None:
+        """A batch took `seconds` to train."""
+        self._batch_seconds.append(seconds)
+
+    @property
+    def slots_are_due(self) -> bool:
+        """Whether also merging the optimizers' slots would take at most a twentieth of the time."""
+        if not self._slot_seconds:
+            return True
+        return self._clock() - self._slots_merged >= min(self._slot_seconds) / _MOST_OF_TIME
+
+    def note_merge(self, seconds: float, with_slots: bool = False) -> None:
+        """A merge took `seconds`; the next window begins."""
+        if with_slots:
+            self._slot_seconds.append(seconds)
+            self._slots_merged = self._clock()
+        else:
+            self._merge_seconds.append(seconds)
+        if self._given is None and self._batch_seconds and self._merge_seconds:
+            wanted = median(self._merge_seconds) / (_MOST_OF_TIME * max(median(self._batch_seconds), 1e-6))
+            self.batches = min(max(math.ceil(wanted), _LEAST), _MOST)
+
 
 Moves = Callable[..., tuple[list[dict[str, Array]], list[dict[str, Array]]]]  # as `state_moves`
 
@@ -292,3 +342,40 @@ class StateChanges:
                 "'only_first_replica' to ignore all workers but the first, or 'mean' if averaging is right, which ends "
                 "this warning; or use one worker.",
             )
+
+
+class WorkerRate:
+    """Follows the base rate, and detects when the model's own rate differs."""
+
+    def __init__(self, model: Any, ps: PSClient) -> None:
+        self._model, self._ps = model, ps
+        self._base: float | None = None
+        self._version = -1  # of the base rate
+        self._changed: float | None = None
+        self._is_known = False  # reading it takes half a millisecond
+
+    def adopt_base(self) -> None:
+        """Adopts a new base rate (from a checkpoint, or set on the master)."""
+        version = self._ps.learning_rate_version
+        if version != self._version and self._rate() is not None:
+            self._base = self._ps.learning_rate
+            self._model.optimizer.learning_rate = not_cached(self._base)
+            self._version = version
+            self._is_known = False
+
+    def may_have_changed(self) -> None:
+        """A callback runs, and may change the rate."""
+        self._is_known = False
+
+    def changed(self) -> float | None:
+        """The optimizer's learning rate if a callback, or a step of the model's own, changed it."""
+        if not self._is_known:
+            rate = self._rate()
+            self._changed = None if rate == self._base else rate
+            self._is_known = not is_overridden(self._model, "train_step")
+        return self._changed
+
+    def _rate(self) -> float | None:
+        """None with a schedule."""
+        rate = learning_rate_variable(getattr(self._model, "optimizer", None))
+        return None if rate is None else float(rate.numpy())

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
+
+import numpy as np
 
 from elasticcb.callbacks.dispatch import Dispatcher
-from elasticcb.callbacks.hook_conflicts import shares_state
 from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.callbacks.placement import Place, holds_predictions
-from elasticcb.callbacks.shared_attributes import without_traces
+from elasticcb.callbacks.shared_attributes import shares_state, without_traces
 from elasticcb.clients.master import MasterClient, places_of
 from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient, PushResult
@@ -30,18 +33,16 @@ from elasticcb.model.spec import Spec, words_of
 from elasticcb.model.weights import assign_dense, variable_specs
 from elasticcb.optimizers.traits import model_optimizers, sets_final_weights, unwrapped
 from elasticcb.process.generated_files import remove_generated_files
+from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Command, JobSettings, Mode, NonFinite, Updates, WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Movement
+from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.worker.kept_models import KeptModel
-from elasticcb.worker.learning_rate import WorkerRate
-from elasticcb.worker.local_updates import LocalUpdates, StateChanges
-from elasticcb.worker.pass_hooks import PassHooks, RunningLogs
-from elasticcb.worker.shared_callbacks import FollowedCallbacks
-from elasticcb.worker.table_files import whole_tables
+from elasticcb.worker.local_updates import LocalUpdates, StateChanges, WindowLength, WorkerRate
+from elasticcb.worker.pass_hooks import FollowedCallbacks, PassHooks, RunningLogs
 from elasticcb.worker.task_input import Batch, TaskInput
-from elasticcb.worker.window_length import WindowLength
 
 logger = logging.getLogger(__name__)
 
@@ -411,3 +412,66 @@ class _Exchanges:
         done: Future[Any] = Future()
         done.set_result(function(*args))  # the caller gets the error
         return done
+
+
+_CHUNK_ROWS = 1 << 16
+
+
+def whole_tables(
+    specs: Sequence[VariableSpec], read: Callable[[int], Iterable[tuple[Array, Array]]], folder: str
+) -> Iterator[tuple[int, Array, Array]]:
+    """(variable, ids, rows) of each table among the variables.
+
+    Args:
+        read: returns (ids [n], rows [n, dim]) of a table, by index, in pieces.
+        folder: folder with enough space for the rows.
+    """
+    for index, spec in enumerate(specs):
+        if spec.table:
+            table = TableSpec.from_json(spec.table)
+            yield index, *collect(read(index), folder, 0 if table.initializer else table.input_dim or 0)
+
+
+def collect(pieces: Iterable[tuple[Array, Array]], folder: str, input_dim: int) -> tuple[Array, Array]:
+    """The ids (int64 [n], in order) and rows ([n, dim]) of a table.
+
+    Args:
+        folder: folder with enough space for the rows; the file is unnamed and disappears with the array.
+        input_dim: number of rows of a table that has all of them; 0: unknown.
+    """
+    found: list[Array] = []
+    with tempfile.TemporaryFile(dir=folder) as file:
+        count, rows = 0, np.zeros((0, 0), np.float32)
+        for ids, piece in pieces:
+            rows = _mapped(file, folder, piece.dtype, max(input_dim, count + len(ids)), piece.shape[1])
+            if input_dim:
+                rows[ids] = piece
+            else:
+                rows[count:] = piece
+            found.append(ids)
+            count += len(ids)
+        if input_dim:
+            return np.arange(input_dim, dtype=np.int64), rows
+        ids = np.concatenate(found) if found else np.zeros(0, np.int64)
+        if (ids[1:] > ids[:-1]).all():
+            return ids, rows
+        order = np.argsort(ids)
+        with tempfile.TemporaryFile(dir=folder) as target:
+            ordered = _mapped(target, folder, rows.dtype, *rows.shape)
+            for start in range(0, count, _CHUNK_ROWS):
+                ordered[start : start + _CHUNK_ROWS] = rows[order[start : start + _CHUNK_ROWS]]
+            return ids[order], ordered
+
+
+def _mapped(file: IO[bytes], folder: str, dtype: np.dtype[Any], rows: int, dim: int) -> Array:
+    """The file, extended as needed, as an array that outlives it."""
+    if not rows * dim:
+        return np.zeros((rows, dim), dtype)
+    begun, size = os.fstat(file.fileno()).st_size, rows * dim * dtype.itemsize
+    if size > begun:
+        try:
+            # Otherwise a full disk would kill the process when it writes.
+            os.posix_fallocate(file.fileno(), begun, size - begun)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, folder) from None
+    return np.memmap(file, dtype, "r+", shape=(rows, dim))

@@ -14,8 +14,7 @@ from elasticcb.settings import JobSettings, Mode
 from elasticcb.worker.kept_models import KeptModel
 from elasticcb.worker.session import BuiltModel, Session
 from elasticcb.worker.task_input import Batch, Event, Finished, Idle, TaskRead, TaskStarted
-from elasticcb.worker.task_progress import Tally
-from elasticcb.worker.task_run import TaskRun
+from elasticcb.worker.task_run import Tally, TaskRun
 
 logger = logging.getLogger(__name__)
 

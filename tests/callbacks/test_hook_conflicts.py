@@ -10,7 +10,7 @@ import keras
 import pytest
 
 from elasticcb.callbacks import runs_on
-from elasticcb.callbacks.hook_conflicts import check_hooks, left_on_workers
+from elasticcb.callbacks.shared_attributes import check_hooks, left_on_workers
 from elasticcb.errors import UsageError
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 

@@ -6,7 +6,7 @@ from collections import Counter, deque
 import keras
 import numpy as np
 
-from elasticcb.callbacks.hook_conflicts import Placed
+from elasticcb.callbacks.shared_attributes import Placed
 from elasticcb.callbacks.shared_state import SharedState, SharedVariables
 
 totals: list[int] = []

@@ -12,8 +12,7 @@ from elasticcb.checkpoint.versions import begin_version, finish_version, server_
 from elasticcb.checkpoint.warm_start import warm_start
 from elasticcb.errors import CheckpointError
 from elasticcb.optimizers.state import ModelState, OptimizerState
-from elasticcb.sharding.partition import VariableSpec, partition
-from elasticcb.sharding.shard_map import ShardMap
+from elasticcb.sharding.partition import ShardMap, VariableSpec, partition
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
 

@@ -7,11 +7,10 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint import saved_table
-from elasticcb.checkpoint.saved_table import SavedTable
-from elasticcb.checkpoint.shard_file import Part, write_part
+from elasticcb.checkpoint import shard_file
+from elasticcb.checkpoint.shard_file import Part, SavedTable, write_part
 from elasticcb.errors import CheckpointError
-from elasticcb.sharding.table_source import JoinedTable, whole
+from elasticcb.sharding.table_spec import JoinedTable, whole
 from elasticcb.sharding.table_state import TableState, overlaid
 
 DIM = 3
@@ -42,7 +41,7 @@ def assert_same(state, expected):
 @pytest.mark.parametrize("piece_bytes", [1, 200, 4 << 20])
 @pytest.mark.parametrize("sizes", [[40], [0], [50, 20, 1], [30, 0, 60, 60], [0, 5]])
 def test_of_rows_in_several_files_the_last_is_read(tmp_path, monkeypatch, piece_bytes, sizes):
-    monkeypatch.setattr(saved_table, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(shard_file, "PIECE_BYTES", piece_bytes)
     random = np.random.default_rng(sum(sizes))
     states = [rows_of(random, random.permutation(100)[:size]) for size in sizes]
     table, expected = SavedTable(4, written(tmp_path, states)), overlaid(states)
@@ -63,7 +62,7 @@ def test_tables_of_several_servers_are_read_one_after_another(tmp_path):
 
 
 def test_no_more_than_some_pieces_are_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(saved_table, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(shard_file, "PIECE_BYTES", 10_000)
     ids = np.arange(20_000)
     files = written(tmp_path, [rows_of(np.random.default_rng(2), ids)])
     tracemalloc.start()

@@ -13,7 +13,7 @@ from elasticcb.master.journal import Journal
 from elasticcb.security import socket_folder
 from elasticcb.settings import JOURNAL_FILE
 from elasticcb.storage.folder_lock import FolderLock
-from elasticcb.storage.temporary import TemporaryFolder
+from elasticcb.storage.local_folders import TemporaryFolder
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from elasticcb.cli.summary import summary_lines
+from elasticcb.cli.progress import summary_lines
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.settings import Command
 

@@ -8,14 +8,12 @@ import re
 import pytest
 from rich.console import Console
 
-from elasticcb.cli.figures import epoch_line, status_parts
-from elasticcb.cli.formats import format_seconds
+from elasticcb.cli.figures import epoch_line, format_seconds, status_parts
 from elasticcb.cli.job import show_header
-from elasticcb.cli.progress import LiveDisplay, PlainDisplay, make_display, start_spinner
-from elasticcb.cli.summary import summary_lines
+from elasticcb.cli.progress import LiveDisplay, PlainDisplay, make_display, start_spinner, summary_lines
 from elasticcb.dashboard.beside import PAGE_FILE
 from elasticcb.master.snapshot import EpochEnd, JobSnapshot, ProcessCounts, SavedModelInput
-from elasticcb.process.logs import FORMAT_VARIABLE
+from elasticcb.process.log_files import FORMAT_VARIABLE
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 
 STATUS = JobSnapshot(

@@ -13,7 +13,7 @@ import pytest
 
 from elasticcb import Mode
 from elasticcb.data import RecordStream, open_reader
-from elasticcb.data.feed_steps import batched
+from elasticcb.data.feeds import batched
 from elasticcb.errors import DataError, UsageError
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from elasticcb.data import content, decompression, open_reader, text, tfrecord
+from elasticcb.data import content, open_reader, text, tfrecord
 from elasticcb.data.content import Identity
 from elasticcb.data.file_index import FileIndex, RecordOffsetsBuilder
 from elasticcb.data.file_reader import FileReader
@@ -48,7 +48,7 @@ def test_a_worker_reads_text_by_the_index_of_the_master(
     master: Any = open_reader(str(path), {"header": True})
     master.sources()
     monkeypatch.setattr(text, "index_records", refuse)
-    monkeypatch.setattr(decompression, "GzipStream", refuse)
+    monkeypatch.setattr(content, "GzipStream", refuse)
     worker = reader_with_indexes_of(master, header=True)
     assert worker.metadata.column_names == ("a", "b")
     for start, end in ((0, 10), (ROWS - 3, ROWS), (ROWS // 3, ROWS // 3 + 5000)):

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticcb.data import decompression, file_reader, open_reader
+from elasticcb.data import content, file_reader, open_reader
 from elasticcb.data.content import LocalFile, MemoryContent
 from elasticcb.data.text_index import Dialect, index_records, split_records
 from elasticcb.errors import DataError, UsageError
@@ -188,9 +188,9 @@ def test_temporary_files_of_files_read_long_ago_go(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "spool"))
     if bound == "_CACHE_DISK_BYTES":  # two files of 1 MB fit, and not three
         monkeypatch.setattr(file_reader, bound, 2_500_000)
-        monkeypatch.setattr(decompression, "_OPEN_FILE_BYTES", 0)
+        monkeypatch.setattr(content, "_OPEN_FILE_BYTES", 0)
     else:
-        monkeypatch.setattr(decompression, bound, 6 << 30)
+        monkeypatch.setattr(content, bound, 6 << 30)
     paths = [written(tmp_path / f"{name}.csv", b"1,2\n" * 250_000) for name in "abcde"]
     reader = open_reader(str(tmp_path / "*.csv"), {"encoding": "latin-1"})
     for _ in range(2):

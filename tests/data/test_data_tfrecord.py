@@ -12,8 +12,7 @@ import pytest
 import tensorflow as tf
 
 from elasticcb.data import open_reader
-from elasticcb.data.content import MemoryContent, open_file
-from elasticcb.data.decompression import GzipStream
+from elasticcb.data.content import GzipStream, MemoryContent, open_file
 from elasticcb.data.tfrecord import index_records
 from elasticcb.errors import DataError
 

@@ -1,7 +1,7 @@
 import pytest
 import tensorflow as tf
 
-from elasticcb.data.feed_steps import batch_error
+from elasticcb.data.feeds import batch_error
 
 
 @pytest.mark.parametrize(

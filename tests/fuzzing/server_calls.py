@@ -24,8 +24,8 @@ from elasticcb.rpc.tensors import Frame, encode_frame
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import ClusterSettings, WireDtype
 from elasticcb.sharding.partition import VariableSpec, pack, partition
+from elasticcb.sharding.push import narrowed
 from elasticcb.sharding.table_spec import TableSpec
-from elasticcb.sharding.wire_codec import narrowed
 from helpers_ps import SPECS, alone, initial_values, movements, push_frame, server_settings, sgd
 from mutations import ALLOWED, changed_bytes, changed_frame
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from elasticcb.cli.summary import FAULTS
+from elasticcb.cli.progress import FAULTS
 from elasticcb.master.snapshot import EpochEnd, JobSnapshot
 from elasticcb.roles.master import run_master
 from elasticcb.settings import (

@@ -11,7 +11,7 @@ from stores import S3Server
 
 from elasticcb.checkpoint import remote as remote_checkpoint
 from elasticcb.checkpoint.parts import load_slices
-from elasticcb.checkpoint.places import writable
+from elasticcb.checkpoint.remote import writable
 from elasticcb.checkpoint.shard_file import Part, write_part
 from elasticcb.checkpoint.versions import server_file
 from elasticcb.cli.main import main

@@ -24,7 +24,7 @@ from typing import Any
 
 from elasticcb.cluster.local import fork_server
 from elasticcb.cluster.role import common_environment
-from elasticcb.process.name import show_as
+from elasticcb.process.system import show_as
 
 _TESTS = Path(__file__).parents[1]
 _forks = multiprocessing.get_context("forkserver")

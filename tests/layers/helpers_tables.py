@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.compute.movable import movable
+from elasticcb.compute.backend import movable
 from elasticcb.compute.tensorflow.backend import TensorFlowCapture, TensorFlowTables, problems_of
 from elasticcb.layers import Embedding
 from elasticcb.layers.table_layers import is_own

@@ -13,8 +13,7 @@ from elasticcb.errors import JobFailedError, ModelFileError
 from elasticcb.master.prediction_output import PredictionOutput
 from elasticcb.master.shards import Shard
 from elasticcb.model.metric_messages import flatten_outputs
-from elasticcb.predictions.columns import columns_of
-from elasticcb.predictions.files import check
+from elasticcb.predictions.files import check, columns_of
 from elasticcb.settings.choices import PREDICTION_FORMATS
 
 SOURCES = [("a", 5), ("b", 3)]

@@ -10,8 +10,8 @@ from master_state import settings_of, state_of
 from prometheus_client import CollectorRegistry
 
 from elasticcb.cli.figures import status_parts
+from elasticcb.cli.progress import summary_lines
 from elasticcb.cli.status import state_lines
-from elasticcb.cli.summary import summary_lines
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.job_state import TaskResult

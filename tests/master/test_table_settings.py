@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from elasticcb.errors import UsageError
-from elasticcb.master.table_settings import with_settings
+from elasticcb.master.keras_host import with_settings
 from elasticcb.settings import ClusterSettings, Command, EmbeddingOptions, JobSettings, RowsDtype, WhenFull
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.table_spec import TableSpec

@@ -8,10 +8,10 @@ import pytest
 from task_queues import drain, make_queue, take
 
 from elasticcb.errors import JobFailedError, WireError
+from elasticcb.master.accounting import IllegalTransitionError, TaskRecord
 from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.shards import Shard
 from elasticcb.master.task import Task, TaskEvent, TaskState, TaskType
-from elasticcb.master.task_record import IllegalTransitionError, TaskRecord
 
 
 def test_duplicate_report_of_a_done_lease_is_accepted_without_effect():

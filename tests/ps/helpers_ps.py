@@ -12,8 +12,7 @@ from ps_clients import TrainingControl
 
 from elasticcb.checkpoint.shard_file import write_part
 from elasticcb.checkpoint.versions import begin_version, finish_version, server_file
-from elasticcb.optimizers.state import Optimizers, OptimizerState
-from elasticcb.optimizers.state_messages import cut_state, to_tensors
+from elasticcb.optimizers.state import Optimizers, OptimizerState, cut_state, to_tensors
 from elasticcb.optimizers.variables import described
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.embedding_table import EmbeddingTable

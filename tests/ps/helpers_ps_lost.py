@@ -11,8 +11,7 @@ import numpy as np
 from ps_clients import TrainingControl, client_of
 
 from elasticcb.master.initial_model import InitialModel
-from elasticcb.optimizers.state import OptimizerState
-from elasticcb.optimizers.state_messages import to_tensors
+from elasticcb.optimizers.state import OptimizerState, to_tensors
 from elasticcb.optimizers.variables import described
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer

@@ -22,11 +22,10 @@ from elasticcb.checkpoint.versions import (
     prune,
 )
 from elasticcb.errors import CheckpointError
-from elasticcb.optimizers.state_messages import join_states
+from elasticcb.optimizers.state import join_states
 from elasticcb.optimizers.variables import described
 from elasticcb.ps.parameters import Parameters
-from elasticcb.sharding.partition import VariableSpec, partition
-from elasticcb.sharding.shard_map import ShardMap
+from elasticcb.sharding.partition import ShardMap, VariableSpec, partition
 from helpers_ps import SPECS, Part, alone, initial_values, movements, saved
 
 BIG = (

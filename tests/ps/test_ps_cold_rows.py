@@ -15,7 +15,7 @@ from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.settings.choices import RowsDtype, WhenFull
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.table_source import JoinedTable
+from elasticcb.sharding.table_spec import JoinedTable
 from elasticcb.sharding.table_state import TableState, joined
 from elasticcb.storage import cold_store
 from elasticcb.storage.cold_store import ColdStore

@@ -9,7 +9,7 @@ from deep_cases import deep_but
 from elasticcb.errors import ElasticCBError
 from elasticcb.ps import table_snapshot
 from elasticcb.ps.embedding_table import EmbeddingTable
-from elasticcb.ps.stochastic_rounding import rounded
+from elasticcb.ps.table_rows import rounded
 from elasticcb.rpc.tensors import dtype_of
 from elasticcb.settings import RowsDtype
 from elasticcb.settings.table import TableOptions

@@ -7,15 +7,14 @@ import copy
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint.shard_file import read_part
+from elasticcb.checkpoint.shard_file import TensorFile, read_part
 from elasticcb.errors import ElasticCBError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import table_snapshot
 from elasticcb.rpc import frame_pieces
 from elasticcb.rpc.tensors import Frame
-from elasticcb.sharding.table_source import whole
+from elasticcb.sharding.table_spec import whole
 from elasticcb.sharding.table_state import joined
-from elasticcb.storage.tensor_file import TensorFile
 from helpers_ps import exported
 
 TABLE = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint import saved_table
+from elasticcb.checkpoint import shard_file
 from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.shard_file import Part, write_part
 from elasticcb.checkpoint.versions import begin_version, finish_version, server_file
@@ -13,8 +13,7 @@ from elasticcb.errors import CheckpointError, ElasticCBError
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.tables import Tables
 from elasticcb.settings.choices import WhenFull
-from elasticcb.sharding.partition import VariableSpec, partition
-from elasticcb.sharding.shard_map import ShardMap
+from elasticcb.sharding.partition import ShardMap, VariableSpec, partition
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState, joined
 
@@ -24,7 +23,7 @@ IDS = 300
 
 @pytest.fixture
 def state(monkeypatch):
-    monkeypatch.setattr(saved_table, "PIECE_BYTES", 500)
+    monkeypatch.setattr(shard_file, "PIECE_BYTES", 500)
     random = np.random.default_rng(0)
     rows = random.standard_normal((IDS, 2)).astype(np.float32)
     return TableState(np.arange(IDS), rows, {"momentum": rows}, random.integers(9, size=IDS), random.permutation(IDS))

@@ -14,7 +14,7 @@ from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.errors import ElasticCBError
 from elasticcb.master.initial_model import InitialModel
-from elasticcb.master.resharding import Pause, end_pause
+from elasticcb.master.server_scaling import Pause, end_pause
 from elasticcb.ps.server import PSServer
 from elasticcb.settings import EmbeddingOptions, TrainingSettings, WhenFull
 from elasticcb.settings.table import TableOptions

@@ -14,7 +14,7 @@ from waiting import wait_until
 
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.parts import load
-from elasticcb.checkpoint.places import Files
+from elasticcb.checkpoint.remote import Files
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.clients.ps_servers import ServerReplacedError
@@ -25,11 +25,9 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.update_policy import PushName
 from elasticcb.rpc import shared_frames
 from elasticcb.rpc.tensors import Frame
-from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.sharding.partition import ShardMap, VariableSpec, partition
 from elasticcb.sharding.push import Movement
-from elasticcb.sharding.shard_map import ShardMap
-from elasticcb.sharding.table_source import whole
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_spec import TableSpec, whole
 from elasticcb.sharding.table_state import TableState
 from helpers_ps_lost import ON_DISK, SIZES, SPECS, VALUES, assert_same
 

@@ -14,11 +14,10 @@ from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.ps import tables as tables_module
 from elasticcb.ps.embedding_table import EmbeddingTable, RowAges
 from elasticcb.ps.parameters import Parameters
-from elasticcb.settings.age import read_age, seconds_of
+from elasticcb.settings.choices import read_age, seconds_of
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.partition import partition
+from elasticcb.sharding.partition import ShardMap, partition
 from elasticcb.sharding.push import Push, Rows
-from elasticcb.sharding.shard_map import ShardMap
 from elasticcb.sharding.table_spec import TableSpec
 from elasticcb.sharding.table_state import TableState
 from helpers_ps import alone, exported, sgd, train_rows

@@ -9,8 +9,7 @@ import pytest
 from deep_cases import deep_but
 from elasticcb.errors import ElasticCBError
 from elasticcb.master.initial_model import InitialModel
-from elasticcb.optimizers.state import OptimizerState
-from elasticcb.optimizers.state_messages import to_tensors
+from elasticcb.optimizers.state import OptimizerState, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Frame
 from elasticcb.sharding.flat_blocks import unpack_weights

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from elasticcb.ps.stochastic_rounding import rounded
+from elasticcb.ps.table_rows import rounded
 
 IDS = np.random.default_rng(1).integers(0, 2**62, 200)
 

@@ -14,7 +14,7 @@ from elasticcb.ps import servicer
 from elasticcb.ps.embedding_table import EmbeddingTable, RowFlow
 from elasticcb.rpc.tensors import Frame, to_message
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.shard_map import ShardMap
+from elasticcb.sharding.partition import ShardMap
 from elasticcb.sharding.table_counts import Growth
 from helpers_ps import train_rows
 from helpers_ps_lost import ROUNDED, SPECS

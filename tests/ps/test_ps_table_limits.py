@@ -10,10 +10,8 @@ from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.tables import Tables
 from elasticcb.settings.choices import WhenFull
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.partition import VariableSpec
-from elasticcb.sharding.shard_map import ShardMap
-from elasticcb.sharding.table_source import JoinedTable
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.partition import ShardMap, VariableSpec
+from elasticcb.sharding.table_spec import JoinedTable, TableSpec
 from elasticcb.sharding.table_state import TableState
 from helpers_ps import train_rows
 

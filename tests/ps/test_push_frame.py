@@ -11,9 +11,8 @@ import pytest
 from elasticcb.errors import WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.sharding import array_names
-from elasticcb.sharding.partition import VariableSpec, pack, partition
+from elasticcb.sharding.partition import ShardMap, VariableSpec, pack, partition
 from elasticcb.sharding.push import Movement, Push
-from elasticcb.sharding.shard_map import ShardMap
 
 PAGE = Path(__file__).parents[2] / "docs" / "wire_protocol.md"
 SPECS = (

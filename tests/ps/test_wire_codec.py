@@ -7,7 +7,7 @@ import pytest
 from elasticcb.errors import WireError
 from elasticcb.settings import WireDtype
 from elasticcb.sharding.partition import VariableSpec
-from elasticcb.sharding.wire_codec import narrowed, widened, wire_dtype_of
+from elasticcb.sharding.push import narrowed, widened, wire_dtype_of
 
 SPECS = (
     VariableSpec("table/embeddings", (0, 16), "float32", True),

@@ -16,15 +16,14 @@ from ps_clients import save_as_server
 
 from elasticcb.checkpoint.manifest import read_manifest, verify
 from elasticcb.checkpoint.parts import Loaded, load
-from elasticcb.checkpoint.places import Files
+from elasticcb.checkpoint.remote import Files
 from elasticcb.checkpoint.shard_file import Part, write_part
 from elasticcb.checkpoint.versions import begin_version, find_latest, finish_version, put_back, server_file
 from elasticcb.cli.resume import resumed_settings
 from elasticcb.errors import CheckpointError, JobFailedError, ReplacedError, UsageError
 from elasticcb.master.journal import Journal
 from elasticcb.master.recovery_files import RecoveryFiles
-from elasticcb.sharding.partition import VariableSpec, partition
-from elasticcb.sharding.shard_map import ShardMap
+from elasticcb.sharding.partition import ShardMap, VariableSpec, partition
 from elasticcb.storage import durable
 
 SPECS = [VariableSpec("dense/kernel", (2, 3), "float32", True)]

@@ -9,11 +9,11 @@ import tempfile
 
 import pytest
 
-from elasticcb.storage.temporary import TemporaryFolder, abandoned_folders
+from elasticcb.storage.local_folders import TemporaryFolder, abandoned_folders
 
 _OWNER = """
 import sys
-from elasticcb.storage.temporary import TemporaryFolder
+from elasticcb.storage.local_folders import TemporaryFolder
 folder = TemporaryFolder()
 print(folder.path, flush=True)
 sys.stdin.read()

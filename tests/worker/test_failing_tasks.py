@@ -12,8 +12,7 @@ from elasticcb.errors import DataError, ElasticCBError, ModelFileError, NonFinit
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.roles.process import Farewell
 from elasticcb.worker.task_input import TaskStarted
-from elasticcb.worker.task_progress import Tally
-from elasticcb.worker.task_run import TaskRun
+from elasticcb.worker.task_run import Tally, TaskRun
 
 
 class Told:

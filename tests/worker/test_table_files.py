@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from elasticcb.worker.table_files import collect
+from elasticcb.worker.session import collect
 
 
 @pytest.mark.parametrize("input_dim", [0, 6])

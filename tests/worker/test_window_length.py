@@ -2,7 +2,7 @@
 
 import pytest
 
-from elasticcb.worker.window_length import WindowLength
+from elasticcb.worker.local_updates import WindowLength
 
 
 def length_after(batch_seconds, merges, given=None):

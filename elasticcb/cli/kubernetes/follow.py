@@ -12,7 +12,7 @@ from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.fate import ENDED, HELD_UP, HOPELESS, Fate, PodVerdict, verdict
 from elasticcb.cluster.kubernetes.pods import FAILED_CODES, JOB_LABEL, ROLE_LABEL
 from elasticcb.errors import JobFailedError
-from elasticcb.process.logs import say
+from elasticcb.process.log_files import say
 
 _PAUSE_SECONDS = 0.5
 _EVENTS_SECONDS = 10.0  # after which a pod that does not run yet is explained

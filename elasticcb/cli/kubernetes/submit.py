@@ -17,7 +17,7 @@ from elasticcb.cli.kubernetes.follow import follow_job
 from elasticcb.cli.options import options_of
 from elasticcb.cli.validation import validate_flags
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
-from elasticcb.cluster.kubernetes.checks import read_cluster_spec
+from elasticcb.cluster.kubernetes.backend import read_cluster_spec
 from elasticcb.cluster.kubernetes.flags import safe_name
 from elasticcb.cluster.kubernetes.pods import (
     CONFIG,
@@ -33,7 +33,7 @@ from elasticcb.cluster.kubernetes.pods import (
 )
 from elasticcb.cluster.role import common_environment
 from elasticcb.errors import UsageError
-from elasticcb.process.logs import say
+from elasticcb.process.log_files import say
 from elasticcb.security import certificates
 from elasticcb.security.credentials import TOKEN_VARIABLE, token_of_environment
 from elasticcb.security.tls import FILES as TLS_FLAGS

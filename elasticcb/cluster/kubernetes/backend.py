@@ -1,4 +1,4 @@
-"""Workers and parameter servers as pods of Kubernetes.
+"""Workers and parameter servers as pods of Kubernetes, and checks of the flags about them.
 
 The master only makes requests; one thread executes them, another watches the pods. A pending pod does not stop the job:
 its process joins when it runs.
@@ -20,11 +20,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit, Given, MasterRun
-from elasticcb.cluster.kubernetes import checks
+from elasticcb.cluster.kubernetes import api, backend
 from elasticcb.cluster.kubernetes.api import PROCESS_RIGHTS, KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.fate import ENDED, HELD_UP, HOPELESS, TAKEN_AWAY, Fate, PodVerdict, verdict
-from elasticcb.cluster.kubernetes.flags import safe_name
+from elasticcb.cluster.kubernetes.flags import PARSERS, amount, job_name, parse_resources, safe_name
 from elasticcb.cluster.kubernetes.master_pod import check_rights, keep_in_pod, runs_in_pod, service_address
 from elasticcb.cluster.kubernetes.pods import (
     FILES,
@@ -40,9 +42,84 @@ from elasticcb.cluster.kubernetes.pods import (
     after_oom,
 )
 from elasticcb.cluster.role import Place, RoleProcess, common_environment
-from elasticcb.security.credentials import TOKEN_VARIABLE
+from elasticcb.errors import UsageError
+from elasticcb.security.credentials import TOKEN_VARIABLE, is_loopback
 from elasticcb.settings import KubernetesSettings
 from elasticcb.settings.definition import KUBERNETES
+
+PATCHED = ("all", "master", "worker", "ps")  # keys of a --cluster_spec
+
+
+def mistakes(given: Given) -> Iterator[str]:
+    """Messages about invalid flags."""
+    if given["follow"]:
+        yield "--follow evaluates on this machine, one checkpoint after another. Remove --cluster=kubernetes."
+    try:
+        api.check_installed()
+    except UsageError as error:
+        yield str(error)
+    if given["dashboard"] and given["master_pod"] is not False:
+        yield (
+            "--dashboard needs the master on this machine, but with --cluster=kubernetes it runs in a pod. Remove "
+            "one of the two, or set --master_pod=false."
+        )
+    if not given["image"]:
+        yield "--image is missing: the container image of the pods. --cluster=kubernetes requires it."
+    for name, parse in PARSERS.items():
+        if given[name]:
+            try:
+                parse(given[name])
+            except UsageError as error:
+                yield f"{given.flag(name)}: {error}"
+    yield from _check_resources(given)
+    if given["cluster_spec"]:
+        try:
+            read_cluster_spec(given.folder("cluster_spec"))
+        except UsageError as error:
+            yield f"{given.flag('cluster_spec')}: {error}"
+    if given["job_name"]:
+        try:
+            job_name(given["job_name"])
+        except UsageError as error:
+            yield f"{given.flag('job_name')}: {error}"
+    if given["master_pod"] is False and is_loopback(given["host"] or "127.0.0.1"):
+        yield "--master_pod=false needs --host: an address of this machine that the pods can reach."
+
+
+def _check_resources(given: Given) -> Iterator[str]:
+    for role in ("master", "worker", "ps"):
+        names = [f"{role}_resource_{kind}" for kind in ("request", "limit")]
+        try:
+            request, limit = (parse_resources(given[name] or "") for name in names)
+        except UsageError:
+            continue  # already reported
+        for resource in request.keys() & limit.keys():
+            if amount(request[resource]) > amount(limit[resource]):
+                yield (
+                    f"{given.flag(names[0])} requests {resource}={request[resource]}, more than the limit "
+                    f"{limit[resource]} in {given.flag(names[1])}. Lower the request, or raise the limit."
+                )
+
+
+def read_cluster_spec(path: str) -> dict[str, Any]:
+    """The pod patches in a file. Raises `UsageError` if it contains something else."""
+    expected = f"Expected YAML with pod patches under {', '.join(PATCHED)}, such as `worker: {{spec: …}}`."
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}. {expected}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}. {expected}") from None
+    if not isinstance(found, dict) or not all(isinstance(part, dict) for part in found.values()):
+        raise UsageError(f"{path} contains no pod patches. {expected}")
+    unknown = sorted(str(part) for part in found if part not in PATCHED)
+    if unknown:
+        raise UsageError(f"{path} has the unknown key {unknown[0]!r}. {expected}")
+    strange = sorted({str(key) for part in found.values() for key in part} - {"metadata", "spec"})
+    if strange:
+        raise UsageError(f"{path} has {strange[0]!r} where a pod has only metadata and spec. {expected}")
+    return found
+
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +185,7 @@ class KubernetesCluster(ClusterBackend):
 
     @classmethod
     def mistakes(cls, given: Given) -> Iterator[str]:
-        return checks.mistakes(given)
+        return backend.mistakes(given)
 
     @classmethod
     def submits(cls, given: Given) -> bool:

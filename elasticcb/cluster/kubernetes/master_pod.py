@@ -34,7 +34,7 @@ from elasticcb.errors import (
     UsageError,
     describe,
 )
-from elasticcb.process.logs import say
+from elasticcb.process.log_files import say
 from elasticcb.settings import JOURNAL_FILE, JOURNALS, JobSettings
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderInUseError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from elasticcb.process.import_path import python_code
-from elasticcb.process.logs import FILE_VARIABLE
+from elasticcb.process.log_files import FILE_VARIABLE
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from elasticcb.cluster.local.child import Ending, Launch, SpawnedChild
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.process.devices import THREADS_VARIABLE, hide_gpus
 from elasticcb.process.log_files import last_lines
-from elasticcb.security.private_folder import check_temporary, make_private
+from elasticcb.security.socket_folder import check_temporary, make_private
 from elasticcb.security.tls import TLS
-from elasticcb.storage.temporary import TemporaryFolder
+from elasticcb.storage.local_folders import TemporaryFolder
 
 _LOOK_SECONDS = 1.0  # seconds between checks for processes that the kernel killed
 _LAST_LINES = 30

@@ -43,7 +43,7 @@ from elasticcb.optimizers.variables import StepVariables
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks
-from elasticcb.tf.devices import leave_gpus
+from elasticcb.tf.tensors import leave_gpus
 
 Step = Callable[..., Any]
 _TENSORFLOW = os.path.dirname(tf.__file__) + os.sep

@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from elasticcb.compute import unknown_ids
+from elasticcb.compute import served_tables
 from elasticcb.compute.jax.steps import StatelessStep
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.errors import ModelFileError
@@ -97,7 +97,7 @@ class TracedIds:
     def problems(self, layers: Mapping[int, TableLayer]) -> dict[int, str]:
         """Why rows can't be determined before the step, by table."""
         if self._in_loop:
-            return dict.fromkeys(layers, unknown_ids.IN_A_LOOP)
+            return dict.fromkeys(layers, served_tables.IN_A_LOOP)
         found = {index: self._problem_of(index, layer) for index, layer in layers.items()}
         return {index: problem for index, problem in found.items() if problem}
 
@@ -105,13 +105,13 @@ class TracedIds:
         _, by_rest = self._part(range(len(self.tables), len(self._whole.jaxpr.outvars)))
         place = next(place for place, variable in enumerate(self._variables) if variable is embeddings_of(layer))
         if by_rest[place]:
-            return unknown_ids.OTHER_USES
+            return served_tables.OTHER_USES
         _, used = self._part([place for place, table in enumerate(self.tables) if table == index])
         if used[len(self._variables)]:
-            return unknown_ids.BY_ROWS
+            return served_tables.BY_ROWS
         for variable, is_used in zip(self._variables, used, strict=False):
             if is_used:
-                reason = unknown_ids.by_weights if variable.trainable else unknown_ids.by_changed
+                reason = served_tables.by_weights if variable.trainable else served_tables.by_changed
                 return reason(variable.path)
         return ""
 

@@ -13,13 +13,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from elasticcb.compute.backend import Backend, Computation, HeldModel, Prepared, StepResult, TableRows, model_step
+from elasticcb.compute.backend import Backend, Computation, HeldModel, Prepared, Step, StepResult, TableRows, model_step
 from elasticcb.compute.capture import OptimizerCapture
-from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
-from elasticcb.compute.movable import Step
+from elasticcb.compute.first_batch import (
+    check_batch,
+    fixed_batch_size,
+    forward,
+    kept,
+    make_variables,
+    told_with_batch,
+    unchanged,
+)
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.optimizers import prepared
-from elasticcb.compute.priming import forward, kept, make_variables, unchanged
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.compute.tensorflow.id_graph import Recording, id_function
 from elasticcb.errors import ModelFileError
@@ -34,14 +40,13 @@ from elasticcb.optimizers.state import LEARNING_RATE, OptimizerState
 from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.optimizers.traits import is_own_class
 from elasticcb.optimizers.variables import StepVariables
-from elasticcb.rpc.shared_memory import aligned_copy
+from elasticcb.rpc.shared_frames import aligned_copy
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks, pieces_of
 from elasticcb.sharding.partition import Slice
-from elasticcb.tf.batch_signatures import Fixed, Signatures, flat_tensors, specs_of
-from elasticcb.tf.concrete_call import CompiledLater, quick_call
-from elasticcb.tf.convert import array_of, tensor_of
+from elasticcb.tf.batch_signatures import CompiledLater, Fixed, Signatures, flat_tensors, quick_call, specs_of
+from elasticcb.tf.tensors import array_of, tensor_of
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from elasticcb.compute import unknown_ids
+from elasticcb.compute import served_tables
 from elasticcb.keras_private import embeddings_of, value_of
 from elasticcb.layers.table_layers import TableLayer
 from elasticcb.optimizers.traits import model_optimizers
@@ -37,7 +37,7 @@ class Recording:
         layer = self._layers[index]
         graph = tf.compat.v1.get_default_graph()
         if graph is not self._graph:
-            self._problems.setdefault(index, unknown_ids.IN_A_LOOP)
+            self._problems.setdefault(index, served_tables.IN_A_LOOP)
         before = len(graph.get_operations())
         rows = tf.gather(value_of(embeddings_of(layer)), tf.zeros_like(ids))
         self._answers.update(graph.get_operations()[before:])
@@ -58,7 +58,7 @@ class Recording:
         weights = {id(value_of(variable).handle): variable for variable in model.weights}
         for index, layer in self._layers.items():
             if index not in self._problems and self._has_other_uses(layer):
-                self._problems[index] = unknown_ids.OTHER_USES
+                self._problems[index] = served_tables.OTHER_USES
         for index, asked in self._asked.items():
             if index not in self._problems:
                 problem = self._problem_of_ids(asked, inner, weights)
@@ -77,15 +77,15 @@ class Recording:
     def _problem_of_ids(self, ids: Sequence[tf.Tensor], inner: Mapping[int, Any], weights: Mapping[int, Any]) -> str:
         for operation in _ancestors(ids):
             if operation in self._answers:
-                return unknown_ids.BY_ROWS
+                return served_tables.BY_ROWS
             if operation.type == "Placeholder" and operation.outputs:
                 own = operation.outputs[0]
                 variable = weights.get(id(inner.get(id(own))))
                 if variable is not None and variable.trainable:
-                    return unknown_ids.by_weights(variable.path)
+                    return served_tables.by_weights(variable.path)
                 if any(consumer.type.startswith(_ASSIGN) for consumer in own.consumers()):
                     name = getattr(variable, "path", "a variable, as the seed of random numbers")
-                    return unknown_ids.by_changed(name)
+                    return served_tables.by_changed(name)
             elif operation.op_def is not None and operation.op_def.is_stateful and operation.type not in _HARMLESS:
                 return (
                     f"its ids depend on the operation {operation.type}, which may give other values when the step "

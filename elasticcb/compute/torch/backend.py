@@ -16,15 +16,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from elasticcb.compute import unknown_ids
-from elasticcb.compute.backend import Backend, Computation, HeldModel, Prepared, StepResult, TableRows, model_step
+from elasticcb.compute import served_tables
+from elasticcb.compute.backend import Backend, Computation, HeldModel, Prepared, Step, StepResult, TableRows, model_step
 from elasticcb.compute.capture import OptimizerCapture
 from elasticcb.compute.dense_batches import arrays_of, records_in, repeated
-from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
-from elasticcb.compute.movable import Step
+from elasticcb.compute.first_batch import (
+    check_batch,
+    fixed_batch_size,
+    forward,
+    kept,
+    make_variables,
+    told_with_batch,
+    unchanged,
+)
 from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.optimizers import HoldsOptimizers, prepared
-from elasticcb.compute.priming import forward, kept, make_variables, unchanged
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.keras_private import embeddings_of, set_value_of, value_of
 from elasticcb.layers.table_layers import NotServableError, TableLayer, answered
@@ -42,7 +48,7 @@ from elasticcb.settings import Mode
 from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec, unpack
-from elasticcb.tf.devices import leave_gpus
+from elasticcb.tf.tensors import leave_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -367,18 +373,18 @@ class _Uses(_IdRecording):
         for index in self._layers:
             depends = self._ids_depend.get(index, frozenset())
             if index in self._other_uses:
-                found[index] = unknown_ids.OTHER_USES
+                found[index] = served_tables.OTHER_USES
             elif _ROWS in depends:
-                found[index] = unknown_ids.BY_ROWS
+                found[index] = served_tables.BY_ROWS
             elif _RANDOM in depends:
                 found[index] = (
                     "its ids depend on random numbers, which may be others when the step runs. Compute ids "
                     "only from the features; draw random ids in the input pipeline."
                 )
             elif depends & trainable:
-                found[index] = unknown_ids.by_weights(min(depends & trainable))
+                found[index] = served_tables.by_weights(min(depends & trainable))
             elif depends & self._changed:
-                found[index] = unknown_ids.by_changed(min(depends & self._changed))
+                found[index] = served_tables.by_changed(min(depends & self._changed))
         return found
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batches import PassSource, source_seed
-from elasticcb.data.feed_steps import batch_error, batched, check_feed, keeps_order, told_of
+from elasticcb.data.feeds import batch_error, batched, check_feed, keeps_order, told_of
 from elasticcb.data.reader import Reader, checked_sources
 from elasticcb.data.stream import RecordStream
 from elasticcb.errors import ElasticCBError, ModelFileError, user_traceback

@@ -17,7 +17,7 @@ from elasticcb.errors import DataError, describe, user_traceback
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.frame_service import FrameService
 from elasticcb.rpc.services import NEXT_BATCH
-from elasticcb.rpc.shared_memory import aligned_copy
+from elasticcb.rpc.shared_frames import aligned_copy
 from elasticcb.rpc.tensors import Frame
 
 _OVER = "There are no more batches: the call that they belong to has ended."

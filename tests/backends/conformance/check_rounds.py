@@ -19,9 +19,8 @@ from elasticcb.optimizers.variables import described
 from elasticcb.process.stats import Measures
 from elasticcb.ps.server import PSServer
 from elasticcb.settings import Command, JobSettings, Mode, ModelSettings, TrainingSettings
-from elasticcb.sharding.shard_map import ShardMap
-from elasticcb.worker.local_updates import LocalUpdates
-from elasticcb.worker.window_length import WindowLength
+from elasticcb.sharding.partition import ShardMap
+from elasticcb.worker.local_updates import LocalUpdates, WindowLength
 
 BATCH, ROUNDS, SERVERS = 8, 6, 2
 OPTIMIZERS = {

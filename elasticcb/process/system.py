@@ -1,0 +1,113 @@
+"""This process in its operating system: its name in `ps` and `top`, disk space and file descriptors. It ends together
+with the process that started it, however that one ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import select
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_watch: int | None = None  # a file that becomes readable when this process must end
+
+
+def follow_file(watch: int) -> None:
+    """Makes `follow_parent` watch a file instead, which becomes readable when this process must end."""
+    global _watch
+    _watch = watch
+
+
+def follow_parent(parent_pid: int, last: Callable[[], None] = lambda: None) -> None:
+    """Makes this process end when its parent ends, even by SIGKILL.
+
+    Call it before anything slow. If the parent is gone already, the process ends here.
+    """
+    if _watch is None and os.getppid() != parent_pid:
+        _end(last)
+    # Not with prctl(PR_SET_PDEATHSIG), which triggers when the thread that started this process ends.
+    if _watch is None:
+        thread = threading.Thread(target=_watch_parent, args=(parent_pid, last), name="parent", daemon=True)
+    else:
+        thread = threading.Thread(target=_watch_file, args=(_watch, last), name="parent", daemon=True)
+    thread.start()
+
+
+def _watch_parent(parent_pid: int, last: Callable[[], None]) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(0.5)
+    _end(last)
+
+
+def _watch_file(watch: int, last: Callable[[], None]) -> None:
+    poller = select.poll()
+    poller.register(watch, select.POLLIN)
+    poller.poll()
+    _end(last)
+
+
+def _end(last: Callable[[], None]) -> None:
+    try:
+        last()
+    finally:
+        os._exit(1)
+
+
+def show_as(name: str, job: str = "") -> None:
+    """Names this process "elasticcb NAME of JOB", and briefly `name`, of which Linux keeps 15 characters (`ps -e`)."""
+    os.environ.setdefault("SPT_NOENV", "1")  # what /proc tells of the environment stays
+    from setproctitle import setproctitle
+
+    setproctitle(f"elasticcb {name} of {job}" if job else f"elasticcb {name}")
+    with contextlib.suppress(OSError):  # not Linux
+        Path("/proc/self/comm").write_text(name)
+
+
+_MOST_FILES = 65_536  # a master with hundreds of workers uses thousands
+
+_ADVICE = {
+    errno.ENOSPC: "Free some space, or choose another folder.",
+    errno.EDQUOT: "Free some space, or choose another folder.",
+    errno.EROFS: "Choose a writable folder.",
+    errno.EMFILE: "Allow more open files: `ulimit -n 65536`, or LimitNOFILE= of its service.",
+    errno.ENFILE: "The machine has too many open files. Stop other programs, or raise fs.file-max.",
+}
+
+
+def most_connections() -> int:
+    """Number of connections that this process should accept: half of its limit of open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_FILES // 2 if soft == resource.RLIM_INFINITY else min(soft, _MOST_FILES) // 2
+
+
+def is_scarcity(error: BaseException) -> bool:
+    """Whether the system has run out of a resource, which is not a bug."""
+    return isinstance(error, OSError) and error.errno in _ADVICE
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk is full, according to the system or to TensorFlow, whose errors have no number."""
+    full = errno.ENOSPC, errno.EDQUOT
+    if isinstance(error, OSError):
+        return error.errno in full
+    return any(os.strerror(number) in str(error) for number in full)
+
+
+def describe_scarcity(error: OSError) -> str:
+    """Explains an error that `is_scarcity`, with advice."""
+    where = f": {os.fsdecode(error.filename)}" if isinstance(error.filename, (str, bytes)) else ""
+    files = f" (at most {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})" if error.errno == errno.EMFILE else ""
+    return f"{error.strerror}{files}{where}. {_ADVICE[error.errno or 0]}"
+
+
+def allow_many_files() -> None:
+    """Raises this process's limit of open files as far as allowed; shells often set a low soft limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
