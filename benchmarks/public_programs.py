@@ -347,7 +347,9 @@ def compared(way: Any, keras_way: Any, workers: int) -> str:
                 worst, what = difference, f"{key} {found[key]:.4g} for {value:.4g}"
     if worst <= SAME:
         return "same" if what else "runs"
-    return f"{'near' if worst <= NEAR else 'differs'}: {what}"
+    if worst <= NEAR:
+        return "near" if workers > 1 else f"near: {what}"
+    return f"differs: {what}"
 
 
 def one_line(text: str) -> str:
