@@ -347,7 +347,9 @@ def compared(way: Any, keras_way: Any, workers: int) -> str:
                 worst, what = difference, f"{key} {found[key]:.4g} for {value:.4g}"
     if worst <= SAME:
         return "same" if what else "runs"
-    return f"{'near' if worst <= NEAR else 'differs'}: {what}"
+    if worst <= NEAR:
+        return "near" if workers > 1 else f"near: {what}"
+    return f"differs: {what}"
 
 
 def one_line(text: str) -> str:
@@ -357,10 +359,10 @@ def one_line(text: str) -> str:
 def row(program: Program, checkouts: list[Path], results: Path, kind: str) -> str:
     """A line of the table; a program whose results are there is not run."""
     if program.missing:
-        return f"| `{program.path}` | | not run: {program.missing} | |"
+        return f"| `{program.path}` | not run: {program.missing} | |"
     path = next((each / program.path for each in checkouts if (each / program.path).exists()), None)
     if path is None:
-        return f"| `{program.path}` | | not run: not in this checkout | |"
+        return f"| `{program.path}` | not run: not in this checkout | |"
     into = results / f"{path.stem}.json"
     if not into.exists():
         command = [sys.executable, __file__, "--run", str(path), json.dumps(dict(program.sizes)), kind, str(into)]
@@ -373,18 +375,9 @@ def row(program: Program, checkouts: list[Path], results: Path, kind: str) -> st
     ways = json.loads(into.read_text()) if into.exists() else {}
     keras_way = ways.get("0", {"error": "failed: no result"})
     if keras_way["error"]:
-        return f"| `{program.path}` | | not run: Keras's own run {one_line(keras_way['error'])} | |"
+        return f"| `{program.path}` | not run: Keras's own run {one_line(keras_way['error'])} | |"
     cells = [compared(ways.get(str(workers)), keras_way, workers) for workers in (1, 2)]
-    losses = [found["loss"] for call, found in keras_way["results"] if call == "fit" and "loss" in found]
-    shown = f"{losses[-1]:.4g}" if losses else ""
-    calls = ", ".join(call for call, _ in keras_way["results"])
-    return f"| `{program.path}` | {short(calls)} {shown} | {' | '.join(cells)} |"
-
-
-def short(calls: str) -> str:
-    """`fit, fit, evaluate` as `2 fit, 1 evaluate`."""
-    names = calls.split(", ")
-    return ", ".join(f"{names.count(name)} {name}" for name in METHODS if name in names) + ";"
+    return f"| `{program.path}` | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -403,13 +396,13 @@ def main() -> None:
     only = [name for name in arguments.only.split(",") if name]
     results = (arguments.results or Path(tempfile.mkdtemp())).absolute()
     results.mkdir(parents=True, exist_ok=True)
-    lines = ["| program | Keras: calls; loss of the last `fit` | one worker | two workers |", "|---|---|---|---|"]
+    lines = ["| program | one worker | two workers |", "|---|---|---|"]
     for title, checkouts, programs in (
         ("keras-rs", arguments.keras_rs, KERAS_RS), ("keras.io", arguments.keras_io, KERAS_IO)
     ):  # fmt: skip
         if not checkouts:
             continue
-        lines.append(f"| **{title}** | | | |")
+        lines.append(f"| **{title}** | | |")
         for program in programs:
             if not only or Path(program.path).stem in only:
                 lines.append(row(program, checkouts, results, arguments.kind))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from contestants import CONTESTANTS, ELASTIC, KERAS, MORE, STRATEGIES, Contestant, update_options
+from contestants import CONTESTANTS, KERAS, MORE, STRATEGIES, Contestant, update_options
 from gate import FOLDER_VARIABLE, PARENT_VARIABLE, Gate
 from process_tree import ProcessTree
 from report import machine, publish, table_parser
@@ -222,9 +222,6 @@ def table(runners: Sequence[Runner]) -> str:
             f"| {_ratio(rate, keras)} | {_ratio(rate, strategy)} | {median(runner.cpu):,.0f} "
             f"| {runner.memory / 2**20:,.0f} |"
         )
-    best = max((rates[contestant.key] for contestant in ELASTIC if contestant.key in rates), default=None)
-    if best:
-        lines.append(f"| best of ElasticCB | {best:,.0f} | {_ratio(best, keras)} | {_ratio(best, strategy)} | | |")
     return "\n".join(lines)
 
 

@@ -49,16 +49,19 @@ def exit_codes_table() -> str:
 
 
 def _options_table(panel: str) -> str:
+    options = [option for option in OPTIONS if option.panel == panel]
+    # A column only where the commands differ.
+    differ = len({option.commands for option in options}) > 1
+    intro = "" if differ or options[0].commands == ALL else f"For {_commands(options[0].commands)}.\n\n"
     rows = []
-    for option in OPTIONS:
-        if option.panel != panel:
-            continue
+    for option in options:
         flags = ", ".join(f"`--{name}`" for name in (option.name, *option.aliases))
         default = option.default_text or ("" if option.default is None else f"`{option.default}`")
-        commands = "all" if option.commands == ALL else _commands(option.commands)
         value = option.metavar.replace("|", "\\|")
-        rows.append(f"| {flags} | `{value}` | {default} | {commands} | {option.help} |")
-    return "\n".join(["| flag | value | default | commands | what it does |", "|---|---|---|---|---|", *rows])
+        commands = f" {'all' if option.commands == ALL else _commands(option.commands)} |" if differ else ""
+        rows.append(f"| {flags} | `{value}` | {default} |{commands} {option.help} |")
+    titles = ["flag", "value", "default", *(["commands"] if differ else []), "what it does"]
+    return intro + "\n".join([f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *rows])
 
 
 def _commands(commands: frozenset[Command]) -> str:
@@ -66,24 +69,32 @@ def _commands(commands: frozenset[Command]) -> str:
 
 
 def arguments_tables() -> str:
-    """The arguments of `Cluster` as Markdown: the common ones, then each group."""
+    """The arguments of `Cluster` as Markdown: the common ones, then the fields of each group."""
     everyday = sorted((BY_PATH[each.path] for each in EVERYDAY.values()), key=lambda setting: setting.panel != CLUSTER)
-    parts = [_arguments_table("argument", everyday)]
+    return f"{_arguments_table(everyday)}\n\n{_groups_table()}"
+
+
+def _groups_table() -> str:
+    lines = ["| field | default | flag |", "|---|---|---|"]
     for group, owner in GROUPS.items():
-        title = f"### `{group}=elasticcb.{owner.__name__}(…)`\n\n{(owner.__doc__ or '').splitlines()[0]}"
-        parts.append(f"{title}\n\n{_arguments_table('field', GROUPED[group])}")
-    return "\n\n".join(parts)
+        lines.append(f"| **`{group}=elasticcb.{owner.__name__}(…)`** | | |")
+        for setting in GROUPED[group]:
+            lines.append(f"| `{setting.field}` | {_default(setting)} | `--{setting.name}` |")
+    return "\n".join(lines)
 
 
-def _arguments_table(what: str, settings: Sequence[Setting]) -> str:
+def _default(setting: Setting) -> str:
+    return in_a_program(setting.default_text, "`") or f"`{setting.initial!r}`"
+
+
+def _arguments_table(settings: Sequence[Setting]) -> str:
     rows = []
     for setting in settings:
-        default = in_a_program(setting.default_text, "`") or f"`{setting.initial!r}`"
         name = setting.argument or setting.field
         choices = " or ".join(f"`{choice!r}`" for choice in setting.choices if _is_for_programs(setting, choice))
         text = f"{choices}. {setting.help}" if choices else setting.help
-        rows.append(f"| `{name}` | {default} | {in_a_program(text, '`')} |")
-    return "\n".join([f"| {what} | default | what it does |", "|---|---|---|", *rows])
+        rows.append(f"| `{name}` | {_default(setting)} | {in_a_program(text, '`')} |")
+    return "\n".join(["| argument | default | what it does |", "|---|---|---|", *rows])
 
 
 def _is_for_programs(setting: Setting, choice: str) -> bool:

@@ -203,7 +203,7 @@ def test_a_setting(copy):
         "RecoveryOptions(toy_limit=0) is invalid. Expected at least 1. Toys are few.",
         "toy_limit=3 belongs in `recovery`: Cluster(recovery=elasticcb.RecoveryOptions(toy_limit=3)).",
         "| `--toy_limit` | `TOYS` | `7` | all | Toys. |",
-        "| `toy_limit` | `7` | Toys. |",
+        "| `toy_limit` | `7` | `--toy_limit` |",
     ):
         assert words in printed
     assert copy.touched == files_of("A setting") == {"elasticcb/settings/cluster.py"}

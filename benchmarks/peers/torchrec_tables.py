@@ -1,4 +1,10 @@
-"""The embedding tables of the workloads by TorchRec: one lookup for all, Adagrad within the backward pass (FBGEMM)."""
+"""The embedding tables of the workloads by TorchRec: one lookup for all, Adagrad within the backward pass (FBGEMM).
+
+In deepfm, the two rows of an id are one row of 20, with three unused. To install it, on CPUs:
+
+    pip install torch==2.13.0 fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions
+    pip install --no-deps torchrec==1.8.0
+"""
 
 import torch
 from models import dcn, deepfm

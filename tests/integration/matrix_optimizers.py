@@ -16,7 +16,7 @@ schedules = keras.optimizers.schedules
 
 @dataclass(frozen=True)
 class OptimizerCase:
-    """One line of the table in docs/keras_support.md."""
+    """One line of a list in docs/keras_support.md."""
 
     what: str
     make: Callable[[], Any]

@@ -39,7 +39,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table in docs/keras_support.md.
+    """One line of a list in docs/keras_support.md.
 
     Attributes:
         make: a new model, the same at each call, and its data.
