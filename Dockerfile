@@ -1,4 +1,4 @@
-# ElasticCB, as pods and containers run it; a base image for model zoos (docs/kubernetes.md#the-image-of-elasticcb).
+# ElasticCB, as pods and containers run it; a base image for model zoos (docs/kubernetes.md#a-base-image-with-elasticcb).
 #   docker build -t elasticcb:cpu .
 #   docker build -t elasticcb:gpu --build-arg TENSORFLOW=gpu .
 ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from elasticcb.master.accounting import Accounting
 from elasticcb.master.decisions import DecisionKind, MilestoneKind
 from elasticcb.master.task import HANDING_OUT_ORDER, TRANSITIONS, TaskEvent, TaskState
 
@@ -43,7 +41,6 @@ def test_drawn_transitions_are_those_of_the_code():
         ("Order", [kind.value for kind in HANDING_OUT_ORDER]),
         ("Answers to get_task", [kind.value for kind in DecisionKind]),
         ("Milestones", [kind.value for kind in MilestoneKind]),
-        ("Accounting", [item.name for item in fields(Accounting)]),
     ],
 )
 def test_documented_names_are_those_of_the_code(heading, names):
