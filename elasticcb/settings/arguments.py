@@ -91,7 +91,7 @@ def argument_name(setting: Setting) -> str:
 
 
 def in_a_program(text: str, quote: str = "") -> str:
-    """Replaces flags in a text, such as "--ps_replicas=1", by arguments of `Cluster`, each surrounded by `quote`. Text
+    """Replaces flags in a text, such as "--num_ps=2", by arguments of `Cluster`, each surrounded by `quote`. Text
     in backticks is a command and stays."""
 
     def argument(flag: re.Match[str]) -> str:
