@@ -349,7 +349,9 @@ class JobState(JobRecord):
         outcome = self.queue.report_failed(worker, lease, error, traceback, fatal)
         self.past.ended(lease, "failed")
         self.note()
-        logger.warning("Worker %d: %s: %s\n%s", worker, outcome.reason, error, traceback)
+        # The error that ends the job is shown by who raises it.
+        level = logging.WARNING if self.queue.failure is None else logging.INFO
+        logger.log(level, "Worker %d: %s: %s\n%s", worker, outcome.reason, error, traceback)
         self.wake()
         return outcome
 
