@@ -45,7 +45,7 @@ SKIPS_IN_CI = {
     r"no file system can be mounted here": "a container may not be allowed to",
     r"no control group can be made here": "a container may not be allowed to",
 }
-SKIPS_IN_CI[_TIME_IS_UP] = "deep tests run as far as an hour in all allows"
+SKIPS_IN_CI[_TIME_IS_UP] = "deep tests run as far as 75 minutes in all allow"
 if os.environ.get("ELASTICCB_TEST_KUBERNETES") != "required":
     SKIPS_IN_CI[r"ELASTICCB_TEST_KUBECONFIG names no cluster"] = ".ci/run runs them by themselves, with a cluster"
 if not _SHARED.is_dir():
