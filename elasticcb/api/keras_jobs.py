@@ -27,6 +27,8 @@ from elasticcb.compute.registry import runs_eagerly
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import (
     CallbackError,
+    ClusterLostError,
+    ConnectionLostError,
     ElasticCBError,
     JobInterrupted,
     LastCheckpointError,
@@ -301,7 +303,9 @@ class KerasJobs:
             keep_results()
             warnings.warn(in_a_program(str(error)), RuntimeWarning, stacklevel=5)  # where `fit` was called
             return cast(JobSnapshot, error.summary)
-        except (JobInterrupted, KeyboardInterrupt):
+        except (ClusterLostError, ConnectionLostError):
+            raise
+        except BaseException:  # a hook's, or an interrupt
             with contextlib.suppress(ElasticCBError):
                 keep_results()  # as Keras leaves them
             raise

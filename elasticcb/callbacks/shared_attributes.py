@@ -83,11 +83,12 @@ class SharedAttributes:
     Args:
         objects: by number, the same in each process.
         takes_turns: whether only one process changes them at a time; else this one keeps what it has changed itself.
+        holds_tensors: whether containers of tensors are compared by what is in them, too; they are not sent.
     """
 
-    def __init__(self, objects: Mapping[int, Any], takes_turns: bool = True) -> None:
+    def __init__(self, objects: Mapping[int, Any], takes_turns: bool = True, holds_tensors: bool = False) -> None:
         self._objects = {number: each for number, each in objects.items() if _is_holder(each)}
-        self._takes_turns = takes_turns
+        self._takes_turns, self._holds_tensors = takes_turns, holds_tensors
         self._first = self._read()
         self._ever: dict[Key, None] = {}  # those that have changed, and may be back at the first value
         self._adopted: dict[Key, Any] = {}
@@ -102,7 +103,7 @@ class SharedAttributes:
                     if place in seen:
                         continue
                     seen.add(place)
-                found[number, name] = _copied(value)
+                found[number, name] = _copied(value, self._holds_tensors)
         return found
 
     def changed(self) -> dict[Key, Change]:
@@ -118,24 +119,24 @@ class SharedAttributes:
         """Whether another process that has got `sent` knows the changes, as far as can be seen."""
         return is_same({**changes}, {**sent}) and all(_has_parts(change.now) for change in changes.values())
 
-    def undo(self, only_counts: bool = False) -> None:
-        """Sets values that are compared by their parts back to what they were at first.
-
-        Args:
-            only_counts: only numbers that `build` does not set.
-        """
+    def undo(self, was_built: bool) -> None:
+        """Sets values that are compared by their parts back to what they were at first: of a model that was not built
+        before, only numbers and containers that `build` does not set."""
         for (number, name), change in self.changed().items():
-            if only_counts and not (type(change.first) is type(change.now) in (int, float)):
+            thing, first, tensors = self._objects[number], change.first, self._holds_tensors
+            if not was_built and (
+                type(first) is not type(change.now)
+                or not (type(first) in (int, float) or isinstance(first, (dict, list, deque, set)))
+                or not _has_parts(change.now, tensors)
+                or name in _set_by_build(cast(Hashable, type(thing)))
+            ):
                 continue
-            if only_counts and name in _set_by_build(cast(Hashable, type(self._objects[number]))):
-                continue
-            if change.first is not _Absent.ABSENT and _has_parts(change.first):
+            if first is not _Absent.ABSENT and _has_parts(first, tensors):
                 with contextlib.suppress(Exception):  # of a user's property
-                    thing = self._objects[number]
-                    _set(thing, name, _in_place(_get(thing, name), change.first))
+                    _set(thing, name, _in_place(_get(thing, name), first))
 
     def _is_to_be_sent(self, key: Key, change: Change) -> bool:
-        if _has_parts(change.now):
+        if _has_parts(change.now, self._holds_tensors):
             return True
         is_own = change.now is not self._adopted.get(key)
         return is_own and _may_travel(self._objects[key[0]], change.now)
@@ -178,13 +179,15 @@ class SharedAttributes:
 @contextlib.contextmanager
 def without_traces(model: keras.Model, is_eager: bool = True) -> Iterator[None]:
     """Context that builds or tries a model. As in Keras, which builds symbolically, no numbers are drawn by what only
-    looks like a step of training, and no attributes changed: of a model that was not built before, no counts."""
-    attributes = SharedAttributes(dict(enumerate([*layers_of(model), getattr(model, "loss", None)])))
+    looks like a step of training, and no attributes changed: of a model that was not built before, no counts, and no
+    containers such as a replay buffer."""
+    objects = dict(enumerate([*layers_of(model), getattr(model, "loss", None)]))
+    attributes = SharedAttributes(objects, holds_tensors=True)
     was_built = model.built
     with without_draws(model, of_python=was_built):
         yield
     if was_built or is_eager:  # else TensorFlow traces it twice in `fit`
-        attributes.undo(only_counts=not was_built)
+        attributes.undo(was_built)
 
 
 # ---------------------------------------------------------------- what has them
@@ -283,9 +286,10 @@ def _set(thing: Any, name: str, value: Any) -> None:
 # ---------------------------------------------------------------- values
 
 
-def _copy_of(value: Any) -> tuple[Any, bool]:
+def _copy_of(value: Any, holds_tensors: bool = False) -> tuple[Any, bool]:
     """A copy of a value that consists of numbers, strings, arrays and containers of these, and True: it is compared by
-    what is in it. Others, and large ones, as they are, and False: they are compared by their identity."""
+    what is in it. Others, and large ones, as they are, and False: they are compared by their identity. With
+    `holds_tensors`, containers may hold tensors, which are not copied."""
     budget = [_MOST_PARTS, _MOST_BYTES]
 
     def copied(part: Any) -> Any:
@@ -294,6 +298,8 @@ def _copy_of(value: Any) -> tuple[Any, bool]:
         if min(budget) < 0:
             raise TypeError("it is large")
         if isinstance(part, (*_SIMPLE, _Absent)):
+            return part
+        if holds_tensors and keras.ops.is_tensor(part) and not hasattr(part, "assign"):
             return part
         if isinstance(part, np.ndarray) and part.dtype != object:
             return part.copy()
@@ -314,12 +320,12 @@ def _copy_of(value: Any) -> tuple[Any, bool]:
         return value, False
 
 
-def _copied(value: Any) -> Any:
-    return _copy_of(value)[0]
+def _copied(value: Any, holds_tensors: bool = False) -> Any:
+    return _copy_of(value, holds_tensors)[0]
 
 
-def _has_parts(value: Any) -> bool:
-    return _copy_of(value)[1]
+def _has_parts(value: Any, holds_tensors: bool = False) -> bool:
+    return _copy_of(value, holds_tensors)[1]
 
 
 def _like(given: Any, parts: Any) -> Any:
