@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import logging
 import operator
 import sys
@@ -187,6 +188,17 @@ class Dispatcher:
         if method is not None:
             self._guarded(callback, hook, method, args)
 
+    def flush_files(self) -> None:
+        """Writes what hooks here have written to files and databases that are attributes of their callbacks: the
+        `on_train_end` that would close them may run in another process."""
+        for callback in self.callbacks:
+            for value in list(vars(callback).values()):
+                with contextlib.suppress(Exception):  # it is closed, or not for writing
+                    if isinstance(value, io.IOBase):
+                        value.flush()
+                    elif type(value).__module__ == "sqlite3":
+                        value.commit()
+
     def _is_due(self, callback: Any, hook: str, batches: int) -> bool:
         every = batches_between(callback)
         return self._batches[hook, id(callback)] % every + batches >= every
@@ -243,7 +255,11 @@ class Dispatcher:
         self.warn(CallbackWarning(subject, text, errors=1))
 
     def _story(self, callback: Any, hook: str, args: tuple[Any, ...]) -> str:
-        return f"Callback {type(callback).__name__} failed in {hook} on {self._process}{_location(hook, args)}:"
+        also = " (where it runs as well as in your process)" if self._runs_twice(hook) else ""
+        return f"Callback {type(callback).__name__} failed in {hook} on {self._process}{also}{_location(hook, args)}:"
+
+    def _runs_twice(self, hook: str) -> bool:
+        return self._in_program and self._place is Place.WORKER and hook in ("on_train_begin", "on_predict_begin")
 
 
 def _after_export(callback: Any) -> bool:

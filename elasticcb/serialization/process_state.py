@@ -92,7 +92,8 @@ def write(state: Mapping[str, Any]) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def without_draws(model: keras.Model, of_python: bool = True) -> Iterator[None]:
     """Context whose random numbers do not count: generators of Keras that losses, metrics and methods of the user's use
-    are set back at the end, and so are Python's, NumPy's and PyTorch's, if `of_python`. (Those of layers: first_batch.py.)
+    are set back at the end, and so are Python's, NumPy's and PyTorch's, if `of_python`. (Those of layers:
+    first_batch.py.)
     """
     shared = global_state.get_global_attribute(_SEED_GENERATOR)
     methods = {type(layer) for layer in layers_of(model) if own_modules.is_of_user(type(layer).__module__)}

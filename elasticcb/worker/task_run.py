@@ -193,6 +193,7 @@ class TaskRun:
         report.metrics.extend(to_metric_states(states))
         _check_size(self.task, self._outputs, states.get(OUTPUTS, ()))
         report.outputs.extend(to_outputs(self._outputs))
+        session.callbacks.flush_files()
         # The end of an epoch must come after its batches, and what their hooks printed.
         session.progress.flush(with_text=not session.shared_callbacks.is_awaited)
         answer = session.client.report_done(report)
