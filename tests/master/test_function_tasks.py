@@ -6,7 +6,7 @@ import pytest
 
 from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.queue_settings import QueueSettings
-from elasticcb.master.task import TaskEvent, TaskState, TaskType
+from elasticcb.master.task import TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
 
 
@@ -52,23 +52,6 @@ def test_function_of_a_lost_worker_comes_first_again_and_only_one_report_counts(
     assert queue.report_done(2, again.id).accepted
     assert queue.report_done(2, again.id).duplicate
     assert take(queue, worker=2).task.function == 6
-
-
-def test_function_that_takes_too_many_workers_down_fails_the_job(queue):
-    for worker in (1, 2):
-        assert take(queue, worker).task.function == 5
-        queue.worker_lost(worker)
-    assert queue.failure is not None
-    assert queue.failure.event is TaskEvent.LOSSES_USED_UP
-    assert queue.failure.task.function == 5
-    assert "The FUNCTION task failed on worker 2" in str(queue.failure)
-
-
-def test_any_report_keeps_the_lease_of_a_function_alive(queue):
-    lease = take(queue)
-    assert queue.report_progress(1, lease.id, 0, now=9.0).accepted
-    assert not queue.expire(15.0)
-    assert [over.task.function for over in queue.expire(19.0)] == [5]
 
 
 def test_cancelling_drops_what_nobody_runs_and_leaves_the_rest(queue):

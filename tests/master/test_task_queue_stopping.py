@@ -89,10 +89,3 @@ def test_stopping_twice_or_after_the_end_changes_nothing():
     queue.stop_training("late")
     assert queue.stop_reason is None
     assert reached(queue) == []
-
-
-def test_stopping_leaves_evaluation_tasks_alone():
-    queue = make_queue()
-    queue.add_evaluation(1, [("v", 40)])
-    queue.stop_training("early")
-    assert [t.type for t in drain(queue)] == [TaskType.EVALUATION] * 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from elasticcb.errors import WireError
@@ -63,31 +61,6 @@ def test_task_that_is_not_begun_is_handed_back_and_its_worker_takes_it_when_it_h
     assert queue.accounting.records_repeated == 0
 
 
-def test_worker_that_is_lost_after_it_agreed_leaves_its_part_alone():
-    queue = queue_of(20)
-    lease = take(queue, 1)
-    queue.report_progress(1, lease.id, 5, 1.0)
-    queue.split(1, lease.id, 15)
-    assert [task.shard for task in queue.worker_lost(1)] == [Shard("a", 5, 15)]
-    shards = {(each.shard.start, each.shard.end) for each in (take(queue, 2).task, take(queue, 3).task)}
-    assert shards == {(5, 15), (15, 20)}
-    assert queue.accounting.records_repeated == 10
-
-
-def test_both_parts_are_saved():
-    queue = queue_of(20)
-    lease = take(queue, 1)
-    queue.report_progress(1, lease.id, 5, 1.0)
-    queue.split(1, lease.id, 10)
-    again = TaskQueue.from_dict(json.loads(json.dumps(queue.to_dict())))
-    leases = [take(again, 1), take(again, 2)]
-    assert [lease.task.shard for lease in leases] == [Shard("a", 5, 10), Shard("a", 10, 20)]
-    for worker, lease in enumerate(leases, 1):
-        again.report_done(worker, lease.id)
-    assert again.training_done
-    assert (again.accounting.records_trained, again.accounting.tasks_split) == ({0: 20}, 1)
-
-
 def test_next_epoch_waits_for_no_part_that_is_for_an_idle_worker():
     queue = queue_of(20, epochs=2)
     lease = take(queue, 1)
@@ -96,16 +69,6 @@ def test_next_epoch_waits_for_no_part_that_is_for_an_idle_worker():
     assert take(queue, 1).task.epoch == 1  # a worker that is busy fetches ahead
     rest = take(queue, 2)
     assert (rest.task.epoch, rest.task.shard) == (0, Shard("a", 10, 20))
-
-
-def test_parts_that_nobody_has_taken_are_dropped_when_training_stops():
-    queue = queue_of(20)
-    lease = take(queue, 1)
-    queue.split(1, lease.id, 10)
-    queue.stop_training("enough")
-    queue.report_done(1, lease.id)
-    assert queue.training_done
-    assert (queue.accounting.records_trained, queue.accounting.records_dropped) == ({0: 10}, {0: 10})
 
 
 def test_splits_that_can_not_be_are_refused():
