@@ -60,15 +60,9 @@ def falling(workers: int) -> float:
 @pytest.mark.parametrize(
     ("curve", "begin", "expected"),
     [
-        (linear, 1, [2, 4, 8, 8]),
         (linear, 3, [6, 8, 8]),
-        (linear, 8, [4, 8]),
-        (saturating_at(1), 1, [2, 1]),
-        (saturating_at(3), 1, [2, 4, 3, 3]),
         (saturating_at(5), 1, [2, 4, 8, 6, 5, 5]),
-        (saturating_at(1), 8, [4, 2, 1, 1]),
         (saturating_at(3), 8, [4, 2, 3, 3]),
-        (falling, 1, [2, 1]),
         (falling, 4, [8, 2, 1, 1]),
     ],
 )

@@ -69,20 +69,6 @@ def test_last_entry_that_was_cut_off_is_left_out_and_one_can_go_on(tmp_path):
     assert Journal(path).memory.version == 3
 
 
-def test_rewritten_journal_tells_the_same_and_goes_on(tmp_path):
-    path = tmp_path / "journal.log"
-    journal = Journal(path)
-    for version in range(100):
-        journal.add(run="abc", queue={"tasks": [version] * 50}, version=version)
-    size = path.stat().st_size
-    journal.rewrite([(2, states(4))])
-    assert path.stat().st_size < size / 20
-    journal.add(version=200)
-    journal.close()
-    memory = Journal(path).memory
-    assert (memory.run, memory.version, list(memory.states)) == ("abc", 200, [2])
-
-
 def test_master_that_is_replaced_while_it_rewrites_its_journal_says_so(tmp_path, monkeypatch):
     path = tmp_path / "journal.log"
     journal = Journal(path)

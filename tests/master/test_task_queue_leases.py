@@ -1,9 +1,11 @@
-"""Leases that are over, taken back or never came to their worker: the next worker goes on."""
+"""Leases that are over, taken back or never came to their worker; and tasks whose end goes to another."""
 
 from __future__ import annotations
 
-from task_queues import make_queue, take
+import pytest
+from task_queues import EPOCH_DONE, TRAINING_DONE, make_queue, reached, take
 
+from elasticcb.errors import WireError
 from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.shards import Shard
 
@@ -187,3 +189,63 @@ def test_batch_that_ends_leaves_a_worker_the_time_of_a_lease():
         queue.report_progress(1, lease.id, 0, now)  # alive, and waiting for something
     assert queue.expire(109.0) == []
     assert queue.expire(110.0) == [lease]
+
+
+# ---------------------------------------------------------------- splitting
+
+
+def test_rest_of_a_task_goes_to_a_worker_that_holds_nothing():
+    queue = make_queue(training=[("a", 20)], minibatch_size=5)
+    lease = take(queue, 1)
+    queue.report_progress(1, lease.id, 5, 1.0)
+    assert queue.split(1, lease.id, 10).accepted
+    assert queue.get_task(1, 1.0).kind is DecisionKind.WAIT  # it would be no quicker with it
+    assert queue.leases(1)[0].task.shard == Shard("a", 0, 10)
+    rest = take(queue, 2)
+    assert rest.task.shard == Shard("a", 10, 20)
+    assert rest.task.id != lease.task.id
+    assert queue.report_done(2, rest.id).accepted
+    assert reached(queue) == []
+    assert queue.report_done(1, lease.id).accepted
+    assert reached(queue) == [(EPOCH_DONE, 0), (TRAINING_DONE, 0)]
+    accounting = queue.accounting
+    assert (accounting.records_trained, accounting.tasks_split) == ({0: 20}, 1)
+    assert (accounting.records_repeated, accounting.tasks_taken_over) == (0, 0)
+
+
+def test_task_that_is_not_begun_is_handed_back_and_its_worker_takes_it_when_it_has_nothing_else():
+    queue = make_queue(minibatch_size=5)
+    running, ahead = take(queue, 1), take(queue, 1)
+    assert queue.split(1, ahead.id, 0).accepted
+    assert queue.get_task(1, 1.0, [running.id]).kind is DecisionKind.WAIT
+    assert queue.report_done(1, running.id).accepted
+    again = take(queue, 1)
+    assert again.task == ahead.task
+    assert again.id != ahead.id
+    assert not queue.report_done(1, ahead.id).accepted
+    assert queue.report_done(1, again.id).accepted
+    assert queue.accounting.records_trained == {0: 40}
+    assert queue.accounting.records_repeated == 0
+
+
+def test_next_epoch_waits_for_no_part_that_is_for_an_idle_worker():
+    queue = make_queue(training=[("a", 20)], minibatch_size=5, num_epochs=2)
+    lease = take(queue, 1)
+    queue.report_progress(1, lease.id, 5, 1.0)
+    queue.split(1, lease.id, 10)
+    assert take(queue, 1).task.epoch == 1  # a worker that is busy fetches ahead
+    rest = take(queue, 2)
+    assert (rest.task.epoch, rest.task.shard) == (0, Shard("a", 10, 20))
+
+
+def test_splits_that_can_not_be_are_refused():
+    queue = make_queue(training=[("a", 20)], minibatch_size=5)
+    lease = take(queue, 1)
+    queue.report_progress(1, lease.id, 10, 1.0)
+    for end in (-5, 0, 5, 21):
+        with pytest.raises(WireError, match=rf"asked to keep only the first {end} records.*from 10 to 20"):
+            queue.split(1, lease.id, end)
+    assert queue.split(1, lease.id, 20).reason == "there is nothing to split off"
+    assert not queue.split(2, lease.id, 15).accepted
+    assert not queue.split(1, 99, 15).accepted
+    assert (queue.accounting.tasks_split, queue.accounting.reports_refused) == (0, 2)
