@@ -122,24 +122,6 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
         find_latest(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "deleted"])
-def test_a_damaged_file_is_named(tmp_path, damage):
-    folder = save(tmp_path, trained(1))
-    path = next(folder.glob("*.safetensors"))
-    data = bytearray(path.read_bytes())
-    if damage == "cut":
-        path.write_bytes(data[:-10])
-    elif damage == "flipped":
-        data[-10] ^= 1
-        path.write_bytes(data)
-    else:
-        path.unlink()
-    with pytest.raises(CheckpointError, match=path.name):
-        verify(folder)
-    with pytest.raises(CheckpointError, match=path.name):
-        restored(folder, 1)
-
-
 def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path):
     folder = save(tmp_path, trained(1))
     other = (VariableSpec("embedding/embeddings", (700, 32), "float32", True), *BIG[1:])
@@ -158,12 +140,6 @@ def test_weights_without_slots_start_the_slots_afresh(tmp_path, caplog):
     (part,) = restored(folder, 1)
     assert "has no optimizer state" in caplog.text
     np.testing.assert_array_equal(part.values()[0], initial_values(BIG)[0])
-
-
-def test_a_checkpoint_is_read_without_an_optimizer(tmp_path):
-    before = trained(2)
-    for mine, other in zip(whole(restored(save(tmp_path, before), 1, None)), whole(before), strict=True):
-        np.testing.assert_array_equal(mine, other)
 
 
 def test_the_newest_versions_are_kept(tmp_path):
@@ -234,12 +210,6 @@ def three_versions(tmp_path):
     return tmp_path
 
 
-def test_the_newest_version_is_taken_without_a_word(three_versions):
-    warnings = []
-    assert find_undamaged(three_versions, warnings.append).name == "version-00000030"
-    assert warnings == []
-
-
 @pytest.mark.parametrize(
     ("damage", "fault"),
     [
@@ -260,6 +230,7 @@ def test_a_damaged_version_is_passed_over_with_its_fault(three_versions, damage,
 
 
 def test_each_damaged_version_is_named_on_the_way_to_a_whole_one(three_versions):
+    assert find_undamaged(three_versions, pytest.fail).name == "version-00000030"
     flip(three_versions / "version-00000020")
     delete(three_versions / "version-00000030")
     warnings = []
@@ -277,9 +248,7 @@ def test_damaged_versions_alone_are_an_error_that_names_each_with_its_fault(thre
     with pytest.raises(CheckpointError) as caught:
         find_undamaged(three_versions, warnings.append)
     first, *faults = str(caught.value).splitlines()
-    assert (
-        first == f"No checkpoint in {three_versions} can be used. Choose another folder, or start without a checkpoint."
-    )
+    assert str(three_versions) in first
     assert [fault.partition(": ")[0] for fault in faults] == [f"version-000000{number}" for number in (30, 20, 10)]
     for fault, words in zip(faults, ("is damaged", "No such file", "JSONDecodeError"), strict=True):
         assert words in fault

@@ -122,28 +122,10 @@ def test_forty_workers_make_rounds_together(start_servers):
     np.testing.assert_allclose(one.values()[2], FIRST[2] + rounds * 20.5, rtol=1e-4)
 
 
-def test_a_movement_is_merged_at_once_by_its_share_where_nobody_waits(start_servers):
-    one = start_servers(make_optimizer=momentum, updates="async")
-    one.initialize(FIRST)
-    merge(one, 1.0, batches=1, base=0)
-    np.testing.assert_allclose(one.values()[2], FIRST[2] + 1, rtol=1e-5)
-    merge(one, 1.0, batches=1, base=1, worker=2)  # one of two
-    np.testing.assert_allclose(one.values()[2], FIRST[2] + 1.5, rtol=1e-5)
-    merge(one, 1.0, batches=1, base=0, sequence=2, worker=2)  # of the two batches since
-    np.testing.assert_allclose(one.values()[2], FIRST[2] + 1.5 + 1 / 3, rtol=1e-5)
-
-
 def test_a_worker_that_has_pulled_nothing_from_this_server_is_told_all(one):
     slots = {f"slots/{index}/momentum": array for index, array in moved_by(2.0).items()}
     answer = merge(one, 1.0, 4, 0, known=-1, pull=True, optimizers=True, tensors=slots)
     assert {"weights/float32", "state/float32", "slots/1/momentum", "shared/learning_rate"} <= answer.tensors.keys()
-
-
-def test_a_movement_that_is_sent_again_is_merged_once(one):
-    for _ in range(3):
-        answer = merge(one, 1.0, batches=4, base=0)
-        assert answer.header.version == 4
-    np.testing.assert_allclose(one.values()[2], FIRST[2] + 1, rtol=1e-5)
 
 
 def test_optimizers_are_merged_and_count_the_batches_of_all(one):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from elasticcb.ps import id_index
 from elasticcb.ps.embedding_table import EmbeddingTable
@@ -32,13 +31,6 @@ def test_what_is_noted_does_not_change_with_the_memory_that_it_came_in():
     ids[:] = 9
     assert recent.find(ids_of(7, 8)) is not None
     assert recent.find(ids) is None
-
-
-@pytest.mark.parametrize("given", [np.array([[1, 2]]), np.array([1, 2], np.int32), np.array([]), np.array(1)])
-def test_what_is_no_list_of_ids_is_not_found(given):
-    recent = RecentIds()
-    recent.note(ids_of(1, 2), ids_of(0, 1))
-    assert recent.find(given) is None
 
 
 def test_the_oldest_are_forgotten_where_there_are_too_many(monkeypatch):

@@ -290,14 +290,6 @@ def loaded(folder):
     return found, dict(zip(table.ids.tolist(), table.rows[:, 0].tolist(), strict=True))
 
 
-def test_files_hold_the_last_of_each_row(tmp_path):
-    saved(tmp_path, (1, [4, 0, 9]), (2, [0]), (3, [9, 7]))
-    found, rows = loaded(tmp_path)
-    assert (found.part.version, found.answered) == (3, {1: 3})
-    assert rows == {0: 2, 4: 1, 7: 3, 9: 3}
-    np.testing.assert_array_equal(found.part.weights[0], [3, 3, 3])
-
-
 def test_changes_are_merged_once_they_are_as_large_as_all(tmp_path, monkeypatch):
     monkeypatch.setattr("elasticcb.master.recovery_files._SMALLEST_TOTAL", 0)
     files = saved(tmp_path, (1, [1, 2]), (2, [2]), (3, [1]))
