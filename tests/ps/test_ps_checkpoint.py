@@ -26,7 +26,7 @@ from elasticcb.optimizers.state import join_states
 from elasticcb.optimizers.variables import described
 from elasticcb.ps.parameters import Parameters
 from elasticcb.sharding.partition import ShardMap, VariableSpec, partition
-from helpers_ps import SPECS, Part, alone, initial_values, movements, saved
+from helpers_ps import SPECS, Part, alone, assert_same, initial_values, movements, saved
 
 BIG = (
     VariableSpec("embedding/embeddings", (700, 64), "float32", True),
@@ -89,8 +89,7 @@ def test_what_two_servers_saved_goes_on_with_any_number_of_servers(tmp_path, num
         assert int(state.shared["iterations"]) == 3
     for part in [*before, *after]:
         part.push(movements(3, BIG))
-    for mine, other in zip(whole(after), whole(before), strict=True):
-        np.testing.assert_array_equal(mine, other)
+    assert_same(whole(after), whole(before))
 
 
 def test_state_that_is_not_of_a_variables_shape_moves_with_its_variable(tmp_path):

@@ -15,7 +15,7 @@ from elasticcb.rpc import frame_pieces
 from elasticcb.rpc.tensors import Frame
 from elasticcb.sharding.table_spec import whole
 from elasticcb.sharding.table_state import joined
-from helpers_ps import exported
+from helpers_ps import assert_same, exported
 
 TABLE = 3
 
@@ -196,8 +196,7 @@ def test_weights_and_state_of_any_size_go_to_servers_and_back(losing, monkeypatc
     assert servers.master.export().version == 21
     assert servers.master.load_state(state.weights, state.optimizer, state.ids) == 22
     again = servers.master.export()
-    for one, other in zip(state.weights, again.weights, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same(state.weights, again.weights)
     assert state.optimizer.slots.keys() == again.optimizer.slots.keys()
     for key, slot in state.optimizer.slots.items():
         np.testing.assert_array_equal(slot, again.optimizer.slots[key])

@@ -29,7 +29,8 @@ from elasticcb.sharding.partition import ShardMap, VariableSpec, partition
 from elasticcb.sharding.push import Movement
 from elasticcb.sharding.table_spec import TableSpec, whole
 from elasticcb.sharding.table_state import TableState
-from helpers_ps_lost import ON_DISK, SIZES, SPECS, VALUES, assert_same
+from helpers_ps import assert_same
+from helpers_ps_lost import ON_DISK, SIZES, SPECS, VALUES
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_spec import TableSpec
-from helpers_ps import CUT, SPECS, Part, initial_values, movements, push_frame, sgd
+from helpers_ps import CUT, SPECS, Part, assert_same, initial_values, movements, push_frame, sgd
 
 
 @pytest.fixture
@@ -73,8 +73,7 @@ def test_rows_that_do_not_fit_are_refused_and_nothing_is_applied(start_servers):
         with pytest.raises(WireError, match=message):
             one.push(movements(0), rows=rows, sequence=1)
     assert one.push({}, pull=True).header.version == 0
-    for mine, other in zip(one.values(), before, strict=True):
-        np.testing.assert_array_equal(mine, other)
+    assert_same(one.values(), before)
 
 
 def test_state_is_what_a_step_on_the_present_values_came_to(cluster):
@@ -155,8 +154,7 @@ def test_a_checkpoint_of_two_servers_is_served_by_one(cluster, tmp_path):
     one = cluster(specs=CUT)
     one.initialize(folder=final)
     assert one.push({}, pull=True).header.version == 1
-    for mine, other in zip(one.values(), two.values(), strict=True):
-        np.testing.assert_array_equal(mine, other)
+    assert_same(one.values(), two.values())
 
 
 def test_every_method_of_the_proto_has_an_answer(cluster):
