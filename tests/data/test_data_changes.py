@@ -73,8 +73,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Calla
     return tmp_path / request.param, write
 
 
-@pytest.mark.parametrize("opened_before", [True, False])
-@pytest.mark.parametrize("rows", [2 * ROWS, ROWS // 2])
+@pytest.mark.parametrize(("opened_before", "rows"), [(True, 2 * ROWS), (False, ROWS // 2)])
 def test_a_file_that_grew_or_shrank_is_named(
     written: tuple[Path, Callable[[Path, int], None]], opened_before: bool, rows: int
 ) -> None:

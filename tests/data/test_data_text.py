@@ -53,11 +53,6 @@ def test_chunks_have_the_size_that_was_asked_for(tmp_path: Path) -> None:
     assert [len(chunk) for chunk in chunks] == [4, 4, 1]
 
 
-def test_a_quoted_field_may_hold_line_breaks_delimiters_and_doubled_quotes(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.csv", '1,"a\nb,""c"""\n2,"d"\n')
-    assert records_of(path) == [b'1,"a\nb,""c"""', b'2,"d"']
-
-
 _FIELD = st.text(st.sampled_from('ab,"\n\r \té'), max_size=6)
 
 
@@ -171,7 +166,7 @@ def test_a_range_of_a_large_compressed_file_equals_that_part_of_it(tmp_path: Pat
     randomness = random.Random(4)
     lines = [b"%d,%s" % (i, randomness.randbytes(6).hex().encode()) for i in range(600_000)]
     data = b"\n".join(lines)
-    path = written(tmp_path / "a.csv.gz", gzip.compress(data[:5_000_000]) + gzip.compress(data[5_000_000:]))
+    path = written(tmp_path / "a.csv.gz", gzip.compress(data[:5_000_000], 1) + gzip.compress(data[5_000_000:], 1))
     reader = open_reader(str(path))
     assert reader.sources()[0].count == len(lines)
     for start in (599_000, 3, 450_000):
@@ -323,12 +318,3 @@ def test_a_range_outside_the_file_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", "1\n2\n")
     with pytest.raises(DataError, match=r"Records \[1, 3\) of .*a\.csv were requested, but it has 2"):
         list(open_reader(str(path)).read(str(path), 1, 3))
-
-
-def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.txt", "line\n" * 100)
-    reader = open_reader(str(path))
-    reader.sources()
-    written(path, "line\n" * 10)
-    with pytest.raises(DataError, match=r"a\.txt was changed .* it had 500 bytes .* and has 50 bytes"):
-        list(reader.read(str(path), 0, 100))

@@ -118,11 +118,3 @@ def test_a_record_whose_length_looks_like_the_beginning_of_gzip_is_read(tmp_path
 
 def test_checksums_are_computed_in_c() -> None:
     assert google_crc32c.implementation == "c"  # Python's is a thousand times slower
-
-
-def test_compressed_and_numbered_files_are_read(tmp_path: Path) -> None:
-    path = write_records(tmp_path / "a.tfrecord-00000-of-00002", [b"x"])
-    (tmp_path / "b.tfrecord.gz").write_bytes(gzip.compress(path.read_bytes()))
-    reader = open_reader(str(tmp_path))
-    assert [source.count for source in reader.sources()] == [1, 1]
-    assert list(reader.read(reader.sources()[1].name, 0, 1)) == [b"x"]
