@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint.shard_file import SavedFile
-from elasticcb.checkpoint.versions import begin_version, finish_version, server_file
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.services import PS_METHODS
@@ -140,21 +138,6 @@ def test_the_last_movement_is_merged_when_training_finishes(cluster, pool):
 def test_a_checkpoint_at_what_is_no_path_is_refused(cluster):
     with pytest.raises(WireError, match="invalid path"):
         cluster(specs=CUT).call(0, "Save", Frame(pb.SaveRequest(path="a\0b"), {}))
-
-
-def test_a_checkpoint_of_two_servers_is_served_by_one(cluster, tmp_path):
-    two = cluster(num_ps=2, specs=CUT)
-    for index in (0, 1):
-        two.push(movements(0, CUT), index, sequence=1)
-    folder = begin_version(tmp_path, 1)
-    requests = [pb.SaveRequest(path=str(folder / server_file(index, 2))) for index in (0, 1)]
-    saved = [two.call(index, "Save", Frame(request, {})).header for index, request in enumerate(requests)]
-    files = [SavedFile(answer.file, answer.bytes, answer.sha256, answer.version) for answer in saved]
-    final = finish_version(folder, version=1, specs=CUT, parts=two.slices, files=files)
-    one = cluster(specs=CUT)
-    one.initialize(folder=final)
-    assert one.push({}, pull=True).header.version == 1
-    assert_same(one.values(), two.values())
 
 
 def test_every_method_of_the_proto_has_an_answer(cluster):

@@ -225,32 +225,6 @@ def test_table_with_a_multiplier_trains_as_keras_does_at_a_multiple_of_the_rate(
     assert not np.allclose(worker.bias.numpy(), other.numpy())  # which trains at the rate itself
 
 
-@pytest.mark.parametrize("name", ["AdamW", "RowWiseAdagrad"])
-def test_several_tables_are_updated_as_each_alone(name):
-    worker = Worker(lambda: with_rate(name, 0.1))
-    narrow = VariableSpec("first/embeddings", (0, 1), "float32", True, table="{}")
-    updates = {i: TableUpdate(leaf(lambda: with_rate(name, 0.1)), spec) for i, spec in ((1, SPEC), (2, narrow))}
-    apart, together = (
-        {
-            1: EmbeddingTable(DIM, "float32", initial, updates[1].slots_of(DIM)),
-            2: EmbeddingTable(1, "float32", lambda ids: initial(ids)[:, :1], updates[2].slots_of(1)),
-        }
-        for _ in range(2)
-    )
-    update_all = TableUpdates(updates)
-    for version, (ids, gradients) in enumerate(batches(), 1):
-        given = {1: (ids, gradients), 2: (ids[::2], gradients[::2, :1])}
-        if version == 4:
-            del given[1]
-        for index, pair in given.items():
-            TableUpdates({index: updates[index]})(apart, {index: pair}, version, worker.shared)
-        update_all(together, given, version, worker.shared)
-        worker.step()
-    for index in apart:
-        np.testing.assert_array_equal(apart[index].export().rows, together[index].export().rows)
-        np.testing.assert_array_equal(apart[index].export().used, together[index].export().used)
-
-
 def test_slots_begin_as_keras_makes_them():
     make = functools.partial(keras.optimizers.Adagrad, 0.1, initial_accumulator_value=0.3)
     slots = TableUpdate(leaf(make), SPEC).slots_of(DIM)

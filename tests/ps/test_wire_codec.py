@@ -102,9 +102,8 @@ def weights(blocks):
     return np.concatenate([array for server in blocks for array in of_kind(WEIGHTS, server).values()])
 
 
-@pytest.mark.parametrize("num_ps", [1, 2])
-def test_training_sees_rounded_rows_and_all_else_sees_those_of_the_servers(servers, num_ps):
-    some = servers(num_ps=num_ps, wire_dtype="bfloat16")
+def test_training_sees_rounded_rows_and_all_else_sees_those_of_the_servers(servers):
+    some = servers(num_ps=2, wire_dtype="bfloat16")
     some.push(1)
     np.testing.assert_array_equal(weights(some.worker.pull()), weights(some.master.pull()))
     rows = some.master.lookup({3: IDS})[3]
@@ -128,9 +127,8 @@ def test_rounded_pushes_train_almost_the_same_model(servers):
         np.testing.assert_allclose(one, other, atol=0.02)
 
 
-@pytest.mark.parametrize("num_ps", [1, 2])
-def test_a_worker_that_is_alone_knows_what_servers_made_of_its_rounded_movement(servers, num_ps):
-    some = servers(num_ps=num_ps, wire_dtype="bfloat16")
+def test_a_worker_that_is_alone_knows_what_servers_made_of_its_rounded_movement(servers):
+    some = servers(num_ps=2, wire_dtype="bfloat16")
     some.worker.pull()
     for step in range(3):
         some.push(step)
