@@ -179,7 +179,7 @@ def test_a_dataset_fn_is_evaluated_record_by_record(tmp_path: Path) -> None:
 
 
 def test_what_a_dataset_fn_must_be_is_told_in_the_manner_of_keras(tmp_path: Path, fit: Caller) -> None:
-    with pytest.raises(TypeError, match=r"`dataset_fn` for `DatasetFactory` must be a `callable`. Received: 3"):
+    with pytest.raises(TypeError, match=r"`callable`. Received: 3"):
         DatasetFactory(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`steps_per_epoch` must be provided in `fit`"):
         fit_source(lambda: numbers(2), tmp_path, fit)

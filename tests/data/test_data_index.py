@@ -111,7 +111,7 @@ def test_an_index_of_another_file_is_refused(tmp_path: Path) -> None:
     master.sources()
     worker = reader_with_indexes_of(master)
     (tmp_path / "a.csv").write_text("1\n2\n3\n")
-    with pytest.raises(DataError, match=r"a\.csv was changed while the job used it: it had 4 bytes"):
+    with pytest.raises(DataError, match=r"a\.csv was changed.*4 bytes"):
         list(worker.read(str(tmp_path / "a.csv"), 0, 1))
 
 

@@ -106,7 +106,7 @@ def test_empty_lines_at_the_end_are_no_records(tmp_path: Path) -> None:
 
 
 def test_lines_that_end_with_a_carriage_return_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"Lines of .*a\.csv end with a carriage return \(CR\) without a line feed"):
+    with pytest.raises(DataError, match=r"a\.csv.*carriage return"):
         open_reader(str(written(tmp_path / "a.csv", 'a,b\r1,"x\ny"\r'))).sources()
     assert records_of(written(tmp_path / "b.csv", '1,"x\ry"')) == [b'1,"x\ry"']
 
@@ -158,7 +158,7 @@ def test_other_compressions_than_gzip_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv.bz2", b"BZh9")
     with pytest.raises(DataError, match=r"a\.csv\.bz2 has no known file extension"):
         records_of(path)
-    with pytest.raises(DataError, match=r"is compressed in the format \.bz2, which is not supported\. Expected gzip"):
+    with pytest.raises(DataError, match=r"\.bz2.*gzip"):
         records_of(path, format="csv")
 
 
@@ -200,7 +200,7 @@ def test_a_full_temporary_folder_is_told_with_what_helps(tmp_path: Path, monkeyp
 
     path = written(tmp_path / "a.csv", b"1,2\n")
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(DataError, match=r"a\.csv must be decompressed or decoded .* is full .* Set TMPDIR"):
+    with pytest.raises(DataError, match=r"a\.csv.*full.*TMPDIR"):
         records_of(path, encoding="latin-1")
 
 
@@ -214,7 +214,7 @@ def test_a_ragged_row_is_named_with_its_record_and_line(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", 'x,y\n1,"a\nb"\n\n2,c,d\n')
     with pytest.raises(DataError, match=r"a\.csv, record 1 \(line 5\) has 3 fields, but the header has 2"):
         records_of(path, header=True)
-    with pytest.raises(DataError, match=r"record 0 \(line 1\) has 2 fields, but the parameter `columns` names 3"):
+    with pytest.raises(DataError, match=r"record 0 \(line 1\) has 2 fields.*`columns` names 3"):
         records_of(path, columns=["a", "b", "c"])
 
 

@@ -92,9 +92,14 @@ def test_requested_round_starts_at_any_version():
 # ---------------------------------------------------------------- what comes out
 
 
+def requested(**options):
+    """A round that was asked for, and its number."""
+    rounds = EvaluationRounds(**options)
+    return rounds, started(rounds.requested(0)).id
+
+
 def test_states_are_added_up_in_their_own_shapes_and_dtypes():
-    rounds = EvaluationRounds()
-    number = started(rounds.requested(0)).id
+    rounds, number = requested()
     for task in range(3):
         rounds.collect(number, task, {"a": [np.full((2, 3), task, "float32"), np.array(task + 1, "int32")]})
     merged = rounds.collection.merged()
@@ -105,8 +110,7 @@ def test_states_are_added_up_in_their_own_shapes_and_dtypes():
 
 
 def test_task_is_counted_once():
-    rounds = EvaluationRounds()
-    number = started(rounds.requested(0)).id
+    rounds, number = requested()
     assert rounds.collect(number, 7, states(1)).accepted
     again = rounds.collect(number, 7, states(1))
     assert not again.accepted
@@ -136,8 +140,7 @@ def test_sum_does_not_depend_on_the_order_of_tasks():
     values = np.random.default_rng(0).random(2000).astype("float32")
 
     def total(order) -> float:
-        rounds = EvaluationRounds()
-        number = started(rounds.requested(0)).id
+        rounds, number = requested()
         for task in order:
             rounds.collect(number, task, {"a": [values[task]]})
         return float(rounds.collection.merged().states["a"][0])
@@ -146,8 +149,7 @@ def test_sum_does_not_depend_on_the_order_of_tasks():
 
 
 def test_outputs_stay_batches_in_the_order_of_tasks_whatever_their_shapes():
-    rounds = EvaluationRounds()
-    number = started(rounds.requested(0)).id
+    rounds, number = requested()
     rounds.collect(number, 5, {}, [{"y": np.array([[4, 5]])}])
     rounds.collect(number, 2, {}, [{"y": np.array([[1], [2]])}, {"y": np.array([[3]])}])
     assert [batch["y"].tolist() for batch in rounds.collection.merged().batches] == [[[1], [2]], [[3]], [[4, 5]]]
@@ -159,8 +161,7 @@ def test_own_merge_function_sees_the_states_of_all_tasks_in_the_order_of_tasks()
         assert [float(first[0]) for first in of_tasks] == [1, 9, 4]
         return [np.maximum.reduce(arrays) for arrays in zip(*of_tasks, strict=True)]
 
-    rounds = EvaluationRounds(merge=largest)
-    number = started(rounds.requested(0)).id
+    rounds, number = requested(merge=largest)
     for task, value in ((3, 4.0), (1, 1.0), (2, 9.0)):
         rounds.collect(number, task, states(value))
     assert rounds.collection.merged().states["accuracy"][0] == 9
@@ -176,8 +177,7 @@ def test_own_merge_function_sees_the_states_of_all_tasks_in_the_order_of_tasks()
     ],
 )
 def test_metrics_that_differ_between_tasks_are_an_error_and_leave_the_round_as_it_was(other, outputs):
-    rounds = EvaluationRounds()
-    number = started(rounds.requested(0)).id
+    rounds, number = requested()
     rounds.collect(number, 1, states(1, 2))
     with pytest.raises(WireError, match="Evaluation task 2"):
         rounds.collect(number, 2, other, outputs)
@@ -185,8 +185,7 @@ def test_metrics_that_differ_between_tasks_are_an_error_and_leave_the_round_as_i
 
 
 def test_task_whose_records_are_all_dropped_brings_no_outputs_and_is_counted():
-    rounds = EvaluationRounds()
-    number = started(rounds.requested(0)).id
+    rounds, number = requested()
     rounds.collect(number, 1, states(0, 0))
     rounds.collect(number, 2, states(1, 2), [{"auc": np.ones(3)}])
     rounds.collect(number, 3, states(0, 0))

@@ -124,7 +124,7 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path):
     folder = save(tmp_path, trained(1))
     other = (VariableSpec("embedding/embeddings", (700, 32), "float32", True), *BIG[1:])
-    with pytest.raises(CheckpointError, match=r"float32\[700, 64\] in the checkpoint, .*float32\[700, 32\]"):
+    with pytest.raises(CheckpointError, match=r"float32\[700, 64\].*float32\[700, 32\]"):
         restored(folder, 1, specs=other)
 
 
@@ -259,7 +259,7 @@ def test_a_damaged_version_that_was_named_has_no_replacement(three_versions):
     flip(folder)
     warnings = []
     assert find_undamaged(folder, warnings.append) == folder
-    with pytest.raises(CheckpointError, match=rf"{file_of(folder).name} is damaged.*Start from another version\.$"):
+    with pytest.raises(CheckpointError, match=rf"{file_of(folder).name} is damaged.*another version"):
         restored(folder, 2, None, SPECS)
     shutil.rmtree(folder)
     with pytest.raises(CheckpointError, match="There is no complete checkpoint in"):

@@ -96,7 +96,7 @@ def test_a_worker_that_has_nothing_to_train_frees_its_round(start_servers, pool,
     assert waiting.result(5).header.version == 1
     np.testing.assert_allclose(one.values()[2], FIRST[2] + 1, rtol=1e-5)
     if how == "is lost":
-        with pytest.raises(ElasticCBError, match="updates of worker 2 are refused: the master declared it lost"):
+        with pytest.raises(ElasticCBError, match=r"worker 2 .*lost"):
             merge(one, 1.0, 1, 1, worker=2)
 
 
@@ -155,7 +155,7 @@ def test_rows_alone_make_no_version(one):
 def test_a_movement_says_how_far_all_variables_have_moved(one):
     frame = one.frame(moved_by(1.0), sequence=1)
     frame.tensors["moved/float32"] = frame.tensors["moved/float32"][:24]
-    with pytest.raises(WireError, match=r"movements of the trainable variables: .*float32\[78\].*float32\[24\]"):
+    with pytest.raises(WireError, match=r"float32\[78\].*float32\[24\]"):
         one.call(0, "Exchange", frame)
     frame.tensors["momentum/float32"] = np.zeros(2, np.float32)
     with pytest.raises(WireError, match="momentum/float32"):

@@ -24,7 +24,7 @@ sys.stdin.read()
 def test_a_folder_has_one_owner_whose_process_is_named(tmp_path):
     with (
         FolderLock(tmp_path / "job"),
-        pytest.raises(FolderInUseError, match=rf"job is in use by process {os.getpid()} on .*choose another folder"),
+        pytest.raises(FolderInUseError, match=rf"job is in use by process {os.getpid()}"),
     ):
         FolderLock(tmp_path / "job").take()
     FolderLock(tmp_path / "job").take()
