@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb.callbacks.saved_state import CallbackStates, keep_files, plain
+from elasticcb.callbacks.saved_state import CallbackStates
 from elasticcb.errors import JobFailedError, ReplacedError
 from elasticcb.master import journal as journal_module
 from elasticcb.master.decisions import DecisionKind
@@ -192,46 +192,6 @@ def test_train_end_that_was_added_is_not_preceded_by_the_end_of_training_again()
 
 
 # ------------------------------------------------------------ callbacks
-
-
-def test_plain_attributes_of_callbacks_are_saved_and_restored():
-    stopping = keras.callbacks.EarlyStopping(patience=3)
-    stopping.set_params({"epochs": 3})
-    history = keras.callbacks.History()
-    states = CallbackStates([stopping, history], print)
-    stopping.on_train_begin()
-    states.begin()
-    stopping.best, stopping.wait, stopping.best_weights = np.float32(0.25), 2, [np.ones(3)]
-    history.on_train_begin()
-    history.history, history.epoch = {"loss": [1.0, 0.5]}, [0, 1]
-    saved = states.save({})
-    again = [keras.callbacks.EarlyStopping(patience=3), keras.callbacks.History()]
-    CallbackStates(again, print).restore(saved, {})
-    assert (again[0].best, again[0].wait) == (0.25, 2)
-    assert again[1].history == {"loss": [1.0, 0.5]}
-    assert "params" not in saved[0][1]
-    assert plain({"loss": np.float32(0.5), "rows": np.ones(3)}) == {"loss": 0.5}
-
-
-def test_csv_logger_goes_on_with_its_file(tmp_path):
-    def logger():
-        made = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
-        made.set_model(keras.Sequential())
-        return made
-
-    first = logger()
-    states = CallbackStates([first], print)
-    first.on_train_begin()
-    states.begin()
-    first.on_epoch_end(0, {"loss": 1.0})
-    saved = states.save({})
-    second = logger()
-    keep_files([second])
-    second.on_train_begin()
-    CallbackStates([second], print).restore(saved, {})
-    second.on_epoch_end(1, {"loss": 0.5})
-    second.on_train_end()
-    assert (tmp_path / "log.csv").read_text().split() == ["epoch,loss,val_loss", "0,1.0,NA", "1,0.5,NA"]
 
 
 def test_callbacks_of_other_classes_stay_as_they_are():

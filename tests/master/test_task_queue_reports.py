@@ -1,4 +1,4 @@
-"""What workers report of their tasks: done, failed, got on."""
+"""What workers report of their tasks: done, failed, got on; and tasks that call functions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from task_queues import drain, make_queue, take
 
 from elasticcb.errors import JobFailedError, WireError
 from elasticcb.master.accounting import IllegalTransitionError, TaskRecord
+from elasticcb.master.decisions import DecisionKind
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.shards import Shard
 from elasticcb.master.task import Task, TaskEvent, TaskState, TaskType
+from elasticcb.master.task_queue import TaskQueue
 
 
 def test_duplicate_report_of_a_failed_lease_uses_up_no_second_retry():
@@ -179,3 +182,61 @@ def test_prefetched_task_is_not_blamed_for_the_loss_of_its_worker():
         queue.worker_lost(worker)
     assert queue.failure is not None
     assert queue.failure.task == deadly
+
+
+# ---------------------------------------------------------------- FUNCTION tasks
+
+
+@pytest.fixture
+def functions():
+    queue = TaskQueue(QueueSettings(records_per_task=1, minibatch_size=1))
+    for number in (5, 6, 7):
+        queue.add_function(number)
+    return queue
+
+
+def states(queue):
+    return {state: count for state, count in queue.counts()[TaskType.FUNCTION].items() if count}
+
+
+def test_functions_are_handed_out_in_their_order_and_the_job_waits_for_more(functions):
+    leases = [take(functions) for _ in range(3)]
+    assert [lease.task.function for lease in leases] == [5, 6, 7]
+    assert all(functions.report_done(1, lease.id).accepted for lease in leases)
+    assert functions.get_task(1, 0.0).kind is DecisionKind.WAIT
+    functions.add_function(8)
+    assert take(functions).task.function == 8
+    functions.finish()
+    assert functions.get_task(2, 0.0).kind is DecisionKind.WAIT  # that one may come back
+    functions.worker_lost(1)
+    assert functions.report_done(2, take(functions, 2).id).accepted
+    assert functions.get_task(2, 0.0).kind is DecisionKind.FINISHED
+
+
+def test_function_of_a_lost_worker_comes_first_again_and_only_one_report_counts(functions):
+    first = take(functions)
+    functions.worker_lost(1)
+    again = take(functions, worker=2)
+    assert again.task.function == 5
+    assert not functions.report_done(1, first.id).accepted
+    assert functions.report_done(2, again.id).accepted
+    assert functions.report_done(2, again.id).duplicate
+    assert take(functions, worker=2).task.function == 6
+
+
+def test_cancelling_drops_what_nobody_runs_and_leaves_the_rest(functions):
+    running, lost = take(functions, 1), take(functions, 2)
+    functions.worker_lost(2)
+    assert functions.cancel_functions() == [lost.task.function, 7]
+    assert functions.cancel_functions() == []
+    assert states(functions) == {TaskState.DOING: 1, TaskState.DROPPED: 2}
+    assert functions.report_done(1, running.id).accepted
+    functions.add_function(9)
+    assert take(functions).task.function == 9
+
+
+def test_functions_are_not_saved(functions):
+    take(functions)
+    restored = TaskQueue.from_dict(functions.to_dict())
+    assert states(restored) == {}
+    assert restored.get_task(1, 0.0).kind is DecisionKind.WAIT
