@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from elasticcb.data import content, open_reader, text, tfrecord
 from elasticcb.data.content import Identity
-from elasticcb.data.file_index import FileIndex, RecordOffsetsBuilder
+from elasticcb.data.file_index import FileIndex
 from elasticcb.data.file_reader import FileReader
 from elasticcb.data.text_index import count_before, odd_so_far
 from elasticcb.errors import DataError
@@ -121,25 +120,6 @@ def test_clocks_of_other_machines_do_not_count() -> None:
     assert not file.matches(Identity(10, "6", "here"))
     assert file.matches(Identity(10, "6", "there"))
     assert not file.matches(Identity(11, "5", "there"))
-
-
-def test_pieces_cover_the_records_that_are_asked_for() -> None:
-    builder = RecordOffsetsBuilder()
-    starts = np.arange(1_000_000, dtype=np.int64) * 100
-    for first in range(0, len(starts), 1000):
-        builder.add(first, starts[first : first + 1000])
-    places = builder.places(len(starts), 100 * len(starts))
-    assert places.nbytes < 10_000
-    for start, end in ((0, 1), (5, 5), (123_456, 400_000), (999_999, 1_000_000), (0, 1_000_000)):
-        pieces = list(places.pieces(start, end))
-        assert bool(pieces) == (start < end)
-        if pieces:
-            assert pieces[0].first <= start
-            assert pieces[-1].first + pieces[-1].records >= end
-        for piece in pieces:
-            assert (piece.start, piece.stop) == (100 * piece.first, 100 * (piece.first + piece.records))
-        for before, after in itertools.pairwise(pieces):
-            assert before.first + before.records == after.first
 
 
 # ---------------------------------------------------------------- flags of bytes, counted and followed by words

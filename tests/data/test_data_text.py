@@ -31,10 +31,6 @@ def written(path: Path, content: bytes | str) -> Path:
     return path
 
 
-def test_records_are_the_raw_lines_without_their_ends(tmp_path: Path) -> None:
-    assert records_of(written(tmp_path / "a.csv", "1,a\r\n2,b\n3,c")) == [b"1,a", b"2,b", b"3,c"]
-
-
 def test_a_range_of_records_equals_that_part_of_a_full_read(tmp_path: Path) -> None:
     randomness = random.Random(1)
     lines = [f"{i},{'x' * randomness.randrange(300)}" for i in range(5000)]
@@ -109,12 +105,6 @@ def test_lines_that_end_with_a_carriage_return_are_refused(tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"a\.csv.*carriage return"):
         open_reader(str(written(tmp_path / "a.csv", 'a,b\r1,"x\ny"\r'))).sources()
     assert records_of(written(tmp_path / "b.csv", '1,"x\ry"')) == [b'1,"x\ry"']
-
-
-def test_a_wrong_value_behind_quoted_line_breaks_and_blank_lines_has_its_line_number(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.csv", '1,"a\nb"\n\n\n2,c\nx,d\n')
-    with pytest.raises(DataError, match=r"record 2 \(line 6\), column 0: 'x' is not a valid int64"):
-        list(open_reader(str(path), {"column_dtypes": {0: "int64"}}).read(str(path), 1, 3))
 
 
 def test_the_header_is_no_record_and_names_the_columns(tmp_path: Path) -> None:
@@ -277,24 +267,24 @@ def test_a_quoted_field_right_after_the_byte_order_mark_is_read(tmp_path: Path) 
     assert records_of(written(tmp_path / "a.csv", '\ufeff"1",2\n')) == [b'"1",2']
 
 
-def test_a_value_of_the_wrong_dtype_is_named(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.csv", "age,name\n1,a\n,b\n1.5,c\n")
-    reader = open_reader(str(path), {"header": True, "column_dtypes": {"age": "int64", "name": "str"}})
-    assert len(list(reader.read(str(path), 0, 2))) == 2
-    with pytest.raises(DataError, match=r"a\.csv, record 2 \(line 4\), column age: '1.5' is not a valid int64"):
-        list(reader.read(str(path), 1, 3))
-
-
-def test_a_header_taken_for_a_record_gets_a_hint(tmp_path: Path) -> None:
-    reader = open_reader(str(written(tmp_path / "a.csv", "age\n1\n")), {"column_dtypes": {0: "float32"}})
-    with pytest.raises(DataError, match=r"'age' is not a valid float32.*header=True"):
-        list(reader.read(str(tmp_path / "a.csv"), 0, 2))
-
-
-def test_a_value_out_of_its_dtypes_range_is_named(tmp_path: Path) -> None:
-    reader = open_reader(str(written(tmp_path / "a.csv", "1\n300\n")), {"column_dtypes": {0: "uint8"}})
-    with pytest.raises(DataError, match=r"record 1 .*'300' is not a valid uint8"):
-        list(reader.read(str(tmp_path / "a.csv"), 0, 2))
+@pytest.mark.parametrize(
+    ("content", "params", "message"),
+    [
+        ('1,"a\nb"\n\n\n2,c\nx,d\n', {"column_dtypes": {0: "int64"}}, r"record 2 \(line 6\), column 0: 'x' .*int64"),
+        (
+            "age,name\n1,a\n,b\n1.5,c\n",
+            {"header": True, "column_dtypes": {"age": "int64", "name": "str"}},
+            r"a\.csv, record 2 \(line 4\), column age: '1.5' .*int64",
+        ),
+        ("age\n1\n", {"column_dtypes": {0: "float32"}}, r"'age' is not a valid float32.*header=True"),
+        ("1\n300\n", {"column_dtypes": {0: "uint8"}}, "record 1 .*'300' is not a valid uint8"),
+    ],
+)
+def test_a_value_of_the_wrong_dtype_is_named(
+    tmp_path: Path, content: str, params: dict[str, object], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        records_of(written(tmp_path / "a.csv", content), **params)
 
 
 @pytest.mark.parametrize(

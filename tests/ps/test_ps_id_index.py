@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticcb.ps import id_index
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.id_index import IdIndex, RecentIds
 
@@ -90,20 +89,6 @@ def test_what_is_noted_does_not_change_with_the_memory_that_it_came_in():
     assert recent.find(ids) is None
 
 
-def test_the_oldest_are_forgotten_where_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(id_index, "_MOST_IDS", 5)
-    recent = RecentIds()
-    for first in (10, 20, 30):
-        recent.note(ids_of(first, first + 1), ids_of(0, 1))
-    assert recent.find(ids_of(10, 11)) is None
-    assert recent.find(ids_of(20, 21)) is not None
-    recent.note(ids_of(20, 21), ids_of(4, 5))  # the same once more
-    assert recent.find(ids_of(20, 21)).tolist() == [4, 5]
-    assert recent.find(ids_of(30, 31)) is not None
-    recent.note(np.arange(6), np.arange(6))  # more than are kept at all
-    assert recent.find(np.arange(6)) is None
-
-
 def test_a_push_updates_the_right_rows_after_others_were_removed():
     rows = table()
     rows.lookup(ids_of(1, 2, 3), create=True)
@@ -113,9 +98,3 @@ def test_a_push_updates_the_right_rows_after_others_were_removed():
     assert not rows.knows(ids_of(2, 3))
     change = rows.prepare(ids_of(2, 3), np.ones((2, 1), np.float32))
     assert change.rows[:, 0].tolist() == [2, 3]
-
-
-def test_a_lookup_without_training_is_not_noted():
-    rows = table()
-    rows.lookup(ids_of(1, 2), create=False)
-    assert not rows.knows(ids_of(1, 2))
