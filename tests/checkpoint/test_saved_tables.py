@@ -10,7 +10,7 @@ import pytest
 from elasticcb.checkpoint import shard_file
 from elasticcb.checkpoint.shard_file import Part, SavedTable, write_part
 from elasticcb.errors import CheckpointError
-from elasticcb.sharding.table_spec import JoinedTable, whole
+from elasticcb.sharding.table_spec import whole
 from elasticcb.sharding.table_state import TableState, overlaid
 
 DIM = 3
@@ -51,14 +51,6 @@ def test_of_rows_in_several_files_the_last_is_read(tmp_path, monkeypatch, piece_
     for column in range(2):  # in the same order
         ages = np.concatenate([age[column] for age in table.ages()])
         np.testing.assert_array_equal(ages, np.concatenate([(piece.ids, piece.used)[column] for piece in pieces]))
-
-
-def test_tables_of_several_servers_are_read_one_after_another(tmp_path):
-    random = np.random.default_rng(1)
-    states = [rows_of(random, range(first, 30, 3)) for first in range(3)]
-    table = JoinedTable([SavedTable(4, [file]) for file in written(tmp_path, states)])
-    assert len(table) == 30
-    assert_same(whole(table), overlaid(states))
 
 
 def test_no_more_than_some_pieces_are_in_memory(tmp_path, monkeypatch):

@@ -34,29 +34,15 @@ def caller_of_fit() -> Iterator[Caller]:
         yield fit
 
 
-class Numbers(keras.utils.PyDataset):
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> Any:
-        return np.array([index]), np.array([index])
-
-
 def generator() -> Iterator[Any]:
     yield A, A
     yield A, A
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "labels beside a dataset": (lambda: tf.data.Dataset.from_tensors(A), {"y": A}),
-    "weights beside a dataset": (lambda: tf.data.Dataset.from_tensors(A), {"sample_weight": A}),
-    "labels beside a PyDataset": (lambda: Numbers(), {"y": A}),
-    "labels beside a generator": (generator, {"y": A}),
     "class weights beside a generator": (generator, {"class_weight": {0: 1.0}}),
-    "class and sample weights": (lambda: A, {"y": A, "sample_weight": A, "class_weight": {0: 1.0}}),
     "class weights of two outputs": (lambda: A, {"y": [A, A], "class_weight": {0: 1.0}}),
     "weights of another structure": (lambda: A, {"y": [A, A], "sample_weight": [A]}),
-    "different lengths": (lambda: A, {"y": np.arange(3)}),
     "a number": (lambda: 3, {}),
     "a list of numbers": (lambda: [1.0, 2.0], {}),
     "an empty generator": (lambda: (array for array in ()), {}),

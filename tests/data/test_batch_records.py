@@ -14,6 +14,7 @@ from elasticcb import Mode
 from elasticcb.data import Reader, open_reader
 from elasticcb.data.batch_sources.adapt import adapt
 from elasticcb.data.batch_sources.records import Records
+from elasticcb.data.feeds import batch_error
 from elasticcb.errors import DataError, ModelFileError
 from elasticcb.serialization import carry
 
@@ -163,3 +164,11 @@ def test_lists_of_varying_length_are_ragged_in_each_batch(tmp_path: Path) -> Non
     dropping = Records(reader, lambda dataset, *_: dataset.filter(lambda row: row["y"] != 5))
     (rows,) = adapted(dropping, tmp_path).batches(0, 1, 2)
     assert rows["seen"].to_list() == [[4], [], [7]]
+
+
+@pytest.mark.parametrize(
+    ("start", "has_header", "advised"), [(0, False, True), (0, True, False), (100, False, False), (100, True, False)]
+)
+def test_a_field_that_is_no_number_may_be_the_header_only_where_none_is_known(start, has_header, advised):
+    error = tf.errors.InvalidArgumentError(None, None, "Field 2 in record 0 is not a valid int32: hour")
+    assert ("header=true" in str(batch_error(error, "a.csv", start, 200, has_header))) == advised

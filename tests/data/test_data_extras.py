@@ -39,7 +39,7 @@ def test_array_record_ranges_equal_what_was_written(tmp_path: Path) -> None:
 def test_a_truncated_array_record_file_is_named(tmp_path: Path) -> None:
     path = write_array_records(tmp_path / "a.array_record", [b"x" * 100] * 100)
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(DataError, match=r"a\.array_record can't be read: RuntimeError: .*damaged or incomplete"):
+    with pytest.raises(DataError, match=r"a\.array_record.*damaged or incomplete"):
         open_reader(str(path)).sources()
 
 
@@ -141,7 +141,7 @@ def test_each_parquet_type_becomes_the_tensor_of_the_documented_table(tmp_path: 
     for name, (_, _, expected) in given.items():
         assert (record[name], type(record[name])) == (expected, type(expected)), name
     path = write_parquet(tmp_path / "b.parquet", {"key": arrow.array([decimal.Decimal(2**70)])})
-    with pytest.raises(DataError, match=r"column 'key' of .*b\.parquet has values that do not fit into int64"):
+    with pytest.raises(DataError, match=r"column 'key' of .*b\.parquet.*int64"):
         list(open_reader(str(path)).read(str(path), 0, 1))
 
 
@@ -165,7 +165,7 @@ def test_parquet_nulls_are_named_where_no_value_stands_for_them(tmp_path: Path) 
 
 def test_parquet_columns_that_can_not_be_read_are_named(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", {"id": [1, 2], "pair": [{"a": 1}, {"a": 2}]})
-    with pytest.raises(DataError, match=r"Column 'pair' of .*a\.parquet has the type struct.*`columns`"):
+    with pytest.raises(DataError, match=r"'pair' of .*a\.parquet.*struct.*`columns`"):
         open_reader(str(path)).sources()
     assert list(open_reader(str(path), {"columns": ["id"]}).read(str(path), 0, 2)) == [{"id": 1}, {"id": 2}]
     with pytest.raises(DataError, match=r"has no column idd"):

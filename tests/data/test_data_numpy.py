@@ -94,7 +94,7 @@ def test_the_default_feed_asks_for_the_label(tmp_path: Path) -> None:
     reader = open_reader(str(tmp_path / "a.npz"))
     feed = reader.default_feed()
     assert feed is not None
-    with pytest.raises(DataError, match=r"No label is specified, and the data contains a, b.*`label`"):
+    with pytest.raises(DataError, match=r"a, b.*`label`"):
         feed(tf.data.Dataset.range(1), Mode.TRAINING, reader.metadata)
 
 
@@ -102,7 +102,7 @@ def test_a_truncated_array_names_the_record(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     np.save(path, np.zeros((10, 4), np.float32))
     path.write_bytes(path.read_bytes()[: -(16 * 3 + 1)])
-    with pytest.raises(DataError, match=r"a\.npy is truncated inside record 6: its header promises 10"):
+    with pytest.raises(DataError, match=r"a\.npy is truncated.*record 6.*10"):
         open_reader(str(path)).sources()
 
 

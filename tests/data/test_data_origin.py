@@ -201,7 +201,7 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     reader = open_reader(str(tmp_path))
     (source,) = reader.sources()
     (tmp_path / "a.txt").unlink()
-    with pytest.raises(DataError, match=r"a\.txt can't be read any more \(FileNotFoundError.*Restore the file"):
+    with pytest.raises(DataError, match=r"a\.txt.*FileNotFoundError.*Restore"):
         list(reader.read(source.name, 0, 1))
 
 
@@ -264,7 +264,7 @@ def test_a_custom_reader_that_is_none_is_explained(returned: object) -> None:
     def custom_data_reader(data_origin: str) -> object:
         return returned
 
-    with pytest.raises(ModelFileError, match=r"custom_data_reader returned .*Expected an elasticcb.data.Reader"):
+    with pytest.raises(ModelFileError, match=r"custom_data_reader.*elasticcb.data.Reader"):
         open_reader("x", {}, custom=custom_data_reader)
 
 

@@ -31,10 +31,6 @@ def written(path: Path, content: bytes | str) -> Path:
     return path
 
 
-def test_records_are_the_raw_lines_without_their_ends(tmp_path: Path) -> None:
-    assert records_of(written(tmp_path / "a.csv", "1,a\r\n2,b\n3,c")) == [b"1,a", b"2,b", b"3,c"]
-
-
 def test_a_range_of_records_equals_that_part_of_a_full_read(tmp_path: Path) -> None:
     randomness = random.Random(1)
     lines = [f"{i},{'x' * randomness.randrange(300)}" for i in range(5000)]
@@ -51,11 +47,6 @@ def test_chunks_have_the_size_that_was_asked_for(tmp_path: Path) -> None:
     path = written(tmp_path / "a.txt", "line\n" * 10)
     chunks = list(open_reader(str(path)).read_chunks(str(path), 1, 10, 4))
     assert [len(chunk) for chunk in chunks] == [4, 4, 1]
-
-
-def test_a_quoted_field_may_hold_line_breaks_delimiters_and_doubled_quotes(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.csv", '1,"a\nb,""c"""\n2,"d"\n')
-    assert records_of(path) == [b'1,"a\nb,""c"""', b'2,"d"']
 
 
 _FIELD = st.text(st.sampled_from('ab,"\n\r \té'), max_size=6)
@@ -111,15 +102,9 @@ def test_empty_lines_at_the_end_are_no_records(tmp_path: Path) -> None:
 
 
 def test_lines_that_end_with_a_carriage_return_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"Lines of .*a\.csv end with a carriage return \(CR\) without a line feed"):
+    with pytest.raises(DataError, match=r"a\.csv.*carriage return"):
         open_reader(str(written(tmp_path / "a.csv", 'a,b\r1,"x\ny"\r'))).sources()
     assert records_of(written(tmp_path / "b.csv", '1,"x\ry"')) == [b'1,"x\ry"']
-
-
-def test_a_wrong_value_behind_quoted_line_breaks_and_blank_lines_has_its_line_number(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.csv", '1,"a\nb"\n\n\n2,c\nx,d\n')
-    with pytest.raises(DataError, match=r"record 2 \(line 6\), column 0: 'x' is not a valid int64"):
-        list(open_reader(str(path), {"column_dtypes": {0: "int64"}}).read(str(path), 1, 3))
 
 
 def test_the_header_is_no_record_and_names_the_columns(tmp_path: Path) -> None:
@@ -163,7 +148,7 @@ def test_other_compressions_than_gzip_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv.bz2", b"BZh9")
     with pytest.raises(DataError, match=r"a\.csv\.bz2 has no known file extension"):
         records_of(path)
-    with pytest.raises(DataError, match=r"is compressed in the format \.bz2, which is not supported\. Expected gzip"):
+    with pytest.raises(DataError, match=r"\.bz2.*gzip"):
         records_of(path, format="csv")
 
 
@@ -171,7 +156,7 @@ def test_a_range_of_a_large_compressed_file_equals_that_part_of_it(tmp_path: Pat
     randomness = random.Random(4)
     lines = [b"%d,%s" % (i, randomness.randbytes(6).hex().encode()) for i in range(600_000)]
     data = b"\n".join(lines)
-    path = written(tmp_path / "a.csv.gz", gzip.compress(data[:5_000_000]) + gzip.compress(data[5_000_000:]))
+    path = written(tmp_path / "a.csv.gz", gzip.compress(data[:5_000_000], 1) + gzip.compress(data[5_000_000:], 1))
     reader = open_reader(str(path))
     assert reader.sources()[0].count == len(lines)
     for start in (599_000, 3, 450_000):
@@ -205,7 +190,7 @@ def test_a_full_temporary_folder_is_told_with_what_helps(tmp_path: Path, monkeyp
 
     path = written(tmp_path / "a.csv", b"1,2\n")
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(DataError, match=r"a\.csv must be decompressed or decoded .* is full .* Set TMPDIR"):
+    with pytest.raises(DataError, match=r"a\.csv.*full.*TMPDIR"):
         records_of(path, encoding="latin-1")
 
 
@@ -219,7 +204,7 @@ def test_a_ragged_row_is_named_with_its_record_and_line(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", 'x,y\n1,"a\nb"\n\n2,c,d\n')
     with pytest.raises(DataError, match=r"a\.csv, record 1 \(line 5\) has 3 fields, but the header has 2"):
         records_of(path, header=True)
-    with pytest.raises(DataError, match=r"record 0 \(line 1\) has 2 fields, but the parameter `columns` names 3"):
+    with pytest.raises(DataError, match=r"record 0 \(line 1\) has 2 fields.*`columns` names 3"):
         records_of(path, columns=["a", "b", "c"])
 
 
@@ -282,24 +267,24 @@ def test_a_quoted_field_right_after_the_byte_order_mark_is_read(tmp_path: Path) 
     assert records_of(written(tmp_path / "a.csv", '\ufeff"1",2\n')) == [b'"1",2']
 
 
-def test_a_value_of_the_wrong_dtype_is_named(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.csv", "age,name\n1,a\n,b\n1.5,c\n")
-    reader = open_reader(str(path), {"header": True, "column_dtypes": {"age": "int64", "name": "str"}})
-    assert len(list(reader.read(str(path), 0, 2))) == 2
-    with pytest.raises(DataError, match=r"a\.csv, record 2 \(line 4\), column age: '1.5' is not a valid int64"):
-        list(reader.read(str(path), 1, 3))
-
-
-def test_a_header_taken_for_a_record_gets_a_hint(tmp_path: Path) -> None:
-    reader = open_reader(str(written(tmp_path / "a.csv", "age\n1\n")), {"column_dtypes": {0: "float32"}})
-    with pytest.raises(DataError, match=r"'age' is not a valid float32.*header=True"):
-        list(reader.read(str(tmp_path / "a.csv"), 0, 2))
-
-
-def test_a_value_out_of_its_dtypes_range_is_named(tmp_path: Path) -> None:
-    reader = open_reader(str(written(tmp_path / "a.csv", "1\n300\n")), {"column_dtypes": {0: "uint8"}})
-    with pytest.raises(DataError, match=r"record 1 .*'300' is not a valid uint8"):
-        list(reader.read(str(tmp_path / "a.csv"), 0, 2))
+@pytest.mark.parametrize(
+    ("content", "params", "message"),
+    [
+        ('1,"a\nb"\n\n\n2,c\nx,d\n', {"column_dtypes": {0: "int64"}}, r"record 2 \(line 6\), column 0: 'x' .*int64"),
+        (
+            "age,name\n1,a\n,b\n1.5,c\n",
+            {"header": True, "column_dtypes": {"age": "int64", "name": "str"}},
+            r"a\.csv, record 2 \(line 4\), column age: '1.5' .*int64",
+        ),
+        ("age\n1\n", {"column_dtypes": {0: "float32"}}, r"'age' is not a valid float32.*header=True"),
+        ("1\n300\n", {"column_dtypes": {0: "uint8"}}, "record 1 .*'300' is not a valid uint8"),
+    ],
+)
+def test_a_value_of_the_wrong_dtype_is_named(
+    tmp_path: Path, content: str, params: dict[str, object], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        records_of(written(tmp_path / "a.csv", content), **params)
 
 
 @pytest.mark.parametrize(
@@ -323,12 +308,3 @@ def test_a_range_outside_the_file_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", "1\n2\n")
     with pytest.raises(DataError, match=r"Records \[1, 3\) of .*a\.csv were requested, but it has 2"):
         list(open_reader(str(path)).read(str(path), 1, 3))
-
-
-def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.txt", "line\n" * 100)
-    reader = open_reader(str(path))
-    reader.sources()
-    written(path, "line\n" * 10)
-    with pytest.raises(DataError, match=r"a\.txt was changed .* it had 500 bytes .* and has 50 bytes"):
-        list(reader.read(str(path), 0, 100))

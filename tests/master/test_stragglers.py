@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from elasticcb.master.stragglers import Paces, plan_split
@@ -35,7 +37,8 @@ def train(paces: Paces, reports: int, **seconds: float) -> list[str]:
 def test_worker_that_takes_more_than_twice_the_median_of_the_others_is_a_straggler_once() -> None:
     paces = Paces()
     told = train(paces, 60, w1=0.5, w2=2.1, w3=0.52, w4=1.0)
-    assert told == ["w2 is a straggler: 2.1 s per batch; the median of the others is 0.52 s"]
+    assert len(told) == 1
+    assert re.match("w2 is a straggler.* 2.1 s .* 0.52 s", told[0])
     assert paces.stragglers == {2}
 
 
@@ -104,7 +107,7 @@ def test_straggler_keeps_what_it_does_until_the_other_has_done_the_rest() -> Non
     split = plan_split(2, {2: [left(200, 50)]}, {1}, paces)  # 15 batches: 12 s
     assert split is not None
     assert (split.lease, split.end) == (7, 50 + 30)  # 3 batches in 2.4 s, the other's 12 as well
-    assert split.reason == "12 batches, which would take it 9.6 s, go to another worker"
+    assert re.match("12 batches.* 9.6 s", split.reason)
 
 
 def test_task_that_is_not_begun_is_given_before_a_part_of_the_one_that_runs() -> None:

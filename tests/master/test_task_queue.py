@@ -1,35 +1,17 @@
-"""What the task queue hands out, in which order, until which end."""
+"""What the task queue hands out, in which order, until which end; and a queue that was saved."""
 
 from __future__ import annotations
 
-import pytest
-from task_queues import EPOCH_DONE, TRAINING_DONE, drain, make_queue, reached, records_of, take
+import json
 
-from elasticcb.errors import UsageError
-from elasticcb.master.accounting import Accounting
-from elasticcb.master.decisions import DecisionKind, Milestone, MilestoneKind
+import pytest
+from task_queues import EPOCH_DONE, TRAINING_DONE, drain, make_queue, reached, take
+
+from elasticcb.errors import CheckpointError
+from elasticcb.master.decisions import DecisionKind, MilestoneKind
 from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.task import TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
-
-
-def test_every_record_is_handed_out_once_per_epoch():
-    queue = make_queue(training=[("a", 45), ("empty", 0), ("b", 7)], num_epochs=3)
-    tasks = drain(queue)
-    for epoch in range(3):
-        records = records_of(t for t in tasks if t.epoch == epoch)
-        assert sorted(records) == [("a", r) for r in range(45)] + [("b", r) for r in range(7)]
-    assert queue.accounting.records_trained == {0: 52, 1: 52, 2: 52}
-
-
-def test_tasks_never_span_two_sources():
-    tasks = drain(make_queue(training=[("a", 45), ("b", 7)]))
-    assert sorted((t.shard.name, t.shard.start, t.shard.end) for t in tasks) == [
-        ("a", 0, 20),
-        ("a", 20, 40),
-        ("a", 40, 45),
-        ("b", 0, 7),
-    ]
 
 
 def test_order_of_shards_depends_on_seed_and_epoch_and_on_nothing_else():
@@ -44,35 +26,10 @@ def test_order_of_shards_depends_on_seed_and_epoch_and_on_nothing_else():
     assert order(8)[0] != first
 
 
-def test_task_ids_and_lease_ids_are_unique():
-    queue = make_queue(num_epochs=5)
-    leases = []
-    while (decision := queue.get_task(1, 0.0)).lease is not None:
-        leases.append(decision.lease)
-    assert len({lease.id for lease in leases}) == len({lease.task.id for lease in leases}) == 10
-
-
 def test_prediction_tasks_come_in_order():
     queue = make_queue(training=(), prediction=[("p", 50), ("q", 30)])
     assert [str(t.shard) for t in drain(queue)] == ["p [0, 20)", "p [20, 40)", "p [40, 50)", "q [0, 20)", "q [20, 30)"]
     assert reached(queue) == [(MilestoneKind.PREDICTION_DONE, 0)]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"records_per_task": 0},
-        {"minibatch_size": 0},
-        {"num_epochs": 0},
-        {"max_batches": -1},
-        {"lease_seconds": 0},
-        {"max_retries": -1},
-        {"training": [("a", -1)]},
-    ],
-)
-def test_numbers_out_of_range_are_refused(wrong):
-    with pytest.raises(UsageError):
-        make_queue(**wrong)
 
 
 def test_a_million_tasks_are_queued_without_being_made():
@@ -85,19 +42,6 @@ def test_a_million_tasks_are_queued_without_being_made():
 
 
 # ---------------------------------------------------------------- max_batches
-
-
-@pytest.mark.parametrize("max_batches", [1, 2, 3, 4, 5, 7, 8, 9])
-def test_max_batches_is_exact(max_batches):
-    queue = make_queue(training=[("a", 45), ("b", 7)], num_epochs=2, max_batches=max_batches)
-    tasks = drain(queue)
-    assert sum(-(-t.shard.records // 10) for t in tasks) == max_batches
-    assert queue.training_done
-    assert reached(queue)[-1] == (TRAINING_DONE, 0)
-
-
-def test_max_batches_beyond_the_epochs_changes_nothing():
-    assert len(drain(make_queue(num_epochs=2, max_batches=1000))) == 4
 
 
 def test_a_range_handed_out_again_does_not_count_towards_max_batches():
@@ -118,29 +62,9 @@ def test_epoch_cut_short_by_max_batches_is_done_when_its_tasks_are():
 # ---------------------------------------------------------------- epochs
 
 
-def test_epochs_overlap_but_are_done_in_their_order():
-    queue = make_queue(num_epochs=2)
-    first, second, third, fourth = (take(queue, worker) for worker in (1, 2, 3, 4))
-    assert [lease.task.epoch for lease in (first, second, third, fourth)] == [0, 0, 1, 1]
-    queue.report_done(1, first.id)
-    queue.report_done(3, third.id)
-    queue.report_done(4, fourth.id)
-    assert reached(queue) == []
-    queue.report_done(2, second.id)
-    assert reached(queue) == [(EPOCH_DONE, 0), (EPOCH_DONE, 1), (TRAINING_DONE, 0)]
-
-
-def test_epoch_is_done_while_the_next_one_runs():
-    queue = make_queue(num_epochs=2)
-    first, second, third = (take(queue) for _ in range(3))
-    queue.report_done(1, first.id)
-    queue.report_done(1, second.id)
-    assert reached(queue) == [(EPOCH_DONE, 0)]
-    assert queue.report_done(1, third.id).accepted
-
-
 def test_held_epoch_begins_only_after_release():
     queue = make_queue(num_epochs=2, hold_epochs=True)
+    queue.finish()
     assert len(drain(queue)) == 2
     assert reached(queue) == [(EPOCH_DONE, 0)]
     decision = queue.get_task(1, 0.0)
@@ -149,18 +73,6 @@ def test_held_epoch_begins_only_after_release():
     queue.release_epoch(0)
     assert [t.epoch for t in drain(queue)] == [1, 1]
     assert reached(queue) == [(EPOCH_DONE, 1), (TRAINING_DONE, 0)]
-
-
-def test_finished_is_not_answered_while_an_epoch_is_held():
-    queue = make_queue(num_epochs=2, hold_epochs=True)
-    queue.finish()
-    drain(queue)
-    assert queue.get_task(1, 0.0).kind is DecisionKind.WAIT
-
-
-def test_training_sources_without_records_are_done_at_once():
-    queue = make_queue(training=[("a", 0)])
-    assert reached(queue) == [(TRAINING_DONE, 0)]
 
 
 def test_epochs_before_the_initial_one_are_taken_as_done() -> None:
@@ -192,81 +104,17 @@ def test_an_open_ended_epoch_ends_where_its_source_does() -> None:
 # ---------------------------------------------------------------- evaluation, TRAIN_END, the end
 
 
-def test_evaluation_tasks_come_before_training_tasks():
-    queue = make_queue()
-    take(queue)
-    assert queue.add_evaluation(3, [("v", 25), ("w", 5)]) == 3
-    kinds = [t.type for t in drain(queue)]
-    assert kinds == [TaskType.EVALUATION] * 3 + [TaskType.TRAINING]
-
-
-def test_round_is_done_when_all_its_tasks_are():
-    queue = make_queue(training=())
-    queue.add_evaluation(3, [("v", 25)])
-    first, second = take(queue), take(queue)
-    assert first.task.evaluation_round == second.task.evaluation_round == 3
-    queue.report_done(1, second.id)
-    assert reached(queue) == []
-    queue.report_done(1, first.id)
-    assert reached(queue) == [(MilestoneKind.ROUND_DONE, 3)]
-
-
-def test_round_without_records_is_done_at_once():
-    queue = make_queue()
-    assert queue.add_evaluation(1, [("v", 0)]) == 0
-    assert queue.take_milestones() == [Milestone(MilestoneKind.ROUND_DONE, 1)]
-
-
-def test_running_round_can_not_be_added_again():
-    queue = make_queue()
-    queue.add_evaluation(1, [("v", 1)])
-    with pytest.raises(UsageError):
-        queue.add_evaluation(1, [("v", 1)])
-
-
-def test_train_end_waits_for_everything_else():
-    queue = make_queue(training=[("a", 20)])
-    queue.add_train_end()
-    queue.finish()
-    training = take(queue)
-    assert queue.get_task(2, 0.0).kind is DecisionKind.WAIT
-    queue.add_evaluation(1, [("v", 20)])
-    evaluation = take(queue, 2)
-    queue.report_done(1, training.id)
-    decision = queue.get_task(1, 0.0)
-    assert decision.kind is DecisionKind.WAIT
-    assert "TRAIN_END" in decision.reason
-    queue.report_done(2, evaluation.id)
-    assert take(queue).task.type is TaskType.TRAIN_END
-
-
-def test_there_is_one_train_end_task_and_another_worker_runs_it_when_the_first_dies():
-    queue = make_queue(training=())
-    queue.add_train_end()
-    queue.add_train_end()
-    lease = take(queue, 1)
-    queue.worker_lost(1)
-    again = take(queue, 2)
-    assert again.task == lease.task
-    queue.report_done(2, again.id)
-    assert reached(queue) == [(MilestoneKind.TRAIN_END_DONE, 0)]
-    queue.finish()
-    assert queue.get_task(2, 0.0).kind is DecisionKind.FINISHED
-
-
 def test_wait_becomes_finished_only_when_nothing_runs_and_nothing_will_come():
     queue = make_queue(training=[("a", 20)])
+    lease = take(queue)
+    queue.report_done(1, lease.id)
+    assert queue.get_task(2, 0.0).kind is DecisionKind.WAIT
+    queue.add_evaluation(1, [("v", 20)])
     lease = take(queue)
     queue.finish()
     assert queue.get_task(2, 0.0).kind is DecisionKind.WAIT
     queue.report_done(1, lease.id)
     assert queue.get_task(2, 0.0).kind is DecisionKind.FINISHED
-
-
-def test_idle_queue_that_was_not_finished_answers_wait():
-    queue = make_queue()
-    drain(queue)
-    assert queue.get_task(1, 0.0).kind is DecisionKind.WAIT
 
 
 # ---------------------------------------------------------------- counting
@@ -281,7 +129,134 @@ def test_counts_know_the_tasks_that_are_still_to_be_made():
     assert capped.counts()[TaskType.TRAINING][TaskState.TODO] == 3
 
 
-def test_accounting_is_a_copy():
+# ---------------------------------------------------------------- told to stop
+
+
+def test_stopping_drops_what_is_to_do_and_lets_what_runs_go_on():
+    queue = make_queue(training=[("a", 100)], num_epochs=3)
+    running, lost = take(queue, 1), take(queue, 2)
+    queue.worker_lost(2)
+    queue.stop_training("early")
+    assert queue.stop_reason == "early"
+    assert queue.get_task(3, 0.0).kind is DecisionKind.WAIT
+    assert reached(queue) == []
+    queue.report_done(1, running.id)
+    assert reached(queue) == [(EPOCH_DONE, 0), (TRAINING_DONE, 0)]
+    accounting = queue.accounting
+    assert accounting.records_trained == {0: 20}
+    assert accounting.records_dropped == {0: 80}
+    counts = queue.counts()[TaskType.TRAINING]
+    assert (counts[TaskState.DONE], counts[TaskState.DROPPED], counts[TaskState.TODO]) == (1, 4, 0)
+    assert lost.task.shard.records == 20
+
+
+def test_stopping_can_end_overlapping_epochs_by_itself():
+    queue = make_queue(num_epochs=3)
+    first, second, third = (take(queue, worker) for worker in (1, 2, 3))
+    queue.report_done(1, first.id)
+    queue.report_done(3, third.id)
+    queue.worker_lost(2)
+    queue.stop_training("enough")
+    assert reached(queue) == [(EPOCH_DONE, 0), (EPOCH_DONE, 1), (TRAINING_DONE, 0)]
+    assert not queue.report_done(2, second.id).accepted
+
+
+def test_task_that_ran_when_training_stopped_is_finished_by_another_worker():
     queue = make_queue()
-    queue.accounting.records_trained[0] = 99
-    assert queue.accounting == Accounting()
+    lease = take(queue, 1)
+    queue.stop_training("early")
+    queue.worker_lost(1)
+    assert take(queue, 2).task == lease.task
+
+
+def test_stopping_before_the_first_task_ends_training_without_an_epoch():
+    queue = make_queue()
+    queue.stop_training("never mind")
+    assert reached(queue) == [(TRAINING_DONE, 0)]
+
+
+def test_stopping_between_held_epochs_ends_training():
+    queue = make_queue(num_epochs=3, hold_epochs=True)
+    drain(queue)
+    queue.take_milestones()
+    queue.stop_training("converged")
+    assert reached(queue) == [(TRAINING_DONE, 0)]
+    queue.finish()
+    assert queue.get_task(1, 0.0).kind is DecisionKind.FINISHED
+
+
+def test_stopping_before_the_first_batch_of_an_epoch_trains_it_as_fit_does():
+    queue = make_queue(training=[("a", 100)], num_epochs=3, hold_epochs=True)
+    trained = len(drain(queue))
+    queue.stop_training("enough", before_batch=True)  # by on_epoch_begin
+    queue = TaskQueue.from_dict(json.loads(json.dumps(queue.to_dict())))
+    assert queue.stop_reason == "enough"
+    queue.take_milestones()
+    queue.release_epoch(0)
+    last = take(queue, 1)
+    assert (last.task.epoch, last.task.shard.records) == (1, 10)
+    assert queue.get_task(2, 0.0).kind is DecisionKind.WAIT
+    queue.report_done(1, last.id)
+    assert reached(queue) == [(EPOCH_DONE, 1), (TRAINING_DONE, 0)]
+    assert queue.accounting.records_trained == {0: 100, 1: 10}
+    assert queue.accounting.records_dropped == {1: 90}
+    assert trained == 5
+
+
+def test_stopping_twice_or_after_the_end_changes_nothing():
+    queue = make_queue()
+    drain(queue)
+    queue.take_milestones()
+    queue.stop_training("late")
+    assert queue.stop_reason is None
+    assert reached(queue) == []
+
+
+# ---------------------------------------------------------------- saved, and going on in another process
+
+
+def test_restored_queue_refuses_leases_from_before():
+    queue = make_queue()
+    saved = queue.to_dict()
+    old = take(queue)
+    restored = TaskQueue.from_dict(saved)
+    assert take(restored).id != old.id
+    assert not restored.report_done(1, old.id).accepted
+
+
+def test_restored_queue_tells_milestones_that_nobody_took():
+    queue = make_queue()
+    drain(queue)
+    restored = TaskQueue.from_dict(queue.to_dict())
+    assert restored.take_milestones() == queue.take_milestones() != []
+
+
+def test_restored_queue_remembers_failures_of_a_task():
+    queue = make_queue(training=[("a", 20)], max_retries=1)
+    queue.report_failed(1, take(queue).id, "first", "")
+    restored = TaskQueue.from_dict(queue.to_dict())
+    restored.report_failed(1, take(restored).id, "second", "")
+    assert restored.failure is not None
+    assert [attempt.error for attempt in restored.failure.attempts] == ["first", "second"]
+
+
+def test_failed_task_does_not_hold_its_epoch_open_in_a_restored_queue():
+    queue = make_queue(training=[("a", 20)], max_retries=0)
+    queue.report_failed(1, take(queue).id, "boom", "")
+    restored = TaskQueue.from_dict(queue.to_dict())
+    assert reached(restored) == [(EPOCH_DONE, 0), (TRAINING_DONE, 0)]
+
+
+def test_restored_queue_leaves_evaluation_rounds_out():
+    queue = make_queue(training=())
+    queue.add_evaluation(1, [("v", 100)])
+    take(queue)
+    restored = TaskQueue.from_dict(queue.to_dict())
+    assert restored.get_task(1, 0.0).kind is DecisionKind.WAIT
+    assert restored.add_evaluation(1, [("v", 100)]) == 5
+
+
+@pytest.mark.parametrize("saved", [{}, {"format": 99}, {"format": 1}])
+def test_something_else_can_not_be_restored(saved):
+    with pytest.raises(CheckpointError):
+        TaskQueue.from_dict(saved)

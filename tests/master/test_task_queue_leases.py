@@ -1,24 +1,15 @@
-"""Leases that are over, taken back or never came to their worker: the next worker goes on."""
+"""Leases that are over, taken back or never came to their worker; and tasks whose end goes to another."""
 
 from __future__ import annotations
 
 import pytest
 from task_queues import EPOCH_DONE, TRAINING_DONE, make_queue, reached, take
 
-from elasticcb.master.decisions import DecisionKind, MilestoneKind
+from elasticcb.errors import WireError
+from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.shards import Shard
-from elasticcb.master.task import TaskState, TaskType
 
 # ---------------------------------------------------------------- taking over
-
-
-def test_task_of_a_dead_worker_is_handed_out_again():
-    queue = make_queue()
-    lease = take(queue)
-    assert queue.worker_lost(1) == [lease.task]
-    again = take(queue, worker=2)
-    assert again.task == lease.task
-    assert again.id != lease.id
 
 
 def test_task_taken_over_starts_behind_the_reported_records():
@@ -70,40 +61,6 @@ def test_late_progress_report_does_not_take_records_back():
     assert queue.accounting.records_trained == {0: 15}
 
 
-@pytest.mark.parametrize("kind", ["training", "prediction"])
-def test_task_whose_records_were_all_reported_is_done_when_its_worker_is_lost(kind):
-    queue = make_queue(**{"training": (), kind: [("a", 20)]})
-    lease = take(queue)
-    queue.report_progress(1, lease.id, 20, 0.0)
-    assert reached(queue) == []
-    queue.worker_lost(1)
-    expected = {
-        "training": [(EPOCH_DONE, 0), (TRAINING_DONE, 0)],
-        "prediction": [(MilestoneKind.PREDICTION_DONE, 0)],
-    }
-    assert reached(queue) == expected[kind]
-    assert queue.counts()[TaskType(kind.upper())][TaskState.DONE] == 1
-    queue.finish()
-    assert queue.get_task(2, 0.0).kind is DecisionKind.FINISHED
-
-
-def test_prediction_task_taken_over_starts_behind_the_reported_records():
-    queue = make_queue(training=(), prediction=[("p", 20)])
-    queue.report_progress(1, take(queue).id, 10, 0.0)
-    queue.worker_lost(1)
-    assert take(queue, worker=2).task.shard == Shard("p", 10, 20)
-
-
-def test_evaluation_task_taken_over_starts_at_its_beginning():
-    queue = make_queue()
-    queue.add_evaluation(1, [("v", 20)])
-    lease = take(queue)
-    assert queue.report_progress(1, lease.id, 20, 0.0).accepted
-    queue.worker_lost(1)
-    assert take(queue, worker=2).task == lease.task
-    assert queue.accounting.records_repeated == 0
-
-
 def test_tasks_taken_back_come_before_new_ones_in_their_order():
     queue = make_queue(training=[("a", 200)])
     first, second = take(queue), take(queue)
@@ -122,22 +79,15 @@ def test_a_lost_worker_gets_no_task_any_more():
 # ---------------------------------------------------------------- lost answers
 
 
-def test_lease_whose_answer_got_lost_is_put_back():
-    queue = make_queue()
+def test_lease_whose_answer_got_lost_is_put_back_and_is_no_attempt():
+    queue = make_queue(max_losses=0, max_retries=0)
     lease = take(queue, held=[])
     again = take(queue, held=[])
     assert again.task == lease.task
     assert again.id != lease.id
     assert queue.accounting.answers_lost == 1
     assert queue.accounting.records_repeated == 0
-
-
-def test_lease_that_the_worker_names_stays_with_it():
-    queue = make_queue()
-    first = take(queue, held=[])
-    second = take(queue, held=[first.id])
-    assert first.task != second.task
-    assert len(queue.leases(1)) == 2
+    assert queue.failure is None
 
 
 def test_lease_that_the_worker_spoke_of_is_not_put_back():
@@ -146,14 +96,6 @@ def test_lease_that_the_worker_spoke_of_is_not_put_back():
     queue.report_progress(1, first.id, 0, 0.0)
     assert take(queue, held=[]).task != first.task
     assert queue.report_done(1, first.id).accepted
-
-
-def test_lost_answers_are_no_attempts():
-    queue = make_queue(training=[("a", 20)], max_losses=0, max_retries=0)
-    for _ in range(5):
-        lease = take(queue, held=[])
-    assert queue.report_done(1, lease.id).accepted
-    assert queue.failure is None
 
 
 # ---------------------------------------------------------------- leases and time
@@ -185,12 +127,6 @@ def test_worker_that_can_not_tell_which_records_are_done_keeps_its_lease_alive_b
     assert queue.expire(109.0) == []
     assert queue.expire(110.0) == [lease]
     assert queue.accounting.records_trained == {}
-
-
-def test_all_workers_that_hang_lose_their_leases():
-    queue = make_queue()
-    leases = [take(queue, 1), take(queue, 2)]
-    assert queue.expire(60.0) == leases
 
 
 def test_workers_that_wait_for_a_lost_server_keep_their_leases():
@@ -225,17 +161,6 @@ def test_hung_worker_loses_all_its_leases_at_once():
     assert queue.expire(60.0) == [first, second]
 
 
-def test_hung_worker_that_wakes_up_is_refused_and_may_take_tasks_again():
-    queue = make_queue()
-    lease = take(queue)
-    queue.expire(60.0)
-    assert not queue.report_progress(1, lease.id, 10, 61.0).accepted
-    again = take(queue, now=61.0)
-    assert again.task == lease.task
-    assert not queue.report_done(1, lease.id).accepted
-    assert queue.report_done(1, again.id).accepted
-
-
 def test_task_without_records_is_kept_alive_by_any_report():
     queue = make_queue(training=())
     queue.add_train_end()
@@ -264,3 +189,63 @@ def test_batch_that_ends_leaves_a_worker_the_time_of_a_lease():
         queue.report_progress(1, lease.id, 0, now)  # alive, and waiting for something
     assert queue.expire(109.0) == []
     assert queue.expire(110.0) == [lease]
+
+
+# ---------------------------------------------------------------- splitting
+
+
+def test_rest_of_a_task_goes_to_a_worker_that_holds_nothing():
+    queue = make_queue(training=[("a", 20)], minibatch_size=5)
+    lease = take(queue, 1)
+    queue.report_progress(1, lease.id, 5, 1.0)
+    assert queue.split(1, lease.id, 10).accepted
+    assert queue.get_task(1, 1.0).kind is DecisionKind.WAIT  # it would be no quicker with it
+    assert queue.leases(1)[0].task.shard == Shard("a", 0, 10)
+    rest = take(queue, 2)
+    assert rest.task.shard == Shard("a", 10, 20)
+    assert rest.task.id != lease.task.id
+    assert queue.report_done(2, rest.id).accepted
+    assert reached(queue) == []
+    assert queue.report_done(1, lease.id).accepted
+    assert reached(queue) == [(EPOCH_DONE, 0), (TRAINING_DONE, 0)]
+    accounting = queue.accounting
+    assert (accounting.records_trained, accounting.tasks_split) == ({0: 20}, 1)
+    assert (accounting.records_repeated, accounting.tasks_taken_over) == (0, 0)
+
+
+def test_task_that_is_not_begun_is_handed_back_and_its_worker_takes_it_when_it_has_nothing_else():
+    queue = make_queue(minibatch_size=5)
+    running, ahead = take(queue, 1), take(queue, 1)
+    assert queue.split(1, ahead.id, 0).accepted
+    assert queue.get_task(1, 1.0, [running.id]).kind is DecisionKind.WAIT
+    assert queue.report_done(1, running.id).accepted
+    again = take(queue, 1)
+    assert again.task == ahead.task
+    assert again.id != ahead.id
+    assert not queue.report_done(1, ahead.id).accepted
+    assert queue.report_done(1, again.id).accepted
+    assert queue.accounting.records_trained == {0: 40}
+    assert queue.accounting.records_repeated == 0
+
+
+def test_next_epoch_waits_for_no_part_that_is_for_an_idle_worker():
+    queue = make_queue(training=[("a", 20)], minibatch_size=5, num_epochs=2)
+    lease = take(queue, 1)
+    queue.report_progress(1, lease.id, 5, 1.0)
+    queue.split(1, lease.id, 10)
+    assert take(queue, 1).task.epoch == 1  # a worker that is busy fetches ahead
+    rest = take(queue, 2)
+    assert (rest.task.epoch, rest.task.shard) == (0, Shard("a", 10, 20))
+
+
+def test_splits_that_can_not_be_are_refused():
+    queue = make_queue(training=[("a", 20)], minibatch_size=5)
+    lease = take(queue, 1)
+    queue.report_progress(1, lease.id, 10, 1.0)
+    for end in (-5, 0, 5, 21):
+        with pytest.raises(WireError, match=rf"asked to keep only the first {end} records.*from 10 to 20"):
+            queue.split(1, lease.id, end)
+    assert queue.split(1, lease.id, 20).reason == "there is nothing to split off"
+    assert not queue.split(2, lease.id, 15).accepted
+    assert not queue.split(1, 99, 15).accepted
+    assert (queue.accounting.tasks_split, queue.accounting.reports_refused) == (0, 2)

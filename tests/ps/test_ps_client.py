@@ -6,14 +6,13 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.sharding.flat_blocks import unpack_weights
 from elasticcb.sharding.partition import pack
 from elasticcb.sharding.push import Movement
-from helpers_ps import CUT, SPECS, initial_values, movements
+from helpers_ps import CUT, SPECS, assert_same, initial_values, movements
 
 
 @pytest.fixture
@@ -38,11 +37,6 @@ def movement(client, number, batches=1):
 
 def weights(client):
     return unpack_weights(client.blocks, client.servers.specs, client.servers.partition)
-
-
-def assert_same(some, others):
-    for mine, other in zip(some, others, strict=True):
-        np.testing.assert_array_equal(mine, other)
 
 
 @pytest.mark.parametrize("num_ps", [1, 2, 5])

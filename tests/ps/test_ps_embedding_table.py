@@ -195,25 +195,6 @@ def test_piece_may_be_read_again_until_the_next_one_is(monkeypatch):
     train_rows(table, np.arange(100), np.ones((100, DIM), np.float32), descend, 5)  # is kept for nobody
 
 
-def test_rows_that_were_read_are_not_kept(monkeypatch):
-    monkeypatch.setattr(table_snapshot, "CHUNK_BYTES", 1500)
-    table = make_table()
-    table.lookup(np.arange(100), True)
-    snapshot = table_snapshot.TableSnapshot(table._rows)
-    snapshot.read(60, 20)
-    train_rows(table, np.arange(100), np.ones((100, DIM), np.float32), descend, 1)
-    assert len(snapshot._kept) == 40
-
-
-def test_rows_stream_in_parts_that_make_up_all_of_them():
-    table = make_table()
-    table.lookup(np.arange(100), True)
-    parts = [table.rows(start, 30) for start in range(0, 100, 30)]
-    ids = np.concatenate([part for part, _ in parts])
-    assert sorted(ids.tolist()) == list(range(100))
-    np.testing.assert_array_equal(np.concatenate([rows for _, rows in parts]), initial(ids))
-
-
 def test_what_lookups_and_exports_give_away_does_not_change_with_training():
     table = make_table()
     ids = np.arange(10)
@@ -231,15 +212,6 @@ def test_snapshot_keeps_only_rows_that_have_changed():
         train_rows(table, np.arange(7), np.ones((7, DIM), np.float32), descend, version)
     assert len(snapshot._kept) == 7
     np.testing.assert_array_equal(snapshot.lookup(np.arange(200)), initial(np.arange(200)))
-
-
-def test_snapshot_outlives_a_load():
-    table = make_table()
-    table.lookup(np.arange(10), True)
-    snapshot = table.snapshot()
-    table.load(TableState(np.arange(10), np.zeros((10, DIM), np.float32)), 0)
-    train_rows(table, np.arange(10), np.ones((10, DIM), np.float32), descend, 1)
-    np.testing.assert_array_equal(snapshot.lookup(np.arange(10)), initial(np.arange(10)))
     snapshot.release()
     snapshot.release()
 
@@ -297,18 +269,6 @@ def test_slots_and_counts_that_a_state_lacks_stay_for_ids_that_stay():
     assert (new.hits.tolist(), new.used.tolist()) == ([0], [5])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_rows_of_other_dtypes_are_kept_as_they_are(dtype):
-    if dtype == "bfloat16":
-        dtype = pytest.importorskip("ml_dtypes").bfloat16
-    table = EmbeddingTable(2, dtype, lambda ids: np.ones((len(ids), 2)), slots_of(2))
-    ids = np.arange(5000)
-    table.lookup(ids, True)
-    train_rows(table, ids, np.full((5000, 2), 0.25, dtype), descend, 1)
-    assert table.lookup(ids, False).dtype == dtype
-    np.testing.assert_array_equal(table.lookup(ids, False).astype(float), np.full((5000, 2), 0.75))
-
-
 def test_updates_too_small_for_bfloat16_add_up():
     table = EmbeddingTable(
         50, "float32", lambda ids: np.ones((len(ids), 50)), {}, options=TableOptions(rows_dtype=RowsDtype.BFLOAT16)
@@ -336,12 +296,3 @@ def test_rows_of_bfloat16_become_those_of_float32_and_again_bfloat16_without_a_c
         np.testing.assert_array_equal(each.export().slots["momentum"], table.export().slots["momentum"])
     assert other.row_bytes - table.row_bytes == 2 * DIM
     assert (other.export().rows.dtype, again.export().rows.dtype) == (np.float32, np.float32)
-
-
-def test_a_table_counts_its_rows_and_their_bytes():
-    table = make_table()
-    table.lookup(np.arange(10), True)
-    table.lookup(np.arange(5, 15), True)
-    table.lookup(np.arange(30), False)
-    assert len(table) == 15
-    assert table.bytes == 15 * table.row_bytes > 15 * (2 * DIM + 1) * 4

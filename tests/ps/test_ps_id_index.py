@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticcb.ps.id_index import IdIndex
+from elasticcb.ps.embedding_table import EmbeddingTable
+from elasticcb.ps.id_index import IdIndex, RecentIds
 
 RANGES = {"few": 5_000, "many": 1 << 40, "all": 2**63 - 1}
 
@@ -43,19 +44,6 @@ def test_ids_of_one_bucket_are_all_found():
     assert sorted(index.find(same[1::2]).tolist()) == list(range(len(same) // 2))
 
 
-def test_no_ids_are_no_trouble():
-    index, none = IdIndex(), np.empty(0, np.int64)
-    assert index.find(none).shape == index.insert(none).shape == (0,)
-    assert [part.tolist() for part in index.remove(none)] == [[], []]
-
-
-def test_ids_of_a_read_only_array_are_found():
-    index = IdIndex()
-    ids = np.frombuffer(np.arange(9).tobytes(), np.int64)
-    index.insert(ids)
-    assert index.find(ids).tolist() == list(range(9))
-
-
 @pytest.mark.parametrize("then", ["ids that are not their places", "some are removed"])
 def test_ids_that_are_their_own_places_are_found_before_and_after_others_come_or_some_go(then):
     index = IdIndex()
@@ -75,3 +63,38 @@ def test_ids_that_are_their_own_places_are_found_before_and_after_others_come_or
         assert index.insert(np.array([2**40, 5_000])).tolist() == [5_000, 5_001]
         assert index.find(asked).tolist() == [4_999, 0, 5_001, -1, 7]
     assert (index.find(index.ids) == np.arange(len(index))).all()
+
+
+def ids_of(*numbers):
+    return np.array(numbers, np.int64)
+
+
+def table(**options):
+    return EmbeddingTable(1, "float32", lambda ids: ids[:, None].astype(np.float32), {}, **options)
+
+
+def test_ids_are_found_in_the_order_in_which_they_were_noted():
+    recent = RecentIds()
+    recent.note(ids_of(3, 1, 2), ids_of(0, 1, 2))
+    assert recent.find(ids_of(3, 1, 2)).tolist() == [0, 1, 2]
+    assert recent.find(ids_of(3, 2, 1)) is None
+    assert recent.find(ids_of(3, 4, 2)) is None  # its key is the same
+
+
+def test_what_is_noted_does_not_change_with_the_memory_that_it_came_in():
+    recent, ids = RecentIds(), ids_of(7, 8)
+    recent.note(ids, ids_of(0, 1))
+    ids[:] = 9
+    assert recent.find(ids_of(7, 8)) is not None
+    assert recent.find(ids) is None
+
+
+def test_a_push_updates_the_right_rows_after_others_were_removed():
+    rows = table()
+    rows.lookup(ids_of(1, 2, 3), create=True)
+    rows.lookup(ids_of(2, 3), create=True)
+    assert rows.knows(ids_of(2, 3))
+    rows.evict(rows.places(ids_of(1)))  # row 3 moves into its place
+    assert not rows.knows(ids_of(2, 3))
+    change = rows.prepare(ids_of(2, 3), np.ones((2, 1), np.float32))
+    assert change.rows[:, 0].tolist() == [2, 3]

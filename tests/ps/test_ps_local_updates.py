@@ -96,7 +96,7 @@ def test_a_worker_that_has_nothing_to_train_frees_its_round(start_servers, pool,
     assert waiting.result(5).header.version == 1
     np.testing.assert_allclose(one.values()[2], FIRST[2] + 1, rtol=1e-5)
     if how == "is lost":
-        with pytest.raises(ElasticCBError, match="updates of worker 2 are refused: the master declared it lost"):
+        with pytest.raises(ElasticCBError, match=r"worker 2 .*lost"):
             merge(one, 1.0, 1, 1, worker=2)
 
 
@@ -122,28 +122,10 @@ def test_forty_workers_make_rounds_together(start_servers):
     np.testing.assert_allclose(one.values()[2], FIRST[2] + rounds * 20.5, rtol=1e-4)
 
 
-def test_a_movement_is_merged_at_once_by_its_share_where_nobody_waits(start_servers):
-    one = start_servers(make_optimizer=momentum, updates="async")
-    one.initialize(FIRST)
-    merge(one, 1.0, batches=1, base=0)
-    np.testing.assert_allclose(one.values()[2], FIRST[2] + 1, rtol=1e-5)
-    merge(one, 1.0, batches=1, base=1, worker=2)  # one of two
-    np.testing.assert_allclose(one.values()[2], FIRST[2] + 1.5, rtol=1e-5)
-    merge(one, 1.0, batches=1, base=0, sequence=2, worker=2)  # of the two batches since
-    np.testing.assert_allclose(one.values()[2], FIRST[2] + 1.5 + 1 / 3, rtol=1e-5)
-
-
 def test_a_worker_that_has_pulled_nothing_from_this_server_is_told_all(one):
     slots = {f"slots/{index}/momentum": array for index, array in moved_by(2.0).items()}
     answer = merge(one, 1.0, 4, 0, known=-1, pull=True, optimizers=True, tensors=slots)
     assert {"weights/float32", "state/float32", "slots/1/momentum", "shared/learning_rate"} <= answer.tensors.keys()
-
-
-def test_a_movement_that_is_sent_again_is_merged_once(one):
-    for _ in range(3):
-        answer = merge(one, 1.0, batches=4, base=0)
-        assert answer.header.version == 4
-    np.testing.assert_allclose(one.values()[2], FIRST[2] + 1, rtol=1e-5)
 
 
 def test_optimizers_are_merged_and_count_the_batches_of_all(one):
@@ -173,7 +155,7 @@ def test_rows_alone_make_no_version(one):
 def test_a_movement_says_how_far_all_variables_have_moved(one):
     frame = one.frame(moved_by(1.0), sequence=1)
     frame.tensors["moved/float32"] = frame.tensors["moved/float32"][:24]
-    with pytest.raises(WireError, match=r"movements of the trainable variables: .*float32\[78\].*float32\[24\]"):
+    with pytest.raises(WireError, match=r"float32\[78\].*float32\[24\]"):
         one.call(0, "Exchange", frame)
     frame.tensors["momentum/float32"] = np.zeros(2, np.float32)
     with pytest.raises(WireError, match="momentum/float32"):

@@ -11,6 +11,7 @@ import pytest
 
 from elasticcb.errors import ModelFileError
 from elasticcb.layers.initial_values import InitialValues
+from elasticcb.optimizers import RowWiseAdagrad
 from elasticcb.ps.parameters import Parameters
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.settings.choices import WhenFull
@@ -61,7 +62,11 @@ def random_ids(random, step):
     return ids
 
 
-@pytest.mark.parametrize("make", [adagrad, adamw])
+def rowwise(count):
+    return [RowWiseAdagrad(0.1)]
+
+
+@pytest.mark.parametrize("make", [adamw, rowwise])
 def test_tables_of_one_kind_have_the_rows_of_tables_on_their_own(make):
     together, apart = Parameters(SPECS, [], make, {}), [Parameters(SPECS, [], make, {}) for _ in SPECS]
     random = np.random.default_rng(0)
@@ -75,6 +80,7 @@ def test_tables_of_one_kind_have_the_rows_of_tables_on_their_own(make):
             # Not to the bit: the last one depends on where in a vector of the processor a row is computed.
             after = [each.tables.lookup({place: ids[place]}, False)[place] for each in (together, apart[place])]
             np.testing.assert_allclose(*after, rtol=1e-6, atol=1e-7)
+            np.testing.assert_array_equal(*(each.tables[place].export().used for each in (together, apart[place])))
         for place in range(len(SPECS)):
             if place not in ids:  # Adam corrects its averages by the steps of the model
                 push(apart[place], {place: np.empty(0, np.int64)})

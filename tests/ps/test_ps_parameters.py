@@ -8,7 +8,7 @@ import pytest
 
 from elasticcb.optimizers.traits import may_split
 from elasticcb.sharding.partition import VariableSpec
-from helpers_ps import SPECS, TRAINABLE, Part, initial_values, movements
+from helpers_ps import TRAINABLE, Part, initial_values, movements
 
 optimizers = keras.optimizers
 
@@ -26,17 +26,6 @@ def test_a_movement_of_the_only_worker_is_added_to_the_last_digit():
     for index in TRAINABLE:
         np.testing.assert_array_equal(part.values()[index], expected[index])
     assert part.parameters.version == 5
-
-
-def test_two_servers_that_share_a_variable_add_as_one():
-    specs = (VariableSpec("dense/kernel", (300, 64), "float32", True),)
-    values = initial_values(specs)
-    parts = [Part(adam, values, specs, 2, index, split=True) for index in range(2)]
-    for part in parts:
-        part.push(movements(0, specs))
-    assert all(len(part.slices) == 1 for part in parts)
-    both = parts[0].values()[0] + parts[1].values()[0]
-    np.testing.assert_array_equal(both, values[0] + movements(0, specs)[0])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -103,12 +92,3 @@ def test_names_and_counters_of_several_optimizers_are_kept_apart():
     part.push(movements(0, specs[:1]), shared={"iterations": np.int64(1), "1/iterations": np.int64(5)}, base=0)
     shared = part.parameters.optimizers.state().shared
     assert (int(shared["iterations"]), int(shared["1/iterations"])) == (2, 6)
-
-
-def test_a_server_knows_what_does_not_change():
-    part = Part(adam, initial_values())
-    state = part.parameters.snapshot().state
-    part.push(movements(0))
-    assert part.parameters.snapshot().state is state
-    assert part.parameters.state_version == 0
-    np.testing.assert_array_equal(part.values()[4], initial_values(SPECS)[4])

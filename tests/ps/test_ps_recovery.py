@@ -29,7 +29,8 @@ from elasticcb.sharding.partition import ShardMap, VariableSpec, partition
 from elasticcb.sharding.push import Movement
 from elasticcb.sharding.table_spec import TableSpec, whole
 from elasticcb.sharding.table_state import TableState
-from helpers_ps_lost import ON_DISK, SIZES, SPECS, VALUES, assert_same
+from helpers_ps import assert_same
+from helpers_ps_lost import ON_DISK, SIZES, SPECS, VALUES
 
 
 @pytest.mark.parametrize(
@@ -288,14 +289,6 @@ def loaded(folder):
     found = load(Files(str(folder), None), read_manifest(folder), SAVED, PARTS[0], 0, ShardMap(1))
     table = whole(found.part.tables[1])
     return found, dict(zip(table.ids.tolist(), table.rows[:, 0].tolist(), strict=True))
-
-
-def test_files_hold_the_last_of_each_row(tmp_path):
-    saved(tmp_path, (1, [4, 0, 9]), (2, [0]), (3, [9, 7]))
-    found, rows = loaded(tmp_path)
-    assert (found.part.version, found.answered) == (3, {1: 3})
-    assert rows == {0: 2, 4: 1, 7: 3, 9: 3}
-    np.testing.assert_array_equal(found.part.weights[0], [3, 3, 3])
 
 
 def test_changes_are_merged_once_they_are_as_large_as_all(tmp_path, monkeypatch):
