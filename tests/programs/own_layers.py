@@ -40,23 +40,6 @@ def forgetful_config():
     return between(Scaled(3.0), layers.Dense(4, "tanh"))
 
 
-@own("a constructor that changes its argument, and a `get_config` that returns the changed one")
-def config_that_drifts():
-    class Halved(layers.Layer):
-        def __init__(self, units, **kwargs):
-            super().__init__(**kwargs)
-            self.units = units // 2
-            self.inner = layers.Dense(self.units, "tanh")
-
-        def call(self, x):
-            return self.inner(x)
-
-        def get_config(self):
-            return {**super().get_config(), "units": self.units}
-
-    return between(Halved(16))
-
-
 @own("a `get_config` or `from_config` that fails")
 def config_that_fails():
     class Broken(layers.Dense):
@@ -69,22 +52,6 @@ def config_that_fails():
             raise TypeError("make it yourself")
 
     return between(Broken(5, activation="tanh"), Forbidden(4, activation="relu"))
-
-
-@own("a constructor with a side effect: layers are numbered by a class attribute")
-def numbered_layers():
-    class Numbered(layers.Layer):
-        count = 0
-
-        def __init__(self):
-            super().__init__()
-            Numbered.count += 1
-            self.number = Numbered.count
-
-        def call(self, x):
-            return x * (0.5 + self.number)
-
-    return between(Numbered(), layers.Dense(3, "tanh"), Numbered())
 
 
 @own("random numbers that the constructor draws")
