@@ -11,35 +11,6 @@ from catalogue import BATCH, RECORDS, Given, case, compiled, integers, normal
 from matrix_models import Plain
 
 
-@case("Layers", "`Lambda`, activations, initializers and regularizers that are functions, lambdas or closures")
-def functions_in_layers() -> Given:
-    def times(factor):
-        def scaled(x):
-            return ops.tanh(factor * x)
-
-        return scaled
-
-    def start(shape, dtype=None):
-        return ops.full(shape, 0.1, dtype)
-
-    class Squares(keras.regularizers.Regularizer):
-        def __call__(self, x):
-            return 0.01 * ops.sum(x**2)
-
-    half = 0.5
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Lambda(lambda x: x * half + np.pi),
-            layers.Dense(4, activation=times(0.3), kernel_initializer=start, kernel_regularizer=Squares()),
-            layers.Dense(4, activation=times(3.0), bias_initializer=start),
-            layers.Dense(4, activation=lambda x: ops.relu(x) + half * x),
-            layers.Dense(1),
-        ]
-    )
-    return Given(compiled(model), normal(6), normal(1))
-
-
 @case("Layers", "`Conv2D`, `BatchNormalization` (a small ResNet)", tolerance=1e-4)
 def resnet() -> Given:
     inputs = keras.Input((6, 6, 1))

@@ -208,21 +208,6 @@ def average() -> Given:
     return Given(model, normal(6), normal(1))
 
 
-@case("Steps", "a part that was compiled and trained before (a teacher), with its own optimizer")
-def teacher() -> Given:
-    class Distiller(Plain):
-        def __init__(self, teacher):
-            super().__init__()
-            self.teacher = teacher
-
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            return ops.mean((y - y_pred) ** 2) + ops.mean((self.teacher(x, training=False) - y_pred) ** 2)
-
-    first = dense(metrics=["mae"])
-    first.fit(normal(6), normal(1), verbose=0, shuffle=False)
-    return Given(compiled(Distiller(first)), normal(6), normal(1))
-
-
 @case("Steps", "custom `fit`, `evaluate` and `predict` that call `super()`")
 def own_methods() -> Given:
     class Methods(Plain):
@@ -255,11 +240,6 @@ def fixed_batch_size() -> Given:
 @case("Steps", "`jit_compile=True`")
 def jit_compile() -> Given:
     return Given(dense(jit_compile=True), normal(6), normal(1))
-
-
-@case("Steps", "`run_eagerly=True`")
-def run_eagerly() -> Given:
-    return Given(dense(run_eagerly=True), normal(6), normal(1))
 
 
 @case("Steps", "`steps_per_execution` (accepted, without effect)")

@@ -26,7 +26,7 @@ NAMES = [name for name, case in CASES.items() if ON_TENSORFLOW or case.everywher
 KEPT = (
     "average", "counting_steps", "fixed_batch_size", "functional", "gan", "hooks_that_set", "lookups", "masked_lstm",
     "metrics_read_by_hooks", "miniature_gpt", "mixed_float16", "own_methods", "own_optimizers", "own_steps", "resnet",
-    "sequential_without_input", "set_back", "shuffled_dataset", "states_of_python", "subclass", "teacher",
+    "sequential_without_input", "set_back", "shuffled_dataset", "states_of_python", "subclass",
 )  # fmt: skip
 KEPT_EVERYWHERE = (
     "annealing", "annealing_eagerly", "boosted_optimizer", "changed_globals", "curriculum", "deep_fm",
