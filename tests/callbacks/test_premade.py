@@ -71,16 +71,6 @@ class TestPredictionOutputsProcessor:
         assert mine.seen == [("outputs", 1)]
         assert not Dispatcher([Mine()], Place.MASTER, {}, None).wants("on_predict_batch_end")
 
-    def test_mistake_in_the_function_shows_the_users_lines_alone(self) -> None:
-        def broken(predictions):
-            return predictions.nothing
-
-        dispatcher = Dispatcher([PredictionOutputsProcessor(broken)], Place.WORKER, {"worker_id": 2}, None)
-        with pytest.raises(CallbackError, match=r"worker 2 \(batch 4\): AttributeError") as caught:
-            dispatcher.call("on_predict_batch_end", 4, {"predictions": 1})
-        assert "return predictions.nothing" in caught.value.user_traceback
-        assert "prediction_outputs_processor.py" not in caught.value.user_traceback
-
     @pytest.mark.parametrize(
         ("argument", "words"),
         [
