@@ -198,12 +198,10 @@ class TestMistakes:
         [
             ({"feed": ""}, "training", None),  # the reader brings one for x and y
             ({"loss": ""}, "training", r"has no loss. Define `loss\(labels, predictions\)` in the file, or return"),
-            ({"loss": ""}, "evaluation", r"has no loss. Define `loss\(labels, predictions\)` in the file, or return"),
             ({"optimizer": ""}, "training", r"can't be trained.*`optimizer\(\)`"),
             ({"loss": "loss = 3"}, "training", r"`loss` in .* is 3. Expected a function of \(labels, predictions\)"),
             ({"loss": "def loss(y): return y"}, "training", r"takes \(y\). Expected loss\(labels, predictions\)"),
             ({"loss": "def loss(y, p): return None"}, "training", "returned None .*Expected a floating-point"),
-            ({"loss": "def loss(y, p): return {'a': 1.0}"}, "training", "Expected a floating-point"),
             (
                 {"loss": "def loss(y, p): return tf.argmax(p, 1)"},
                 "training",

@@ -38,15 +38,6 @@ def functional() -> Given:
     return Given(model, x, y, {"u": weights, "v": weights**2})
 
 
-@case("Ways to write a model", "functional; lists of inputs and outputs")
-def functional_lists() -> Given:
-    inputs = [keras.Input((3,)), keras.Input((2,))]
-    hidden = layers.Dense(5, "tanh")(layers.Concatenate()(inputs))
-    model = keras.Model(inputs, [layers.Dense(1)(hidden), layers.Dense(2)(hidden)])
-    model.compile("rmsprop", ["mse", "mae"], loss_weights=[1.0, 0.5], metrics=[["mae"], ["mse"]])
-    return Given(model, [normal(3), normal(2)], [normal(1), normal(2)])
-
-
 class Plain(keras.Model):
     def __init__(self):
         super().__init__()
@@ -61,22 +52,6 @@ class Plain(keras.Model):
 @case("Ways to write a model", "subclass of `Model` without `**kwargs` or `get_config`")
 def subclass() -> Given:
     return Given(compiled(Plain()), normal(6), normal(1))
-
-
-@case("Ways to write a model", "subclass of `Model` with `get_config`")
-def subclass_with_config() -> Given:
-    class Configured(Plain):
-        def __init__(self, factor, **kwargs):
-            super().__init__()
-            self.factor = factor
-
-        def call(self, x, training=False):
-            return self.factor * super().call(x, training)
-
-        def get_config(self):
-            return {"factor": self.factor}
-
-    return Given(compiled(Configured(2.5)), normal(6), normal(1))
 
 
 @case("Ways to write a model", "subclass of `Model(inputs, outputs)` with a custom `train_step`")

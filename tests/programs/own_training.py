@@ -174,23 +174,3 @@ def variational_autoencoder():
     model.compile("adam")
     # Predictions are of other samples.
     return Given(model, normal(6), test=())
-
-
-@generative("a quantizer whose codebook learns by `add_loss` and a straight-through gradient (VQ-VAE)")
-def vector_quantizer():
-    class Quantizer(layers.Layer):
-        def __init__(self, codes, size, beta=0.25):
-            super().__init__()
-            self.codes, self.size, self.beta = codes, size, beta
-            self.table = self.add_weight((size, codes), "random_uniform", name="table")
-
-        def call(self, x):
-            distances = ops.sum(x**2, 1, keepdims=True) - 2 * x @ self.table + ops.sum(self.table**2, 0)
-            chosen = ops.one_hot(ops.argmin(distances, 1), self.codes) @ ops.transpose(self.table)
-            self.add_loss(self.beta * ops.mean((ops.stop_gradient(chosen) - x) ** 2))
-            self.add_loss(ops.mean((chosen - ops.stop_gradient(x)) ** 2))
-            return x + ops.stop_gradient(chosen - x)
-
-    inputs = keras.Input((6,))
-    outputs = small(3, 6)(Quantizer(5, 3)(small(6, 3)(inputs)))
-    return Given(compiled(keras.Model(inputs, outputs)), normal(6), normal(6))
