@@ -162,10 +162,12 @@ def test_a_segment_that_is_none_is_refused(path):
         Segment.attach(path, 7, 4096)
 
 
-def test_another_file_under_the_path_of_a_segment_is_refused(tmp_path):
+def test_another_file_under_the_path_of_a_segment_and_another_size_are_refused(tmp_path):
     one, other = Segment.create(4096), Segment.create(4096)
     with pytest.raises(WireError, match="is not the shared segment"):
         Segment.attach(one.path, other.inode, 4096)
+    with pytest.raises(WireError, match="bytes"):
+        Segment.attach(one.path, one.inode, 8192)
     with (tmp_path / "file").open("wb+") as file:
         file.truncate(3 * 4096)
         path, inode = f"/proc/{os.getpid()}/fd/{file.fileno()}", os.fstat(file.fileno()).st_ino
@@ -173,13 +175,6 @@ def test_another_file_under_the_path_of_a_segment_is_refused(tmp_path):
             Segment.attach(path, inode, 4096)
     one.close()
     other.close()
-
-
-def test_a_segment_of_another_size_is_refused():
-    segment = Segment.create(4096)
-    with pytest.raises(WireError, match="bytes"):
-        Segment.attach(segment.path, segment.inode, 8192)
-    segment.close()
 
 
 def make_segment(queue):

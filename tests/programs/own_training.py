@@ -7,7 +7,7 @@ import functools
 import keras
 from keras import layers, ops
 
-from catalogue import BATCH, Given, case, compiled, dense, normal
+from catalogue import BATCH, Given, case, compiled, normal
 
 whole = functools.partial(case, "Models within models", everywhere=True)
 generative = functools.partial(case, "Generative models", everywhere=True)
@@ -18,29 +18,6 @@ def small(size: int = 6, units: int = 1) -> keras.Model:
 
 
 # ---------------------------------------------------------------- models within models
-
-
-class Distiller(keras.Model):
-    def __init__(self, student, teacher, alpha=0.3):
-        super().__init__()
-        self.student, self.teacher, self.alpha = student, teacher, alpha
-
-    def call(self, x):
-        return self.student(x)
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        hard = ops.mean((y_pred - y) ** 2)
-        return self.alpha * hard + (1 - self.alpha) * ops.mean((y_pred - self.teacher(x, training=False)) ** 2)
-
-
-@whole("distillation from a teacher that was compiled and trained")
-def distillation():
-    teacher = dense()
-    teacher.fit(normal(6), normal(1), batch_size=BATCH, shuffle=False, verbose=0)
-    teacher.trainable = False
-    model = Distiller(small(), teacher)
-    model.compile("adam")
-    return Given(model, normal(6), normal(1))
 
 
 @whole("transfer learning: a frozen base that was compiled and trained; then it is unfrozen and trained more slowly")

@@ -33,7 +33,7 @@ KEPT = (
 )  # fmt: skip
 KEPT_ELSEWHERE = (
     "annealing", "annealing_eagerly", "boosted_optimizer", "changed_globals", "curriculum", "deep_fm",
-    "distillation", "forgetful_config", "lent_variable", "metrics_that_do_not_add_up", "metrics_with_state",
+    "forgetful_config", "lent_variable", "metrics_that_do_not_add_up", "metrics_with_state",
     "objects_without_config", "optimizer_in_optimizer", "py_dataset", "random_loss", "saving",
     "shared_temperature", "staged", "target_network", "tied_autoencoder", "transfer_learning", "uneven_steps",
     "variational_autoencoder",
