@@ -147,30 +147,6 @@ def test_weights_in_lists_and_in_the_order_in_which_they_were_made():
     assert [v.name for v in copy.weights] == [v.name for v in model.weights]
 
 
-def test_what_is_frozen_stays_frozen():
-    model = Both(layers.Dense(2), layers.Dense(4))
-    model(X)
-    model.first.trainable = False
-    model.second.bias.trainable = False
-    copy = restored(model)
-    assert [v.name for v in copy.trainable_weights] == [v.name for v in model.trainable_weights]
-    assert len(copy.trainable_weights) == 1
-
-
-def test_how_a_model_is_compiled_comes_back():
-    def scaled(factor):
-        return lambda y, y_pred: factor * ops.mean((y - y_pred) ** 2, -1)
-
-    inputs = keras.Input((4,))
-    model = keras.Model(inputs, [layers.Dense(1)(inputs), layers.Dense(1)(inputs)])
-    model.compile(keras.optimizers.Adam(0.02), [scaled(1.0), scaled(10.0)], loss_weights=[1.0, 0.5])
-    y = [np.ones((8, 1)), np.zeros((8, 1))]
-    expected = model.evaluate(X, y, verbose=0)
-    copy = restored(model)
-    assert copy.evaluate(X, y, verbose=0) == pytest.approx(expected, rel=1e-6)
-    assert float(copy.optimizer.learning_rate) == pytest.approx(0.02)
-
-
 def test_what_keras_keeps_of_an_earlier_compile_comes_back():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", metrics=["mae"])
@@ -210,30 +186,6 @@ def test_a_function_that_refers_to_the_model_refers_to_the_same_model_in_the_cop
     model(X)
     copy = sent(model)
     assert copy._compile_loss._user_loss.__closure__[0].cell_contents is copy
-
-
-def test_a_variable_that_several_objects_share_stays_one_variable():
-    scale = keras.Variable(2.0, trainable=False)
-
-    class Scaled(layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.scale = scale
-
-        def call(self, x):
-            return x * self.scale
-
-    class Sets(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            scale.assign(epoch)
-
-    model = keras.Sequential([Scaled()])
-    model.compile("sgd", lambda y, y_pred: ops.mean(y_pred) * scale)
-    model(X)
-    copy, callback = carry.loads(carry.dumps((model, Sets()), "a program"))
-    callback.on_epoch_begin(3)
-    np.testing.assert_allclose(copy(X), 3 * X, rtol=1e-6)
-    np.testing.assert_allclose(copy.evaluate(X, X, verbose=0), 9 * X.mean(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("make", [threading.Lock, threading.RLock, threading.Event, threading.local])

@@ -36,11 +36,6 @@ TENSORFLOW = {
     "ps.table_update": "compiles the update of an embedding table",
     "ps.tables": "draws the rows of new ids",
 }  # fmt: skip
-# In these no module ever does.
-WITHOUT = {
-    "", "proto", "process", "security", "rpc", "sharding", "storage", "checkpoint", "predictions", "clients", "cluster",
-    "master", "worker", "roles", "sidecar", "cli", "launch",
-}  # fmt: skip
 
 
 def entry_of(module: str) -> str | None:
@@ -58,10 +53,6 @@ def test_modules_that_import_tensorflow_are_those_of_the_list():
     assert not [module for module, entry in found.items() if entry is None], "see `TENSORFLOW`"
     unused = set(TENSORFLOW) - set(found.values())
     assert not unused, f"take them out: {unused}"
-
-
-def test_rooms_that_are_without_tensorflow_stay_so():
-    assert not WITHOUT & {entry.split(".")[0] for entry in TENSORFLOW}
 
 
 def test_pytorch_is_known_to_its_backend_alone():

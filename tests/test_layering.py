@@ -80,11 +80,8 @@ PURE = (
     "elasticcb.master.task_sources",
     "elasticcb.master.task",
     "elasticcb.master.task_queue",
-    "elasticcb.master.accounting",
     "elasticcb.ps.embedding_table",
     "elasticcb.ps.id_index",
-    "elasticcb.ps.id_index",
-    "elasticcb.sharding.partition",
     "elasticcb.ps.stored_table",
     "elasticcb.ps.table_limits",
     "elasticcb.ps.table_rows",
@@ -97,9 +94,7 @@ NOT_IN_PURE = {
 }  # fmt: skip
 
 # Imported before anybody knows whether TensorFlow is needed: its import takes seconds.
-LIGHT = (
-    "elasticcb", "elasticcb.errors", "elasticcb.settings", "elasticcb.data", "elasticcb.cli.main", *PURE,
-)  # fmt: skip
+LIGHT = ("elasticcb", "elasticcb.errors", "elasticcb.settings", "elasticcb.data", "elasticcb.cli.main")
 HEAVY = {"keras", "tensorflow"}
 
 

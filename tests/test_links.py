@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from echo_server import ECHO, ask, link_of, link_threads
 
-from elasticcb.errors import ConnectionLostError, HandlerError, ModelFileError, WireError
+from elasticcb.errors import ConnectionLostError, ModelFileError
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.link import ServerLinks
 from elasticcb.rpc.shared_frames import Listener
@@ -58,22 +58,6 @@ def test_an_error_keeps_its_class_its_text_and_the_users_traceback(serve_and_con
             ask(connection)
         assert caught.value.user_traceback == "line 7 of their file: ä"
     assert link_of(connection) is not None  # the call is over: nothing has to begin anew
-
-
-def refuse(request):
-    raise WireError("the shape is wrong")
-
-
-def test_a_refused_message_raises_a_wire_error(serve_and_connect_by_link):
-    _, connection = serve_and_connect_by_link(refuse)
-    with pytest.raises(WireError, match="refused a message: the shape is wrong"):
-        ask(connection)
-
-
-def test_a_defect_of_the_server_is_an_error_in_its_words_as_with_grpc(serve_and_connect_by_link):
-    _, connection = serve_and_connect_by_link(lambda request: 1 // 0)
-    with pytest.raises(HandlerError, match="division or modulo by zero"):
-        ask(connection)
 
 
 def test_calls_go_by_grpc_where_there_are_no_sockets(serve_and_connect, monkeypatch):

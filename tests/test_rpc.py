@@ -7,7 +7,7 @@ from dataclasses import replace
 import grpc
 import numpy as np
 import pytest
-from echo_server import ECHO, ask, echo, start_server
+from echo_server import ECHO, ask, echo, link_threads, start_server
 
 from elasticcb.clients.master import MasterClient
 from elasticcb.errors import (
@@ -60,9 +60,10 @@ def raising(error):
     return function
 
 
-def test_a_refused_message_raises_a_wire_error_with_the_reason(serve):
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_refused_message_raises_a_wire_error_with_the_reason(serve, shared):
     with pytest.raises(WireError, match="refused a message: the shape is wrong"):
-        serve(raising(WireError("the shape is wrong")))()
+        serve(raising(WireError("the shape is wrong")), shared=shared)()
 
 
 def test_an_error_of_the_server_arrives_in_its_own_words(serve):
@@ -159,26 +160,16 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("token", ["", "secret"])
-def test_a_caller_of_the_same_protocol_is_answered(dial, token, shared):
-    calls, call = dial(token, token, PROTOCOL, shared)
-    assert call().header.version == 7
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("token", ["", "secret"])
 @pytest.mark.parametrize(
     ("protocol", "shown"), [(OTHER_PROTOCOL, str(OTHER_PROTOCOL)), (None, "none"), ("", "none"), ("1" * 99, "1" * 20)]
 )
-def test_a_caller_of_another_protocol_is_refused_at_once_with_both_numbers(
-    dial, never_again, token, protocol, shown, shared
-):
-    calls, call = dial(token, token, protocol, shared)
+def test_a_caller_of_another_protocol_is_refused_at_once_with_both_numbers(dial, never_again, protocol, shown, shared):
+    calls, call = dial("secret", "secret", protocol, shared)
     with pytest.raises(ElasticCBError, match=REFUSED.format(shown)) as caught:
         call()
     assert type(caught.value) is ElasticCBError
     assert not calls
+    assert link_threads() == []
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL, OTHER_PROTOCOL, None])
@@ -191,13 +182,6 @@ def test_a_caller_without_the_token_does_not_learn_the_protocol(dial, protocol, 
         call()
     assert "protocol" not in str(caught.value)
     assert not calls
-
-
-def test_a_caller_of_another_protocol_gets_no_link(dial):
-    _, call = dial("", "", OTHER_PROTOCOL, shared=True)
-    with pytest.raises(ElasticCBError, match=f"uses protocol {OTHER_PROTOCOL}"):
-        call()
-    assert not [thread for thread in threading.enumerate() if thread.name == "link"]
 
 
 def test_calls_carry_the_protocol(monkeypatch):

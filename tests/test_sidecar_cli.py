@@ -40,29 +40,13 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def trained(place):
-    """Three checkpoints of a job in this process."""
-    settings = job_settings(
-        place / "followed.py",
-        place / "training",
-        training=str(place / "data.npz"),
-        minibatch_size=8,
-        directory=str(place / "checkpoints"),
-        steps=10,
-        keep_max=0,
-    )
-    run_job(settings)
-    return find_versions(place / "checkpoints")
-
-
 def follow_flags(*more):
     flags = ["--model_zoo=.", "--model_def=followed.custom_model", "--validation_data=data.npz", "--job_dir=job"]
     return ["evaluate", *flags, "--checkpoint_dir_for_init=checkpoints", "--follow", *more]
 
 
-def results(place):
-    file = place / "job" / "evaluations.jsonl"  # made with the first result
+def results(job):
+    file = job / "evaluations.jsonl"  # made with the first result
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
@@ -90,34 +74,45 @@ def test_it_follows_a_training_job_in_processes_until_ctrl_c(place):
     assert seen == written
     assert "Evaluation at version 30: " in evaluation.output
     # Ctrl-C comes when the last job is about to end, or has ended.
-    assert [entry["version"] for entry in results(place)] in (written, written[:-1])
+    assert [entry["version"] for entry in results(place / "job")] in (written, written[:-1])
 
 
-@pytest.mark.parametrize(("limits", "count"), [(["--max_evaluations=2"], 2), (["--follow_timeout=0.3"], None)])
-def test_it_ends_well_at_its_limits(place, trained, limits, count, capsys):
-    assert main(follow_flags("--cluster=inprocess", *limits)) == 0
-    written = results(place)
-    assert [entry["checkpoint"] for entry in written] == [str(folder) for folder in trained[:count]]
-    assert [entry["version"] for entry in written] == [int(folder.name[-8:]) for folder in trained[:count]]
-    assert all(entry["records"] == 240 for entry in written)
-    losses = [entry["metrics"]["loss"] for entry in written]
-    assert losses == sorted(losses, reverse=True)
-    output = capsys.readouterr().out
-    assert output.count("Evaluation at version") == len(written)
-    assert f"Evaluated {len(written)} checkpoints. Results: {place / 'job' / 'evaluations.jsonl'}" in output
-    assert ("No new checkpoint appeared for 0.3 s" in output) == (count is None)
+def test_it_ends_well_at_its_limits_and_fails_at_a_checkpoint_of_another_model(place, capsys):
+    settings = job_settings(
+        place / "followed.py",
+        place / "training",
+        training=str(place / "data.npz"),
+        minibatch_size=8,
+        directory=str(place / "checkpoints"),
+        steps=10,
+        keep_max=0,
+    )
+    run_job(settings)
+    trained = find_versions(place / "checkpoints")
+    assert len(trained) == 3
+    for name, limit, count in (("two", "--max_evaluations=2", 2), ("all", "--follow_timeout=0.3", 3)):
+        capsys.readouterr()
+        assert main(follow_flags("--cluster=inprocess", f"--job_dir={name}", limit)) == 0
+        written = results(place / name)
+        assert [entry["checkpoint"] for entry in written] == [str(folder) for folder in trained[:count]]
+        assert [entry["version"] for entry in written] == [int(folder.name[-8:]) for folder in trained[:count]]
+        assert all(entry["records"] == 240 for entry in written)
+        losses = [entry["metrics"]["loss"] for entry in written]
+        assert losses == sorted(losses, reverse=True)
+        output = capsys.readouterr().out
+        assert output.count("Evaluation at version") == len(written)
+        assert f"Evaluated {count} checkpoints. Results: {place / name / 'evaluations.jsonl'}" in output
+        assert ("No new checkpoint appeared for 0.3 s" in output) == (name == "all")
+
+    write_model_file(place, MODEL_FILE.replace("Dense(1)", "Dense(2)"), "other")
+    flags = [flag.replace("followed.", "other.") for flag in follow_flags("--cluster=inprocess")]
+    assert main(flags) == 1
+    assert "belongs to another model" in capsys.readouterr().err
 
 
 def test_nothing_to_evaluate_in_time_is_no_error(place, capsys):
     assert main(follow_flags("--follow_timeout=0.1")) == 0
     assert "No new checkpoint appeared for 0.1 s. No checkpoint was evaluated." in capsys.readouterr().out
-
-
-def test_a_checkpoint_of_another_model_ends_it(place, trained, capsys):
-    write_model_file(place, MODEL_FILE.replace("Dense(1)", "Dense(2)"), "other")
-    flags = [flag.replace("followed.", "other.") for flag in follow_flags("--cluster=inprocess")]
-    assert main(flags) == 1
-    assert "belongs to another model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

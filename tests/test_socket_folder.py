@@ -47,10 +47,14 @@ def call(address, patience=0.5):
         connection.close()
 
 
-def test_only_its_user_can_enter_a_folder(folder):
+def test_only_its_user_can_enter_a_folder_and_a_link_is_none(folder, tmp_path):
     assert stat.S_IMODE(path_of(folder).stat().st_mode) == 0o700
     assert why_unsafe(folder.host) == ""
     assert is_loopback(folder.host)
+    link = tmp_path / "link"
+    link.symlink_to(path_of(folder))
+    assert why_unsafe(f"unix:{link}")
+    assert "is not a folder" in why_unsafe("unix:/tmp/a\0b")
 
 
 def test_servers_answer_in_a_folder_each_at_a_number_of_its_own(folder):
@@ -120,16 +124,6 @@ def test_a_connection_to_a_folder_that_is_gone_is_lost(folder):
     connection.close()
 
 
-def test_a_link_is_no_folder(folder, tmp_path):
-    link = tmp_path / "link"
-    link.symlink_to(path_of(folder))
-    assert why_unsafe(f"unix:{link}")
-
-
-def test_what_can_be_no_path_is_no_folder():
-    assert "is not a folder" in why_unsafe("unix:/tmp/a\0b")
-
-
 def test_only_what_was_made_for_sockets_is_removed(tmp_path, folder):
     other = tmp_path / "other"
     other.mkdir(0o700)
@@ -164,11 +158,6 @@ def of_killed_job(place, name="elasticcb-sockets-a"):
         gone.bind(str(folder / "17"))
     os.utime(folder, (0, 0))
     return folder
-
-
-def test_a_folder_that_nobody_holds_is_abandoned(place):
-    folder = of_killed_job(place)
-    assert found_abandoned(place) == [folder]
 
 
 def hold_and_wait(host, pipe):

@@ -13,8 +13,6 @@ from echo_server import ECHO, ask, link_of, link_threads
 from waiting import wait_until
 
 from elasticcb.rpc import frame_pieces, shared_frames, stream
-from elasticcb.rpc.connection import Connection
-from elasticcb.security.credentials import Access
 from elasticcb.security.tls import make_ca
 
 
@@ -122,14 +120,6 @@ def test_a_large_frame_goes_whole_by_a_stream(serve_and_connect, monkeypatch):
     monkeypatch.setattr(server._frame_services[0]._pieces, "answer", lambda frame: pytest.fail("it went in pieces"))
     sent = np.arange(300_000.0)
     np.testing.assert_array_equal(ask(connection, a=sent).tensors["a"], sent)
-
-
-def test_a_client_without_the_token_gets_no_stream(serve_and_connect):
-    server, _ = serve_and_connect(token="secret")
-    stranger = Connection(server.address, "the echo server", 0.2, Access("wrong"))
-    with pytest.raises(Exception, match="UNAUTHENTICATED"):
-        offered(stranger)
-    stranger.close()
 
 
 def test_memory_of_streams_is_freed_when_it_is_asked_for(serve_and_connect):

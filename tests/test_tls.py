@@ -49,12 +49,6 @@ def test_the_certificates_of_a_job_serve_at_any_address(call, tmp_path):
     assert call(tls, tls, host="localhost") == 7
 
 
-def test_a_certificate_of_one_job_is_of_no_use_in_another(call, tmp_path, never_again):
-    tls = [make_ca(str(tmp_path / name)) for name in ("a", "b")]
-    with pytest.raises(TLSError, match=r"the echo server at .* its certificate is refused: .*"):
-        call(*tls)
-
-
 def test_a_server_of_a_foreign_ca_is_refused_at_once(call, tmp_path, never_again):
     server, client = CA(tmp_path, "theirs").issue(), CA(tmp_path, "ours").issue()
     with pytest.raises(TLSError, match="its certificate is refused: unable to get local issuer certificate"):

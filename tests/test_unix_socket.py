@@ -35,18 +35,6 @@ def test_a_listener_takes_nobody_without_the_key():
     servers.stop(1.0)
 
 
-def test_large_messages_go_whole_over_a_link():
-    listener, key = Listener(), b"k" * 16
-    servers = ServerLinks(lambda method, request: Message(request.data + request.data))
-    assert servers.serve(connect(listener.name, key), lambda: None)
-    link = listener.accept(key, lambda: True)
-    data = os.urandom(3_000_000)
-    assert link.call("any", Message(data), 10.0).data == data + data
-    link.close()
-    listener.close()
-    servers.stop(1.0)
-
-
 @pytest.mark.parametrize("announced", [(size, 0) for size in TOO_MANY] + [(25, size) for size in TOO_MANY])
 def test_a_link_by_which_too_many_bytes_are_announced_ends_without_a_traceback(announced, monkeypatch):
     raised = []

@@ -59,19 +59,12 @@ def test_what_is_unknown_or_not_installed_is_told_before_keras_is_imported(tmp_p
 
 
 def test_servers_run_on_tensorflow_and_workers_on_what_the_job_runs_on():
-    def variable(role):
-        process = RoleProcess(role=role, master="127.0.0.1:1", keras_backend="jax")
-        return process.environment("INFO")["KERAS_BACKEND"]
-
-    assert (variable("worker"), variable("ps")) == ("jax", "tensorflow")
-
-
-def test_who_starts_processes_is_told_their_backend():
-    def command(role):
-        return command_line(RoleProcess(role=role, master="127.0.0.1:1", keras_backend="jax"), "TOKEN")
-
-    assert command("worker").startswith("KERAS_BACKEND=jax ELASTICCB_JOB_TOKEN=TOKEN elasticcb worker")
-    assert command("ps").startswith("ELASTICCB_JOB_TOKEN=TOKEN elasticcb ps")
+    worker, ps = (RoleProcess(role=role, master="127.0.0.1:1", keras_backend="jax") for role in ("worker", "ps"))
+    assert [each.environment("INFO")["KERAS_BACKEND"] for each in (worker, ps)] == ["jax", "tensorflow"]
+    # As those who start processes themselves are told.
+    begins = "KERAS_BACKEND=jax ELASTICCB_JOB_TOKEN=TOKEN elasticcb worker"
+    assert command_line(worker, "TOKEN").startswith(begins)
+    assert command_line(ps, "TOKEN").startswith("ELASTICCB_JOB_TOKEN=TOKEN elasticcb ps")
 
 
 def test_a_job_is_resumed_on_its_backend_unless_the_user_has_chosen_one(monkeypatch):

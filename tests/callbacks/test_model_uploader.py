@@ -213,13 +213,10 @@ def test_missing_model_and_missing_path_are_told_in_words(tmp_path) -> None:
         Dispatcher([ModelUploader("file:///x")], Place.WORKER, {}, None).call("on_train_begin", {})
 
 
-@pytest.mark.parametrize("url", ["", None, "nosuchprotocol://host/path"])
-def test_unusable_url_is_refused_at_once(url) -> None:
-    with pytest.raises(ModelFileError, match="ModelUploader"):
-        ModelUploader(url)
-
-
-@pytest.mark.parametrize("options", [{"retries": -1}, {"backoff_seconds": -1.0}, {"timeout_seconds": 0}])
-def test_unusable_numbers_are_refused_at_once(options) -> None:
-    with pytest.raises(ModelFileError, match="expects retries >= 0"):
-        ModelUploader("file:///x", **options)
+def test_unusable_url_and_numbers_are_refused_at_once() -> None:
+    for url in ("", None, "nosuchprotocol://host/path"):
+        with pytest.raises(ModelFileError, match="ModelUploader"):
+            ModelUploader(url)
+    for options in ({"retries": -1}, {"backoff_seconds": -1.0}, {"timeout_seconds": 0}):
+        with pytest.raises(ModelFileError, match="expects retries >= 0"):
+            ModelUploader("file:///x", **options)

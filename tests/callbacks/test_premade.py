@@ -71,16 +71,6 @@ class TestPredictionOutputsProcessor:
         assert mine.seen == [("outputs", 1)]
         assert not Dispatcher([Mine()], Place.MASTER, {}, None).wants("on_predict_batch_end")
 
-    def test_mistake_in_the_function_shows_the_users_lines_alone(self) -> None:
-        def broken(predictions):
-            return predictions.nothing
-
-        dispatcher = Dispatcher([PredictionOutputsProcessor(broken)], Place.WORKER, {"worker_id": 2}, None)
-        with pytest.raises(CallbackError, match=r"worker 2 \(batch 4\): AttributeError") as caught:
-            dispatcher.call("on_predict_batch_end", 4, {"predictions": 1})
-        assert "return predictions.nothing" in caught.value.user_traceback
-        assert "prediction_outputs_processor.py" not in caught.value.user_traceback
-
     @pytest.mark.parametrize(
         ("argument", "words"),
         [
@@ -98,15 +88,16 @@ class TestPredictionOutputsProcessor:
 class TestLearningRateScheduler:
     def test_rate_follows_the_model_version(self) -> None:
         model = compiled(keras.optimizers.Adam(0.5))
-        scheduler = LearningRateScheduler(lambda version: 0.1 if version < 10 else np.float32(0.01))
+        given = {0: 0.1, 9: 0.1, 10: np.float32(0.01), 11: tf.constant(0.25), 12: np.array(0.125), 13: 1}
+        scheduler = LearningRateScheduler(given.__getitem__)
         dispatcher = Dispatcher([scheduler], Place.WORKER, {}, model)
         dispatcher.call("on_train_begin", {})
         assert float(model.optimizer.learning_rate) == pytest.approx(0.5)
         rates = []
-        for version in (0, 9, 10):
+        for version in given:
             dispatcher.call("on_train_batch_begin", version, {})
             rates.append(float(model.optimizer.learning_rate))
-        assert rates == pytest.approx([0.1, 0.1, 0.01])
+        assert rates == pytest.approx([0.1, 0.1, 0.01, 0.25, 0.125, 1.0])
 
     def test_rate_of_a_loss_scaling_optimizer_reaches_the_one_inside(self) -> None:
         inner = keras.optimizers.SGD(0.5)
@@ -133,14 +124,6 @@ class TestLearningRateScheduler:
         dispatcher = Dispatcher([LearningRateScheduler(lambda version: value)], Place.WORKER, {}, model)
         with pytest.raises(CallbackError, match=r"should be a finite number\. Got: .* for model version 3"):
             dispatcher.call("on_train_batch_begin", 3, {})
-
-    def test_scalar_tensors_and_integers_are_numbers(self) -> None:
-        model = compiled(keras.optimizers.SGD(0.5))
-        rates = iter([tf.constant(0.25), np.array(0.125), 1])
-        dispatcher = Dispatcher([LearningRateScheduler(lambda version: next(rates))], Place.WORKER, {}, model)
-        for expected in (0.25, 0.125, 1.0):
-            dispatcher.call("on_train_batch_begin", 0, {})
-            assert float(model.optimizer.learning_rate) == expected
 
     def test_schedule_that_is_no_function_is_refused(self) -> None:
         with pytest.raises(ModelFileError, match="expects a function that takes the model version"):

@@ -40,14 +40,6 @@ def test_help_and_version_end_well():
         assert command in result.stdout
 
 
-def test_wrong_usage_ends_with_its_code_and_without_a_traceback(tmp_path):
-    result = shell("train", f"--model_zoo={tmp_path}")
-    assert result.returncode == ExitCode.WRONG_USAGE
-    assert not result.stdout
-    assert result.stderr.startswith("Error: ")
-    assert "Traceback" not in result.stderr
-
-
 def test_an_argument_that_is_no_text_is_told():
     result = shell("train", os.fsdecode(b"--model_zoo=/\xff"))
     assert result.returncode == ExitCode.WRONG_USAGE

@@ -22,15 +22,10 @@ def job(workplace):
     return workplace.write("jobs_to_run/job.yaml", CONFIG)
 
 
-def test_a_config_file_holds_the_same_names(workplace, job):
+def test_a_config_file_holds_the_same_names_and_the_command_line_wins_over_it(workplace, job):
     settings = workplace.settings("--config", str(job))
-    assert settings.cluster.num_ps == 2
-    assert settings.cluster.num_workers == 3
     assert settings.training.updates is Updates.SYNC
     assert settings.model.params == {"units": 64, "rate": 0.001, "sizes": [1, 2]}
-
-
-def test_the_command_line_wins_over_the_file(workplace, job):
     settings = workplace.settings("--num-workers=5", "--config", str(job), "--model_params=units=1")
     assert settings.cluster.num_workers == 5
     assert settings.cluster.num_ps == 2
@@ -100,14 +95,10 @@ def test_a_flag_of_another_command_is_passed_over(workplace, job, complaint):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("num_wokers: 2", "job.yaml:10: unknown flag 'num_wokers'. Did you mean num_workers?"),
         ("config: other.yaml", "unknown flag 'config'"),
-        ("num_ps: 1", "job.yaml:10: 'num_ps' is given twice"),
-        ("output:", "job.yaml:10: output has no value"),
         ("num_epochs: [1, 2]", "job.yaml:10: num_epochs is a list. Expected one value."),
         ("validation_data: {a: b}", "is a mapping. Expected a path, or a list of paths"),
-        ("num_epochs: two", "'two' is not a valid integer. (in "),
-        ("num_epochs: 2.5", "'2.5' is not a valid integer"),
+        ("num_epochs: 2.5", "'2.5' is not a valid integer. (in "),
         ("num_epochs: 0", "job.yaml) is invalid. Expected at least 1."),
         ('validation_data: ""', "job.yaml) is empty"),
         ("data_reader_params: {1: 2}", "1 is not a valid argument name"),
@@ -126,8 +117,8 @@ def test_what_is_wrong_in_the_file_is_told_with_its_place(workplace, job, compla
 def test_all_that_is_wrong_in_the_file_is_told_at_once(workplace, job, complaint):
     job.write_text(CONFIG + "num_wokers: 2\nnum_ps: 1\noutput:\n")
     message = complaint("train", "--config", str(job))
-    for words in ("job.yaml:10: unknown flag 'num_wokers'", "job.yaml:11: 'num_ps' is given twice",
-                  "job.yaml:12: output has no value"):  # fmt: skip
+    for words in ("job.yaml:10: unknown flag 'num_wokers'. Did you mean num_workers?",
+                  "job.yaml:11: 'num_ps' is given twice", "job.yaml:12: output has no value"):  # fmt: skip
         assert words in message
 
 

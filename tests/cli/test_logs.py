@@ -37,7 +37,3 @@ def test_a_job_that_runs_is_not_over_where_locks_are_not_known_either(tmp_path, 
             assert not has_ended(tmp_path)
         assert has_ended(tmp_path) != locks  # processes may still be about to end
     assert has_ended(tmp_path)
-
-
-def test_a_job_that_has_not_begun_has_no_owner(tmp_path):
-    assert has_ended(tmp_path)

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from elasticcb.cli.options import OPTIONS
 from elasticcb.settings import (
     CheckpointSettings,
@@ -29,11 +27,6 @@ def test_only_the_needed_flags_give_the_defaults_of_the_settings(workplace):
     assert settings.name == "linear"
 
 
-def test_settings_made_from_flags_travel_as_json(workplace):
-    settings = workplace.settings(*workplace.train, "--model_params=units=64", "--cluster=external")
-    assert JobSettings.from_json(settings.to_json()) == settings
-
-
 def test_autoscaled_job_begins_with_the_least_workers_unless_it_is_told_otherwise(workplace):
     settings = workplace.settings(*workplace.train, "--autoscale= 2..8 ")
     assert settings.cluster == ClusterSettings(num_workers=2, autoscale=WorkerRange(2, 8))
@@ -53,16 +46,12 @@ def test_dashes_and_underscores_are_the_same(workplace):
         "--training-data=data/train.csv",
         "--num-workers",
         "3",
+        "--num-ps-pods=4",
         "--grads-to_wait=2",
         "--use-async=false",
     )
-    assert settings.cluster.num_workers == 3
+    assert (settings.cluster.num_workers, settings.cluster.num_ps) == (3, 4)
     assert settings.training.updates is Updates.SYNC
-
-
-@pytest.mark.parametrize("flag", ["--num_ps", "--num-ps", "--num_ps_pods", "--num-ps-pods"])
-def test_num_ps_has_two_names(workplace, flag):
-    assert workplace.settings(*workplace.train, f"{flag}=4").cluster.num_ps == 4
 
 
 def test_all_kinds_of_values_reach_the_settings(workplace):
@@ -132,12 +121,6 @@ def test_each_job_gets_a_folder_of_its_own(workplace):
     for folder in folders:
         pattern = rf"{re.escape(str(workplace.root))}/jobs/train-linear-\d{{8}}-\d{{6}}(-\d)?"
         assert re.fullmatch(pattern, folder)
-
-
-def test_the_jobs_folder_can_be_named(workplace):
-    settings = workplace.settings(*workplace.train, "--job_dir=runs/one")
-    assert settings.directory == str(workplace.root / "runs/one")
-    assert (workplace.root / "runs/one").is_dir()
 
 
 def test_evaluate_and_predict_start_from_a_checkpoint(workplace):

@@ -185,10 +185,3 @@ def test_of_a_job_on_kubernetes_the_master_s_pod_tells(capsys, monkeypatch):
 def test_checkpoint_without_tables_says_so(tmp_path, capsys):
     folder = write_checkpoint(tmp_path, [DENSE], [{}])
     assert "no embedding tables" in run(capsys, folder)
-
-
-def test_folder_that_holds_neither_a_checkpoint_nor_a_job_is_an_error(tmp_path, capsys):
-    assert main(["table", str(tmp_path)]) == ExitCode.WRONG_USAGE
-    said = capsys.readouterr().err
-    assert f"{tmp_path} is not the folder of a job. Expected" in said
-    assert "For a checkpoint, pass its URL" in said

@@ -95,25 +95,15 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (
-            ["--num_ps=0"],
-            "--num_ps=0 is invalid. Expected at least 1. Parameter servers hold the weights.",
-        ),
+        (["--num_ps=0"], "--num_ps=0 is invalid. Expected at least 1."),
         (["--num_ps_pods=0"], "--num_ps=0 is invalid."),
-        (["--num_workers=0"], "--num_workers=0 is invalid. Expected at least 1."),
-        (["--minibatch_size=-1"], "Expected at least 1."),
-        (["--num_epochs=0"], "--num_epochs=0 is invalid."),
         (["--max_step=-5"], "Expected at least 0."),
-        (["--lease_seconds=0"], "Expected more than 0."),
         (["--lease_seconds=nan"], "Expected more than 0."),
         (["--lease_seconds=inf"], "Expected a finite number."),
         (["--lease_seconds=20", "--silence_seconds=30"], "--lease_seconds=20.0 is shorter than --silence_seconds=30.0"),
         (["--port=70000"], "Expected at most 65535."),
         (["--job_name=a/b"], "--job_name=a/b is invalid. Expected letters, digits, dots, dashes and underscores"),
         (["--host=10.0.0.1 x"], "--host=10.0.0.1 x is invalid. Expected an address like 0.0.0.0, without a port."),
-        (["--num_workers=two"], "'two' is not a valid integer"),
-        (["--num_workers=2.5"], "'2.5' is not a valid integer"),
-        (["--use_async=maybe"], "'maybe' is not a valid boolean"),
         (["--cluster=locl"], "'locl' is not one of"),
         (["--model_params=units"], "'units' is not of the form NAME=VALUE"),
         (["--model_params=a=1;a=2"], "'a' is given twice"),
@@ -124,43 +114,24 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         (["--training_data=data/train.csv,,"], "has an empty part"),
         (["--output="], "--output is empty"),
         (["--evaluation_steps=5"], "there is no evaluation data. Add --validation_data"),
-        (
-            ["--sync_version_tolerance=1"],
-            "--sync_version_tolerance=1 has no equivalent: no update is rejected",
-        ),
+        (["--sync_version_tolerance=1"], "--sync_version_tolerance=1 has no equivalent"),
         (["--use_async=true", "--grads_to_wait=1"], "--grads_to_wait=1 can't be combined with --use_async=true, where"),
-        (
-            ["--updates=local", "--use_async=true"],
-            "--use_async=true and --updates=local set the same thing. Remove --use_async, which is ElasticDL's name.",
-        ),
+        (["--updates=local", "--use_async=true"], "--use_async=true and --updates=local set the same thing"),
         (["--updates=sync", "--local_steps=4"], "--local_steps=4 can't be combined with --updates=sync, which merges"),
         (["--use_async=false", "--get_model_steps=3"], "--get_model_steps=3 can't be combined with --use_async=false"),
         (["--autoscale=4"], "--autoscale=4: '4' is not a range of workers. Expected MIN..MAX"),
         (["--autoscale=8..1"], "Expected MIN..MAX"),
-        (["--autoscale=0..2"], "from 1 to 256"),
         (["--autoscale=1..300"], "from 1 to 256"),
-        (["--autoscale=1..x"], "such as 1..8"),
-        (
-            ["--autoscale=2..8", "--num_workers=1"],
-            "--num_workers=1, the number of workers at the start, is outside --autoscale",
-        ),
+        (["--autoscale=2..8", "--num_workers=1"], "is outside --autoscale"),
         (["--autoscale=2..8", "--cluster=inprocess"], "is not supported with --cluster=inprocess"),
         (["--ray_address=10.0.0.1:6379"], "--ray_address=10.0.0.1:6379 applies only to --cluster=ray"),
-        (
-            ["--cluster=ray", "--ray_address=ray://10.0.0.1:10001"],
-            "Run the command on a node of the cluster, with HOST:PORT",
-        ),
+        (["--cluster=ray", "--ray_address=ray://10.0.0.1:10001"], "Run the command on a node of the cluster"),
         (["--cluster=ray", "--ray_address=10.0.0.1"], "Expected HOST:PORT, such as 10.0.0.1:6379"),
         (["--checkpoint_steps=5"], "Add --checkpoint_dir, or remove --checkpoint_steps"),
-        (["--keep_checkpoint_max=5"], "Add --checkpoint_dir, or remove --keep_checkpoint_max"),
-        (["--lost_updates=keep"], "'keep' is not one of 'repeat', 'accept'"),
         (["--output=s3://bucket/model"], "is a URL. Expected a local folder. To send the export"),
         (["--output=data/train.csv"], "which is not a folder"),
         (["--output=data/train.csv/model"], "train.csv is not a folder. Choose another folder."),
-        (
-            ["--output=/proc/nowhere/model"],
-            "/proc/nowhere/model, which can't be written to because /proc can't",
-        ),
+        (["--output=/proc/nowhere/model"], "can't be written to because /proc can't"),
         (["--job_dir=/proc/nowhere"], "--job_dir names /proc/nowhere, which can't be written to because /proc"),
         (["--checkpoint_dir=" + "x" * 300], "can't be created: File name too long"),
         (["--output=data"], "contains files but no SavedModel"),
@@ -169,13 +140,10 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         (["--checkpoint_dir_for_init=nowhere"], "nowhere, which does not exist"),
         (["--checkpoint_dir_for_init=data"], "contains no complete checkpoint"),
         (["--init_from=nowhere"], "--init_from names"),
-        (["--init_from=data"], "contains no complete checkpoint"),
         (["--init_map=a=b"], "--init_map=a=b maps names of a checkpoint, but no checkpoint is given. Add --init_from"),
         (["--init_from=checkpoints", "--init_map=a=b,c"], "'c' is not of the form NEW=OLD"),
-        (["--init_from=checkpoints", "--init_map=a=b,a="], "'a' is given twice"),
         (["--embedding_tables={users: {max_row: 3}}"], "'users': An embedding table has no setting 'max_row'"),
         (["--embedding_tables={users: {min_count: 0}}"], "'users': min_count=0 is invalid. Expected at least 1."),
-        (["--embedding_tables={users: 3}"], "'users': Expected the name of a table with its settings"),
         (["--init_from=checkpoints", "--checkpoint_dir_for_init=checkpoints"], "Remove one of the two"),
     ],
 )
@@ -268,15 +236,13 @@ def test_a_syntax_error_in_the_model_file_is_told_with_its_line(workplace, compl
         ("nowhere/train.csv", "The path exists up to"),
         ("data/*.tfrecord", "matches no file"),
         ("data/train.csv,data/missing.csv", "missing.csv, which does not exist"),
+        ("empty", "which is empty"),
+        ("data/" + "x" * 300, "which can't be read: [Errno 36] File name too long"),  # no file system has such names
     ],
 )
 def test_data_that_is_not_there_is_told_before(workplace, complaint, origin, expected):
-    assert expected in complaint("train", *workplace.flags(f"--training_data={origin}"))
-
-
-def test_an_empty_data_folder_is_told_before(workplace, complaint):
     (workplace.root / "empty").mkdir()
-    assert "which is empty" in complaint("train", *workplace.flags("--training_data=empty"))
+    assert expected in complaint("train", *workplace.flags(f"--training_data={origin}"))
 
 
 def test_the_master_command_checks_the_flags_for_its_job(workplace, complaint):
@@ -291,25 +257,16 @@ def test_flags_of_training_in_a_config_file_mean_nothing_to_a_master_that_evalua
     assert not any(name in message for name in ("grads_to_wait", "checkpoint_steps", "autoscale"))
 
 
-@pytest.mark.parametrize("address", ["localhost", ":50001", "host:", "host:0", "host:99999", "http://h:1", "::1:5"])
 @pytest.mark.parametrize("role", ["worker", "ps"])
-def test_a_role_checks_the_form_of_its_masters_address(complaint, role, address):
-    assert "HOST:PORT" in complaint(role, "--master", address) or "brackets" in complaint(role, f"--master={address}")
-
-
-@pytest.mark.parametrize("role", ["worker", "ps"])
-def test_a_role_needs_a_master(complaint, role):
+def test_a_role_needs_the_address_of_a_master_in_its_form(complaint, role):
     assert "--master" in complaint(role)
+    for address in ("localhost", ":50001", "host:", "host:0", "host:99999", "http://h:1"):
+        assert "HOST:PORT" in complaint(role, "--master", address)
+    assert "brackets" in complaint(role, "--master=::1:5")
 
 
 def test_an_unknown_command_is_wrong_usage(complaint):
     assert "trian" in complaint("trian")
-
-
-def test_data_that_nobody_can_look_at_are_told_as_others_are(workplace, complaint):
-    name = "x" * 300  # no file system has such names
-    message = complaint("train", *workplace.flags(f"--training_data=data/{name}"))
-    assert f"{name}, which can't be read: [Errno 36] File name too long" in message
 
 
 def test_a_list_of_files_may_be_longer_than_a_path(workplace):

@@ -11,62 +11,6 @@ from catalogue import BATCH, RECORDS, Given, case, compiled, integers, normal
 from matrix_models import Plain
 
 
-def make_scale(power: int) -> type[layers.Layer]:
-    """A class for each power, all of one name."""
-
-    class Scale(layers.Layer):
-        def build(self, shape):
-            self.scale = self.add_weight((shape[-1],), "ones")
-
-        def call(self, x):
-            return x * self.scale**power
-
-    return Scale
-
-
-@case("Layers", "local classes, classes with the same name or a closure; layers without `**kwargs`")
-def local_layers() -> Given:
-    class Shift(layers.Layer):
-        def __init__(self, by):
-            super().__init__()
-            self.by = by
-
-        def call(self, x):
-            return x + self.by
-
-    model = keras.Sequential([keras.Input((6,)), make_scale(1)(), Shift(0.5), make_scale(2)(), layers.Dense(1)])
-    return Given(compiled(model), normal(6), normal(1))
-
-
-@case("Layers", "`Lambda`, activations, initializers and regularizers that are functions, lambdas or closures")
-def functions_in_layers() -> Given:
-    def times(factor):
-        def scaled(x):
-            return ops.tanh(factor * x)
-
-        return scaled
-
-    def start(shape, dtype=None):
-        return ops.full(shape, 0.1, dtype)
-
-    class Squares(keras.regularizers.Regularizer):
-        def __call__(self, x):
-            return 0.01 * ops.sum(x**2)
-
-    half = 0.5
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Lambda(lambda x: x * half + np.pi),
-            layers.Dense(4, activation=times(0.3), kernel_initializer=start, kernel_regularizer=Squares()),
-            layers.Dense(4, activation=times(3.0), bias_initializer=start),
-            layers.Dense(4, activation=lambda x: ops.relu(x) + half * x),
-            layers.Dense(1),
-        ]
-    )
-    return Given(compiled(model), normal(6), normal(1))
-
-
 @case("Layers", "`Conv2D`, `BatchNormalization` (a small ResNet)", tolerance=1e-4)
 def resnet() -> Given:
     inputs = keras.Input((6, 6, 1))
@@ -91,57 +35,16 @@ def masked_lstm() -> Given:
     return Given(compiled(model, optimizer=keras.optimizers.SGD(0.1)), x.astype("int32"), normal(1))
 
 
-@case("Layers", "`Bidirectional`, `TimeDistributed`, recurrent dropout off")
-def wrapped_layers() -> Given:
-    model = keras.Sequential(
-        [
-            keras.Input((4, 2)),
-            layers.Bidirectional(layers.GRU(2, return_sequences=True)),
-            layers.TimeDistributed(layers.Dense(2)),
-            layers.Flatten(),
-            layers.Dense(1),
-        ]
-    )
-    return Given(compiled(model), normal(4, 2), normal(1))
-
-
 @case("Layers", "stateful RNN (a worker keeps its state from batch to batch; each call starts with a fresh state)")
 def stateful_rnn() -> Given:
     model = keras.Sequential([keras.Input((4, 2), batch_size=BATCH), layers.GRU(3, stateful=True), layers.Dense(1)])
     return Given(compiled(model), normal(4, 2), normal(1))
 
 
-@case("Layers", "`MultiHeadAttention`, `LayerNormalization`")
-def attention() -> Given:
-    inputs = keras.Input((4, 4))
-    x = layers.LayerNormalization()(inputs + layers.MultiHeadAttention(2, 2)(inputs, inputs))
-    model = compiled(keras.Model(inputs, layers.Dense(1)(layers.Flatten()(x))), optimizer="sgd")
-    return Given(model, normal(4, 4), normal(1))
-
-
 @case("Layers", "`Dropout` with a seed (first `fit`, one worker)")
 def dropout() -> Given:
     model = keras.Sequential([keras.Input((6,)), layers.Dense(16), layers.Dropout(0.4, seed=7), layers.Dense(1)])
     return Given(compiled(model), normal(6), normal(1))
-
-
-@case("Layers", "`Normalization`, `StringLookup`, `TextVectorization`, adapted")
-def preprocessing() -> Given:
-    text = np.array(["to be or not", "be", "that is", "the question is"] * (RECORDS // 4))
-    kind = np.array((["a", "b", "c"] * RECORDS)[:RECORDS])
-    numbers = normal(2) * 5
-    vectorize, look_up = layers.TextVectorization(output_mode="multi_hot"), layers.StringLookup(output_mode="one_hot")
-    normalize = layers.Normalization()
-    for layer, data in ((vectorize, text), (look_up, kind), (normalize, numbers)):
-        layer.adapt(data)
-    inputs = {
-        "text": keras.Input((), dtype="string", name="text"),
-        "kind": keras.Input((), dtype="string", name="kind"),
-        "n": keras.Input((2,), name="n"),
-    }
-    parts = [vectorize(inputs["text"]), look_up(inputs["kind"]), normalize(inputs["n"])]
-    model = compiled(keras.Model(inputs, layers.Dense(1)(layers.Concatenate()(parts))))
-    return Given(model, {"text": tf.constant(text), "kind": tf.constant(kind), "n": numbers}, normal(1))
 
 
 @case("Layers", "ragged inputs")

@@ -38,15 +38,6 @@ def functional() -> Given:
     return Given(model, x, y, {"u": weights, "v": weights**2})
 
 
-@case("Ways to write a model", "functional; lists of inputs and outputs")
-def functional_lists() -> Given:
-    inputs = [keras.Input((3,)), keras.Input((2,))]
-    hidden = layers.Dense(5, "tanh")(layers.Concatenate()(inputs))
-    model = keras.Model(inputs, [layers.Dense(1)(hidden), layers.Dense(2)(hidden)])
-    model.compile("rmsprop", ["mse", "mae"], loss_weights=[1.0, 0.5], metrics=[["mae"], ["mse"]])
-    return Given(model, [normal(3), normal(2)], [normal(1), normal(2)])
-
-
 class Plain(keras.Model):
     def __init__(self):
         super().__init__()
@@ -61,62 +52,6 @@ class Plain(keras.Model):
 @case("Ways to write a model", "subclass of `Model` without `**kwargs` or `get_config`")
 def subclass() -> Given:
     return Given(compiled(Plain()), normal(6), normal(1))
-
-
-@case("Ways to write a model", "subclass of `Model` with `get_config`")
-def subclass_with_config() -> Given:
-    class Configured(Plain):
-        def __init__(self, factor, **kwargs):
-            super().__init__()
-            self.factor = factor
-
-        def call(self, x, training=False):
-            return self.factor * super().call(x, training)
-
-        def get_config(self):
-            return {"factor": self.factor}
-
-    return Given(compiled(Configured(2.5)), normal(6), normal(1))
-
-
-class Pair(keras.Model):
-    """Takes its parts, as the examples of keras.io do."""
-
-    def __init__(self, encoder, decoder, scale=1.0):
-        super().__init__()
-        self.encoder, self.decoder = encoder, decoder
-        self.scale = scale
-
-    def call(self, x):
-        return self.scale * self.decoder(self.encoder(x))
-
-
-@case("Ways to write a model", "subclass of `Model` that takes other models as arguments, without `get_config`")
-def subclass_of_models() -> Given:
-    encoder = keras.Sequential([keras.Input((6,)), layers.Dense(3, "tanh")])
-    inputs = keras.Input((3,))
-    decoder = keras.Model(inputs, layers.Dense(6)(inputs))
-    x = normal(6)
-    return Given(compiled(Pair(encoder, decoder, scale=0.7)), x, x)
-
-
-@case("Ways to write a model", "subclass with changed attributes, and lists and dicts of layers")
-def subclass_with_attributes() -> Given:
-    class Blocks(keras.Model):
-        def __init__(self, *units):
-            super().__init__()
-            self.blocks = [layers.Dense(size, "tanh") for size in units]
-            self.heads = {"out": layers.Dense(1)}
-            self.factor = 1.0
-
-        def call(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return self.factor * self.heads["out"](x)
-
-    model = Blocks(5, 4)
-    model.factor = 0.3
-    return Given(compiled(model), normal(6), normal(1))
 
 
 @case("Ways to write a model", "subclass of `Model(inputs, outputs)` with a custom `train_step`")
@@ -138,12 +73,3 @@ def functional_subclass() -> Given:
 
     inputs = keras.Input((6,))
     return Given(compiled(Regularized(inputs, layers.Dense(1)(layers.Dense(4)(inputs)))), normal(6), normal(1))
-
-
-@case("Ways to write a model", "nested models, shared weights")
-def nested() -> Given:
-    shared = keras.Sequential([keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(3)], name="shared")
-    a, b = keras.Input((3,)), keras.Input((3,))
-    inner = keras.Model([a, b], layers.Subtract()([shared(a), shared(b)]))
-    model = keras.Model([a, b], layers.Dense(1)(layers.Concatenate()([inner([a, b]), shared(shared(a))])))
-    return Given(compiled(model), [normal(3), normal(3, seed=6)], normal(1))

@@ -2,66 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from catalogue import RECORDS, Given, case, compiled, dense, integers, normal
+from catalogue import Given, case, compiled, dense, integers, normal
 from matrix_models import Plain
 
 # ---------------------------------------------------------------- losses and metrics
-
-
-@case("Losses and metrics", "functions, closures, lambdas, `functools.partial`")
-def functions() -> Given:
-    def weighted(factor):
-        def loss(y, y_pred):
-            return factor * ops.mean((y - y_pred) ** 2, -1)
-
-        return loss
-
-    def power(y, y_pred, exponent):
-        return ops.mean(ops.abs(y - y_pred) ** exponent, -1)
-
-    inputs, base = keras.Input((6,)), 0.5
-    model = keras.Model(inputs, {"u": layers.Dense(1, name="u")(inputs), "v": layers.Dense(1, name="v")(inputs)})
-    model.compile(
-        keras.optimizers.Adam(0.01),
-        {"u": weighted(1.0), "v": weighted(0.1)},
-        metrics={"u": [lambda y, y_pred: ops.abs(y - base * y_pred)], "v": [functools.partial(power, exponent=3)]},
-    )
-    return Given(model, normal(6), {"u": normal(1), "v": normal(1, seed=8)})
-
-
-@case("Losses and metrics", "custom classes, with and without `get_config`")
-def classes() -> Given:
-    class Huber(keras.losses.Loss):
-        def __init__(self, delta=1.0, **kwargs):
-            super().__init__(**kwargs)
-            self.delta = delta
-
-        def call(self, y, y_pred):
-            error = ops.abs(y - y_pred)
-            return ops.mean(ops.where(error < self.delta, 0.5 * error**2, self.delta * (error - 0.5)), -1)
-
-        def get_config(self):
-            return {**super().get_config(), "delta": self.delta}
-
-    class Scaled(keras.losses.Loss):
-        def __init__(self, factor):
-            super().__init__()
-            self.factor = factor
-
-        def call(self, y, y_pred):
-            return self.factor * ops.mean((y - y_pred) ** 2, -1)
-
-    inputs = keras.Input((6,))
-    model = keras.Model(inputs, [layers.Dense(1)(inputs), layers.Dense(1)(inputs)])
-    model.compile("adam", [Huber(0.5), Scaled(0.2)], metrics=[[keras.metrics.RootMeanSquaredError()], ["mae"]])
-    return Given(model, normal(6), [normal(1), normal(1, seed=8)])
 
 
 @case("Losses and metrics", "metrics over all records: `AUC`, `Precision`, `F1Score`")
@@ -104,19 +53,6 @@ def states_of_python() -> Given:
     median.reset_state()
     metrics = [median, Of("peak", ops.maximum), Of("total", ops.add)]
     return Given(dense(run_eagerly=True, metrics=metrics), normal(6), normal(1))
-
-
-@case("Losses and metrics", "`sample_weight`")
-def sample_weight() -> Given:
-    weights = np.random.default_rng(1).uniform(0, 2, RECORDS).astype("float32")
-    return Given(dense(weighted_metrics=["mse"]), normal(6), normal(1), weights)
-
-
-@case("Losses and metrics", "`class_weight`")
-def class_weight() -> Given:
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model = dense(units=3, loss=loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
-    return Given(model, normal(6), integers(3), options={"class_weight": {0: 1.0, 1: 0.2, 2: 3.0}})
 
 
 @case("Losses and metrics", "`add_loss`, regularizers (also of activities), constraints")
@@ -272,21 +208,6 @@ def average() -> Given:
     return Given(model, normal(6), normal(1))
 
 
-@case("Steps", "a part that was compiled and trained before (a teacher), with its own optimizer")
-def teacher() -> Given:
-    class Distiller(Plain):
-        def __init__(self, teacher):
-            super().__init__()
-            self.teacher = teacher
-
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            return ops.mean((y - y_pred) ** 2) + ops.mean((self.teacher(x, training=False) - y_pred) ** 2)
-
-    first = dense(metrics=["mae"])
-    first.fit(normal(6), normal(1), verbose=0, shuffle=False)
-    return Given(compiled(Distiller(first)), normal(6), normal(1))
-
-
 @case("Steps", "custom `fit`, `evaluate` and `predict` that call `super()`")
 def own_methods() -> Given:
     class Methods(Plain):
@@ -319,11 +240,6 @@ def fixed_batch_size() -> Given:
 @case("Steps", "`jit_compile=True`")
 def jit_compile() -> Given:
     return Given(dense(jit_compile=True), normal(6), normal(1))
-
-
-@case("Steps", "`run_eagerly=True`")
-def run_eagerly() -> Given:
-    return Given(dense(run_eagerly=True), normal(6), normal(1))
 
 
 @case("Steps", "`steps_per_execution` (accepted, without effect)")

@@ -40,23 +40,6 @@ def forgetful_config():
     return between(Scaled(3.0), layers.Dense(4, "tanh"))
 
 
-@own("a constructor that changes its argument, and a `get_config` that returns the changed one")
-def config_that_drifts():
-    class Halved(layers.Layer):
-        def __init__(self, units, **kwargs):
-            super().__init__(**kwargs)
-            self.units = units // 2
-            self.inner = layers.Dense(self.units, "tanh")
-
-        def call(self, x):
-            return self.inner(x)
-
-        def get_config(self):
-            return {**super().get_config(), "units": self.units}
-
-    return between(Halved(16))
-
-
 @own("a `get_config` or `from_config` that fails")
 def config_that_fails():
     class Broken(layers.Dense):
@@ -69,22 +52,6 @@ def config_that_fails():
             raise TypeError("make it yourself")
 
     return between(Broken(5, activation="tanh"), Forbidden(4, activation="relu"))
-
-
-@own("a constructor with a side effect: layers are numbered by a class attribute")
-def numbered_layers():
-    class Numbered(layers.Layer):
-        count = 0
-
-        def __init__(self):
-            super().__init__()
-            Numbered.count += 1
-            self.number = Numbered.count
-
-        def call(self, x):
-            return x * (0.5 + self.number)
-
-    return between(Numbered(), layers.Dense(3, "tanh"), Numbered())
 
 
 @own("random numbers that the constructor draws")
@@ -215,32 +182,19 @@ def settings_in_a_dataclass():
     return Given(compiled(model), normal(6), normal(1))
 
 
-@own("a graph: NumPy arrays as attributes and in a closure")
-def graph_convolution():
-    adjacency = (np.random.default_rng(0).random((6, 6)) < 0.4).astype("float32") + np.eye(6, dtype="float32")
-    degrees = adjacency.sum(1)
+@own("`Lambda` and activations of library functions, partials, lambdas and closures")
+def lambdas_and_partials():
+    def times(factor):
+        return lambda x: ops.tanh(factor * x)
 
-    class Convolution(layers.Layer):
-        def __init__(self, units):
-            super().__init__()
-            self.adjacency = adjacency
-            self.dense = layers.Dense(units, "relu")
-
-        def call(self, x):
-            return self.dense(ops.divide(ops.matmul(self.adjacency, x), degrees[:, None]))
-
-    inputs = keras.Input((6, 3))
-    x = Convolution(2)(Convolution(4)(inputs))
-    return Given(compiled(keras.Model(inputs, layers.Dense(1)(layers.Flatten()(x)))), normal(6, 3), normal(1))
-
-
-@own("`Lambda` of library functions and partials")
-def lambdas_of_libraries():
+    half = 0.5
     return between(
+        layers.Lambda(lambda x: x * half + np.pi),
         layers.Lambda(ops.tanh),
         layers.Lambda(functools.partial(ops.clip, x_min=-0.5, x_max=0.4)),
         layers.Lambda(ops.multiply, arguments={"x2": 2.0}),
         layers.Dense(4, activation=functools.partial(keras.activations.leaky_relu, negative_slope=0.3)),
+        layers.Dense(4, activation=times(0.3)),
         layers.Dense(4, activation=keras.ops.softsign),
     )
 
@@ -339,25 +293,6 @@ def own_adapt():
     layer = Quantiles()
     layer.adapt(normal(6))
     return between(layer, layers.Flatten())
-
-
-@own("a subclass of a layer of Keras, mixed with a class of your own")
-def mixed_in():
-    class Named:
-        suffix = ""
-
-        def scale(self):
-            return 1.0 + len(self.suffix)
-
-    class Scaled(Named, layers.Dense):
-        def __init__(self, *args, suffix="", **kwargs):
-            super().__init__(*args, **kwargs)
-            self.suffix = suffix
-
-        def call(self, x):
-            return super().call(x) / self.scale()
-
-    return between(Scaled(5, "tanh", suffix="ab"), Scaled(3, suffix="c"))
 
 
 def make_attention(heads):

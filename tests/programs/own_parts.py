@@ -241,43 +241,6 @@ def wrapped_metrics():
     return Given(model, normal(6), [normal(1), normal(4)])
 
 
-@loss_or_metric("contrastive and triplet losses on embeddings from one shared tower")
-def contrastive():
-    tower = keras.Sequential([keras.Input((6,)), layers.Dense(5, "tanh"), layers.UnitNormalization()])
-    inputs = [keras.Input((6,)), keras.Input((6,))]
-
-    def distance(pair):
-        return ops.sqrt(ops.maximum(ops.sum((pair[0] - pair[1]) ** 2, 1, keepdims=True), keras.config.epsilon()))
-
-    def contrast(margin=1.0):
-        return lambda y, d: ops.mean((1 - y) * d**2 + y * ops.maximum(margin - d, 0) ** 2, -1)
-
-    both = layers.Lambda(distance, output_shape=(1,))([tower(each) for each in inputs])
-    model = compiled(keras.Model(inputs, both), loss=contrast(0.8), metrics=["accuracy"])
-    return Given(model, [normal(6), normal(6, seed=9)], truth())
-
-
-@loss_or_metric("a margin of classes that is part of the model and needs the labels (ArcFace)")
-def angular_margin():
-    class Margin(layers.Layer):
-        def __init__(self, classes, margin, scale):
-            super().__init__()
-            self.classes, self.margin, self.scale = classes, margin, scale
-
-        def build(self, shapes):
-            self.centers = self.add_weight((shapes[0][-1], self.classes), "glorot_uniform", name="centers")
-
-        def call(self, inputs):
-            x, labels = inputs
-            cosine = ops.normalize(x, -1) @ ops.normalize(self.centers, 0)
-            return self.scale * (cosine - self.margin * ops.one_hot(labels, self.classes))
-
-    inputs, labels = keras.Input((6,), name="x"), keras.Input((), dtype="int32", name="label")
-    model = keras.Model([inputs, labels], Margin(3, 0.2, 4.0)([layers.Dense(4)(inputs), labels]))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return Given(compiled(model, loss=loss, metrics=["accuracy"]), [normal(6), integers(3)], integers(3))
-
-
 # ---------------------------------------------------------------- optimizers and schedules
 
 
@@ -359,25 +322,6 @@ def rate_of_a_function():
 # ---------------------------------------------------------------- callbacks
 
 
-@callback("`LearningRateScheduler` with a closure, `ReduceLROnPlateau`, and a callback that keeps logs")
-def rate_callbacks():
-    rates, keep = [0.05, 0.03, 0.02], KeepLogs()
-    chosen = [
-        keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.5 * (rates[epoch] + rate)),
-        keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=0, factor=0.3, min_delta=100.0),
-        keep,
-    ]
-    return Given(dense(), normal(6), normal(1), options={"callbacks": chosen, "epochs": 3}, after=lambda: keep.seen)
-
-
-@callback("`EarlyStopping` that restores the best weights")
-def early_stopping():
-    stop = keras.callbacks.EarlyStopping(monitor="mae", mode="max", patience=1, restore_best_weights=True)
-    given = Given(dense(), normal(6), normal(1), options={"callbacks": [stop], "epochs": 6})
-    given.after = lambda: [stop.stopped_epoch, stop.best_epoch, float(stop.best)]
-    return given
-
-
 @callback("a callback that sets a variable of a layer (teacher forcing, noise)")
 def schedule_of_a_layer():
     class Mix(layers.Layer):
@@ -431,14 +375,6 @@ def metrics_read_by_hooks():
     return Given(dense(), normal(6), normal(1), options=options, after=lambda: reads.seen)
 
 
-@callback("averages of weights: `SwapEMAWeights`")
-def swapped_averages():
-    model = dense(optimizer=keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.7))
-    return Given(
-        model, normal(6), normal(1), options={"callbacks": [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]}
-    )
-
-
 @callback("a callback that averages weights at the end of each epoch, and sets them at the end of training (SWA)")
 def weight_averaging():
     class Average(keras.callbacks.Callback):
@@ -467,21 +403,6 @@ def predicting_callback():
 
     predict = Predict(normal(6)[:5])
     return Given(dense(), normal(6), normal(1), options={"callbacks": [predict]}, after=lambda: predict.means)
-
-
-@callback("a callback that stops training and counts what it saw", tolerance=1e-5)
-def stopping_callback():
-    class Stop(keras.callbacks.Callback):
-        epochs = 0
-
-        def on_epoch_end(self, epoch, logs=None):
-            self.epochs += 1
-            self.model.stop_training = self.epochs == self.params["epochs"] - 1
-
-    stop = Stop()
-    given = Given(dense(), normal(6), normal(1), np.linspace(0, 2, RECORDS, dtype="float32"))
-    given.options, given.after = {"callbacks": [stop], "epochs": 4}, lambda: stop.epochs
-    return given
 
 
 @callback("callbacks that stop training before a batch", tolerance=1e-5)

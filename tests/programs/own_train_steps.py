@@ -44,70 +44,6 @@ class Tracked(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@step("an exponential moving average of a network in a clone (DDIM, BYOL, mean teacher)")
-def moving_average_network():
-    class Averaged(Tracked):
-        def __init__(self, network):
-            super().__init__(network)
-            self.average = keras.models.clone_model(network)
-
-        def train_step(self, data):
-            x, y = data
-            logs = self.learn(
-                lambda: ops.mean((self.network(x) - y) ** 2 + 0.1 * (self.network(x) - self.average(x)) ** 2)
-            )
-            for own, average in zip(self.network.weights, self.average.weights, strict=True):
-                average.assign(0.8 * average + 0.2 * own)
-            return logs
-
-    model = Averaged(small())
-    model.compile(keras.optimizers.AdamW(0.01))
-    return Given(model, normal(6), normal(1))
-
-
-@step("WGAN-GP: several steps of a critic with a penalty on its gradient")
-def wasserstein_gan():
-    class Wasserstein(keras.Model):
-        def __init__(self, critic, generator, steps):
-            super().__init__()
-            self.critic, self.generator, self.critic_steps = critic, generator, steps
-            self.trackers = [keras.metrics.Mean(name="c_loss"), keras.metrics.Mean(name="g_loss")]
-
-        def compile(self, c_optimizer, g_optimizer, c_loss, g_loss):
-            super().compile()
-            self.c_optimizer, self.g_optimizer, self.c_loss, self.g_loss = c_optimizer, g_optimizer, c_loss, g_loss
-
-        def train_step(self, real):
-            noise = ops.sin(17.0 * real[:, :2])
-            for _ in range(self.critic_steps):
-                with tf.GradientTape() as tape:
-                    made = self.generator(noise, training=True)
-                    mixed = 0.3 * real + 0.7 * made
-                    with tf.GradientTape() as inner:
-                        inner.watch(mixed)
-                        judged = self.critic(mixed, training=True)
-                    slope = ops.sqrt(ops.sum(inner.gradient(judged, mixed) ** 2, 1) + 1e-8)
-                    cost = self.c_loss(self.critic(real), self.critic(made)) + 10 * ops.mean((slope - 1) ** 2)
-                weights = self.critic.trainable_weights
-                self.c_optimizer.apply_gradients(zip(tape.gradient(cost, weights), weights, strict=True))
-            with tf.GradientTape() as tape:
-                loss = self.g_loss(self.critic(self.generator(noise, training=True)))
-            weights = self.generator.trainable_weights
-            self.g_optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-            for tracker, value in zip(self.trackers, (cost, loss), strict=True):
-                tracker.update_state(value)
-            return {tracker.name: tracker.result() for tracker in self.trackers}
-
-    model = Wasserstein(small(6), small(2, 6), 2)
-    model.compile(
-        keras.optimizers.Adam(0.002, beta_1=0.5),
-        keras.optimizers.Adam(0.002, beta_1=0.5),
-        lambda real, made: ops.mean(made) - ops.mean(real),
-        lambda made: -ops.mean(made),
-    )
-    return Given(model, normal(6), test=(), options={"validation_data": None})
-
-
 @step("gradients that the step clips, accumulates in variables and applies every second batch")
 def accumulated_by_hand():
     class Accumulating(keras.Model):
@@ -239,19 +175,6 @@ def steps_around_keras():
 
     model = Around()
     model.compile("adam", "mse", metrics=["mae"], noise=0.2)
-    return Given(model, normal(6), normal(1))
-
-
-@step("an eager step that branches on values in Python")
-def eager_step():
-    class Eager(Tracked):
-        def train_step(self, data):
-            x, y = data
-            factor = 2.0 if float(ops.sum(y)) > 0 else 1.0
-            return self.learn(lambda: factor * ops.mean((self.network(x) - y) ** 2))
-
-    model = Eager(small())
-    model.compile("adam", run_eagerly=True)
     return Given(model, normal(6), normal(1))
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 
 import keras
-import numpy as np
 from keras import layers, ops
 
-from catalogue import BATCH, Given, case, compiled, dense, normal
+from catalogue import BATCH, Given, case, compiled, normal
 
 whole = functools.partial(case, "Models within models", everywhere=True)
 generative = functools.partial(case, "Generative models", everywhere=True)
@@ -19,29 +18,6 @@ def small(size: int = 6, units: int = 1) -> keras.Model:
 
 
 # ---------------------------------------------------------------- models within models
-
-
-class Distiller(keras.Model):
-    def __init__(self, student, teacher, alpha=0.3):
-        super().__init__()
-        self.student, self.teacher, self.alpha = student, teacher, alpha
-
-    def call(self, x):
-        return self.student(x)
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        hard = ops.mean((y_pred - y) ** 2)
-        return self.alpha * hard + (1 - self.alpha) * ops.mean((y_pred - self.teacher(x, training=False)) ** 2)
-
-
-@whole("distillation from a teacher that was compiled and trained")
-def distillation():
-    teacher = dense()
-    teacher.fit(normal(6), normal(1), batch_size=BATCH, shuffle=False, verbose=0)
-    teacher.trainable = False
-    model = Distiller(small(), teacher)
-    model.compile("adam")
-    return Given(model, normal(6), normal(1))
 
 
 @whole("transfer learning: a frozen base that was compiled and trained; then it is unfrozen and trained more slowly")
@@ -98,18 +74,6 @@ def target_network():
         return fit(model, normal(6), normal(1), batch_size=BATCH, shuffle=False, verbose=0)
 
     return Given(model, normal(6), normal(1), then=again)
-
-
-@whole("a stack of models that were trained before, behind a model that is trained (an ensemble)")
-def stacking():
-    parts = [dense(), dense(optimizer="rmsprop", loss="mae")]
-    for index, part in enumerate(parts):
-        part.fit(normal(6, seed=index), normal(1), batch_size=BATCH, shuffle=False, verbose=0)
-        part.trainable = False
-    inputs = keras.Input((6,))
-    return Given(
-        compiled(keras.Model(inputs, layers.Dense(1)(ops.hstack([p(inputs) for p in parts])))), normal(6), normal(1)
-    )
 
 
 @whole("a model from a `.keras` file, with classes of your own")
@@ -187,72 +151,3 @@ def variational_autoencoder():
     model.compile("adam")
     # Predictions are of other samples.
     return Given(model, normal(6), test=())
-
-
-@case("Generative models", "a normalizing flow: coupling layers with masks, a loss of the log-determinant")
-def normalizing_flow():
-    class Flow(keras.Model):
-        def __init__(self, couplings):
-            super().__init__()
-            self.masks = np.array([[0, 1], [1, 0]] * (couplings // 2), "float32")
-            self.scales = [keras.Sequential([layers.Dense(5, "relu"), layers.Dense(2, "tanh")]) for _ in self.masks]
-            self.moves = [keras.Sequential([layers.Dense(5, "relu"), layers.Dense(2)]) for _ in self.masks]
-
-        def call(self, x):
-            total = 0.0
-            for mask, scale, move in zip(self.masks, self.scales, self.moves, strict=True):
-                kept = x * mask
-                s, t = scale(kept) * (1 - mask), move(kept) * (1 - mask)
-                x = (1 - mask) * (x * ops.exp(s) + t) + kept
-                total = total + ops.sum(s, -1)
-            return x, total
-
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            return ops.mean(0.5 * ops.sum(y_pred[0] ** 2, -1) - y_pred[1])
-
-    model = Flow(4)
-    model.compile(keras.optimizers.Adam(0.01))
-    return Given(model, normal(2))
-
-
-@generative("diffusion: seeded noise and times in `compute_loss`, a normalizer that was adapted")
-def diffusion():
-    class Diffusion(keras.Model):
-        def __init__(self, size):
-            super().__init__()
-            self.normalizer, self.network = layers.Normalization(), small(size + 1, size)
-            self.seeds = keras.random.SeedGenerator(3)
-
-        def call(self, x):
-            return self.normalizer(x)
-
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            noise = keras.random.normal(ops.shape(y_pred), seed=self.seeds)
-            times = keras.random.uniform((ops.shape(y_pred)[0], 1), seed=self.seeds)
-            mixed = ops.cos(times) * y_pred + ops.sin(times) * noise
-            return ops.mean(ops.abs(noise - self.network(ops.concatenate([mixed, times], -1))))
-
-    model = Diffusion(6)
-    model.normalizer.adapt(3 * normal(6) + 1)
-    model.compile(keras.optimizers.AdamW(0.01, weight_decay=1e-3))
-    return Given(model, normal(6), test=())
-
-
-@generative("a quantizer whose codebook learns by `add_loss` and a straight-through gradient (VQ-VAE)")
-def vector_quantizer():
-    class Quantizer(layers.Layer):
-        def __init__(self, codes, size, beta=0.25):
-            super().__init__()
-            self.codes, self.size, self.beta = codes, size, beta
-            self.table = self.add_weight((size, codes), "random_uniform", name="table")
-
-        def call(self, x):
-            distances = ops.sum(x**2, 1, keepdims=True) - 2 * x @ self.table + ops.sum(self.table**2, 0)
-            chosen = ops.one_hot(ops.argmin(distances, 1), self.codes) @ ops.transpose(self.table)
-            self.add_loss(self.beta * ops.mean((ops.stop_gradient(chosen) - x) ** 2))
-            self.add_loss(ops.mean((chosen - ops.stop_gradient(x)) ** 2))
-            return x + ops.stop_gradient(chosen - x)
-
-    inputs = keras.Input((6,))
-    outputs = small(3, 6)(Quantizer(5, 3)(small(6, 3)(inputs)))
-    return Given(compiled(keras.Model(inputs, outputs)), normal(6), normal(6))

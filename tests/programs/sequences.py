@@ -84,7 +84,7 @@ def seq2seq():
     return Given(compiled(model, loss="categorical_crossentropy", metrics=["accuracy"]), x, y)
 
 
-@sequence("`Bidirectional` and `Masking`, an `RNN` of cells of your own")
+@sequence("`Bidirectional`, `TimeDistributed` and `Masking`, an `RNN` of cells of your own")
 def own_cells():
     class Cell(layers.Layer):
         def __init__(self, units):
@@ -102,105 +102,6 @@ def own_cells():
     inputs = keras.Input((5, 3))
     x = layers.Masking()(inputs)
     x = layers.Bidirectional(layers.GRU(3, return_sequences=True), merge_mode="sum")(x)
+    x = layers.TimeDistributed(layers.Dense(2))(x)
     model = keras.Model(inputs, layers.Dense(1)(layers.RNN([Cell(3), Cell(3)])(x)))
     return Given(compiled(model), normal(5, 3) * (np.arange(5) < integers(6, 1, low=1))[..., None], normal(1))
-
-
-@sequence("forecasting with residual blocks that subtract what they explain (N-BEATS)")
-def residual_forecast():
-    class Block(layers.Layer):
-        def __init__(self, units, past, future):
-            super().__init__()
-            self.hidden = [layers.Dense(units, "relu") for _ in range(2)]
-            self.past, self.theta = past, layers.Dense(past + future)
-
-        def call(self, x):
-            for layer in self.hidden:
-                x = layer(x)
-            theta = self.theta(x)
-            return theta[:, : self.past], theta[:, self.past :]
-
-    inputs = keras.Input((8,))
-    rest, forecast = inputs, 0.0
-    for index in range(3):
-        back, ahead = Block(6, 8, 2)(rest)
-        rest = layers.Subtract(name=f"rest_{index}")([rest, back])
-        forecast = ahead if index == 0 else layers.Add()([forecast, ahead])
-    return Given(compiled(keras.Model(inputs, forecast), loss="mae"), normal(8), normal(2))
-
-
-@sequence("dilated causal convolutions with gates and skips (WaveNet)")
-def dilated_convolutions():
-    inputs = keras.Input((8, 2))
-    x, skips = layers.Conv1D(3, 1)(inputs), []
-    for rate in (1, 2, 4):
-        gated = layers.Multiply()(
-            [layers.Conv1D(3, 2, padding="causal", dilation_rate=rate, activation=a)(x) for a in ("tanh", "sigmoid")]
-        )
-        skips.append(layers.Conv1D(3, 1)(gated))
-        x = layers.Add()([x, skips[-1]])
-    outputs = layers.Dense(1)(layers.GlobalMaxPooling1D()(layers.ReLU()(layers.Add()(skips))))
-    return Given(compiled(keras.Model(inputs, outputs)), normal(8, 2), normal(1))
-
-
-@sequence("graph convolutions within an LSTM (traffic forecasting), sizes in a dict of the module")
-def graph_lstm():
-    adjacency = np.abs(np.subtract.outer(np.arange(4), np.arange(4))) <= 1
-
-    class GraphLSTM(layers.Layer):
-        def __init__(self, units, graph, **kwargs):
-            super().__init__(**kwargs)
-            self.graph = graph / graph.sum(1, keepdims=True)
-            self.lstm, self.dense = layers.LSTM(units, activation="relu"), layers.Dense(SIZES["out"])
-
-        def build(self, shape):
-            self.weight = self.add_weight((shape[-1], SIZES["features"]), "glorot_uniform", name="weight")
-
-        def call(self, x):
-            near = ops.einsum("nm,btmf->btnf", ops.cast(self.graph, x.dtype), x)
-            x = ops.transpose(ops.concatenate([near @ self.weight, x], -1), (0, 2, 1, 3))
-            shape = ops.shape(x)
-            out = self.dense(self.lstm(ops.reshape(x, (-1, shape[2], SIZES["features"] + 1))))
-            return ops.reshape(out, (-1, shape[1], SIZES["out"]))
-
-    inputs = keras.Input((5, 4, 1))
-    return Given(compiled(keras.Model(inputs, GraphLSTM(3, adjacency)(inputs))), normal(5, 4, 1), normal(4, 2))
-
-
-SIZES = {"features": 3, "out": 2}
-
-
-@sequence("a mixture of experts with a load-balancing loss (Switch)")
-def switch():
-    class Switch(layers.Layer):
-        def __init__(self, experts, size):
-            super().__init__()
-            self.experts, self.router = [layers.Dense(size) for _ in range(experts)], layers.Dense(experts, "softmax")
-
-        def call(self, x):
-            odds = self.router(x)
-            chosen = ops.one_hot(ops.argmax(odds, -1), len(self.experts))
-            self.add_loss(0.1 * len(self.experts) * ops.sum(ops.mean(odds, 0) * ops.mean(chosen, 0)))
-            return ops.sum(ops.stack([e(x) for e in self.experts], 1) * (odds * chosen)[..., None], 1)
-
-    model = keras.Sequential([keras.Input((6,)), Switch(3, 4), layers.Dense(1)])
-    return Given(compiled(model), normal(6), normal(1))
-
-
-@sequence("steps of an ODE with a loop of operations")
-def neural_ode():
-    class Euler(layers.Layer):
-        def __init__(self, steps):
-            super().__init__()
-            self.steps, self.field = steps, keras.Sequential([layers.Dense(5, "tanh"), layers.Dense(3)])
-
-        def build(self, shape):
-            self.field.build(shape)
-
-        def call(self, x):
-            for _ in range(self.steps):
-                x = x + self.field(x) / self.steps
-            return x
-
-    model = keras.Sequential([keras.Input((3,)), Euler(4), layers.Dense(1)])
-    return Given(compiled(model), normal(3), normal(1))

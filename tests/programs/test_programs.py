@@ -22,16 +22,18 @@ from programs import CASES
 ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 NAMES = [name for name, case in CASES.items() if ON_TENSORFLOW or case.everywhere]
 
-# One or two of a kind; `make test-deep` has all.
+# One of a kind, on TensorFlow and on the others; `make test-deep` has all.
 KEPT = (
-    "average", "counting_steps", "fixed_batch_size", "functional", "gan", "hooks_that_set", "masked_lstm",
-    "metrics_read_by_hooks", "mixed_float16", "own_methods", "own_optimizers", "own_steps", "preprocessing", "resnet",
-    "sequential_recommender", "sequential_without_input", "set_back", "states_of_python", "subclass",
-    "shuffled_dataset", "teacher",
+    "annealing", "annealing_eagerly", "average", "changed_globals", "curriculum", "deep_fm", "fixed_batch_size",
+    "forgetful_config", "functional", "gan", "hooks_that_set", "lent_variable", "lookups", "masked_lstm",
+    "metrics_read_by_hooks", "metrics_that_do_not_add_up", "mixed_float16", "objects_without_config",
+    "optimizer_in_optimizer", "own_methods", "own_optimizers", "own_steps", "py_dataset", "saving",
+    "sequential_without_input", "set_back", "shared_temperature", "shuffled_dataset", "staged", "states_of_python",
+    "target_network", "transfer_learning", "variational_autoencoder",
 )  # fmt: skip
-KEPT_EVERYWHERE = (
+KEPT_ELSEWHERE = (
     "annealing", "annealing_eagerly", "boosted_optimizer", "changed_globals", "curriculum", "deep_fm",
-    "distillation", "forgetful_config", "lent_variable", "metrics_that_do_not_add_up", "metrics_with_state",
+    "forgetful_config", "lent_variable", "metrics_that_do_not_add_up", "metrics_with_state",
     "objects_without_config", "optimizer_in_optimizer", "py_dataset", "random_loss", "saving",
     "shared_temperature", "staged", "target_network", "tied_autoencoder", "transfer_learning", "uneven_steps",
     "variational_autoencoder",
@@ -44,7 +46,7 @@ def cluster():
         yield cluster
 
 
-@pytest.mark.parametrize("name", deep_but(NAMES, *KEPT_EVERYWHERE, *(KEPT if ON_TENSORFLOW else ())))
+@pytest.mark.parametrize("name", deep_but(NAMES, *(KEPT if ON_TENSORFLOW else KEPT_ELSEWHERE)))
 def test_a_program_ends_where_fit_ends(cluster, name):
     compare_with_fit(cluster, CASES[name])
 

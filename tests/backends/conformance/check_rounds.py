@@ -1,5 +1,6 @@
 """Rounds of one batch: workers whose movements are averaged after each batch train as one on the joined batch."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
@@ -8,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from check_steps import assert_same, hold, tensors
+from deep_cases import deep_but
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
@@ -87,9 +89,9 @@ def records(count):
     return x, np.sin(x.sum(1, keepdims=True))
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_synchronous_workers_train_as_fit_on_the_joined_batch(name, workers, places):
+@pytest.mark.parametrize("case", deep_but(itertools.product(OPTIMIZERS, (2, 3)), ("momentum", 2), ("nesterov", 3)))
+def test_synchronous_workers_train_as_fit_on_the_joined_batch(case, places):
+    name, workers = case
     x, y = records(ROUNDS * workers * BATCH)
     reference = make(name)
     reference.fit(x, y, batch_size=workers * BATCH, shuffle=False, verbose=0)
