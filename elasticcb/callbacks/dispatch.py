@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import io
 import logging
 import operator
+import os
+import stat
 import sys
 import threading
 import time
@@ -39,6 +42,7 @@ _REFUSED = {
     "stop_predicting": "To predict fewer batches, use `steps`, or less data",
 }
 _TIMED = frozenset({"on_train_batch_begin", "on_train_batch_end"})
+_BOTH = (Place.MASTER, Place.WORKER)
 _KEPT = 25  # of the newest times of a hook
 _ENOUGH = 10  # to tell whether it is slow
 
@@ -91,6 +95,7 @@ class Dispatcher:
             model.stop_training = False
             for name in _REFUSED:
                 setattr(model, name, False)
+        self._in_two_places: set[int] = set()  # ids of callbacks
         self._methods: dict[str, list[tuple[Any, Callable[..., Any]]]] = {name: [] for name in TABLE}
         for position, callback in enumerate(self.callbacks):
             _check_is_callback(callback, position)
@@ -103,6 +108,8 @@ class Dispatcher:
             methods = overridden_hooks(callback)
             for name in hooks_at(callback, place, methods.keys(), in_program, one_worker):
                 self._methods[name].append((callback, methods[name]))
+            if in_program and all(hooks_at(callback, each, methods.keys(), True, one_worker) for each in _BOTH):
+                self._in_two_places.add(id(callback))
         self._of_optimizers: dict[str, bool] = {}  # answers of `needs_optimizer_state`
 
     @property
@@ -192,12 +199,7 @@ class Dispatcher:
         """Writes what hooks here have written to files and databases that are attributes of their callbacks: the
         `on_train_end` that would close them may run in another process."""
         for callback in self.callbacks:
-            for value in list(vars(callback).values()):
-                with contextlib.suppress(Exception):  # it is closed, or not for writing
-                    if isinstance(value, io.IOBase):
-                        value.flush()
-                    elif type(value).__module__ == "sqlite3":
-                        value.commit()
+            _share_files(callback)
 
     def _is_due(self, callback: Any, hook: str, batches: int) -> bool:
         every = batches_between(callback)
@@ -225,6 +227,8 @@ class Dispatcher:
                 raise  # in the caller's process, it may come from a signal handler
             message = f"{self._story(callback, hook, args)} {describe(error)}"
             self._failed(callback, hook, CallbackError(message, user_traceback(error)), error)
+        if id(callback) in self._in_two_places and (self._place is Place.MASTER or "_batch_" not in hook):
+            _share_files(callback)
         if self._place is Place.WORKER and hook in _TIMED:
             name = f"{type(callback).__name__}.{hook}"
             slow = self._times.note_hook(name, time.perf_counter() - started, batches_between(callback))
@@ -260,6 +264,19 @@ class Dispatcher:
 
     def _runs_twice(self, hook: str) -> bool:
         return self._in_program and self._place is Place.WORKER and hook in ("on_train_begin", "on_predict_begin")
+
+
+def _share_files(callback: Any) -> None:
+    """Flushes files, and commits to databases, that are attributes of a callback. What comes later is appended, so that
+    hooks in several processes don't overwrite each other's lines."""
+    for value in list(vars(callback).values()):
+        with contextlib.suppress(Exception):  # it is closed, or not for writing
+            if type(value).__module__ == "sqlite3":
+                value.commit()
+            elif isinstance(value, io.IOBase):
+                value.flush()
+                if isinstance(value, io.TextIOBase) and stat.S_ISREG(os.fstat(value.fileno()).st_mode):
+                    fcntl.fcntl(value, fcntl.F_SETFL, fcntl.fcntl(value, fcntl.F_GETFL) | os.O_APPEND)
 
 
 def _after_export(callback: Any) -> bool:

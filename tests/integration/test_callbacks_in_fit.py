@@ -1,5 +1,6 @@
 """Hooks that Keras's `fit`, `evaluate` and `predict` call on the caller's object, and what they may set there."""
 
+import contextlib
 import os
 import re
 import sys
@@ -226,6 +227,57 @@ def test_what_a_hook_on_the_master_opens_stays_there():
     with elasticcb.Cluster(kind="inprocess") as cluster:
         cluster.fit(make(), X, Y, epochs=2, batch_size=32, verbose=0, callbacks=[opens])
     assert (opens.batches, opens.begun) == (4, 1)
+
+
+class Writes(keras.callbacks.Callback):
+    """Lines of a file from hooks of two processes; its `on_train_end` fails, if it is told so."""
+
+    def __init__(self, path, fails):
+        super().__init__()
+        self.path, self.fails = path, fails
+
+    def on_train_begin(self, logs=None):
+        self.file = open(self.path, "a")  # noqa: SIM115
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.file.write(f"epoch {epoch}\n")
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.file.write(f"{batch}\n")
+
+    def on_train_end(self, logs=None):
+        self.file.write("end\n")
+        if self.fails:
+            raise TimeoutError
+        self.file.close()
+
+
+def test_files_that_hooks_write_are_complete_and_a_failed_fit_leaves_the_model_and_its_optimizer_as_keras_does(
+    tmp_path,
+):
+    def trained(fit, name):
+        model = make()
+        model.optimizer = keras.optimizers.Adam()
+        model.set_weights([np.ones((4, 1)), np.ones(1)])
+        for fails in (True, False):
+            with contextlib.suppress(TimeoutError):
+                fit(
+                    model,
+                    X,
+                    Y,
+                    epochs=2,
+                    verbose=0,
+                    shuffle=False,
+                    callbacks=[Writes(tmp_path / f"{name}{fails}", fails)],
+                )
+        return [*model.get_weights(), *map(np.asarray, model.optimizer.variables)]
+
+    expected = trained(lambda model, *args, **options: model.fit(*args, **options), "keras")
+    with elasticcb.Cluster() as cluster:
+        found = trained(cluster.fit, "cluster")
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert (tmp_path / "clusterFalse").read_text() == (tmp_path / "kerasFalse").read_text()
 
 
 class Prints(keras.callbacks.Callback):
