@@ -83,7 +83,7 @@ class SharedAttributes:
     Args:
         objects: by number, the same in each process.
         takes_turns: whether only one process changes them at a time; else this one keeps what it has changed itself.
-        holds_tensors: whether containers of tensors are compared by what is in them, too; they are not sent.
+        holds_tensors: whether containers of tensors are also compared by what is in them.
     """
 
     def __init__(self, objects: Mapping[int, Any], takes_turns: bool = True, holds_tensors: bool = False) -> None:
