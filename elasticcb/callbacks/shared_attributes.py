@@ -83,12 +83,11 @@ class SharedAttributes:
     Args:
         objects: by number, the same in each process.
         takes_turns: whether only one process changes them at a time; else this one keeps what it has changed itself.
-        holds_tensors: whether containers of tensors are also compared by what is in them.
     """
 
-    def __init__(self, objects: Mapping[int, Any], takes_turns: bool = True, holds_tensors: bool = False) -> None:
+    def __init__(self, objects: Mapping[int, Any], takes_turns: bool = True) -> None:
         self._objects = {number: each for number, each in objects.items() if _is_holder(each)}
-        self._takes_turns, self._holds_tensors = takes_turns, holds_tensors
+        self._takes_turns = takes_turns
         self._first = self._read()
         self._ever: dict[Key, None] = {}  # those that have changed, and may be back at the first value
         self._adopted: dict[Key, Any] = {}
@@ -103,7 +102,7 @@ class SharedAttributes:
                     if place in seen:
                         continue
                     seen.add(place)
-                found[number, name] = _copied(value, self._holds_tensors)
+                found[number, name] = _copied(value)
         return found
 
     def changed(self) -> dict[Key, Change]:
@@ -123,20 +122,20 @@ class SharedAttributes:
         """Sets values that are compared by their parts back to what they were at first: of a model that was not built
         before, only numbers and containers that `build` does not set."""
         for (number, name), change in self.changed().items():
-            thing, first, tensors = self._objects[number], change.first, self._holds_tensors
+            thing, first = self._objects[number], change.first
             if not was_built and (
                 type(first) is not type(change.now)
                 or not (type(first) in (int, float) or isinstance(first, (dict, list, deque, set)))
-                or not _has_parts(change.now, tensors)
+                or not _has_parts(change.now)
                 or name in _set_by_build(cast(Hashable, type(thing)))
             ):
                 continue
-            if first is not _Absent.ABSENT and _has_parts(first, tensors):
+            if first is not _Absent.ABSENT and _has_parts(first):
                 with contextlib.suppress(Exception):  # of a user's property
                     _set(thing, name, _in_place(_get(thing, name), first))
 
     def _is_to_be_sent(self, key: Key, change: Change) -> bool:
-        if _has_parts(change.now, self._holds_tensors):
+        if _has_parts(change.now):
             return True
         is_own = change.now is not self._adopted.get(key)
         return is_own and _may_travel(self._objects[key[0]], change.now)
@@ -182,7 +181,7 @@ def without_traces(model: keras.Model, is_eager: bool = True) -> Iterator[None]:
     looks like a step of training, and no attributes changed: of a model that was not built before, no counts, and no
     containers such as a replay buffer."""
     objects = dict(enumerate([*layers_of(model), getattr(model, "loss", None)]))
-    attributes = SharedAttributes(objects, holds_tensors=True)
+    attributes = SharedAttributes(objects)
     was_built = model.built
     with without_draws(model, of_python=was_built):
         yield
@@ -286,10 +285,9 @@ def _set(thing: Any, name: str, value: Any) -> None:
 # ---------------------------------------------------------------- values
 
 
-def _copy_of(value: Any, holds_tensors: bool = False) -> tuple[Any, bool]:
-    """A copy of a value that consists of numbers, strings, arrays and containers of these, and True: it is compared by
-    what is in it. Others, and large ones, as they are, and False: they are compared by their identity. With
-    `holds_tensors`, containers may hold tensors, which are not copied."""
+def _copy_of(value: Any) -> tuple[Any, bool]:
+    """A copy of a value that consists of numbers, strings, arrays, tensors and containers of these, and True: it is
+    compared by what is in it. Others, and large ones, as they are, and False: they are compared by their identity."""
     budget = [_MOST_PARTS, _MOST_BYTES]
 
     def copied(part: Any) -> Any:
@@ -299,10 +297,10 @@ def _copy_of(value: Any, holds_tensors: bool = False) -> tuple[Any, bool]:
             raise TypeError("it is large")
         if isinstance(part, (*_SIMPLE, _Absent)):
             return part
-        if holds_tensors and keras.ops.is_tensor(part) and not hasattr(part, "assign"):
-            return part
         if isinstance(part, np.ndarray) and part.dtype != object:
             return part.copy()
+        if _is_tensor(part):
+            return part
         if isinstance(part, dict):
             return _like(part, {key: copied(each) for key, each in dict(part).items()})
         if isinstance(part, tuple):
@@ -320,12 +318,16 @@ def _copy_of(value: Any, holds_tensors: bool = False) -> tuple[Any, bool]:
         return value, False
 
 
-def _copied(value: Any, holds_tensors: bool = False) -> Any:
-    return _copy_of(value, holds_tensors)[0]
+def _is_tensor(value: Any) -> bool:
+    return keras.ops.is_tensor(value) and not hasattr(value, "assign") and not hasattr(value, "graph")
 
 
-def _has_parts(value: Any, holds_tensors: bool = False) -> bool:
-    return _copy_of(value, holds_tensors)[1]
+def _copied(value: Any) -> Any:
+    return _copy_of(value)[0]
+
+
+def _has_parts(value: Any) -> bool:
+    return _copy_of(value)[1]
 
 
 def _like(given: Any, parts: Any) -> Any:
@@ -366,6 +368,8 @@ def is_same(one: Any, other: Any) -> bool:
         if one.dtype != other.dtype or one.shape != other.shape:
             return False
         return bool((one == other).all()) if one.dtype == object else one.tobytes() == other.tobytes()
+    if _is_tensor(one):
+        return is_same(keras.ops.convert_to_numpy(one), keras.ops.convert_to_numpy(other))
     if isinstance(one, dict):
         return list(one) == list(other) and all(is_same(each, other[key]) for key, each in one.items())
     if isinstance(one, (list, tuple, deque)):
