@@ -17,10 +17,24 @@ COMPILED = """
     import numpy as np
     import tensorflow as tf
 
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            x, y, weight = data
+            with tf.GradientTape() as tape:
+                y_pred = self(x, training=True)
+                loss = self.compute_loss(x, y, y_pred, weight)
+            if not self.optimizer.built:
+                self.optimizer.build(self.trainable_variables)
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables))  # by their order
+            for metric in self.metrics:
+                metric.update_state(*((loss,) if metric.name == "loss" else (y, y_pred, weight)))
+            results = {metric.name: metric.result() for metric in self.metrics}
+            return {**results, "steps": keras.ops.cast(self.optimizer.iterations, "float32")}
+
     def custom_model(units):
         keras.utils.set_random_seed(4)
         frozen = keras.layers.Dense(6, trainable=False, name="frozen")
-        model = keras.Sequential([
+        model = Own([
             frozen,
             keras.layers.Dense(units, activation="relu", kernel_regularizer="l2"),
             keras.layers.BatchNormalization(momentum=0.7),
@@ -44,7 +58,7 @@ COMPILED = """
 """
 
 
-def test_compiled_model_with_weights_regularizers_and_moving_statistics(tmp_path):
+def test_compiled_model_with_weights_regularizers_moving_statistics_and_a_step_of_its_own(tmp_path):
     weight = np.random.default_rng(1).uniform(0, 2, RECORDS).astype("float32")
     data = write_arrays(tmp_path / "data.npz", weight=weight)
     text = COMPILED.replace("FOLDER", str(tmp_path)) + weights_saver(tmp_path)
