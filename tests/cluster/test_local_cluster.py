@@ -237,24 +237,6 @@ def test_stop_does_not_wait_for_processes_that_are_not_there_yet(cluster, caplog
     assert caplog.messages == []  # nobody need know how it is ended
 
 
-def test_forked_processes_end_with_the_one_that_asked_for_them(tmp_path):
-    code = f"""
-    from elasticcb.cluster.local.backend import LocalCluster
-    cluster = LocalCluster({str(tmp_path)!r})
-    cluster.start("worker", 0, {NOBODY!r})
-    print(cluster.pid("worker", 0), flush=True)
-    input()
-    """
-    master = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    worker = psutil.Process(int(master.stdout.readline()))
-    family = [worker, worker.parent()]
-    master.kill()
-    master.wait()
-    assert not psutil.wait_procs(family, 30)[1]
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_process_draws_random_numbers_of_its_own():
     told, tell = os.pipe()

@@ -69,19 +69,6 @@ def test_a_large_keras_embedding_trains_as_fit_does(tmp_path: Path, jit_compile:
     np.testing.assert_allclose(predicted, plain.predict(IDS, verbose=0), rtol=1e-4, atol=1e-5)
 
 
-def test_rows_without_repeated_ids_are_updated_as_fit_updates_them() -> None:
-    quarter = np.random.default_rng(0).permutation(75)
-    ids = np.stack([quarter + 75 * column for column in range(4)], 1)  # none twice
-    labels = ids.mean(1, keepdims=True).astype("float32") / 100
-    ours, plain = (native_model(keras.optimizers.Adagrad(0.1)) for _ in range(2))
-    with cluster() as servers:
-        servers.fit(ours, ids, labels, batch_size=15, shuffle=False, verbose=0)
-    plain.fit(ids, labels, batch_size=15, shuffle=False, verbose=0)
-    pairs = zip(ours.weights + ours.optimizer.variables, plain.weights + plain.optimizer.variables, strict=True)
-    for own, other in pairs:
-        np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-3, atol=1e-4, err_msg=own.path)
-
-
 def towers(optimizer: keras.optimizers.Optimizer) -> keras.Model:
     """Two tables of one width, one of another, and dense layers."""
     keras.utils.set_random_seed(1)

@@ -6,7 +6,6 @@ import signal
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import elasticcb
 from elasticcb.cli.main import main
@@ -74,67 +73,6 @@ def test_servers_become_more_and_fewer_while_workers_train_by_themselves(data, s
     assert number(job.output, "workers lost") == 0
     assert number(job.output, "duplicate records (at most)") == 0
     assert float(re.findall(r"Evaluation at version .*loss ([\d.e-]+)", job.output)[-1]) < 1e-6
-
-
-class DCGAN(keras.Model):
-    """As in Keras's examples: the generator's loss is that of the discriminator as it was just updated."""
-
-    def __init__(self):
-        super().__init__()
-        layers = keras.layers
-        dense = [keras.Input((6,)), layers.Dense(16), layers.LeakyReLU(0.2), layers.Dropout(0.2, seed=3)]
-        self.discriminator = keras.Sequential([*dense, layers.Dense(1)])
-        dense = [keras.Input((4,)), layers.Dense(16), layers.BatchNormalization(), layers.LeakyReLU(0.2)]
-        self.generator = keras.Sequential([*dense, layers.Dense(6)])
-        self.seed = keras.random.SeedGenerator(7)
-        self.losses_seen = {name: keras.metrics.Mean(name=name) for name in ("d_loss", "g_loss")}
-        self.d_optimizer, self.g_optimizer = keras.optimizers.Adam(1e-3), keras.optimizers.Adam(2e-3)
-
-    @property
-    def metrics(self):
-        return list(self.losses_seen.values())
-
-    def update(self, name, optimizer, network, loss):
-        with tf.GradientTape() as tape:
-            value = loss()
-        weights = network.trainable_weights
-        optimizer.apply_gradients(zip(tape.gradient(value, weights), weights, strict=True))
-        self.losses_seen[name].update_state(value)
-
-    def train_step(self, real):
-        count = tf.shape(real)[0]
-        compute = keras.losses.BinaryCrossentropy(from_logits=True)
-        fake = self.generator(keras.random.normal((count, 4), seed=self.seed))
-        both, labels = tf.concat([fake, real], 0), tf.concat([tf.ones((count, 1)), tf.zeros((count, 1))], 0)
-        self.update("d_loss", self.d_optimizer, self.discriminator, lambda: compute(labels, self.discriminator(both)))
-        noise = keras.random.normal((count, 4), seed=self.seed)
-        self.update(
-            "g_loss",
-            self.g_optimizer,
-            self.generator,
-            lambda: compute(tf.zeros((count, 1)), self.discriminator(self.generator(noise))),
-        )
-        return {name: metric.result() for name, metric in self.losses_seen.items()}
-
-
-def dcgan():
-    keras.utils.set_random_seed(1)
-    model = DCGAN()
-    model.compile()
-    return model
-
-
-def test_updates_that_build_on_each_other_do_what_they_do_in_keras():
-    data = np.random.default_rng(0).normal(2, 1, (240, 6)).astype("float32")
-    fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
-    expected, model = dcgan(), dcgan()
-    history = expected.fit(data, **fit).history
-    with elasticcb.Cluster(1, 2, kind="inprocess", updates="local", local_steps=4, log_level="WARNING") as cluster:
-        found = cluster.fit(model, data, **fit).history
-    for name, values in history.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-5)
-    for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
 @pytest.mark.parametrize(("batches", "expected"), [(24, [4] * 6), (8, [2] * 4)])

@@ -204,16 +204,3 @@ def test_job_goes_on_while_its_storage_is_away(storage, settings):
     assert "Checkpoints can be written again." in display.messages
     assert summary.checkpoint_path.startswith("s3://trained/")
     assert f"version-{summary.version:08d}/manifest.json" in there(settings.checkpoint.directory)
-
-
-def test_last_checkpoint_that_can_not_be_written_is_written_by_resume(storage, settings, tmp_path):
-    storage.stop()
-    try:
-        with pytest.raises(CheckpointError, match=r"can't be written.*elasticcb resume"):
-            run_master(settings, RecordingDisplay())
-    finally:
-        storage.start()
-    summary = run_master(settings, RecordingDisplay(), resumed=True)
-    assert summary.version >= 200
-    assert summary.checkpoint_path == f"{settings.checkpoint.directory}/version-{summary.version:08d}"
-    assert f"version-{summary.version:08d}/manifest.json" in there(settings.checkpoint.directory)
