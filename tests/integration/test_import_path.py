@@ -125,15 +125,15 @@ def test_python_m_leaves_the_current_folder_out(trap):
     assert run(sys.executable, "-m", "elasticcb", "--version", cwd=trap).startswith("elasticcb, version")
 
 
-@pytest.mark.parametrize("own_path", [False, True])
-def test_a_process_started_from_nothing_does_not_look_into_the_current_folder(trap, own_path):
-    code = python_code("elasticcb.cli.main", own_path)
+def test_a_process_started_from_nothing_does_not_look_into_the_current_folder(trap):
+    code = python_code("elasticcb.cli.main", True)
     assert run(sys.executable, "-c", code, "--version", cwd=trap).startswith("elasticcb, version")
 
 
 # All else that the processes of a job import, Keras or the program's own process does, too: there the file would do
 # harm without any job.
-@pytest.mark.parametrize("forked", deep_but([True, False], True))
+@pytest.mark.deep  # test_python_api_processes.py has a program with a module beside it
+@pytest.mark.parametrize("forked", [True, False])
 def test_a_file_beside_a_program_takes_no_place_of_what_its_job_needs_and_workers_have_its_path_in_order(
     tmp_path, trap, forked
 ):

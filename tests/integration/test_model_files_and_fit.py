@@ -28,8 +28,7 @@ COMPILED = """
             self.optimizer.apply(tape.gradient(loss, self.trainable_variables))  # by their order
             for metric in self.metrics:
                 metric.update_state(*((loss,) if metric.name == "loss" else (y, y_pred, weight)))
-            results = {metric.name: metric.result() for metric in self.metrics}
-            return {**results, "steps": keras.ops.cast(self.optimizer.iterations, "float32")}
+            return {metric.name: metric.result() for metric in self.metrics}
 
     def custom_model(units):
         keras.utils.set_random_seed(4)

@@ -83,7 +83,7 @@ def kept(folder):
 
 @pytest.mark.parametrize(
     ("where", "signal"),
-    [("batch", "SIGTERM"), pytest.param("batch", "SIGKILL", marks=pytest.mark.deep), ("end", "SIGKILL")],
+    [("batch", "SIGTERM"), ("end", "SIGKILL")],
 )
 def test_what_callbacks_keep_in_memory_survives_workers_that_end(tmp_path, where, signal):
     write_numbers(tmp_path, numbers=RECORDS)

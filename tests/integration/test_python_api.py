@@ -246,15 +246,14 @@ class Traced(keras.Sequential):
         return super().train_step(*args, **kwargs)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-def test_step_is_traced_no_more_often_the_longer_the_training_is(servers, tmp_path):
+def test_step_is_traced_no_more_often_the_longer_the_training_is(tmp_path):
     traces = []
     for epochs in (1, 4):
         file = tmp_path / str(epochs)
         model = Traced([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
         model.traces = str(file)
         model.compile("adam", "mse")
-        with elasticcb.Cluster(num_workers=1, num_ps=servers, kind="inprocess", log_level="ERROR") as cluster:
+        with elasticcb.Cluster(num_workers=1, num_ps=2, kind="inprocess", log_level="ERROR") as cluster:
             cluster.fit(model, X, Y, batch_size=8, epochs=epochs, verbose=0)
         traces.append(file.stat().st_size)
     assert traces[0] == traces[1] > 0

@@ -37,12 +37,12 @@ def storage(started, monkeypatch):
     return started
 
 
-@pytest.fixture(params=["s3", "memory", "file"])
+@pytest.fixture(params=["s3", "file"])
 def url(request, tmp_path):
     """Of a folder that does not exist yet."""
     if request.param == "s3":
         request.getfixturevalue("storage")
-    place = {"s3": "s3://trained", "memory": "memory://models", "file": f"file://{tmp_path}/remote"}[request.param]
+    place = {"s3": "s3://trained", "file": f"file://{tmp_path}/remote"}[request.param]
     return f"{place}/{tmp_path.name}"
 
 
@@ -107,6 +107,7 @@ def test_torn_missing_and_foreign_files_are_named_and_the_version_before_is_used
         remote_checkpoint.fetch(f"{url}/nothing", tmp_path / "none", told.append)
 
 
+@pytest.mark.parametrize("url", ["file"], indirect=True)
 def test_table_command_reads_a_url(url, capsys):
     write(url, 10)
     assert main(["table", url]) == ExitCode.DONE
