@@ -60,10 +60,9 @@ def test_a_server_sees_no_gpu_whoever_has_started_it():
         "import os; from elasticcb.cluster.role import RoleProcess; from elasticcb.roles.process import begin\n"
         f"begin(RoleProcess(role=os.environ['ROLE'], master='{NOBODY}')); print(os.environ['CUDA_VISIBLE_DEVICES'])"
     )
-    for role, expected in (("ps", "-1"), ("worker", "0,1")):
-        given = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1", "ROLE": role}
-        done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, check=True)
-        assert done.stdout.split()[-1] == expected
+    given = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1", "ROLE": "ps"}
+    done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "-1"
 
 
 def test_what_is_imported_before_processes_are_forked_finds_no_gpu(monkeypatch):
@@ -151,13 +150,6 @@ def test_a_process_that_is_killed_is_reported_once_with_the_signal(shared, worke
     (exit,) = exits
     assert (exit.role, exit.index, exit.pid, exit.failed) == ("worker", 0, worker.pid, False)
     assert exit.reason == "killed by SIGKILL"
-    assert shared.poll() == []
-
-
-def test_a_process_that_hangs_is_killed_and_not_reported(shared, worker):
-    worker.suspend()
-    shared.kill("worker", 0)
-    assert not worker.is_running()
     assert shared.poll() == []
 
 

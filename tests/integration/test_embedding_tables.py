@@ -111,23 +111,6 @@ def test_rows_with_one_accumulator_each_train_and_go_on_as_by_fit(tmp_path: Path
         np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-5, atol=1e-5, err_msg=own.path)
 
 
-def test_an_embedding_whose_weights_have_another_use_stays_whole(tmp_path: Path) -> None:
-    class Tied(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.items = keras.layers.Embedding(VOCABULARY, 8)
-
-        def call(self, ids):
-            found = keras.ops.mean(self.items(ids), axis=1)
-            return keras.ops.matmul(found, keras.ops.transpose(self.items.embeddings))
-
-    model = Tied()
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    with cluster(checkpoint_dir=tmp_path) as servers:
-        servers.fit(model, IDS, IDS[:, 0], batch_size=32, verbose=0)
-    assert tables_in(tmp_path) == []
-
-
 @pytest.mark.parametrize("updates", deep_but(["async", "local"], "local"))
 @pytest.mark.parametrize("max_staleness", deep_but([0, 2], 2))
 def test_an_unbounded_embedding_learns_and_goes_on_learning(max_staleness: int, updates: str) -> None:
@@ -328,18 +311,3 @@ def test_what_is_rounded_for_the_way_still_trains(updates: str) -> None:
     for own, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
         assert not np.array_equal(own, other)
         np.testing.assert_allclose(own, other, atol=0.02)
-
-
-def test_a_full_table_ends_the_job_with_words() -> None:
-    model = model_of(Embedding(8), keras.optimizers.SGD(0.1))
-    with (
-        cluster(num_ps=1, embedding=tables(memory_bytes=3000)) as servers,
-        pytest.raises(JobFailedError, match=r"EmbeddingOptions\.memory_bytes"),
-    ):
-        servers.fit(model, IDS, LABELS, batch_size=32, verbose=0)
-
-
-def test_an_id_out_of_range_is_named() -> None:
-    model = native_model(keras.optimizers.SGD(0.1))
-    with cluster() as servers, pytest.raises(JobFailedError, match=r"called with the id 999.*input_dim=300"):
-        servers.fit(model, np.where(np.arange(320)[:, None] < 300, IDS, 999), LABELS, shuffle=False, verbose=0)

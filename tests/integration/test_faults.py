@@ -9,11 +9,6 @@ from health_probe import SERVING, check
 
 from jobs import LINEAR_MODEL, PACE, linear_data, number, records_trained, train_flags, write_model_file
 
-PREDICTIONS = """
-    class PredictionOutputsProcessor:
-        def process(self, predictions, worker_id):
-            pass
-"""
 pytestmark = pytest.mark.timeout(600)  # they wait for what does not answer
 
 RECORDS, EVALUATED = 1_200, 200
@@ -28,7 +23,7 @@ def test_an_event_is_a_function_that_exists(event):
 
 @pytest.fixture
 def data(tmp_path):
-    write_model_file(tmp_path, LINEAR_MODEL + PACE.format(seconds=0.01) + PREDICTIONS, "linear")
+    write_model_file(tmp_path, LINEAR_MODEL + PACE.format(seconds=0.01), "linear")
     linear_data(tmp_path, train=RECORDS, test=EVALUATED)
     return tmp_path
 
@@ -51,7 +46,7 @@ MOMENTS = ("asks for a task", "trains a batch", "evaluates a batch")
 STOPPED = "(no heartbeat for 4 s|it made no progress on its task)"  # whichever is noticed first
 
 
-@pytest.mark.deep  # the test after the next one has a case
+@pytest.mark.deep  # the next test has a case
 @pytest.mark.parametrize("event", MOMENTS)
 def test_a_worker_that_is_stopped_is_replaced_whatever_it_was_doing(data, start_job, faults, event):
     happened = faults.fail_at("worker", 0, event, "stop")
@@ -60,26 +55,6 @@ def test_a_worker_that_is_stopped_is_replaced_whatever_it_was_doing(data, start_
     assert_complete(job)
     assert happened()
     assert number(job.output, "workers lost") >= 1
-
-
-@pytest.mark.deep
-def test_a_worker_that_is_stopped_while_it_predicts_is_replaced(data, start_job, faults):
-    training = start_job("train", *flags(data, checkpoint_dir=data / "c"))
-    assert_complete(training)
-    happened = faults.fail_at("worker", 0, "predicts a batch", "stop", nth=2)
-    prediction = start_job(
-        "predict",
-        f"--model_zoo={data}",
-        "--model_def=linear.custom_model",
-        f"--checkpoint_dir_for_init={data / 'c'}",
-        f"--prediction_data={data / 'test.npz'}",
-        "--num_workers=1",
-        "--lease_seconds=4",
-    )
-    prediction.wait_for_line(r"worker 0 .* was lost")
-    assert prediction.finish() == 0, prediction.output
-    assert happened()
-    assert number(prediction.output, "records predicted") == EVALUATED
 
 
 def test_workers_that_are_stopped_or_reach_neither_the_master_nor_a_server_are_replaced(data, start_job, faults):

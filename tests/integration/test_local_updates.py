@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 import elasticcb
-from elasticcb.cli.main import main
 from elasticcb.errors import JobFailedError
 from elasticcb.worker.local_updates import LocalUpdates
 from jobs import (
     LINEAR_MODEL,
-    PACE,
     linear_data,
     number,
     records_trained,
@@ -61,21 +59,6 @@ def test_sigterm_to_a_worker_merges_what_it_has_trained(data, start_job):
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * 6
     assert number(job.output, "duplicate records (at most)") == 0
-
-
-@pytest.mark.timeout(300)
-def test_servers_become_more_and_fewer_while_workers_train_by_themselves(data, start_job):
-    write_model_file(data, LINEAR_MODEL + PACE.format(seconds=0.005), "linear")
-    more = {"num_ps": 1, "num_epochs": 3, "local_steps": 10}
-    job = start_job("train", *train_flags(data, "linear", updates="local", **more))
-    for count, epoch in ((3, 1), (2, 2)):
-        job.wait_for_line(rf"training: epoch {epoch}/3, [1-9]")
-        main(["scale", str(data / "job"), f"--ps={count}"])
-    assert job.finish() == 0, job.output
-    assert records_trained(job.output) == [RECORDS] * 3
-    assert number(job.output, "workers lost") == 0
-    assert number(job.output, "duplicate records (at most)") == 0
-    assert float(re.findall(r"Evaluation at version .*loss ([\d.e-]+)", job.output)[-1]) < 1e-6
 
 
 @pytest.mark.parametrize(("batches", "expected"), [(24, [4] * 6), (8, [2] * 4)])

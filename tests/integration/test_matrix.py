@@ -25,7 +25,6 @@ from matrix_optimizers import (
     exported_classes,
     exported_schedules,
 )
-from matrix_unsupported import UNSUPPORTED
 from programs import CASES
 
 PAGE = Path(__file__).parents[2] / "docs" / "keras_support.md"
@@ -212,16 +211,6 @@ def test_the_callers_model_keeps_its_own_methods(cluster):
     cluster.fit(model, X, Y, **FIT)
     assert not {"train_step", "test_step", "compute_metrics"} & (set(vars(model)) - before)
     model.fit(X, Y, **FIT)
-
-
-# ---------------------------------------------------------------- what is not supported
-
-
-@pytest.mark.parametrize("what", UNSUPPORTED)
-def test_what_is_not_supported_says_so(what):
-    make, kind, message = UNSUPPORTED[what]
-    with elasticcb.Cluster(kind="inprocess", log_level="WARNING") as cluster, pytest.raises(kind, match=message):
-        cluster.fit(make(), X, Y, **FIT)
 
 
 # ---------------------------------------------------------------- the page

@@ -20,7 +20,7 @@ from elasticcb.roles.master import run_master
 from elasticcb.settings import Command
 from elasticcb.sharding.partition import VariableSpec, partition
 from elasticcb.storage.remote_files import problem_of
-from jobs import RecordingDisplay, job_settings, linear_data, write_model_file
+from jobs import LINEAR_MODEL, RecordingDisplay, job_settings, linear_data, write_model_file
 
 SPEC = VariableSpec("dense/bias", (3,), "float32", True)
 
@@ -130,28 +130,12 @@ def test_url_that_can_not_be_used_is_found_before_a_job(url, words):
 
 # ------------------------------------------------------------ jobs
 
-MODEL_FILE = """
-    import keras
-
-    def custom_model():
-        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-
-    def loss(labels, predictions):
-        return keras.losses.mean_squared_error(labels, predictions)
-
-    def optimizer():
-        return keras.optimizers.SGD(0.05)
-
-    def feed(dataset, mode, metadata):
-        return dataset.map(lambda record: (record["x"], record["y"]))
-"""
-
 
 @pytest.fixture
 def settings(tmp_path):
     linear_data(tmp_path, train=640, test=64)
     return job_settings(
-        write_model_file(tmp_path, MODEL_FILE, "linear"),
+        write_model_file(tmp_path, LINEAR_MODEL, "linear"),
         tmp_path / "job",
         training=str(tmp_path / "train.npz"),
         validation=str(tmp_path / "test.npz"),
