@@ -1,4 +1,4 @@
-"""What ends by SIGTERM leaves nothing in the temporary folder."""
+"""What ends by SIGTERM leaves nothing in the temporary folder; what ends otherwise: test_processes.py."""
 
 import os
 import signal
@@ -7,6 +7,8 @@ import pytest
 
 from jobs import LINEAR_MODEL, linear_data, train_flags, write_model_file
 from warm import WarmProcess
+
+pytestmark = pytest.mark.deep
 
 PROGRAM = """
 import keras
@@ -54,7 +56,6 @@ def test_program_with_a_cluster_leaves_no_temporary_file(tmp_path, temporary, en
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.deep
 def test_job_of_the_command_line_leaves_no_temporary_file(tmp_path, temporary, environment):
     linear_data(tmp_path, train=2_000, test=100)
     write_model_file(tmp_path, LINEAR_MODEL, "linear")

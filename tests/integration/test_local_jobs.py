@@ -43,11 +43,12 @@ def test_a_job_is_stopped_by_its_name_and_goes_on_later(data, started, start_job
     logs = threading.Thread(target=read_logs)
     logs.start()
     assert main(["stop", name, "--timeout=0.001"]) == 1  # workers wait at their gate
-    assert f"`kill {started.master.pid}` on" in capsys.readouterr().err
+    master = started.master
     open_gate(data)
     assert main(["stop", name]) == 0
     logs.join()
     captured = capsys.readouterr()
+    assert f"`kill {master.pid}` on" in captured.err
     assert "The job was interrupted at version" in captured.out
     assert f"elasticcb resume {first[1]}" in captured.out
     assert codes == [0]
@@ -75,6 +76,7 @@ def test_a_job_is_stopped_by_its_name_and_goes_on_later(data, started, start_job
     resumed.assert_no_orphans()
 
 
+@pytest.mark.deep  # tests/cli/test_local_job.py has what the command does then
 def test_a_master_that_is_killed_while_it_stops_is_stopped_again(data, started, capsys):
     stopped = []
     thread = threading.Thread(target=lambda: stopped.append(main(["stop", "latest"])))

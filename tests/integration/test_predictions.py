@@ -83,7 +83,7 @@ def kept(folder):
 
 @pytest.mark.parametrize(
     ("where", "signal"),
-    [("batch", "SIGTERM"), ("end", "SIGKILL")],
+    [pytest.param("batch", "SIGTERM", marks=pytest.mark.deep), ("end", "SIGKILL")],
 )
 def test_what_callbacks_keep_in_memory_survives_workers_that_end(tmp_path, where, signal):
     write_numbers(tmp_path, numbers=RECORDS)

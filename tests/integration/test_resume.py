@@ -208,6 +208,7 @@ def test_processes_killed_with_the_master_are_replaced_and_all_when_the_one_that
     job.assert_no_orphans()
 
 
+@pytest.mark.deep
 def test_master_killed_while_the_process_that_forks_hangs_is_replaced(data, start_job):
     job = start_job(*flags(data, num_epochs=2))
     job.wait_for_line(r"Evaluation at version")

@@ -121,7 +121,7 @@ def port():
 ANSWERS = {(): WITH_TLS, ("--insecure",): WITHOUT_TLS}
 
 
-# With TLS, the next test's master has a port that was chosen, too.
+@pytest.mark.deep  # the next test's master has a port that was chosen, too
 def test_a_job_whose_port_was_chosen_listens_there(data, start_job, port):
     job = started(start_job, data, "--insecure", port=port)
     assert_all_refuse(sockets_of(job), 2, port=WITHOUT_TLS)
