@@ -323,6 +323,7 @@ def test_a_folder_has_one_job_and_a_master_that_was_cut_off_can_not_act(data, st
     assert json.loads((data / "job" / "status.json").read_text())["phase"] == "done"
 
 
+@pytest.mark.deep  # tests/storage/test_durable.py has the journal
 def test_job_on_a_full_disk_ends_with_what_to_do_and_goes_on_when_there_is_room(data, start_job):
     disk = data / "disk"
     disk.mkdir()

@@ -4,12 +4,9 @@ import re
 import stat
 import time
 
-import numpy as np
 import pytest
 from waiting import wait_until
 
-import elasticcb
-from elasticcb import NetworkOptions
 from elasticcb.cli.main import main
 from elasticcb.clients.master import MasterClient
 from elasticcb.clients.running_master import running_master
@@ -122,15 +119,3 @@ def test_a_job_outlives_its_certificates_and_its_processes_are_replaced_meanwhil
     assert ca.read_bytes() != before
     resumed.interrupt()
     assert resumed.finish() == 130, resumed.output
-
-
-def test_a_cluster_of_python_speaks_tls(tmp_path):
-    import keras
-
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    x = np.ones((64, 4), "float32")
-    with elasticcb.Cluster(kind="inprocess", directory=tmp_path, network=NetworkOptions(tls=True)) as cluster:
-        history = cluster.fit(model, x, x[:, :1], epochs=2, verbose=0)
-    assert len(history.history["loss"]) == 2
-    assert [path.name for path in (tmp_path / "tls").iterdir()] == ["ca.pem"]

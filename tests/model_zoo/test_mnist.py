@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from zoo_jobs import fed, import_zoo, train
 
-from deep_cases import deep_but
 from elasticcb.data import checked_sources
 
 MODELS = ("mnist_functional.custom_model", "mnist_subclass.MnistModel")
 
 
-@pytest.mark.parametrize("model", deep_but(MODELS, "mnist_subclass.MnistModel"))
+@pytest.mark.deep
+@pytest.mark.parametrize("model", MODELS)
 def test_mnist_learns_and_exports(model, shared_data, tmp_path, capsys):
     images = shared_data / "mnist" / "t10k-images-idx3-ubyte.gz"
     trained = train(
