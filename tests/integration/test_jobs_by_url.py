@@ -133,6 +133,7 @@ def test_of_two_programs_the_second_is_refused_before_its_first_fit(tmp_path, mo
         with first.next_fit() as fit:
             pass
     fit.copy._store.put("owners/00000001", json.dumps({"holder": "of the first", "ended": False}).encode())
+    monkeypatch.setattr("elasticcb.master.job_copy._BEAT_SECONDS", 0.2)
     monkeypatch.setattr(JobStore, "changed", lambda self, name: time.time())  # it writes all the time
     with pytest.raises(UsageError, match="is in use by process"):
         second.open()
