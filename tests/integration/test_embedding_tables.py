@@ -106,7 +106,7 @@ def test_rows_with_one_accumulator_each_train_and_go_on_as_by_fit(tmp_path: Path
         np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-5, atol=1e-5, err_msg=own.path)
 
 
-@pytest.mark.parametrize(("max_staleness", "updates"), deep_but([(0, "async"), (2, "local")], (2, "local")))
+@pytest.mark.parametrize(("max_staleness", "updates"), [pytest.param(0, "async", marks=pytest.mark.deep), (2, "local")])
 def test_an_unbounded_embedding_learns_and_goes_on_learning(max_staleness: int, updates: str) -> None:
     keras.utils.set_random_seed(1)
     model = model_of(Embedding(8), keras.optimizers.Adam(0.03))

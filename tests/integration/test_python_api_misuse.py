@@ -122,17 +122,16 @@ def test_arguments_of_every_day_are_those_of_the_settings():
         assert taken[name].default == (AUTO if setting.may_be_auto else setting.initial)
 
 
-@pytest.mark.parametrize(
-    ("words", "call"),
-    [
-        ("`close` was called inside `fit`", lambda on: on.close()),
-        ("busy with `fit`. Call `predict` when", lambda on: on.predict(make(), X)),
-        ("busy with `fit`. Call `schedule` when", lambda on: on.schedule(len, "a")),
-    ],
-)
-def test_call_within_a_callback_of_a_call_is_refused_with_words(words, call, cluster):
-    with pytest.raises(UsageError, match=words):
-        fit(cluster, callbacks=[Calls(lambda: call(cluster))])
+def test_calls_within_a_callback_of_a_call_are_refused_with_words(cluster):
+    def calls():
+        with pytest.raises(UsageError, match="busy with `fit`. Call `predict` when"):
+            cluster.predict(make(), X)
+        with pytest.raises(UsageError, match="busy with `fit`. Call `schedule` when"):
+            cluster.schedule(len, "a")
+        cluster.close()
+
+    with pytest.raises(UsageError, match="`close` was called inside `fit`"):
+        fit(cluster, callbacks=[Calls(calls)])
     assert fit(cluster).history["loss"]
 
 
