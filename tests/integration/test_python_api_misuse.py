@@ -124,9 +124,9 @@ def test_arguments_of_every_day_are_those_of_the_settings():
 
 def test_calls_within_a_callback_of_a_call_are_refused_with_words(cluster):
     def calls():
-        with pytest.raises(UsageError, match="busy with `fit`. Call `predict` when"):
+        with pytest.raises(UsageError, match=r"busy with `fit`\. Call `predict` when"):
             cluster.predict(make(), X)
-        with pytest.raises(UsageError, match="busy with `fit`. Call `schedule` when"):
+        with pytest.raises(UsageError, match=r"busy with `fit`\. Call `schedule` when"):
             cluster.schedule(len, "a")
         cluster.close()
 
