@@ -60,10 +60,9 @@ def test_a_server_sees_no_gpu_whoever_has_started_it():
         "import os; from elasticcb.cluster.role import RoleProcess; from elasticcb.roles.process import begin\n"
         f"begin(RoleProcess(role=os.environ['ROLE'], master='{NOBODY}')); print(os.environ['CUDA_VISIBLE_DEVICES'])"
     )
-    for role, expected in (("ps", "-1"), ("worker", "0,1")):
-        given = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1", "ROLE": role}
-        done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, check=True)
-        assert done.stdout.split()[-1] == expected
+    given = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1", "ROLE": "ps"}
+    done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "-1"
 
 
 def test_what_is_imported_before_processes_are_forked_finds_no_gpu(monkeypatch):
@@ -154,13 +153,6 @@ def test_a_process_that_is_killed_is_reported_once_with_the_signal(shared, worke
     assert shared.poll() == []
 
 
-def test_a_process_that_hangs_is_killed_and_not_reported(shared, worker):
-    worker.suspend()
-    shared.kill("worker", 0)
-    assert not worker.is_running()
-    assert shared.poll() == []
-
-
 def test_a_process_that_is_still_there_makes_room_for_the_one_in_its_place(shared, worker):
     worker.suspend()
     shared.start("worker", 0, NOBODY)
@@ -235,24 +227,6 @@ def test_stop_does_not_wait_for_processes_that_are_not_there_yet(cluster, caplog
     cluster.stop(10.0)
     assert not zygote.is_running()
     assert caplog.messages == []  # nobody need know how it is ended
-
-
-def test_forked_processes_end_with_the_one_that_asked_for_them(tmp_path):
-    code = f"""
-    from elasticcb.cluster.local.backend import LocalCluster
-    cluster = LocalCluster({str(tmp_path)!r})
-    cluster.start("worker", 0, {NOBODY!r})
-    print(cluster.pid("worker", 0), flush=True)
-    input()
-    """
-    master = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    worker = psutil.Process(int(master.stdout.readline()))
-    family = [worker, worker.parent()]
-    master.kill()
-    master.wait()
-    assert not psutil.wait_procs(family, 30)[1]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

@@ -37,7 +37,7 @@ class Faults:
         Args:
             role: "worker", "ps" or "master", whose index is 0.
             event: one of `faulty_process.EVENTS`.
-            action: "kill" and "stop" send SIGKILL and SIGSTOP to itself, "fail" raises an error.
+            action: "kill" and "stop" send SIGKILL and SIGSTOP to itself.
             nth: how often the event must have come before it.
 
         Returns what tells whether it has happened.

@@ -30,13 +30,11 @@ EVENTS = {
     "trains a batch": ("elasticcb.worker.task_run", "_LocalTraining.train", "before"),
     "has what it trained merged": ("elasticcb.worker.local_updates", "LocalUpdates.merge", "after"),
     "evaluates a batch": ("elasticcb.worker.task_run", "TaskRun._evaluate", "before"),
-    "predicts a batch": ("elasticcb.worker.task_run", "TaskRun._predict", "before"),
     "has sent half a call to a server": ("elasticcb.rpc.link", "ClientLink.call", "within"),
     "waits for a server's answer": ("elasticcb.rpc.link", "ClientLink._first_bytes", "before"),
     "reports a task": ("elasticcb.clients.master", "MasterClient.report_done", "before"),
     "has reported a task": ("elasticcb.clients.master", "MasterClient.report_done", "after"),
     # of a parameter server
-    "takes a push": ("elasticcb.ps.servicer", "_TrainingCalls._push", "before"),
     "has applied a push": ("elasticcb.ps.servicer", "_TrainingCalls._push", "after"),
     "has saved its part": ("elasticcb.checkpoint.shard_file", "write_part", "after"),
     "pauses for another number of servers": ("elasticcb.ps.servicer", "_TrainingCalls.move", "before"),
@@ -169,15 +167,10 @@ def _send_half(link: Any, method: str, sent: Any, timeout: float) -> None:
     link._socket.sendall(message[: len(message) // 2])
 
 
-def _fail() -> None:
-    raise RuntimeError("a fault that a test asked for")
-
-
 _ACTIONS = {
     # To this thread, which else may go on for a moment.
     "kill": lambda: signal.pthread_kill(threading.get_ident(), signal.SIGKILL),
     "stop": lambda: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP),
-    "fail": _fail,
 }
 
 

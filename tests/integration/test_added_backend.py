@@ -92,21 +92,27 @@ def with_backend(tmp_path, monkeypatch):
     return site
 
 
-def test_a_job_runs_on_a_backend_of_another_package(with_backend, tmp_path, start_job):
+@pytest.fixture
+def flags(tmp_path):
+    write_model_file(tmp_path, LINEAR_MODEL, "linear")
+    linear_data(tmp_path, train=400, test=80)
+    return train_flags(tmp_path, "linear", cluster="batch", num_workers=1)
+
+
+def test_a_backend_of_another_package_is_in_the_help_and_checks_settings(with_backend, start_job, flags):
     shown = start_job("train", "--help", warm=False)
     assert shown.finish() == 0
     help_text = " ".join(shown.output.split())
     assert "|batch" in help_text.replace(" ", "")
     assert "jobs of a batch system" in help_text.replace("│ ", "")
     assert "The cluster 'broken' (no_such_module:Cluster) can't be used" in help_text
-
-    write_model_file(tmp_path, LINEAR_MODEL, "linear")
-    linear_data(tmp_path, train=400, test=80)
-    flags = train_flags(tmp_path, "linear", cluster="batch", num_workers=1)
     refused = start_job("train", *flags, "--num_workers=9", warm=False)
     assert refused.finish() == 2
     assert "--num_workers=9: the queue takes 8." in refused.output
 
+
+@pytest.mark.deep
+def test_a_job_runs_on_a_backend_of_another_package(with_backend, tmp_path, start_job, flags):
     job = start_job("train", *flags, warm=False)
     assert job.finish() == 0, job.output
     job.assert_no_orphans()

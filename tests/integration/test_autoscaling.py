@@ -3,6 +3,8 @@
 import re
 import threading
 
+import pytest
+
 from elasticcb.cli.main import main as elasticcb_main
 from elasticcb.master import autoscaler
 from elasticcb.settings.choices import WorkerRange
@@ -61,6 +63,7 @@ class Person(RecordingDisplay):
         self.codes.append(elasticcb_main(["scale", str(self.folder / "job"), "--workers=2"]))
 
 
+@pytest.mark.deep  # tests/master/test_autoscaler.py has the decisions
 def test_worker_that_brings_nothing_is_given_back(tmp_path, monkeypatch, faults):
     faults.shorten("elasticcb.clients.progress_reporter._REPORT_SECONDS", 0.1)  # so that short samples are alike
     monkeypatch.setattr(autoscaler, "_WARM_UP_SECONDS", 1.0)

@@ -92,20 +92,6 @@ def test_a_hook_on_the_only_worker_ends_training_with_its_batch_and_the_callers_
     assert model.stop_training is False
 
 
-def test_limits_of_kerass_configuration_hold(cluster):
-    keras.config.set_max_epochs(2)
-    keras.config.set_max_steps_per_epoch(1)
-    try:
-        model = make()
-        with pytest.warns(UserWarning, match="Limiting epochs to 2"):
-            history = cluster.fit(model, X, Y, epochs=5, verbose=0)
-        assert history.epoch == [0, 1]
-        assert int(model.optimizer.iterations) == 2
-    finally:
-        keras.config.set_max_epochs(None)
-        keras.config.set_max_steps_per_epoch(None)
-
-
 def test_evaluation_and_prediction_that_a_callback_wants_to_stop_are_refused_in_words():
     class Stops(keras.callbacks.Callback):
         def on_test_batch_end(self, batch, logs=None):

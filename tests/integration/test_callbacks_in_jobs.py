@@ -273,8 +273,14 @@ def callbacks():
 
 
 class TestWarnings:
-    def test_errors_can_be_shown_once_and_counted_while_the_job_goes_on(self, tmp_path):
+    def test_errors_and_slow_hooks_are_shown_once_and_counted_while_the_job_goes_on(self, tmp_path):
         text = """
+import time
+
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.05)
+
 class Fails(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         raise OSError(f"no room for batch {batch}")
@@ -287,7 +293,7 @@ class End(keras.callbacks.Callback):
         write("ended", 1)
 
 def callbacks():
-    return [Fails(), End()]
+    return [Slow(), Fails(), End()]
 """
         path = model_file(tmp_path, text, "fails_and_goes_on")
         summary, display = run_job(small_job(tmp_path, path, num_epochs=2, callback_errors=CallbackErrors.WARN))
@@ -305,31 +311,9 @@ def callbacks():
         assert 'raise OSError(f"no room for batch {batch}")' in of_batch
         assert 'return logs["accuracy"]' in of_epoch
         assert "--callback_errors=warn" in of_batch
+        (slow,) = [message for message in display.messages if "every(n)" in message]
+        assert "Slow.on_train_batch_end" in slow
         assert sum(len(calls(tmp_path, "ended", f"worker-{index}")) for index in range(2)) == 1
-
-    def test_export_that_fails_fails_the_job_all_the_same(self, tmp_path):
-        (tmp_path / "taken").write_text("not a model")
-        text = 'def callbacks():\n    return [elasticcb.callbacks.SavedModelExporter(f"{FOLDER}/taken")]\n'
-        path = model_file(tmp_path, text, "exports_to_a_file")
-        with pytest.raises(JobFailedError, match="is not a SavedModel"):
-            run_job(small_job(tmp_path, path, callback_errors=CallbackErrors.WARN))
-
-    def test_hook_that_is_slower_than_its_batches_is_named_to_the_user(self, tmp_path):
-        text = """
-import time
-
-class Slow(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        time.sleep(0.05)
-
-def callbacks():
-    return [Slow()]
-"""
-        path = model_file(tmp_path, text, "slow_hook")
-        _, display = run_job(small_job(tmp_path, path, num_epochs=2, num_workers=1, validation=""))
-        (message,) = [message for message in display.messages if "slow" in message and "Model: " not in message]
-        assert "Slow.on_train_batch_end" in message
-        assert "every(n)" in message
 
 
 class TestPremade:

@@ -32,7 +32,7 @@ def callbacks():
     return [Follows(), Keeps(), Steps()]
 """
 
-    @pytest.mark.parametrize("parts", [{}, {"updates": "async"}, {"updates": "sync", "num_ps": 2}])
+    @pytest.mark.parametrize("parts", [{}, {"updates": "sync", "num_ps": 2}])
     def test_they_see_the_batches_of_all_workers_in_order_of_version(self, tmp_path, parts):
         path = model_file(tmp_path, RECORDER + self.FOLLOWS, f"follows_{len(parts)}")
         summary, _ = run_job(small_job(tmp_path, path, num_epochs=3, num_minibatches_per_task=1, **parts))

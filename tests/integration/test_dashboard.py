@@ -19,7 +19,10 @@ from elasticcb.errors import ExitCode
 from jobs import JobProcess, offsets_job, train_flags
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed")
+pytestmark = [  # tests/dashboard has the server of the page
+    pytest.mark.deep,
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed"),
+]
 
 # Batches that last, up to the gate: there is something to see.
 SLOW = """

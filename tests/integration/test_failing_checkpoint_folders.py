@@ -1,6 +1,5 @@
 """Checkpoint folders on a disk that fails: jobs go on without checkpoints, and say so. Remote ones: next door."""
 
-import subprocess
 from pathlib import Path
 
 import keras
@@ -32,18 +31,6 @@ def settings(tmp_path):
         steps=5,
         num_ps=2,
     )
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 64 KB, and a function that gives it more."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("no file system can be mounted here")
-    yield folder, lambda: subprocess.run(["mount", "-o", "remount,size=64m", folder], check=True)
-    subprocess.run(["umount", folder], check=True)
 
 
 class Display(RecordingDisplay):
@@ -97,23 +84,6 @@ def test_job_whose_last_checkpoint_is_missing_is_done_but_for_it_and_resume_writ
     mend()
     summary = run_master(settings, RecordingDisplay(), resumed=True)
     assert verify(find_versions(folder)[-1])["version"] == summary.version == display.summary.version
-
-
-def test_full_disk_is_told_and_leaves_no_halves(settings, small_disk, tmp_path):
-    folder, grow = small_disk
-    filler = folder / "filler"
-    filler.write_bytes(bytes(60 << 10))
-    object.__setattr__(settings.checkpoint, "directory", str(folder / "checkpoints"))
-
-    def look_and_grow():
-        assert [path.name for path in (folder / "checkpoints").iterdir()] == [".checkpoints.lock"]
-        grow()
-
-    display = Display(The_job_continues=look_and_grow)
-    summary = run_master(settings, display)
-    assert summary.checkpoints_failed >= 1
-    assert any("No space left" in line for line in display.messages)
-    assert verify(summary.checkpoint_path)["version"] == summary.version
 
 
 def test_fit_gives_back_what_it_trained_without_its_last_checkpoint(tmp_path):

@@ -46,9 +46,6 @@ def test_a_server_that_is_stopped_is_replaced_while_the_master_itself_waits_for_
     job.wait_for_line(r"parameter server 1 .* was lost: no heartbeat for 3 s; restart \d of 10")
     job.wait_for_line(IS_BACK)
     assert [process.pid for process in job.children("worker")] == workers
-    job.wait_for_line(r"Evaluation at version")
-    job.kill("ps", 0, signal.SIGSTOP)  # while workers push
-    job.wait_for_line(r"parameter server 0 .* was lost: no heartbeat for 3 s")
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * 2
     assert number(job.output, "workers lost") == 0

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from deep_cases import deep_but
 from elasticcb.process.import_path import adopt_path, python_code
 from jobs import linear_data, train_flags, write_model_file
 
@@ -84,34 +83,10 @@ def run(*command, cwd):
     return result.stdout
 
 
-# By what is run, in how many processes.
-JOBS = {
-    "train": 3,  # servers without tables do not open the program
-    "train by a master that is no fork": 3,
-    "train in one process": 1,
-    "evaluate": 2,
-}
-
-
-@pytest.mark.parametrize("what", deep_but(JOBS, "train"))
-def test_the_current_folder_is_on_the_import_path_of_no_process(tmp_path, trap, zoo, what):
-    flags = train_flags(zoo, "model_file", checkpoint_dir=tmp_path / "checkpoints", job_dir=tmp_path / "job")
-    evaluate = [
-        f"--model_zoo={zoo}", "--model_def=model_file.custom_model", f"--validation_data={zoo / 'test.npz'}",
-        f"--checkpoint_dir_for_init={tmp_path / 'checkpoints'}", f"--job_dir={tmp_path / 'evaluation'}",
-    ]  # fmt: skip
-    if what == "evaluate":
-        run(COMMAND, "train", *flags, "--cluster=inprocess", cwd=trap)
-        (tmp_path / "paths").unlink()
-    arguments = {
-        "train": ["train", *flags],
-        "train by a master that is no fork": ["train", *flags, "--checkpoint_interval=0"],
-        "train in one process": ["train", *flags, "--cluster=inprocess"],
-        "evaluate": ["evaluate", *evaluate],
-    }
-    run(COMMAND, *arguments[what], cwd=trap)
+def test_the_current_folder_is_on_the_import_path_of_no_process(tmp_path, trap, zoo):
+    run(COMMAND, "train", *train_flags(zoo, "model_file", job_dir=tmp_path / "job"), cwd=trap)
     paths = paths_of(tmp_path)
-    assert len(paths) == JOBS[what]
+    assert len(paths) == 3  # servers without tables do not open the program
     (path,) = {tuple(path) for path in paths.values()}
     assert path[0] == str(zoo)
     assert not {"", str(trap)} & set(path)
@@ -125,15 +100,15 @@ def test_python_m_leaves_the_current_folder_out(trap):
     assert run(sys.executable, "-m", "elasticcb", "--version", cwd=trap).startswith("elasticcb, version")
 
 
-@pytest.mark.parametrize("own_path", [False, True])
-def test_a_process_started_from_nothing_does_not_look_into_the_current_folder(trap, own_path):
-    code = python_code("elasticcb.cli.main", own_path)
+def test_a_process_started_from_nothing_does_not_look_into_the_current_folder(trap):
+    code = python_code("elasticcb.cli.main", True)
     assert run(sys.executable, "-c", code, "--version", cwd=trap).startswith("elasticcb, version")
 
 
 # All else that the processes of a job import, Keras or the program's own process does, too: there the file would do
 # harm without any job.
-@pytest.mark.parametrize("forked", deep_but([True, False], True))
+@pytest.mark.deep  # test_python_api_processes.py has a program with a module beside it
+@pytest.mark.parametrize("forked", [True, False])
 def test_a_file_beside_a_program_takes_no_place_of_what_its_job_needs_and_workers_have_its_path_in_order(
     tmp_path, trap, forked
 ):

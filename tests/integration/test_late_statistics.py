@@ -23,7 +23,6 @@ def model():
 @pytest.mark.parametrize(
     ("num_workers", "options"),
     [
-        pytest.param(1, {"local_steps": 32, "updates": "async"}, marks=pytest.mark.deep),
         (1, {"exchange": ExchangeOptions(max_staleness=3), "updates": "async"}),
         (3, {"updates": "async"}),
         (3, {"updates": "local"}),

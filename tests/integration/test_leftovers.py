@@ -1,4 +1,4 @@
-"""What ends by SIGTERM leaves nothing in the temporary folder."""
+"""What ends by SIGTERM leaves nothing in the temporary folder; what ends otherwise: test_processes.py."""
 
 import os
 import signal
@@ -7,6 +7,8 @@ import pytest
 
 from jobs import LINEAR_MODEL, linear_data, train_flags, write_model_file
 from warm import WarmProcess
+
+pytestmark = pytest.mark.deep
 
 PROGRAM = """
 import keras
@@ -54,21 +56,9 @@ def test_program_with_a_cluster_leaves_no_temporary_file(tmp_path, temporary, en
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.deep
 def test_job_of_the_command_line_leaves_no_temporary_file(tmp_path, temporary, environment):
     linear_data(tmp_path, train=2_000, test=100)
     write_model_file(tmp_path, LINEAR_MODEL, "linear")
     job = WarmProcess(["train", *train_flags(tmp_path, "linear", num_epochs=1_000)], tmp_path, environment)
     assert ended_by_sigterm(job, "Evaluation at version") == 130
-    assert list(temporary.iterdir()) == []
-
-
-def test_job_that_is_done_leaves_no_temporary_file(tmp_path, temporary, environment):
-    """Also of a worker that had no task."""
-    linear_data(tmp_path, train=10, test=10)
-    write_model_file(tmp_path, LINEAR_MODEL, "linear")
-    flags = train_flags(tmp_path, "linear", num_workers=2, output=tmp_path / "exported")
-    job = WarmProcess(["train", *flags], tmp_path, environment)
-    printed = job.stdout.read()
-    assert job.wait() == 0, printed
     assert list(temporary.iterdir()) == []

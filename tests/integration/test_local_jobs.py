@@ -2,17 +2,13 @@
 
 import re
 import threading
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 from waiting import wait_until
 
 from elasticcb.cli.main import main
-from elasticcb.clients import local_job
 from elasticcb.clients.running_master import is_starting
-from elasticcb.process import signals
 from jobs import GATE, LINEAR_MODEL, linear_data, number, open_gate, train_flags, write_model_file
 
 
@@ -46,10 +42,13 @@ def test_a_job_is_stopped_by_its_name_and_goes_on_later(data, started, start_job
     codes = []
     logs = threading.Thread(target=read_logs)
     logs.start()
+    assert main(["stop", name, "--timeout=0.001"]) == 1  # workers wait at their gate
+    master = started.master
     open_gate(data)
     assert main(["stop", name]) == 0
     logs.join()
     captured = capsys.readouterr()
+    assert f"`kill {master.pid}` on" in captured.err
     assert "The job was interrupted at version" in captured.out
     assert f"elasticcb resume {first[1]}" in captured.out
     assert codes == [0]
@@ -77,23 +76,7 @@ def test_a_job_is_stopped_by_its_name_and_goes_on_later(data, started, start_job
     resumed.assert_no_orphans()
 
 
-def test_a_job_that_does_not_end_in_time_is_told_and_ends_all_the_same(data, started, capsys, monkeypatch):
-    monkeypatch.setattr(local_job, "_PATIENCE_SECONDS", 0.5)
-    master = started.master
-    master.suspend()
-    started.family.append(master)
-    assert main(["stop", "latest"]) == 2
-    assert "does not answer" in capsys.readouterr().err
-    master.resume()
-    assert main(["stop", "latest", "--timeout=0.001"]) == 1  # workers wait at their gate, which has 5 s
-    assert f"`kill {master.pid}` on" in capsys.readouterr().err
-    started.wait_for_line("Interrupted: finishing")
-    time.sleep(signals._SAME_SECONDS)  # else it would count as the same signal
-    psutil.Process(master.pid).terminate()  # the second time: at once
-    assert started.finish() == 130, started.output
-    started.assert_no_orphans()
-
-
+@pytest.mark.deep  # tests/cli/test_local_job.py has what the command does then
 def test_a_master_that_is_killed_while_it_stops_is_stopped_again(data, started, capsys):
     stopped = []
     thread = threading.Thread(target=lambda: stopped.append(main(["stop", "latest"])))

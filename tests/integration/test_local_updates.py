@@ -6,15 +6,12 @@ import signal
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import elasticcb
-from elasticcb.cli.main import main
 from elasticcb.errors import JobFailedError
 from elasticcb.worker.local_updates import LocalUpdates
 from jobs import (
     LINEAR_MODEL,
-    PACE,
     linear_data,
     number,
     records_trained,
@@ -36,7 +33,9 @@ def data(tmp_path):
 def test_whichever_process_dies_no_record_is_lost_and_what_is_merged_counts_once(data, start_job, faults):
     happened = [
         faults.fail_at("worker", 0, "trains a batch", nth=33),
+        faults.fail_at("worker", 0, "reports a task", nth=2),  # the next one
         faults.fail_at("worker", 1, "has what it trained merged", nth=4),
+        faults.fail_at("worker", 1, "has reported a task", nth=2),
         faults.fail_at("ps", 1, "has applied a push", nth=40),
         faults.fail_at("master", 0, "has taken a report", nth=12),
     ]
@@ -46,8 +45,9 @@ def test_whichever_process_dies_no_record_is_lost_and_what_is_merged_counts_once
     assert all(each() for each in happened)
     assert records_trained(job.output) == [RECORDS] * 2
     assert number(job.output, "duplicate records (at most)") < RECORDS  # tasks, and what the server had not saved
-    assert number(job.output, "workers lost") == 2
+    assert number(job.output, "workers lost") == 4
     assert float(re.findall(r"Evaluation at version .*loss ([\d.e-]+)", job.output)[-1]) < 1e-6
+    assert {int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)} == {400}
     job.assert_no_orphans()
 
 
@@ -59,82 +59,6 @@ def test_sigterm_to_a_worker_merges_what_it_has_trained(data, start_job):
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * 6
     assert number(job.output, "duplicate records (at most)") == 0
-
-
-@pytest.mark.timeout(300)
-def test_servers_become_more_and_fewer_while_workers_train_by_themselves(data, start_job):
-    write_model_file(data, LINEAR_MODEL + PACE.format(seconds=0.005), "linear")
-    more = {"num_ps": 1, "num_epochs": 3, "local_steps": 10}
-    job = start_job("train", *train_flags(data, "linear", updates="local", **more))
-    for count, epoch in ((3, 1), (2, 2)):
-        job.wait_for_line(rf"training: epoch {epoch}/3, [1-9]")
-        main(["scale", str(data / "job"), f"--ps={count}"])
-    assert job.finish() == 0, job.output
-    assert records_trained(job.output) == [RECORDS] * 3
-    assert number(job.output, "workers lost") == 0
-    assert number(job.output, "duplicate records (at most)") == 0
-    assert float(re.findall(r"Evaluation at version .*loss ([\d.e-]+)", job.output)[-1]) < 1e-6
-
-
-class DCGAN(keras.Model):
-    """As in Keras's examples: the generator's loss is that of the discriminator as it was just updated."""
-
-    def __init__(self):
-        super().__init__()
-        layers = keras.layers
-        dense = [keras.Input((6,)), layers.Dense(16), layers.LeakyReLU(0.2), layers.Dropout(0.2, seed=3)]
-        self.discriminator = keras.Sequential([*dense, layers.Dense(1)])
-        dense = [keras.Input((4,)), layers.Dense(16), layers.BatchNormalization(), layers.LeakyReLU(0.2)]
-        self.generator = keras.Sequential([*dense, layers.Dense(6)])
-        self.seed = keras.random.SeedGenerator(7)
-        self.losses_seen = {name: keras.metrics.Mean(name=name) for name in ("d_loss", "g_loss")}
-        self.d_optimizer, self.g_optimizer = keras.optimizers.Adam(1e-3), keras.optimizers.Adam(2e-3)
-
-    @property
-    def metrics(self):
-        return list(self.losses_seen.values())
-
-    def update(self, name, optimizer, network, loss):
-        with tf.GradientTape() as tape:
-            value = loss()
-        weights = network.trainable_weights
-        optimizer.apply_gradients(zip(tape.gradient(value, weights), weights, strict=True))
-        self.losses_seen[name].update_state(value)
-
-    def train_step(self, real):
-        count = tf.shape(real)[0]
-        compute = keras.losses.BinaryCrossentropy(from_logits=True)
-        fake = self.generator(keras.random.normal((count, 4), seed=self.seed))
-        both, labels = tf.concat([fake, real], 0), tf.concat([tf.ones((count, 1)), tf.zeros((count, 1))], 0)
-        self.update("d_loss", self.d_optimizer, self.discriminator, lambda: compute(labels, self.discriminator(both)))
-        noise = keras.random.normal((count, 4), seed=self.seed)
-        self.update(
-            "g_loss",
-            self.g_optimizer,
-            self.generator,
-            lambda: compute(tf.zeros((count, 1)), self.discriminator(self.generator(noise))),
-        )
-        return {name: metric.result() for name, metric in self.losses_seen.items()}
-
-
-def dcgan():
-    keras.utils.set_random_seed(1)
-    model = DCGAN()
-    model.compile()
-    return model
-
-
-def test_updates_that_build_on_each_other_do_what_they_do_in_keras():
-    data = np.random.default_rng(0).normal(2, 1, (240, 6)).astype("float32")
-    fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
-    expected, model = dcgan(), dcgan()
-    history = expected.fit(data, **fit).history
-    with elasticcb.Cluster(1, 2, kind="inprocess", updates="local", local_steps=4, log_level="WARNING") as cluster:
-        found = cluster.fit(model, data, **fit).history
-    for name, values in history.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-5)
-    for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
 @pytest.mark.parametrize(("batches", "expected"), [(24, [4] * 6), (8, [2] * 4)])
@@ -179,11 +103,10 @@ class Halved(keras.callbacks.Callback):
 @pytest.mark.parametrize(
     ("rate", "callbacks"),
     [
-        pytest.param(0.1, [], marks=pytest.mark.deep),
         (keras.optimizers.schedules.ExponentialDecay(0.2, 8, 0.5), []),
         (0.1, [Halved()]),
     ],
-    ids=["constant", "schedule", "callback"],
+    ids=["schedule", "callback"],
 )
 def test_rows_of_embedding_tables_are_updated_by_the_servers_at_each_batch(rate, callbacks):
     fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": callbacks}
@@ -232,13 +155,7 @@ class Spoiled(keras.losses.Loss):
 
 
 @pytest.mark.parametrize(  # in the second window of a task, of which 9 is the end
-    ("place", "spoiled"),
-    [
-        pytest.param(7, np.nan, id="7-loss", marks=pytest.mark.deep),
-        pytest.param(7, 900.0, id="7-gradient"),
-        pytest.param(9, np.nan, id="9-loss"),
-        pytest.param(9, 900.0, id="9-gradient", marks=pytest.mark.deep),
-    ],
+    ("place", "spoiled"), [pytest.param(7, 900.0, id="7-gradient"), pytest.param(9, np.nan, id="9-loss")]
 )
 def test_no_batch_but_the_one_with_nan_is_passed_over(place, spoiled):
     x = np.random.default_rng(5).normal(size=(640, 4)).astype("float32")

@@ -150,46 +150,6 @@ def test_strings_dicts_two_outputs_shuffle_and_filter(tmp_path):
     np.testing.assert_allclose(sorted(clicks), np.sort(served["click"].numpy()[:, 0]), rtol=1e-5)
 
 
-def test_ragged_words_and_a_loss_object(tmp_path):
-    text = """
-    import keras
-    import tensorflow as tf
-
-    def custom_model():
-        words = keras.Input((None,), dtype="string", ragged=True)
-        x = keras.layers.StringLookup(vocabulary=["good", "bad", "film"])(words)
-        x = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(8, 4)(x))
-        return keras.Model(words, keras.layers.Dense(1)(x))
-
-    loss = keras.losses.BinaryCrossentropy(from_logits=True)
-    optimizer = "adam"
-
-    def feed(dataset, mode, metadata):
-        def parse(line):
-            words = tf.strings.split(line)
-            return words, tf.reduce_any(words == "good")[None]
-
-        return dataset.map(parse).ragged_batch(1).unbatch()
-
-    def eval_metrics_fn():
-        return {"accuracy": keras.metrics.BinaryAccuracy(threshold=0.0)}
-    """
-    path = write_model_file(tmp_path, text, "ragged_file")
-    data = tmp_path / "reviews.txt"
-    data.write_text("a good film\nbad\nfilm of the year\na very very good one indeed\n" * 10)
-    settings = job_settings(
-        path,
-        tmp_path / "job",
-        training=str(data),
-        validation=str(data),
-        minibatch_size=7,
-        num_minibatches_per_task=2,
-    )
-    summary, _ = run_job(settings)
-    assert summary.records_per_epoch == (40,)
-    assert np.isfinite(summary.metrics["loss"])
-
-
 def test_model_that_differs_between_processes_is_told(tmp_path):
     text = """
     import threading

@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-import tensorflow as tf
 from model_file_jobs import RECORDS, final_weights, load_module, weights_saver, write_arrays
 
 from elasticcb.master.queue_settings import QueueSettings
@@ -17,10 +16,23 @@ COMPILED = """
     import numpy as np
     import tensorflow as tf
 
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            x, y, weight = data
+            with tf.GradientTape() as tape:
+                y_pred = self(x, training=True)
+                loss = self.compute_loss(x, y, y_pred, weight)
+            if not self.optimizer.built:
+                self.optimizer.build(self.trainable_variables)
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables))  # by their order
+            for metric in self.metrics:
+                metric.update_state(*((loss,) if metric.name == "loss" else (y, y_pred, weight)))
+            return {metric.name: metric.result() for metric in self.metrics}
+
     def custom_model(units):
         keras.utils.set_random_seed(4)
         frozen = keras.layers.Dense(6, trainable=False, name="frozen")
-        model = keras.Sequential([
+        model = Own([
             frozen,
             keras.layers.Dense(units, activation="relu", kernel_regularizer="l2"),
             keras.layers.BatchNormalization(momentum=0.7),
@@ -44,7 +56,7 @@ COMPILED = """
 """
 
 
-def test_compiled_model_with_weights_regularizers_and_moving_statistics(tmp_path):
+def test_compiled_model_with_weights_regularizers_moving_statistics_and_a_step_of_its_own(tmp_path):
     weight = np.random.default_rng(1).uniform(0, 2, RECORDS).astype("float32")
     data = write_arrays(tmp_path / "data.npz", weight=weight)
     text = COMPILED.replace("FOLDER", str(tmp_path)) + weights_saver(tmp_path)
@@ -90,72 +102,8 @@ def test_compiled_model_with_weights_regularizers_and_moving_statistics(tmp_path
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-5)
 
 
-SUBCLASS = """
-    import keras
-    import numpy as np
-    import tensorflow as tf
-
-    class Net(keras.Model):
-        def __init__(self, rate=0.0, width=4):
-            super().__init__()
-            keras.utils.set_random_seed(5)
-            self.hidden = keras.layers.Dense(width, activation="tanh")
-            self.unused = keras.layers.Dense(3)
-            self.drop = keras.layers.Dropout(rate)
-            self.out = keras.layers.Dense(1)
-
-        def call(self, x, training=False):
-            self.unused(x)
-            return self.out(self.drop(self.hidden(x), training=training))
-
-    def loss(labels, predictions, weights):
-        squares = tf.square(labels - predictions)[:, 0]
-        return tf.reduce_sum(squares * weights) / tf.reduce_sum(weights)
-
-    def optimizer():
-        return keras.optimizers.SGD(0.1)
-
-    def feed(dataset, mode, metadata):
-        return dataset.map(lambda record: (record["x"], record["y"], record["weight"]))
-
-    def callbacks():
-        return [SaveWeights()]
-"""
-
-
-def test_subclass_named_as_model_with_loss_of_three_arguments(tmp_path):
-    weight = np.random.default_rng(1).uniform(0, 2, RECORDS).astype("float32")
-    data = write_arrays(tmp_path / "data.npz", weight=weight)
-    path = write_model_file(tmp_path, SUBCLASS + weights_saver(tmp_path), "subclass_file")
-    settings = job_settings(
-        path,
-        tmp_path / "job",
-        training=data,
-        minibatch_size=16,
-        num_minibatches_per_task=RECORDS // 16,
-        updates="sync",
-    )
-    run_job(with_params(settings, definition="subclass_file.Net", width=7))
-
-    module = load_module(path)
-    model, optimizer, arrays = module.Net(width=7), module.optimizer(), np.load(data)
-    for start in range(0, RECORDS, 16):
-        batch = slice(start, start + 16)
-        with tf.GradientTape() as tape:
-            value = module.loss(arrays["y"][batch], model(arrays["x"][batch], training=True), weight[batch])
-        gradients = tape.gradient(value, model.trainable_weights)
-        pairs = [pair for pair in zip(gradients, model.trainable_weights, strict=True) if pair[0] is not None]
-        optimizer.apply_gradients(pairs)
-    assert model.unused.weights[0].path in {v.path for v in model.trainable_weights}
-    for ours, theirs in zip(final_weights(tmp_path), model.get_weights(), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-def with_params(settings, definition="", **params):
-    model = dataclasses.replace(settings.model, params=params)
-    if definition:
-        model = dataclasses.replace(model, definition=definition)
-    return dataclasses.replace(settings, model=model)
+def with_params(settings, **params):
+    return dataclasses.replace(settings, model=dataclasses.replace(settings.model, params=params))
 
 
 def task_order(source, records, seed, epoch):

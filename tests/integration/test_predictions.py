@@ -60,41 +60,6 @@ KEEPS = """
 
 
 # The first worker that has predicted some batches kills the server, and goes on when another one holds the model.
-KILLS_SERVER = """
-    import os
-    import time
-
-    import psutil
-
-    HERE = os.path.dirname(__file__)
-
-    def times_held():
-        with open(os.path.join(HERE, "job", "logs", "ps-0.log")) as file:
-            return file.read().count("Holds ")
-
-    class KillsServer(keras.callbacks.Callback):
-        def on_predict_batch_end(self, batch, logs=None):
-            if batch != 3:
-                return
-            try:
-                os.mkdir(os.path.join(HERE, "killed"))
-            except FileExistsError:
-                return
-            for process in psutil.Process().parent().children():
-                if process.name() == "ps-0":
-                    process.kill()
-            give_up = time.monotonic() + 120
-            while times_held() < 2 and time.monotonic() < give_up:
-                time.sleep(0.05)
-
-    def callbacks():
-        return [KillsServer()]
-
-    def optimizer():
-        return keras.optimizers.SGD(0.01)
-"""
-
-
 def write_numbers(folder, **files):
     """NAME.npz of so many records, numbered over all files, whose prediction is their number."""
     first = 0
@@ -118,7 +83,7 @@ def kept(folder):
 
 @pytest.mark.parametrize(
     ("where", "signal"),
-    [("batch", "SIGTERM"), pytest.param("batch", "SIGKILL", marks=pytest.mark.deep), ("end", "SIGKILL")],
+    [pytest.param("batch", "SIGTERM", marks=pytest.mark.deep), ("end", "SIGKILL")],
 )
 def test_what_callbacks_keep_in_memory_survives_workers_that_end(tmp_path, where, signal):
     write_numbers(tmp_path, numbers=RECORDS)
@@ -138,16 +103,6 @@ def test_what_callbacks_keep_in_memory_survives_workers_that_end(tmp_path, where
             rows = list(csv.reader(file))
         assert rows == [["record", "prediction"], *([str(n), f"{n}.0"] for n in range(RECORDS))]
     assert not [path.name for path in tmp_path.iterdir() if "partial" in path.name]
-
-
-def test_server_that_is_killed_is_replaced_with_the_checkpoint(tmp_path):
-    write_numbers(tmp_path, numbers=RECORDS)
-    data, path = str(tmp_path / "numbers.npz"), tmp_path / "out.csv"
-    given = {"prediction": data, "output": str(path), "output_format": "csv"}
-    summary, _ = predict(tmp_path, MODEL + KILLS_SERVER, kind="local", **given)
-    assert (summary.servers.lost, summary.servers.replaced, summary.workers.lost) == (1, 1, 0)
-    with open(path, newline="") as file:
-        assert list(csv.reader(file))[1:] == [[str(n), f"{n}.0"] for n in range(RECORDS)]
 
 
 def test_record_numbers_go_through_all_files_and_outputs_keep_their_names(tmp_path):

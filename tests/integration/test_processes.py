@@ -5,7 +5,6 @@ import re
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from elasticcb.cli.main import main as elasticcb_main
@@ -32,11 +31,6 @@ CALLBACKS = """
 
     def callbacks():
         return [Pace(), Farewell()]
-
-    class PredictionOutputsProcessor:
-        def process(self, predictions, worker_id):
-            with open(os.environ["PREDICTIONS"], "a") as file:
-                file.write("".join(f"{value:.6f}\\n" for value in predictions.reshape(-1)))
 """
 RECORDS, TESTED = 1_200, 200
 TASK = 80  # records
@@ -91,32 +85,23 @@ def test_a_killed_worker_is_replaced_and_no_record_is_lost(data, start_job):
     assert set(re.findall(r"^\| `(elasticcb_\w+)` \|", page, re.MULTILINE)) == before.families
 
 
-def test_a_worker_that_is_told_to_end_puts_down_its_task_and_nothing_is_trained_twice(data, start_job):
-    job = start_job(
-        "train",
-        *flags(data, num_epochs=2, evaluation_steps=40, updates="async", max_staleness=1, max_worker_restarts=0),
-    )
+def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice_or_left_behind(
+    data, start_job, capsys, monkeypatch
+):
+    all_three = "\n    def callbacks():\n        return [Pace(), Gate(), Farewell()]\n"
+    text = LINEAR_MODEL + PACE.format(seconds=0.01) + CALLBACKS + GATE.format(version=200) + all_three
+    write_model_file(data, text, "linear")
+    temporary = data / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    more = {"updates": "async", "max_staleness": 1, "max_worker_restarts": 0, "output": data / "model"}
+    job = start_job("train", *flags(data, num_epochs=4, evaluation_steps=40, **more))
     job.wait_for_line(r"Evaluation at version")
     job.kill("worker", 1, signal.SIGTERM)
     job.wait_for_line(r"worker 1 .* leaves: it was asked to end")
-    assert job.finish() == 0, job.output
-
-    assert records_trained(job.output) == [RECORDS] * 2
-    assert number(job.output, "duplicate records (at most)") == 0
-    assert number(job.output, "workers lost") == 1
-    rows = [int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)]
-    assert set(rows) == {TESTED}
-    assert len((data / "job" / "train_end").read_text().split()) == 1
-    job.assert_no_orphans()
-
-
-def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(data, start_job, capsys):
-    both = "\n    def callbacks():\n        return [Pace(), Gate()]\n"
-    write_model_file(data, LINEAR_MODEL + PACE.format(seconds=0.01) + GATE.format(version=200) + both, "linear")
-    job = start_job("train", *flags(data, num_workers=1, num_epochs=4, evaluation_steps=40))
-    job.wait_for_line(r"Evaluation at version")
+    job.wait_for_line(r"workers 2/2")
     assert elasticcb_main(["scale", str(data / "job"), "--workers=3"]) == 0
-    assert "now has 3 workers (was 1)" in capsys.readouterr().out
+    assert "now has 3 workers (was 2)" in capsys.readouterr().out
     job.wait_for_line(r"workers 3/3")
     assert elasticcb_main(["scale", str(data / "job"), "--workers=2"]) == 0
     open_gate(data)
@@ -133,16 +118,18 @@ def test_workers_come_and_go_while_the_job_runs_and_nothing_is_trained_twice(dat
 
     assert records_trained(job.output) == [RECORDS] * 4
     assert number(job.output, "duplicate records (at most)") == 0
-    assert number(job.output, "workers lost") == 0
+    assert number(job.output, "workers lost") == 1
     assert {int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)} == {TESTED}
+    assert len((data / "job" / "train_end").read_text().split()) == 1
     job.assert_no_orphans()
+    assert list(temporary.iterdir()) == []
     assert elasticcb_main(["scale", str(data / "job"), "--workers=2"]) == 2
     assert "is not the folder of a running job" in capsys.readouterr().err
     assert elasticcb_main(["status", str(data / "job")]) == 0
     assert capsys.readouterr().out.startswith("linear (train): done\n  epoch 4/4, 100% (4,800/4,800 records)")
 
 
-def test_a_parameter_server_that_keeps_no_files_fails_the_job_and_its_checkpoint_goes_on(data, start_job, monkeypatch):
+def test_a_parameter_server_that_keeps_no_files_fails_the_job(data, start_job):
     steps = {"num_epochs": 50, "evaluation_steps": 250, "checkpoint_steps": 50, "checkpoint_interval": 0}
     job = start_job("train", *flags(data, num_ps=2, checkpoint_dir=data / "ckpt", **steps))
     job.wait_for_line(r"Evaluation at version")
@@ -152,33 +139,6 @@ def test_a_parameter_server_that_keeps_no_files_fails_the_job_and_its_checkpoint
     assert "killed by SIGKILL" in job.output
     assert "--checkpoint_dir_for_init" in job.output
     assert "Traceback" not in job.output
-    job.assert_no_orphans()
-
-    # The newest checkpoint starts an evaluation and a prediction, with another number of servers.
-    common = [f"--model_zoo={data}", "--model_def=linear.custom_model", f"--checkpoint_dir_for_init={data / 'ckpt'}"]
-    evaluation = start_job("evaluate", *common, f"--validation_data={data / 'test.npz'}", "--num_workers=1")
-    assert evaluation.finish() == 0, evaluation.output
-    assert number(evaluation.output, "records evaluated, once each") == TESTED
-    assert re.search(rf"rows +{TESTED}\b", evaluation.output)
-
-    monkeypatch.setenv("PREDICTIONS", str(data / "predictions.txt"))
-    prediction = start_job(
-        "predict", *common, f"--prediction_data={data / 'test.npz'}", "--num_workers=1", "--num_ps=3"
-    )
-    assert prediction.finish() == 0, prediction.output
-    predicted = np.sort(np.loadtxt(data / "predictions.txt"))
-    expected = np.sort(np.load(data / "test.npz")["y"].reshape(-1))
-    assert len(predicted) == TESTED
-    np.testing.assert_allclose(predicted, expected, atol=1.0)
-
-
-@pytest.mark.deep  # test_strangers.py has a case
-def test_a_killed_master_takes_its_processes_with_it(data, start_job):
-    job = start_job("train", *flags(data, num_epochs=50, evaluation_steps=40))
-    job.wait_for_line(r"Evaluation at version")
-    assert len(job.children("worker") + job.children("ps")) == 3
-    job.process.kill()
-    job.finish()
     job.assert_no_orphans()
 
 

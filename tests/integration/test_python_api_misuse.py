@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import elasticcb
-from elasticcb import CheckpointOptions, ExchangeOptions, NetworkOptions, RecoveryOptions
+from elasticcb import ExchangeOptions, NetworkOptions, RecoveryOptions
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
 from elasticcb.settings.arguments import EVERYDAY, GROUPS
 from elasticcb.settings.definition import AUTO
@@ -48,49 +48,23 @@ def fit(cluster, model=None, **options):
     return cluster.fit(model or make(), X, Y, **{"verbose": 0, **options})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"epochs": np.int64(2), "initial_epoch": np.int64(1)},
-        {"batch_size": np.int64(16), "steps_per_epoch": np.int64(2), "verbose": np.int64(0)},
-        {"validation_data": (X, Y), "validation_freq": [np.int64(1)], "validation_steps": np.int64(1)},
-    ],
-)
-def test_numbers_of_numpy_are_numbers(options, cluster):
-    assert fit(cluster, **options).history["loss"]
-
-
-RESTARTS_OF_NUMPY = RecoveryOptions(max_worker_restarts=np.int64(1))
-
-
-def test_numbers_of_numpy_make_a_cluster():
-    with elasticcb.Cluster(np.int64(1), np.int64(1), kind="inprocess", recovery=RESTARTS_OF_NUMPY) as cluster:
-        assert fit(cluster).history["loss"]
+def test_numbers_of_numpy_are_numbers():
+    one, two = np.int64(1), np.int64(2)
+    options = {"epochs": two, "initial_epoch": one, "batch_size": two, "steps_per_epoch": two, "verbose": np.int64(0)}
+    options |= {"validation_data": (X, Y), "validation_freq": [one], "validation_steps": one}
+    with elasticcb.Cluster(one, one, kind="inprocess", recovery=RecoveryOptions(max_worker_restarts=one)) as cluster:
+        assert fit(cluster, **options).history["loss"]
 
 
 @pytest.mark.parametrize(
     ("words", "given"),
     [
         ("NetworkOptions(port=70000) is invalid. Expected at most 65535.", {"network": NetworkOptions(port=70000)}),
-        ("CheckpointOptions(steps=-1) is invalid. Expected at least 0.", {"checkpoint": CheckpointOptions(steps=-1)}),
-        ("log_level='LOUD' is invalid. Expected one of 'DEBUG', 'INFO'", {"log_level": "LOUD"}),
         ("local_steps=3 can't be combined with updates='sync'", {"updates": "sync", "local_steps": 3}),
-        ("num_ps=1.5 is invalid. Expected ", {"num_ps": 1.5}),
-        ("non_finite='no' is invalid. Expected ", {"non_finite": "no"}),
         ("exchange=3 is invalid. Expected an elasticcb.ExchangeOptions, such as", {"exchange": 3}),
-        (
-            "RecoveryOptions(lease_seconds=300.0) is shorter than RecoveryOptions(silence_seconds=301): while",
-            {"recovery": RecoveryOptions(silence_seconds=301)},
-        ),
         (
             "RecoveryOptions(lease_seconds=5) is shorter than RecoveryOptions(silence_seconds=6)",
             {"recovery": RecoveryOptions(lease_seconds=5, silence_seconds=6)},
-        ),
-        ("silence_seconds=0) is invalid. Expected more than 0.", {"recovery": RecoveryOptions(silence_seconds=0)}),
-        ("lease_seconds=0) is invalid. Expected more than 0.", {"recovery": RecoveryOptions(lease_seconds=0)}),
-        (
-            "ray_address='a:1') applies only to kind='ray'.",
-            {"network": NetworkOptions(ray_address="a:1")},
         ),
     ],
 )
@@ -148,25 +122,16 @@ def test_arguments_of_every_day_are_those_of_the_settings():
         assert taken[name].default == (AUTO if setting.may_be_auto else setting.initial)
 
 
-def test_short_lease_needs_no_silence_beside_it():
-    with elasticcb.Cluster(kind="inprocess", recovery=RecoveryOptions(lease_seconds=20)) as cluster:
-        assert fit(cluster).history["loss"]
-        assert cluster._settings.cluster.silence_seconds == 20
-    with pytest.raises(UsageError, match="is shorter than"):  # a silence that is given stays as it is
-        elasticcb.Cluster(recovery=RecoveryOptions(lease_seconds=20, silence_seconds=25))
+def test_calls_within_a_callback_of_a_call_are_refused_with_words(cluster):
+    def calls():
+        with pytest.raises(UsageError, match=r"busy with `fit`\. Call `predict` when"):
+            cluster.predict(make(), X)
+        with pytest.raises(UsageError, match=r"busy with `fit`\. Call `schedule` when"):
+            cluster.schedule(len, "a")
+        cluster.close()
 
-
-@pytest.mark.parametrize(
-    ("words", "call"),
-    [
-        ("`close` was called inside `fit`", lambda on: on.close()),
-        ("busy with `fit`. Call `predict` when", lambda on: on.predict(make(), X)),
-        ("busy with `fit`. Call `schedule` when", lambda on: on.schedule(len, "a")),
-    ],
-)
-def test_call_within_a_callback_of_a_call_is_refused_with_words(words, call, cluster):
-    with pytest.raises(UsageError, match=words):
-        fit(cluster, callbacks=[Calls(lambda: call(cluster))])
+    with pytest.raises(UsageError, match="`close` was called inside `fit`"):
+        fit(cluster, callbacks=[Calls(calls)])
     assert fit(cluster).history["loss"]
 
 

@@ -71,6 +71,7 @@ def job_processes(role=""):
     return found
 
 
+@pytest.mark.deep
 def test_a_node_is_lost_with_a_parameter_server_and_every_record_is_trained_on_the_other(
     cluster, data, start_job, faults
 ):

@@ -117,12 +117,9 @@ def program(tmp_path):
     return Program(tmp_path)
 
 
-@pytest.fixture(params=["folder", "URL"])
-def left(request, monkeypatch, faults, tmp_path):
-    """Returns which files of fits are in the `job_dir` of a program: a folder, or below a URL of a real S3 server."""
-    if request.param == "folder":
-        yield lambda: list((tmp_path / "job").glob("fit-*"))
-        return
+@pytest.fixture
+def left(monkeypatch, faults):
+    """Returns which files of fits are in the `job_dir` of a program, below a URL of a real S3 server."""
     faults.shorten("elasticcb.master.job_copy.SILENCE_SECONDS", 5.0)  # a program that runs again is on another machine
     faults.shorten("elasticcb.master.job_copy._BEAT_SECONDS", 0.5)
     with S3Server("programs") as s3:
@@ -132,7 +129,7 @@ def left(request, monkeypatch, faults, tmp_path):
 
 
 @pytest.mark.timeout(900)
-def test_killed_program_goes_on_where_it_was(program, left):
+def test_killed_program_whose_job_dir_is_a_url_goes_on_where_it_was(program, left):
     code, output = program.run("SIGKILL", fit=2, epoch=1, batch=60)
     assert code == -signal.SIGKILL, output
     assert left()
@@ -156,7 +153,7 @@ def test_killed_program_goes_on_where_it_was(program, left):
 
 
 @pytest.mark.timeout(900)
-def test_lost_cluster_and_sigterm_end_a_program_with_75_and_it_goes_on_when_it_is_run_again(program):
+def test_program_that_was_killed_or_ended_with_75_by_a_lost_cluster_or_sigterm_goes_on_when_it_is_run_again(program):
     code, output = program.run("server", fit=2, epoch=0, batch=20)
     assert code == 75, output
     assert "parameter server 0" in output
@@ -164,17 +161,24 @@ def test_lost_cluster_and_sigterm_end_a_program_with_75_and_it_goes_on_when_it_i
     assert "To resume the job: run the program again" in output
     assert "The cluster is lost. The program exits with code 75" in output
     assert "Traceback" not in output
+    code, output = program.run("SIGKILL", fit=2, epoch=1, batch=60)
+    assert code == -signal.SIGKILL, output
+    assert "epochs done: 0;" in output
+    assert list((program.folder / "job").glob("fit-*"))
     code, output = program.run("SIGTERM", fit=2, epoch=2, batch=20)
     assert code == 75, output
-    assert "epochs done: 0;" in output
+    assert "epochs done: 1;" in output
     assert "Received SIGTERM. The program exits with code 75" in output
     assert "Traceback" not in output
     code, output = program.run()
     assert code == 0, output
     assert "fit 2 [0, 1, 2] 3" in output
-    second, third = ({batch for fit, epoch, batch in program.read(run) if (fit, epoch) == (2, 2)} for run in (2, 3))
-    assert second | third == set(range(BATCHES))
-    assert third < set(range(BATCHES))
+    assert not list((program.folder / "job").glob("fit-*"))
+    assert float(re.search(r"loss (.*)", output)[1]) < 0.1
+    for epoch, run in ((1, 2), (2, 3)):  # in which it ended
+        before, after = ({b for f, e, b in program.read(each) if (f, e) == (2, epoch)} for each in (run, run + 1))
+        assert before | after == set(range(BATCHES))
+    assert after < set(range(BATCHES))
 
 
 # ------------------------------------------------------------ in this process

@@ -38,6 +38,7 @@ def test_job_without_room_for_open_files_says_how_to_allow_more(data):
     assert re.search("^Error: .*oo many open files", job.stderr, re.MULTILINE), job.stderr
 
 
+@pytest.mark.deep
 def test_low_limit_of_open_files_that_can_be_raised_is_no_matter(data):
     job = train(data, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     assert job.returncode == 0, job.stderr

@@ -180,6 +180,7 @@ def test_closed_cluster_schedules_nothing_until_it_is_started_again(cluster):
     assert cluster.schedule(lambda: 1).fetch() == 1
 
 
+@pytest.mark.deep  # test_custom_loops.py kills a worker
 def test_function_that_kills_its_workers_fails_and_the_next_ones_get_new_processes():
     def die():
         import os

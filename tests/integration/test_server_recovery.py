@@ -23,20 +23,25 @@ def flags(folder, **more):
     return train_flags(folder, "offsets", **{"checkpoint_interval": 0.2, **more})
 
 
-def test_killed_servers_are_replaced_alone_in_training_and_in_evaluation(data, start_job):
-    more = {"num_ps": 2, "num_epochs": 2, "evaluation_steps": 250, "checkpoint_dir": data / "ckpt"}
+def test_killed_servers_are_replaced_alone_in_training_and_in_evaluation(data, start_job, faults):
+    happened = [
+        faults.fail_at("ps", 0, "has applied a push", nth=40),
+        faults.fail_at("ps", 0, "has saved its part", nth=3),
+        faults.fail_at("ps", 1, "has saved its part", nth=5),
+    ]
+    more = {"num_ps": 2, "num_epochs": 3, "evaluation_steps": 250, "checkpoint_dir": data / "ckpt"}
     job = start_job("train", *flags(data, **more, updates="async", max_staleness=2))
-    for index in (0, 1):
-        job.wait_for_line(r"Evaluation at version")
-        workers = [process.pid for process in job.children("worker")]
-        job.kill("ps", index)
+    for _ in happened:
         job.wait_for_line(IS_BACK)
-        assert [process.pid for process in job.children("worker")] == workers
+    workers = [process.pid for process in job.children("worker")]
+    assert all(each() for each in happened)
+    job.wait_for_line(r"Evaluation at version")
     job.kill("ps", 0, signal.SIGTERM)
     assert " 0 updates" in job.wait_for_line(IS_BACK)
+    assert [process.pid for process in job.children("worker")] == workers
     assert job.finish() == 0, job.output
-    assert records_trained(job.output) == [RECORDS] * 2
-    assert re.search(r"parameter servers lost +3 \(3 replaced", job.output)
+    assert records_trained(job.output) == [RECORDS] * 3
+    assert re.search(r"parameter servers lost +4 \(4 replaced", job.output)
     assert number(job.output, "workers lost") == 0
     assert {int(float(n)) for n in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)} == {TESTED}
     error = float(re.findall(r"Evaluation at version .*error ([\d.e-]+)", job.output)[-1])

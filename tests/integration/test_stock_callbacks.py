@@ -18,8 +18,7 @@ from stock_callbacks import (
     write_data,
 )
 
-from deep_cases import deep_but
-from elasticcb.errors import CallbackError, JobFailedError
+from elasticcb.errors import CallbackError
 from elasticcb.settings import Command
 from jobs import job_settings, run_job
 
@@ -28,28 +27,6 @@ from jobs import job_settings, run_job
 
 BACKUP = "keras.callbacks.BackupAndRestore(FOLDER + '/backup'), keras.callbacks.CSVLogger(FOLDER + '/log.csv'), Final()"
 MOMENTUM = "keras.optimizers.SGD(0.05, momentum=0.9)"
-
-
-def test_backup_and_restore_goes_on_with_weights_momentum_and_epoch_after_a_failure(tmp_path):
-    train(tmp_path, BACKUP, epochs=3, optimizer=MOMENTUM)
-    whole = final_weights(tmp_path)
-    assert not (tmp_path / "backup").exists()  # the job came to its end
-
-    with pytest.raises(CallbackError, match="the power is out"):
-        train(tmp_path, f"{BACKUP}, Fails()", epochs=3, optimizer=MOMENTUM)
-    assert [row["epoch"] for row in rows_of(tmp_path / "log.csv")] == ["0"]
-    assert (tmp_path / "backup").exists()
-
-    keeps = BACKUP.replace("'/backup'", "'/backup', delete_checkpoint=False")
-    summary, _ = train(tmp_path, keeps, epochs=3, optimizer=MOMENTUM)
-    assert [row["epoch"] for row in rows_of(tmp_path / "log.csv")] == ["1", "2"]
-    assert sum(summary.records_per_epoch) == 2 * 320
-    assert_same(final_weights(tmp_path), whole)
-
-    # The backup holds the last epoch now.
-    summary, _ = train(tmp_path, keeps, epochs=3, optimizer=MOMENTUM)
-    assert sum(summary.records_per_epoch) == 0
-    assert_same(final_weights(tmp_path), whole)
 
 
 def test_backup_and_restore_every_so_many_batches_restores_the_epoch_it_was_in(tmp_path):
@@ -65,8 +42,7 @@ def test_backup_and_restore_every_so_many_batches_restores_the_epoch_it_was_in(t
 # ---------------------------------------------------------------- EarlyStopping
 
 
-@pytest.mark.parametrize("servers", deep_but([1, 2], 2))
-def test_early_stopping_exports_and_checkpoints_the_weights_of_the_best_epoch(tmp_path, servers):
+def test_early_stopping_exports_and_checkpoints_the_weights_of_the_best_epoch(tmp_path):
     _, display = train(
         tmp_path,
         # From the third epoch on the model is made worse.
@@ -76,7 +52,7 @@ def test_early_stopping_exports_and_checkpoints_the_weights_of_the_best_epoch(tm
         epochs=9,
         output=str(tmp_path / "model"),
         directory=str(tmp_path / "checkpoints"),
-        num_ps=servers,
+        num_ps=2,
     )
     assert sorted(path.name for path in tmp_path.glob("epoch-*")) == [f"epoch-{n}.weights.h5" for n in (1, 2, 3, 4)]
     best = saved_weights(tmp_path / "epoch-2.weights.h5")
@@ -100,51 +76,15 @@ def test_early_stopping_exports_and_checkpoints_the_weights_of_the_best_epoch(tm
     assert summary.metrics["loss"] == pytest.approx(min(losses), abs=1e-4)
 
 
-# ---------------------------------------------------------------- learning rates
-
-
-def test_when_the_metric_stalls_the_rate_that_the_servers_use_is_lowered_and_training_ends(tmp_path):
-    summary, _ = train(
-        tmp_path,
-        "keras.callbacks.ReduceLROnPlateau(monitor='val_loss', factor=0.1, patience=1, min_delta=10.0), "
-        "keras.callbacks.EarlyStopping(monitor='val_loss', min_delta=10.0, patience=4), "
-        "keras.callbacks.CSVLogger(FOLDER + '/log.csv'), "
-        "keras.callbacks.ModelCheckpoint(FOLDER + '/epoch-{epoch}.weights.h5', save_weights_only=True)",
-        epochs=20,
-    )
-    assert summary.version == 5 * BATCHES  # the first epoch sets the mark, four do not reach it
-    assert "EarlyStopping" in summary.stopped_early
-    rates = [float(row["learning_rate"]) for row in rows_of(tmp_path / "log.csv")]
-    assert rates[0] == pytest.approx(0.05)
-    assert rates[-1] < 0.001
-    saved = [saved_weights(tmp_path / f"epoch-{epoch}.weights.h5") for epoch in range(1, 6)]
-    assert distance(saved[3], saved[4]) < distance(saved[0], saved[1]) / 20
-
-
 # ---------------------------------------------------------------- ModelCheckpoint
 
 
-def test_model_checkpoint_keeps_the_best_model_and_it_goes_on_where_it_was(tmp_path):
-    train(
-        tmp_path,
-        "keras.callbacks.ModelCheckpoint(FOLDER + '/best.keras', monitor='val_loss', save_best_only=True), "
-        "keras.callbacks.CSVLogger(FOLDER + '/log.csv')",
-        optimizer=MOMENTUM,
-    )
-    losses = [float(row["val_loss"]) for row in rows_of(tmp_path / "log.csv")]
-    model = keras.saving.load_model(tmp_path / "best.keras")
-    assert val_loss(model, tmp_path) == pytest.approx(min(losses), rel=1e-5)
-    assert int(model.optimizer.iterations.numpy()) == BATCHES * (1 + losses.index(min(losses)))
-    assert all(np.abs(momentum.numpy()).max() > 0 for momentum in model.optimizer.momentums)
-
-
-@pytest.mark.parametrize("workers", deep_but([1, 2], 2))
-def test_model_checkpoint_every_so_many_steps_counts_the_batches_of_all_workers(tmp_path, workers):
+def test_model_checkpoint_every_so_many_steps_counts_the_batches_of_all_workers(tmp_path):
     train(
         tmp_path,
         "keras.callbacks.ModelCheckpoint(FOLDER + '/epoch-{epoch}-batch-{batch}-{loss:.3f}.keras', save_freq=15)",
         epochs=3,
-        num_workers=workers,
+        num_workers=2,
     )
     saved = {path.name.rpartition("-")[0]: path for path in tmp_path.glob("epoch-*.keras")}
     assert sorted(saved) == ["epoch-1-batch-15", "epoch-2-batch-10", "epoch-3-batch-20", "epoch-3-batch-5"]
@@ -164,43 +104,25 @@ def saved_weights_of(path):
 # ---------------------------------------------------------------- SwapEMAWeights
 
 
-AVERAGED = "keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9)"
-
-
-def swap_ema(tmp_path, callback, **parts):
-    """Trains for three epochs; answers logs, the model saved after each epoch, the final weights, and the summary."""
+def test_swap_ema_weights_evaluates_the_averages_and_trains_the_weights(tmp_path):
+    checkpoints = str(tmp_path / "checkpoints")
     summary, _ = train(
         tmp_path,
-        f"{callback}keras.callbacks.ModelCheckpoint(FOLDER + '/epoch-{{epoch}}.keras'), "
-        "keras.callbacks.CSVLogger(FOLDER + '/log.csv'), Final()",
+        "keras.callbacks.SwapEMAWeights(), keras.callbacks.CSVLogger(FOLDER + '/log.csv'), "
+        "keras.callbacks.ModelCheckpoint(FOLDER + '/epoch-{epoch}.keras')",
         epochs=3,
-        optimizer=AVERAGED,
-        **parts,
+        optimizer="keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9)",
+        directory=checkpoints,
     )
-    models = [keras.saving.load_model(tmp_path / f"epoch-{epoch}.keras") for epoch in (1, 2, 3)]
-    return rows_of(tmp_path / "log.csv"), models, final_weights(tmp_path), summary
-
-
-def averages(model):
-    return [variable.numpy() for variable in model.optimizer._model_variables_moving_average]
-
-
-def test_swap_ema_weights_evaluates_the_averages_and_trains_the_weights(tmp_path):
-    _, plain, plain_final, _ = swap_ema(tmp_path, "")
-
-    checkpoints = str(tmp_path / "checkpoints")
-    rows, models, final, summary = swap_ema(tmp_path, "keras.callbacks.SwapEMAWeights(), ", directory=checkpoints)
-    for row, model, without in zip(rows[:-1], models, plain, strict=False):
-        assert_same(model.get_weights(), without.get_weights())  # training and checkpoints have the raw weights
+    for epoch, row in enumerate(rows_of(tmp_path / "log.csv")[:2], start=1):
+        model = keras.saving.load_model(tmp_path / f"epoch-{epoch}.keras")  # with the raw weights
         raw_loss = val_loss(model, tmp_path)
-        model.set_weights(averages(model))
+        model.set_weights([variable.numpy() for variable in model.optimizer._model_variables_moving_average])
         assert float(row["val_loss"]) == pytest.approx(val_loss(model, tmp_path), rel=1e-4)
         assert abs(float(row["val_loss"]) - raw_loss) > 1e-3
-    assert_same(final, plain_final)
-
     # It leaves alone the evaluation of a trained model.
     settings = job_settings(
-        tmp_path / "stock_1.py",
+        tmp_path / "stock_0.py",
         tmp_path / "evaluate",
         command=Command.EVALUATE,
         validation=str(tmp_path / "test.npz"),
@@ -234,9 +156,3 @@ def test_terminate_on_nan_ends_the_job_in_order(tmp_path):
     assert np.isfinite(float(row["val_loss"]))
     assert all(np.isfinite(weight).all() for weight in final_weights(tmp_path))
     assert (tmp_path / "model" / "saved_model.pb").exists()
-
-
-def test_with_the_error_of_terminate_on_nan_the_job_fails(tmp_path):
-    spoil(tmp_path)
-    with pytest.raises(JobFailedError, match=r"TerminateOnNaN failed in on_train_batch_end .*NaN or Inf loss"):
-        train(tmp_path, "keras.callbacks.TerminateOnNaN(raise_error=True)")

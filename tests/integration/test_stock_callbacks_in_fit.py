@@ -171,12 +171,3 @@ def test_backup_and_restore_goes_on_with_the_epoch_it_came_to(cluster, tmp_path)
     assert_same(model.get_weights(), own.get_weights())
     assert int(own.optimizer.iterations) == int(model.optimizer.iterations) == 4 * RECORDS // BATCH
     assert not (own_folder / "backup").exists()
-
-
-def test_terminate_on_nan_ends_fit_in_order(cluster):
-    x, y = data()
-    y[100] = np.nan
-    history = cluster.fit(
-        new_model(), x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()]
-    )
-    assert history.epoch == [0]

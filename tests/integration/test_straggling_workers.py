@@ -4,6 +4,7 @@ import re
 from collections import Counter
 
 import numpy as np
+import pytest
 
 from elasticcb.master import stragglers
 from jobs import job_settings, linear_data, run_job, write_model_file
@@ -55,6 +56,7 @@ MODEL_FILE = """
 """
 
 
+@pytest.mark.deep  # tests/master/test_stragglers.py has the decisions
 def test_straggler_is_named_and_the_rest_of_its_tasks_goes_to_other_workers(tmp_path, monkeypatch):
     # It does few batches before the others are done, and take over the rest.
     monkeypatch.setattr(stragglers, "_LEAST_BATCHES", 1)

@@ -1,23 +1,16 @@
 """Jobs whose processes speak TLS, as real processes: started by the master, and by hand."""
 
-import os
 import re
 import stat
-import subprocess
-import sys
 import time
-from pathlib import Path
 
-import numpy as np
 import pytest
 from waiting import wait_until
 
-import elasticcb
-from elasticcb import NetworkOptions
 from elasticcb.cli.main import main
 from elasticcb.clients.master import MasterClient
 from elasticcb.clients.running_master import running_master
-from elasticcb.errors import ConnectionLostError, UsageError
+from elasticcb.errors import ConnectionLostError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import MASTER_METHODS
@@ -32,11 +25,6 @@ def data(tmp_path):
     write_model_file(tmp_path, LINEAR_MODEL, "linear")
     linear_data(tmp_path, train=2_000, test=400)
     return tmp_path
-
-
-def run_command(*arguments, cwd):
-    command = [sys.executable, "-m", "elasticcb", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=150)
 
 
 def files_of(folder):
@@ -85,6 +73,7 @@ def test_a_job_with_a_ca_of_its_own_trains_and_is_scaled_and_keeps_its_secrets(d
     assert not [secret for secret in secrets if secret in job.output]
 
 
+@pytest.mark.deep  # tests/test_tls_renewal.py shows that processes renew them
 def test_a_job_outlives_its_certificates_and_its_processes_are_replaced_meanwhile(data, start_job, faults):
     write_model_file(data, LINEAR_MODEL + PACE.format(seconds=0.05), "linear")
     faults.shorten("elasticcb.security.certificates.LIFE_SECONDS", 5.0)
@@ -130,65 +119,3 @@ def test_a_job_outlives_its_certificates_and_its_processes_are_replaced_meanwhil
     assert ca.read_bytes() != before
     resumed.interrupt()
     assert resumed.finish() == 130, resumed.output
-
-
-def test_processes_started_by_hand_join_with_the_flags_that_the_master_shows(data, start_job, monkeypatch):
-    monkeypatch.setenv("ELASTICCB_JOB_TOKEN", "chosen")
-    flags = [flag for flag in train_flags(data, "linear", num_workers=1) if "--num_ps" not in flag]
-    job = start_job("master", *flags)
-    lines = [job.wait_for_line("Waiting for:") for _ in range(2)]
-    commands = {words[1]: words[1:] for words in (line.split("ELASTICCB_JOB_TOKEN ")[1].split() for line in lines)}
-    (by_what,) = (word for word in commands["worker"] if "--tls" in word)
-    assert by_what == f"--tls_ca={data / 'job' / 'tls' / 'ca.pem'}"
-    without = [word for word in commands["worker"] if word != by_what]
-    unknown = run_command(*without, cwd=data)
-    assert unknown.returncode == 2
-    assert "The master at 127.0.0.1:" in unknown.stderr
-    plain = start_job(*without, "--insecure")
-    assert plain.finish() == 1
-    assert re.search(
-        r"Error: No connection to the master at 127\.0\.0\.1:\d+: it uses TLS, but this process does not\.",
-        plain.output,
-    ), plain.output
-    started = [start_job(*commands[role]) for role in ("ps", "worker")]
-    assert job.finish() == 0, job.output
-    assert records_trained(job.output) == [2_000]
-    for process in started:
-        assert process.finish() == 0, process.output
-
-
-def test_mistakes_with_certificates_are_told_before_anything_starts(data):
-    flags = train_flags(data, "linear")
-    some = run_command("train", *flags, "--tls_cert=a.pem", cwd=data)
-    assert some.returncode == 2
-    assert "Error: tls_cert was given without tls_key and tls_ca." in some.stderr
-    none = run_command("train", *flags, "--tls_cert=a.pem", "--tls_key=a.pem", "--tls_ca=a.pem", cwd=data)
-    assert none.returncode == 2
-    assert f"Error: tls_cert: {Path(os.path.realpath(data)) / 'a.pem'} can't be read" in none.stderr
-    worker = run_command("worker", "--master=127.0.0.1:1", "--tls_cert=a.pem", cwd=data)
-    assert worker.returncode == 2
-    assert "Error: tls_cert was given without tls_key and tls_ca." in worker.stderr
-    assert not (data / "job").exists()
-
-
-def test_a_cluster_of_python_speaks_tls(tmp_path):
-    import keras
-
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    x = np.ones((64, 4), "float32")
-    with elasticcb.Cluster(kind="inprocess", directory=tmp_path, network=NetworkOptions(tls=True)) as cluster:
-        history = cluster.fit(model, x, x[:, :1], epochs=2, verbose=0)
-    assert len(history.history["loss"]) == 2
-    assert [path.name for path in (tmp_path / "tls").iterdir()] == ["ca.pem"]
-
-
-def test_a_cluster_of_python_tells_mistakes_with_certificates():
-    with pytest.raises(UsageError, match=r"tls_ca: .*ca\.pem can't be read"):
-        elasticcb.Cluster(network=NetworkOptions(tls_ca="ca.pem"))
-    with pytest.raises(
-        UsageError, match=r"NetworkOptions\(insecure=True\) turns TLS off, but NetworkOptions\(tls=True\)"
-    ):
-        elasticcb.Cluster(network=NetworkOptions(tls=True, insecure=True))
-    with pytest.raises(UsageError, match=r"NetworkOptions\(tls='yes'\) is invalid. Expected True or False\."):
-        elasticcb.Cluster(network=NetworkOptions(tls="yes"))

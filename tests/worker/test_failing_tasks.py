@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from elasticcb.compute import registry
 from elasticcb.compute.rehearsal import Rehearsal
-from elasticcb.errors import DataError, ElasticCBError, ModelFileError, NonFiniteError, TableError
+from elasticcb.errors import DataError, ElasticCBError, ModelFileError, NonFiniteError, TableError, UsageError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.roles.process import Farewell
 from elasticcb.worker.task_input import TaskStarted
@@ -82,3 +83,9 @@ def test_a_rehearsal_that_fails_only_on_a_worker_tells_the_error() -> None:
         rehearsal.check({}, KeyError("HOME_OF_DATA"))
     with pytest.raises(ModelFileError, match="the loss is nothing here and 1 there"):
         rehearsal.check({}, None)
+
+
+def test_framework_that_no_backend_is_for_is_told(monkeypatch):
+    monkeypatch.setattr(registry, "BACKENDS", {})
+    with pytest.raises(UsageError, match="Keras runs on 'tensorflow' here"):
+        registry.backend.__wrapped__()
