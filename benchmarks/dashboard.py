@@ -28,13 +28,12 @@ from selenium.webdriver.common.by import By
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.dashboard import server as dashboard_server
 from elasticcb.dashboard.server import JobView, make_app
-from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.job_state import TaskResult
 from elasticcb.master.master import Master
-from elasticcb.master.members import Role
+from elasticcb.master.members import Role, ServedCluster
 from elasticcb.master.past import Past
-from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.state_document import document
+from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.stats import PUSH, Stats, TableSize
 from elasticcb.settings import ClusterSettings, Command, JobSettings, TrainingSettings

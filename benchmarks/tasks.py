@@ -26,7 +26,7 @@ BATCH, RECORDS = 128, 1280
 
 
 def make_queue(tasks: int) -> Any:
-    from elasticcb.master.queue_settings import QueueSettings
+    from elasticcb.master.task import QueueSettings
     from elasticcb.master.task_queue import TaskQueue
 
     settings = QueueSettings(records_per_task=RECORDS, minibatch_size=BATCH)
@@ -57,8 +57,8 @@ def run_queue(tasks: int, workers: int, seconds: float) -> dict[str, float]:
 def run_master(tasks: int, workers: int, seconds: float) -> dict[str, float]:
     """The master behind its port."""
     from elasticcb.cluster.external import ExternalCluster
-    from elasticcb.master.cluster_state import ServedCluster
     from elasticcb.master.master import Master
+    from elasticcb.master.members import ServedCluster
     from elasticcb.settings import ClusterSettings, Command, DataSettings, JobSettings, ModelSettings
 
     quiet = ExternalCluster(lambda text: None)

@@ -9,10 +9,10 @@ from ps_clients import TrainingControl
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ConnectionLostError
-from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.master import Master
-from elasticcb.master.queue_settings import QueueSettings
+from elasticcb.master.members import ServedCluster
+from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer

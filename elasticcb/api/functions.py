@@ -21,13 +21,12 @@ from elasticcb.cluster.registry import backend_of
 from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, UsageError
 from elasticcb.keras_private import layers_of, trained_by
 from elasticcb.layers import Embedding
-from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.job_state import JobState
 from elasticcb.master.master import Master
-from elasticcb.master.members import Role
-from elasticcb.master.queue_settings import QueueSettings
+from elasticcb.master.members import Role, ServedCluster
 from elasticcb.master.servers import Servers
+from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.model.program import Program
 from elasticcb.model.weights import variable_specs

@@ -36,7 +36,7 @@ from elasticcb.errors import (
     UsageError,
     is_users_own,
 )
-from elasticcb.layers.install import rows_in
+from elasticcb.layers.table_layers import rows_in
 from elasticcb.master.job import Job
 from elasticcb.master.keras_host import ModelHost
 from elasticcb.master.master import Master

@@ -18,8 +18,7 @@ from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.cli.job_folders import JOBS, new_folder
 from elasticcb.cli.kubernetes.submit import kubernetes_settings, submit
 from elasticcb.cli.options import BY_NAME
-from elasticcb.cli.prediction_output import names_predictions, prediction_format
-from elasticcb.cli.validation import validate
+from elasticcb.cli.validation import names_predictions, prediction_format, validate
 from elasticcb.clients.local_job import has_unfinished
 from elasticcb.clients.running_master import command_runs, is_starting
 from elasticcb.cluster.base import MasterRun

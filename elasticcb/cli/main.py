@@ -10,13 +10,11 @@ import rich_click as click
 
 from elasticcb import __version__
 from elasticcb.cli.command import CONTEXT, CommandRun
-from elasticcb.cli.dashboard import dashboard
 from elasticcb.cli.exits import exit_code
 from elasticcb.cli.job_folders import clean
 from elasticcb.cli.resume import resume
-from elasticcb.cli.roles import ps, worker
-from elasticcb.cli.run import evaluate, master, predict, train
-from elasticcb.cli.running import logs, scale, stop
+from elasticcb.cli.run import evaluate, master, predict, ps, train, worker
+from elasticcb.cli.running import dashboard, logs, scale, stop
 from elasticcb.cli.status import jobs, status
 from elasticcb.cli.table import table
 from elasticcb.cli.zoo.commands import zoo

@@ -14,8 +14,7 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT, CommandRun
 from elasticcb.cli.job import end_with, run_settings
 from elasticcb.cli.job_folders import JOBS, find_job, new_folder
-from elasticcb.cli.kubernetes.follow import follow_job
-from elasticcb.cli.kubernetes.job import KubernetesJob
+from elasticcb.cli.kubernetes.job import KubernetesJob, follow_job
 from elasticcb.cli.kubernetes.submit import create_all, owner_reference
 from elasticcb.clients.local_job import StoredJob
 from elasticcb.clients.running_master import can_resume, refuse_cluster

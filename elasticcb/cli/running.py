@@ -1,8 +1,10 @@
-"""`elasticcb scale`, `stop` and `logs`: change a running job, and show what its processes write."""
+"""`elasticcb scale`, `stop`, `logs` and `dashboard`: change a running job, and show what it does."""
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Iterable
 
 import rich_click as click
@@ -10,13 +12,14 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT
 from elasticcb.cli.job import end_with
 from elasticcb.cli.job_folders import find_job
-from elasticcb.cli.kubernetes.follow import follow_job
-from elasticcb.cli.kubernetes.job import KubernetesJob
+from elasticcb.cli.kubernetes.job import KubernetesJob, follow_job
 from elasticcb.clients.local_job import StoredJob, log_lines, scale_job, stop_job
+from elasticcb.clients.running_master import MASTER_FILE
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.cluster.kubernetes.pods import JOB_LABEL
 from elasticcb.errors import UsageError
-from elasticcb.process.log_files import say
+from elasticcb.process.log_files import print_line, quiet_environment, say
+from elasticcb.process.system import follow_parent
 from elasticcb.storage.remote_files import is_url
 
 
@@ -161,3 +164,53 @@ def _show_pod(job: KubernetesJob, role: str, index: int, follow: bool, lines: in
         print(job.api.log(pod, lines), end="")
         return
     _show(f"{line}\n" for line in job.api.follow_log(pod, lines))
+
+
+_LOOK_SECONDS = 0.2
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("job", metavar="JOB")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    default=0,
+    help="Port to listen on at 127.0.0.1.",
+    show_default="any free port",
+)
+@click.option("--parent", type=int, hidden=True, help="Exit together with this process, and wait for the job to start.")
+@click.option(
+    "--publish", is_flag=True, hidden=True, help="Write the address to the job's folder instead of printing it."
+)
+def dashboard(job: str, port: int, parent: int | None, publish: bool) -> None:
+    """Serve the live dashboard of a job to browsers on this machine, and print its address.
+
+    JOB is the job's folder or its name below `jobs`; a --job_name or `latest` (the newest job). The page shows loss,
+    metrics and throughput, workers and their tasks, parameter servers, events and logs, and has buttons to scale and
+    stop the job. For a job that has ended, it shows the final state. Ctrl-C stops the dashboard, not the job. Needs
+    elasticcb[dashboard].
+
+    \b
+    Examples:
+      elasticcb dashboard latest
+      elasticcb dashboard jobs/train-mnist-20260101-120000 --port 8787
+    """
+    os.environ.update(quiet_environment("INFO"))
+    from elasticcb.dashboard.beside import PAGE_FILE, line_about
+    from elasticcb.dashboard.server import serve
+    from elasticcb.storage import durable
+
+    folder = find_job(job)
+    if parent is not None:
+        follow_parent(parent)
+        while not (folder / MASTER_FILE).exists():
+            time.sleep(_LOOK_SECONDS)
+
+    def say(address: str) -> None:
+        if publish:
+            durable.write_document(folder / PAGE_FILE, {"address": address})
+        else:
+            print_line(line_about(address))
+
+    serve(folder, port, say)

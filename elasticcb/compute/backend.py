@@ -22,8 +22,7 @@ from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.errors import describe
 from elasticcb.keras_private import embeddings_of
-from elasticcb.layers.install import install
-from elasticcb.layers.table_layers import TableLayer, is_own, table_layers
+from elasticcb.layers.table_layers import TableLayer, install, is_own, table_layers
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec

@@ -15,8 +15,15 @@ import numpy as np
 
 from elasticcb.errors import ModelFileError
 from elasticcb.keras_private import embeddings_of
-from elasticcb.layers.install import empty, make_native
-from elasticcb.layers.table_layers import NotServableError, TableLayer, answer, stop_answering, table_layers
+from elasticcb.layers.table_layers import (
+    NotServableError,
+    TableLayer,
+    answer,
+    empty,
+    make_native,
+    stop_answering,
+    table_layers,
+)
 from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array
 

@@ -20,14 +20,13 @@ from elasticcb.callbacks.placement import BATCH_HOOKS
 from elasticcb.callbacks.saved_state import plain
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import CheckpointError
+from elasticcb.master.callback_driver import EpochHooks
 from elasticcb.master.checkpoint_writer import CheckpointWriter
-from elasticcb.master.decisions import Milestone, MilestoneKind
-from elasticcb.master.epoch_hooks import EpochHooks
 from elasticcb.master.evaluation import Round
 from elasticcb.master.job_state import JobState
 from elasticcb.master.order import Order, TrainedModel
 from elasticcb.master.snapshot import EpochEnd, format_metric
-from elasticcb.master.task import TaskType
+from elasticcb.master.task import Milestone, MilestoneKind, TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizers.traits import may_serve_rows
 from elasticcb.settings import Command, Mode

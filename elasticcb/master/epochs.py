@@ -7,10 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from elasticcb.master.decisions import Milestone, MilestoneKind
-from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.shards import Shard, ShardLayout, ShardOrder
-from elasticcb.master.task import Task, TaskType
+from elasticcb.master.task import Milestone, MilestoneKind, QueueSettings, Task, TaskType
 
 
 class Unsaved:

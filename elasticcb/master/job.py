@@ -28,7 +28,7 @@ from elasticcb.master.opening import open_job
 from elasticcb.master.order import Order, Takeover
 from elasticcb.master.report import KeptDisplay, Report
 from elasticcb.master.snapshot import JobSnapshot
-from elasticcb.model.job_callbacks import callback_params
+from elasticcb.model.program import callback_params
 from elasticcb.optimizers.state import ModelState
 from elasticcb.process.stats import Stats
 from elasticcb.settings import RECOVERY_FOLDER, Command, JobSettings

@@ -13,10 +13,9 @@ import numpy as np
 
 from elasticcb.master.accounting import Speed
 from elasticcb.master.batch_log import BatchLog
-from elasticcb.master.cluster_state import ServedCluster, Totals, Wish
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.gathering import Gathering
-from elasticcb.master.members import Role
+from elasticcb.master.members import Role, ServedCluster, Totals, Wish
 from elasticcb.master.past import Past
 from elasticcb.master.roster import Roster
 from elasticcb.master.snapshot import JobSnapshot

@@ -20,11 +20,10 @@ from elasticcb.errors import (
 )
 from elasticcb.master.accounting import Speed
 from elasticcb.master.batch_log import BatchEvent
-from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
 from elasticcb.master.job_record import JobRecord
 from elasticcb.master.members import Member, Role
 from elasticcb.master.stragglers import Split, plan_split
-from elasticcb.master.task import Task, TaskState, TaskType
+from elasticcb.master.task import Answer, DecisionKind, Outcome, Task, TaskDecision, TaskState, TaskType
 from elasticcb.process.wording import how_many
 
 if TYPE_CHECKING:

@@ -21,22 +21,22 @@ from elasticcb.callbacks.serving_signature import serving_inputs
 from elasticcb.callbacks.shared_attributes import check_hooks, shares_state, without_traces
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import find_latest
+from elasticcb.compute.first_batch import rehearse
 from elasticcb.compute.registry import backend, runs_eagerly
-from elasticcb.compute.rehearsal import rehearse
 from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
 from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError, UsageError
 from elasticcb.keras_private import WARNS_OF_EMPTY_EPOCHS
-from elasticcb.layers.install import held_ids, held_used, install
+from elasticcb.layers.table_layers import held_ids, held_used, install
 from elasticcb.master.callback_arrays import SharedCallbacks
 from elasticcb.master.evaluation import Merged
 from elasticcb.master.prediction_output import PredictionOutput
 from elasticcb.master.snapshot import SavedModelInput
 from elasticcb.master.source_counts import SourceCounts
 from elasticcb.model.input_pipeline import Pipeline, Sources, open_pipeline
-from elasticcb.model.job_callbacks import callback_params, job_callbacks
 from elasticcb.model.metric_messages import flatten_outputs, unflatten_outputs
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.model_file import ModelSpec
+from elasticcb.model.program import callback_params, job_callbacks
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.held_state import (
     check_restored,

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from elasticcb.master.accounting import TaskRecord
-from elasticcb.master.decisions import Answer
 from elasticcb.master.shards import Shard
-from elasticcb.master.task import Lease, Task, TaskType
+from elasticcb.master.task import Answer, Lease, Task, TaskType
 
 # Ended leases remembered per worker, to recognize a report whose answer got lost. A worker holds about two leases, and
 # repeats a report before it continues.

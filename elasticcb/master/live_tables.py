@@ -9,9 +9,9 @@ import numpy as np
 from elasticcb.clients.ps_places import Places
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.errors import ConnectionLostError, UsageError
-from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import JobState
+from elasticcb.master.members import ServedCluster
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import to_message
 from elasticcb.sharding.partition import ShardMap

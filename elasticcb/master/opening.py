@@ -19,15 +19,13 @@ from elasticcb.callbacks.shared_attributes import left_on_workers
 from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.errors import JobFailedError
 from elasticcb.master.autoscaler import Autoscaler, Sight
-from elasticcb.master.callback_driver import MasterHooks
+from elasticcb.master.callback_driver import EpochHooks, MasterHooks
 from elasticcb.master.checkpoint_writer import CheckpointFailures, CheckpointWriter
-from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.course import Course
 from elasticcb.master.desk import Desk
-from elasticcb.master.epoch_hooks import EpochHooks
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.job_state import JobState
-from elasticcb.master.members import PlaceState, Role
+from elasticcb.master.members import PlaceState, Role, ServedCluster
 from elasticcb.master.observation import figures_of, records_to_train
 from elasticcb.master.opening_checkpoints import (
     found,
@@ -37,8 +35,8 @@ from elasticcb.master.opening_checkpoints import (
     warn_of_later_versions,
 )
 from elasticcb.master.order import ModelOrigin, Order, Takeover, TrainedModel
-from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.servers import Servers
+from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.wording import how_many
 from elasticcb.settings import Command, Mode, WorkerRange

@@ -10,15 +10,16 @@ from typing import Any, TypeVar
 
 from elasticcb.errors import CheckpointError
 from elasticcb.master.accounting import Accounting, Failure, TaskRecord
-from elasticcb.master.decisions import Milestone, MilestoneKind
 from elasticcb.master.epochs import Epochs
 from elasticcb.master.leases import Leases
-from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.shards import Shard
 from elasticcb.master.task import (
     HANDING_OUT_ORDER,
     BatchesLeft,
     Lease,
+    Milestone,
+    MilestoneKind,
+    QueueSettings,
     Task,
     TaskEvent,
     TaskState,

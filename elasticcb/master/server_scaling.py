@@ -13,10 +13,9 @@ from typing import Any
 
 from elasticcb.clients.ps_servers import Link
 from elasticcb.errors import ElasticCBError, JobFailedError, UsageError
-from elasticcb.master.cluster_state import Wish
 from elasticcb.master.desk import Desk
 from elasticcb.master.job_state import JobState
-from elasticcb.master.members import Role
+from elasticcb.master.members import Role, Wish
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.process.wording import how_many
 from elasticcb.proto import elasticcb_pb2 as pb

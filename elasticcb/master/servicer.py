@@ -19,17 +19,15 @@ from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.data.mode import MODES
 from elasticcb.errors import ElasticCBError, JobFailedError, JobOverError, UsageError, WireError
 from elasticcb.master.batch_log import BatchEvent
-from elasticcb.master.cluster_state import ServedCluster
-from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
 from elasticcb.master.desk import Desk
 from elasticcb.master.gathering import begun_epochs
 from elasticcb.master.job_state import LATE, OTHERS_FIRST, TaskResult
 from elasticcb.master.live_tables import LiveTables
-from elasticcb.master.members import Member, Role
+from elasticcb.master.members import Member, Role, ServedCluster
 from elasticcb.master.server_scaling import ServerScaling, check_under_way
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.state_document import document
-from elasticcb.master.task import Lease
+from elasticcb.master.task import Answer, DecisionKind, Lease, Outcome, TaskDecision
 from elasticcb.model.metric_messages import Outputs, from_metric_states, from_outputs
 from elasticcb.process.host import host_name
 from elasticcb.process.signals import interrupt

@@ -1,17 +1,19 @@
-"""What a task is: its type, its shard, its lease, and its states.
+"""What a task is: its type, its shard, its lease, and its states; the settings of a task queue, and its answers:
+decisions with their reasons, and the milestones of a job.
 
 These are immutable values; the history of a task is its `TaskRecord` in accounting.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from elasticcb.master.shards import Shard
+from elasticcb.errors import UsageError
+from elasticcb.master.shards import Shard, ShardLayout
 
 
 class TaskType(str, Enum):
@@ -145,3 +147,128 @@ class BatchesLeft:
     def batches(self) -> int:
         """Batches not reported yet."""
         return -(-(self.records - self.reported) // self.batch)
+
+
+@dataclass(frozen=True)
+class QueueSettings:
+    """Settings of a task queue.
+
+    Attributes:
+        records_per_task: records per task; fewer at the end of a source.
+        minibatch_size: records per batch, for `max_batches`.
+        max_batches: exact number of training batches to hand out, if the sources have that many; 0: no limit. A range
+            that is handed out again does not count again.
+        shuffle_seed: epoch e is shuffled by `random.Random(f"{shuffle_seed}/{e}")`; None: no shuffling.
+        max_retries: how often a task may fail; one more failure fails the job.
+        lease_seconds: a worker without progress for this long times out; while it reports computing a batch,
+            after twelve times as long.
+        hold_epochs: epoch e + 1 begins only after `release_epoch(e)`. Without it, epochs overlap: epoch e + 1 begins
+            when all tasks of epoch e are handed out.
+        max_losses: how many workers may be lost (or hang) on a task without progress on it; one more fails the job,
+            because the task seems to kill them. The oldest lease of a lost worker is charged, because it was running
+            that one.
+        initial_epoch: earlier epochs count as done.
+        open_ended: the number of records of an epoch is unknown: the sources' number is only an upper bound, and an
+            epoch ends where a worker reports that the source ended.
+        hold_predictions: a worker's predictions are safe only after `results_kept`, or when it leaves in order; if it
+            is lost before, its prediction tasks are repeated.
+        repeats_lost: training tasks are repeated whose updates a lost server had not saved.
+
+    Raises `UsageError` for values out of range.
+    """
+
+    records_per_task: int
+    minibatch_size: int
+    num_epochs: int = 1
+    max_batches: int = 0
+    shuffle_seed: int | None = 0
+    max_retries: int = 3
+    lease_seconds: float = 300.0
+    hold_epochs: bool = False
+    max_losses: int = 10
+    initial_epoch: int = 0
+    open_ended: bool = False
+    hold_predictions: bool = False
+    repeats_lost: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_epochs", 1),
+            ("max_batches", 0),
+            ("max_retries", 0),
+            ("max_losses", 0),
+            ("initial_epoch", 0),
+        ):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name}={getattr(self, name)} is invalid: must be at least {least}.")
+        if self.lease_seconds <= 0:
+            raise UsageError(f"lease_seconds={self.lease_seconds} is invalid: must be more than 0.")
+
+    def layout(self, sources: Sequence[tuple[str, int]]) -> ShardLayout:
+        return ShardLayout(sources, self.records_per_task, self.minibatch_size)
+
+
+class DecisionKind(str, Enum):
+    """Kinds of answers to `get_task`."""
+
+    TASK = "TASK"  # a task
+    WAIT = "WAIT"  # none now; maybe later
+    FINISHED = "FINISHED"  # none, ever again
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDecision:
+    """The answer to `get_task`; `lease` is set when `kind` is TASK."""
+
+    kind: DecisionKind
+    lease: Lease | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Whether a worker may continue its lease, and why (not).
+
+    With `long_batch`, the reason is to be shown to the user as a warning about the worker.
+    """
+
+    accepted: bool
+    reason: str
+    long_batch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a report. `task` is the reported task; None when the report was refused.
+
+    A `duplicate` repeats an accepted report and has no effect: don't count its metrics.
+    """
+
+    accepted: bool
+    reason: str
+    task: Task | None = None
+    duplicate: bool = False
+    ends_pass: bool = False  # a milestone was reached
+
+    @property
+    def counts(self) -> bool:
+        """Whether the reported results count."""
+        return self.accepted and not self.duplicate and self.task is not None
+
+
+class MilestoneKind(str, Enum):
+    """Kinds of milestones."""
+
+    EPOCH_DONE = "EPOCH_DONE"  # `number` is the epoch; in rising order
+    TRAINING_DONE = "TRAINING_DONE"  # after the last EPOCH_DONE
+    ROUND_DONE = "ROUND_DONE"  # `number` is the evaluation pass
+    PREDICTION_DONE = "PREDICTION_DONE"
+    TRAIN_END_DONE = "TRAIN_END_DONE"
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """A one-time event that the master acts on."""
+
+    kind: MilestoneKind
+    number: int = 0

@@ -20,9 +20,19 @@ from collections.abc import Collection
 
 from elasticcb.errors import WireError
 from elasticcb.master.accounting import Attempt, Failure, TaskRecord
-from elasticcb.master.decisions import Answer, DecisionKind, Outcome, TaskDecision
 from elasticcb.master.queue_state import QueueState
-from elasticcb.master.task import RESUMABLE, Lease, Task, TaskEvent, TaskState, TaskType
+from elasticcb.master.task import (
+    RESUMABLE,
+    Answer,
+    DecisionKind,
+    Lease,
+    Outcome,
+    Task,
+    TaskDecision,
+    TaskEvent,
+    TaskState,
+    TaskType,
+)
 from elasticcb.process.wording import how_many
 
 _MOST_UNSAVED = 500  # parts of tasks, which each entry of the journal repeats

@@ -9,9 +9,8 @@ from collections import deque
 from typing import Protocol
 
 from elasticcb.errors import UsageError
-from elasticcb.master.decisions import Milestone, MilestoneKind
 from elasticcb.master.shards import Shard, ShardLayout, ShardOrder
-from elasticcb.master.task import Task, TaskType
+from elasticcb.master.task import Milestone, MilestoneKind, Task, TaskType
 
 
 class Supply(Protocol):

@@ -1,4 +1,5 @@
-"""The serialized job of `Cluster.fit` (model, data, callbacks), sent from the caller to workers and servers.
+"""The serialized job of `Cluster.fit` (model, data, callbacks), sent from the caller to workers and servers; and the
+callbacks of any job: the user's, and those required by its settings.
 
 It is pickled, so it is only sent to and read by processes with the job's token.
 """
@@ -12,7 +13,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -25,9 +26,14 @@ from elasticcb.model.weights import constraint_name
 from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.process.import_path import adopt_path, caller_path
 from elasticcb.serialization import carry, own_modules, process_state
+from elasticcb.serialization.library_objects import buffers_of
 from elasticcb.serialization.reducers import Hollow
-from elasticcb.serialization.torch_buffers import buffers_of
-from elasticcb.settings import Mode
+from elasticcb.settings import Command, JobSettings, Mode
+
+if TYPE_CHECKING:
+    import keras
+
+    from elasticcb.model.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Program:
     Attributes:
         of_servers: further objects that travel without their content, because servers hold it: rows of tables.
         elsewhere: whether workers are other processes.
-        rehearsal: what workers are to compute before they train (compute/rehearsal.py); None: nothing.
+        rehearsal: what workers are to compute before they train (compute/first_batch.py); None: nothing.
         has_hooks: whether hooks of the user's, or steps, may change attributes after training has begun.
     """
 
@@ -292,3 +298,36 @@ class _Given:
 
     def from_config(self, config: Mapping[str, Any]) -> Any:
         return self.constraint
+
+
+def job_callbacks(spec: Spec, settings: JobSettings) -> list[keras.callbacks.Callback]:
+    """Creates the callback objects of one process of the job."""
+    import keras
+
+    from elasticcb.callbacks import SavedModelExporter
+
+    callbacks = spec.make_callbacks()
+    if settings.command is not Command.TRAIN and settings.model.definition:
+        # The moving averages stay in the training job; its checkpoints and exports have the averaged weights.
+        callbacks = [callback for callback in callbacks if not isinstance(callback, keras.callbacks.SwapEMAWeights)]
+    wants_export = settings.command is Command.TRAIN and settings.output
+    if wants_export and not any(isinstance(callback, SavedModelExporter) for callback in callbacks):
+        # First, so that an uploader among the others finds the model.
+        callbacks.insert(0, SavedModelExporter())
+    return callbacks
+
+
+def callback_params(settings: JobSettings, worker_id: int = -1, steps: int | None = None) -> dict[str, Any]:
+    """`callback.params`; `worker_id` is -1 on the master. Only the master knows `steps`, the batches of an epoch."""
+    exported = settings.output if settings.command is Command.TRAIN else ""
+    return {
+        "batch_size": settings.training.minibatch_size,
+        "epochs": settings.training.num_epochs,
+        "steps": steps,
+        "verbose": 1,
+        "saved_model_path": exported or os.path.join(settings.directory, "saved_model"),
+        "checkpoint_path": settings.checkpoint.directory,
+        "job_directory": settings.directory,
+        "worker_id": worker_id,
+        **settings.callback_params,
+    }

@@ -54,7 +54,7 @@ class Spec(ABC):
 
     @property
     def rehearsal(self) -> Any:
-        """What a worker is to compute before it trains (compute/rehearsal.py); None: nothing."""
+        """What a worker is to compute before it trains (compute/first_batch.py); None: nothing."""
         return None
 
     @property

@@ -1,5 +1,5 @@
-"""How objects of Python and TensorFlow that `pickle` refuses, or would take apart, are pickled; and the user's classes
-that travel by value: filled with their attributes, without calling what runs when a class is defined
+"""How objects of Python, TensorFlow and PyTorch that `pickle` refuses, or would take apart, are pickled; and the user's
+classes that travel by value: filled with their attributes, without calling what runs when a class is defined
 (`__init_subclass__`, `__set_name__`, methods of metaclasses, and what makes the members of an enum).
 """
 
@@ -12,7 +12,7 @@ import importlib
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, NoReturn
 
@@ -238,3 +238,31 @@ def reduce_cached(pickler: Any, function: Any) -> Any:
 
 def _make_cached(function: Any, size: int | None, typed: bool) -> Any:
     return functools.lru_cache(size, typed)(function)
+
+
+class Buffer:
+    """A buffer, with what is used of variables."""
+
+    def __init__(self, path: str, tensor: Any) -> None:
+        self.path, self.tensor = path, tensor
+
+    def numpy(self) -> np.ndarray:
+        return np.array(self.tensor.detach().cpu().numpy())
+
+    def assign(self, value: Any) -> None:
+        self.tensor.data.copy_(self.tensor.new_tensor(np.asarray(value)))
+
+
+def buffers_of(layers: Iterable[Any]) -> list[Buffer]:
+    """The buffers in some layers; of other backends than PyTorch, none."""
+    named = [pair for layer in layers if hasattr(layer, "named_buffers") for pair in layer.named_buffers()]
+    return [Buffer(name, tensor) for name, tensor in {id(pair[1]): pair for pair in named}.values()]
+
+
+def make_buffer(path: str, dtype: str, value: np.ndarray) -> Buffer:
+    torch = importlib.import_module("torch")  # only if the model uses it
+    return Buffer(path, torch.tensor(value, dtype=getattr(torch, dtype)))
+
+
+def tensor_of(buffer: Buffer) -> Any:
+    return buffer.tensor

@@ -26,7 +26,7 @@ import tensorflow as tf
 from elasticcb.keras_private import DynamicBackend, KerasSaveable, KerasVariable, Node, tracking, value_of
 from elasticcb.optimizers.traits import public_class
 from elasticcb.serialization import library_objects, own_modules
-from elasticcb.serialization.torch_buffers import Buffer, make_buffer, tensor_of
+from elasticcb.serialization.library_objects import Buffer, make_buffer, tensor_of
 from elasticcb.tf.tensors import untouched_zeros
 
 _PLAIN = (bool, int, float, str, tuple, type(None))

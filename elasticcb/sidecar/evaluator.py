@@ -20,7 +20,7 @@ from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.checkpoint.manifest import check_variables, read_manifest
 from elasticcb.checkpoint.parts import load_slices
 from elasticcb.errors import CheckpointError, UsageError
-from elasticcb.layers.install import install
+from elasticcb.layers.table_layers import install
 from elasticcb.model.weights import variable_specs
 from elasticcb.sharding.partition import partition
 from elasticcb.sharding.table_spec import TableSpec, whole

@@ -23,12 +23,12 @@ from elasticcb.clients.ps import PSClient, PushResult
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.cluster.registry import backend_of
 from elasticcb.compute.backend import Computation, HeldModel
+from elasticcb.compute.first_batch import Rehearsal, digest_of, rehearsed
 from elasticcb.compute.registry import backend, runs_eagerly
-from elasticcb.compute.rehearsal import Rehearsal, digest_of, rehearsed
 from elasticcb.errors import ModelFileError
 from elasticcb.model.input_pipeline import Pipeline, open_pipeline
-from elasticcb.model.job_callbacks import callback_params, job_callbacks
 from elasticcb.model.metrics import ModelMetrics
+from elasticcb.model.program import callback_params, job_callbacks
 from elasticcb.model.spec import Spec, words_of
 from elasticcb.model.weights import assign_dense, variable_specs
 from elasticcb.optimizers.traits import model_optimizers, sets_final_weights, unwrapped

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elasticcb.cli.roles import ps, worker
+from elasticcb.cli.run import ps, worker
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.security.credentials import Access
 

@@ -14,7 +14,7 @@ import numpy as np
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.data.batch_sources.service import DataService
 from elasticcb.master.master import Master
-from elasticcb.master.queue_settings import QueueSettings
+from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.connection import Connection

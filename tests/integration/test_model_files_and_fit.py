@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from model_file_jobs import RECORDS, final_weights, load_module, weights_saver, write_arrays
 
-from elasticcb.master.queue_settings import QueueSettings
+from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from jobs import job_settings, run_job, write_model_file
 

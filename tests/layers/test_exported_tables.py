@@ -81,7 +81,7 @@ import keras
 import numpy as np
 from elasticcb.callbacks.saved_model_exporter import SavedModelExporter
 from elasticcb.layers import Embedding
-from elasticcb.layers.install import install
+from elasticcb.layers.table_layers import install
 
 def anonymous():
     lines = open("/proc/self/status").read().splitlines()

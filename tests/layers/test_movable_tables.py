@@ -9,8 +9,7 @@ import tensorflow as tf
 from helpers_tables import DIM, ROWS, embedding, found_tables, tables_of
 
 from elasticcb.layers import Embedding
-from elasticcb.layers.install import held_ids, install
-from elasticcb.layers.table_layers import NotServableError
+from elasticcb.layers.table_layers import NotServableError, held_ids, install
 from elasticcb.sharding.table_spec import TableSpec
 
 IDS = tf.constant([[1, 2, 3], [1, 1, 0]])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from elasticcb.master.decisions import DecisionKind, MilestoneKind
-from elasticcb.master.queue_settings import QueueSettings
-from elasticcb.master.task import Lease, Task
+from elasticcb.master.task import DecisionKind, Lease, MilestoneKind, QueueSettings, Task
 from elasticcb.master.task_queue import TaskQueue
 
 EPOCH_DONE, TRAINING_DONE = MilestoneKind.EPOCH_DONE, MilestoneKind.TRAINING_DONE

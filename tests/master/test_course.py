@@ -8,7 +8,6 @@ import pytest
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import JobFailedError
 from elasticcb.master.course import Course
-from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.job_record import Crew, EpochStates
 from elasticcb.master.job_state import JobState, TaskResult
@@ -16,10 +15,9 @@ from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
 from elasticcb.master.opening import begin_job
-from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Roster
-from elasticcb.master.task import TaskType
+from elasticcb.master.task import DecisionKind, QueueSettings, TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 

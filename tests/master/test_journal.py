@@ -9,9 +9,8 @@ import pytest
 from elasticcb.callbacks.saved_state import CallbackStates
 from elasticcb.errors import JobFailedError, ReplacedError
 from elasticcb.master import journal as journal_module
-from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.journal import Journal
-from elasticcb.master.queue_settings import QueueSettings
+from elasticcb.master.task import DecisionKind, QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.storage import durable
 

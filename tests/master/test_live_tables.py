@@ -9,8 +9,8 @@ from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import UsageError
 from elasticcb.master import live_tables
-from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.master import Master
+from elasticcb.master.members import ServedCluster
 
 SETTINGS = settings_of(num_workers=2, num_ps=2)
 

@@ -13,13 +13,11 @@ from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.errors import JobFailedError, JobOverError, UsageError
-from elasticcb.master.cluster_state import ServedCluster
-from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.job_state import OTHERS_FIRST, TaskResult
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
-from elasticcb.master.members import Role
-from elasticcb.master.queue_settings import QueueSettings
+from elasticcb.master.members import Role, ServedCluster
+from elasticcb.master.task import DecisionKind, QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import Command, TrainingSettings
 

@@ -12,7 +12,7 @@ from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ConnectionLostError
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
-from elasticcb.master.queue_settings import QueueSettings
+from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.stats import PUSH, Stats, TableSize
 from metrics_scrapes import Scrape

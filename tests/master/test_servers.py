@@ -13,8 +13,8 @@ from elasticcb.errors import CheckpointError
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
-from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.servers import Saves, Servers
+from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizers.state import Optimizers
 from elasticcb.ps.server import PSServer

@@ -16,13 +16,12 @@ from elasticcb.cli.progress import summary_lines
 from elasticcb.cli.status import state_lines
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import JobFailedError, JobInterrupted
-from elasticcb.master.cluster_state import ServedCluster
 from elasticcb.master.job_state import TaskResult
 from elasticcb.master.master import Master
-from elasticcb.master.members import Role
+from elasticcb.master.members import Role, ServedCluster
 from elasticcb.master.prometheus import JobCollector
-from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.state_document import document
+from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.stats import Stats
 from elasticcb.settings import CheckpointSettings

@@ -8,9 +8,7 @@ import pytest
 from task_queues import EPOCH_DONE, TRAINING_DONE, drain, make_queue, reached, take
 
 from elasticcb.errors import CheckpointError
-from elasticcb.master.decisions import DecisionKind, MilestoneKind
-from elasticcb.master.queue_settings import QueueSettings
-from elasticcb.master.task import TaskState, TaskType
+from elasticcb.master.task import DecisionKind, MilestoneKind, QueueSettings, TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
 
 

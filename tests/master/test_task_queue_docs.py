@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticcb.master.decisions import DecisionKind, MilestoneKind
-from elasticcb.master.task import HANDING_OUT_ORDER, TRANSITIONS, TaskEvent, TaskState
+from elasticcb.master.task import HANDING_OUT_ORDER, TRANSITIONS, DecisionKind, MilestoneKind, TaskEvent, TaskState
 
 PAGE = Path(__file__).parents[2] / "docs" / "tasks.md"
 

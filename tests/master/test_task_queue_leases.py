@@ -6,8 +6,8 @@ import pytest
 from task_queues import EPOCH_DONE, TRAINING_DONE, make_queue, reached, take
 
 from elasticcb.errors import WireError
-from elasticcb.master.decisions import DecisionKind
 from elasticcb.master.shards import Shard
+from elasticcb.master.task import DecisionKind
 
 # ---------------------------------------------------------------- taking over
 

@@ -19,10 +19,16 @@ from hypothesis.stateful import (
 )
 
 from elasticcb.errors import WireError
-from elasticcb.master.decisions import DecisionKind, MilestoneKind
-from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.shards import Shard
-from elasticcb.master.task import HANDING_OUT_ORDER, Lease, TaskState, TaskType
+from elasticcb.master.task import (
+    HANDING_OUT_ORDER,
+    DecisionKind,
+    Lease,
+    MilestoneKind,
+    QueueSettings,
+    TaskState,
+    TaskType,
+)
 from elasticcb.master.task_queue import TaskQueue
 
 LEASE_SECONDS = 100.0

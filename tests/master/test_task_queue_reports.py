@@ -9,10 +9,8 @@ from task_queues import drain, make_queue, take
 
 from elasticcb.errors import JobFailedError, WireError
 from elasticcb.master.accounting import IllegalTransitionError, TaskRecord
-from elasticcb.master.decisions import DecisionKind
-from elasticcb.master.queue_settings import QueueSettings
 from elasticcb.master.shards import Shard
-from elasticcb.master.task import Task, TaskEvent, TaskState, TaskType
+from elasticcb.master.task import DecisionKind, QueueSettings, Task, TaskEvent, TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elasticcb.compute import registry
-from elasticcb.compute.rehearsal import Rehearsal
+from elasticcb.compute.first_batch import Rehearsal
 from elasticcb.errors import DataError, ElasticCBError, ModelFileError, NonFiniteError, TableError, UsageError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.roles.process import Farewell

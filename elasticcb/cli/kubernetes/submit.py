@@ -13,7 +13,7 @@ import yaml
 
 from elasticcb.cli.from_flags import settings_from
 from elasticcb.cli.given_flags import GivenFlags
-from elasticcb.cli.kubernetes.follow import follow_job
+from elasticcb.cli.kubernetes.job import follow_job
 from elasticcb.cli.options import options_of
 from elasticcb.cli.validation import validate_flags
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
