@@ -5,8 +5,8 @@
 The same records are trained as several epochs of 200 steps, and as one epoch of as many; the end of an epoch costs the
 difference, by epoch. Calls take turns; medians, without the first call, which builds and traces.
 
-With `--next_to_fit`: examples/s of epochs of 400 steps with what lies between them, in one process of `tf_keras` (Keras 3
-is as fast without embeddings, and far slower with them) and on the workers, in turns, each in a process of its own.
+With `--next_to_fit`: examples/s of epochs of 400 steps with what lies between them, in one process of `tf_keras` and on
+the workers, in turns, each in a process of its own. (Keras 3 is as fast without embeddings, far slower with them.)
 """
 
 from __future__ import annotations
