@@ -31,6 +31,7 @@ from elasticcb.callbacks.placement import (
 )
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError, describe, user_traceback
+from elasticcb.process import forwarded_logs
 from elasticcb.settings import CallbackErrors
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Dispatcher:
         in_program: see `hooks_at`.
         one_worker: see `hooks_at`.
         print_text: receives what hooks print, and whether to standard error; None: it is only printed.
+        log: receives records that hooks log, for `forwarded_logs.handle`; None: they are only handled here.
 
     Raises:
         ModelFileError: an item of `callbacks` is not a callback.
@@ -76,6 +78,7 @@ class Dispatcher:
         in_program: bool = False,
         one_worker: bool = False,
         print_text: Callable[[str, bool], None] | None = None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
         self.callbacks = list(callbacks)
         self.params = dict(params)
@@ -88,6 +91,7 @@ class Dispatcher:
         self._in_program = in_program
         self._times = HookTimes()
         self._output = contextlib.nullcontext if print_text is None else functools.partial(_sent, print_text)
+        self._logging = contextlib.nullcontext if log is None else functools.partial(forwarded_logs.sending, log)
         self._failures: set[str] = set()
         self._called_once: set[tuple[str, int]] = set()
         self._batches: Counter[tuple[str, int]] = Counter()  # that a callback limited by `every` has seen
@@ -214,7 +218,7 @@ class Dispatcher:
     def _guarded(self, callback: Any, hook: str, method: Callable[..., Any], args: tuple[Any, ...]) -> None:
         started = time.perf_counter()
         try:
-            with self._output():
+            with self._output(), self._logging():
                 method(*args)
             self._refuse_to_stop()
         except CallbackError as error:  # messages of built-in callbacks need no traceback

@@ -126,6 +126,11 @@ class ProgressReporter:
         with self._lock:
             self._printed.add(text, is_error)
 
+    def log(self, record: str) -> None:
+        """Records what a hook logged, as JSON."""
+        with self._lock:
+            self._printed.keep(record, is_record=True)
+
     def flush(self, with_text: bool = True) -> None:
         """Sends all recorded batch events and warnings, and printed text."""
         self._ends_lines = with_text
@@ -187,12 +192,12 @@ class ProgressReporter:
 
 
 class _PrintedText:
-    """Text that hooks print, until it is sent: whole lines, in order, as a terminal shows them; more than a limit is
-    left out.
+    """Text that hooks print, until it is sent: whole lines, in order, as a terminal shows them, and records that they
+    log; more than a limit is left out.
     """
 
     def __init__(self) -> None:
-        self._lines: list[tuple[bool, str]] = []  # of standard error or output
+        self._lines: list[tuple[tuple[bool, bool], str]] = []  # whether of standard error, whether records
         self._begun = {False: "", True: ""}  # lines that have not ended, by stream
         self._size = 0
         self._left_out = 0  # lines
@@ -205,11 +210,15 @@ class _PrintedText:
         *lines, begun = (self._begun[is_error] + readable(text)).split("\n")
         self._begun[is_error] = _shown(begun)
         for line in (_shown(each).removesuffix("\r") for each in lines):
-            if self._size + len(line) > _MAX_CHARACTERS:
-                self._left_out += 1
-            else:
-                self._lines.append((is_error, f"{line}\n"))
-                self._size += len(line) + 1
+            self.keep(line, is_error)
+
+    def keep(self, line: str, is_error: bool = False, is_record: bool = False) -> None:
+        """A line is complete, or a record was logged."""
+        if self._size + len(line) > _MAX_CHARACTERS:
+            self._left_out += 1
+        else:
+            self._lines.append(((is_error, is_record), f"{line}\n"))
+            self._size += len(line) + 1
 
     def take(self, all_text: bool) -> list[pb.PrintedText]:
         """The lines to send now.
@@ -222,10 +231,13 @@ class _PrintedText:
                 self.add("\n", is_error)
         if self._left_out:
             what = how_many(self._left_out, "more line")
-            text = f"({what} were printed, faster than they could be shown; see the worker's log)\n"
-            self._lines.append((False, text))
+            text = f"({what} were printed or logged, faster than they could be shown; see the worker's log)\n"
+            self._lines.append(((False, False), text))
         parts = itertools.groupby(self._lines, operator.itemgetter(0))
-        texts = [pb.PrintedText(text="".join(line for _, line in part), is_error=stream) for stream, part in parts]
+        texts = [
+            pb.PrintedText(text="".join(line for _, line in part), is_error=kind[0], is_record=kind[1])
+            for kind, part in parts
+        ]
         self._lines, self._size, self._left_out = [], 0, 0
         return texts
 

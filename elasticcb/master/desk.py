@@ -9,7 +9,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.cluster.base import ClusterBackend
-from elasticcb.errors import JobFailedError
+from elasticcb.errors import CallbackError, JobFailedError, describe, user_traceback
 from elasticcb.master.job_record import Crew
 from elasticcb.master.job_state import JobState
 from elasticcb.master.journal import Journal
@@ -26,6 +26,7 @@ from elasticcb.master.past import Past
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Roster
 from elasticcb.master.task_queue import TaskQueue
+from elasticcb.process import forwarded_logs
 from elasticcb.process.log_files import may_reach_nobody
 from elasticcb.process.signals import raise_if_interrupted, uninterrupted
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -136,15 +137,27 @@ class Desk:
         self._show(text)
         self.backend.note(text)
 
-    def printed(self, worker: int, texts: Sequence[tuple[str, bool]]) -> None:
-        """Shows what callbacks printed on a worker: whole lines, and whether they went to standard error. Don't call
-        it while holding the state, like `say`."""
+    def printed(self, worker: int, texts: Iterable[pb.PrintedText]) -> None:
+        """Shows what callbacks printed on a worker, and logs here what they logged there. Don't call it while holding
+        the state, like `say`."""
         with self.state() as state:
             member = state.roster.member(worker)
         if member is not None:
-            for text, is_error in texts:
-                lines = (f"{line}  [worker {member.index}]" for line in text.removesuffix("\n").split("\n"))
-                self.show_printed("\n".join(lines), is_error)
+            for text in texts:
+                lines = text.text.removesuffix("\n").split("\n")
+                if text.is_record:
+                    self._log(lines, f"worker-{member.index}")
+                else:
+                    shown = "\n".join(f"{line}  [worker {member.index}]" for line in lines)
+                    self.show_printed(shown, text.is_error)
+
+    def _log(self, records: Iterable[str], process: str) -> None:
+        try:
+            for record in records:
+                forwarded_logs.handle(record, process)
+        except Exception as error:
+            message = f"A handler or filter failed for a record that a hook logged on {process}: {describe(error)}"
+            self.fail(CallbackError(message, user_traceback(error)))
 
     def happened(self, kind: str, text: str) -> None:
         """See `Past.happened`."""

@@ -386,7 +386,7 @@ class MasterServicer:
             request.servers,
         )
         if request.printed:
-            self._desk.printed(request.worker_id, [(text.text, text.is_error) for text in request.printed])
+            self._desk.printed(request.worker_id, request.printed)
         with self._desk.state() as state:
             state.note_pace(request.worker_id, request.timed_batches, request.batch_seconds, time.monotonic())
             if request.HasField("stats"):

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VARIABLE = "ELASTICCB_LOG_FORMAT"  # "json": one JSON object a line
 FILE_VARIABLE = "ELASTICCB_LOG_FILE"  # file of a process's standard output and standard error, if any
 _OUTPUT = "elasticcb.output"  # printed lines, if the format is JSON
-_LOGGERS = ("elasticcb", "py.warnings")
+LOGGERS = ("elasticcb", "py.warnings")  # of this package: not of the program
 _FORMAT = "%(asctime)s %(role)s %(levelname).1s %(name)s: %(message)s"
 
 
@@ -77,7 +77,7 @@ def setup_logging(role: str, level: str, *handlers: logging.Handler) -> None:
     for file in _files():
         file.close()
     logging.captureWarnings(True)
-    for name in _LOGGERS:
+    for name in LOGGERS:
         tagged = logging.getLogger(name)
         tagged.handlers[:] = handlers
         tagged.setLevel(level)
@@ -124,7 +124,7 @@ def _as_json() -> bool:
 
 
 def _files() -> list[LogFile]:
-    return [handler for handler in logging.getLogger(_LOGGERS[0]).handlers if isinstance(handler, LogFile)]
+    return [handler for handler in logging.getLogger(LOGGERS[0]).handlers if isinstance(handler, LogFile)]
 
 
 @contextlib.contextmanager

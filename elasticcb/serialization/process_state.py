@@ -1,5 +1,5 @@
 """State of a process that changes what a program computes: Keras's configuration, seeds, switches of the frameworks,
-and absl flags."""
+absl flags, and levels of loggers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import config as tensorflow_config
 
 from elasticcb.keras_private import global_state, layers_of
+from elasticcb.process import forwarded_logs
 from elasticcb.serialization import own_modules
 from elasticcb.serialization.object_paths import objects_in
 
@@ -64,7 +65,7 @@ def set_switches(values: Mapping[str, Any]) -> None:
 
 
 def read() -> dict[str, Any]:
-    """Seeds and flags of this process; can be pickled by `carry`."""
+    """Seeds, flags and loggers of this process; can be pickled by `carry`."""
     return {
         "random": {
             **_read_python(),
@@ -72,6 +73,7 @@ def read() -> dict[str, Any]:
             "tensorflow": _tensorflow_seed(),
         },
         "flags": _flags(),
+        "loggers": forwarded_logs.read_loggers(),
     }
 
 
@@ -85,6 +87,7 @@ def write(state: Mapping[str, Any]) -> tuple[Any, Any]:
         _seeding.given = seeds["tensorflow"]
     _set_generator(seeds["keras"])
     _set_flags(state["flags"])
+    forwarded_logs.set_loggers(state["loggers"])
     own = global_state.get_global_attribute(_SEED_GENERATOR)
     return getattr(seeds["keras"], "state", None), getattr(own, "state", None)
 

@@ -168,6 +168,7 @@ class Session:
         self.rate = WorkerRate(self.model, self.ps)
         if trains:
             self.rate.adopt_base()
+        in_program, elsewhere = not settings.model.definition, backend_of(settings.cluster.kind).separate
         self.callbacks = Dispatcher(
             job_callbacks(built.spec, settings),
             Place.WORKER,
@@ -175,9 +176,10 @@ class Session:
             self.model,
             on_error=training.callback_errors,
             warn=lambda warning: self.progress.warn(warning.subject, warning.text, warning.errors),
-            in_program=not settings.model.definition,
+            in_program=in_program,
             one_worker=shares_state(settings),
-            print_text=self.progress.print if backend_of(settings.cluster.kind).separate else None,
+            print_text=self.progress.print if elsewhere else None,
+            log=self.progress.log if elsewhere and in_program else None,
         )
         self.shared_callbacks = FollowedCallbacks(client, self.callbacks, settings, built.spec, self.progress.warn)
         if self.local is not None:
@@ -185,7 +187,7 @@ class Session:
             skips = training.non_finite is NonFinite.SKIP
             self.local.may_go_back = skips or self.callbacks.wants("on_train_batch_end")
         self.holds_predictions = holds_predictions(self.callbacks.callbacks)
-        self._as_keras, self._is_alone = not settings.model.definition, shares_state(settings)
+        self._as_keras, self._is_alone = in_program, shares_state(settings)
         hooks_of_batches = [f"on_{mode}_batch_{end}" for mode in ("train", "test") for end in ("begin", "end")]
         self.running = RunningLogs(self.metrics, self._as_keras and any(map(self.callbacks.wants, hooks_of_batches)))
         self.passes = PassHooks(self.metrics, self.callbacks.wants, self.call)

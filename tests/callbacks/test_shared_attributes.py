@@ -13,7 +13,7 @@ def test_what_is_undone_stays_the_object_that_others_refer_to():
     data = Data(seen)
     attributes = SharedAttributes({1: data})
     seen.append(3)
-    attributes.undo()
+    attributes.undo(was_built=True)
     assert data.seen is seen
     assert seen == [1, 2]
 

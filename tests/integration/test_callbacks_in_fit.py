@@ -1,6 +1,7 @@
 """Hooks that Keras's `fit`, `evaluate` and `predict` call on the caller's object, and what they may set there."""
 
 import contextlib
+import logging
 import os
 import re
 import sys
@@ -287,6 +288,72 @@ def test_what_hooks_print_on_workers_is_in_the_callers_output_in_order(capfd):
     of_epoch = ["epoch ", "batch 0  [worker 0]", "batch 1  [worker 0]", "tested: loss "]
     assert lines == of_epoch * 2
     assert output.err.count("to errors  [worker 0]\n") == 4
+
+
+class Kept(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        self.records.append((self.format(record), record.levelname, getattr(record, "share", None)))
+        if record.msg == "refused":
+            raise ValueError("a handler of the caller's")
+
+
+class Logs(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        log = logging.getLogger("of_a_program.part")
+        print("before")
+        log.debug("batch %d", batch, extra={"share": np.float32(0.5), "model": self.model})
+        try:
+            raise ValueError("tried")
+        except ValueError:
+            log.exception("failed")
+        logging.warning("to the root")
+        log.info("only the first job: %s", log.isEnabledFor(logging.DEBUG))
+        print("after")
+
+
+class IsRefused(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        logging.getLogger("of_a_program").error("refused")
+
+
+def test_what_hooks_log_on_workers_gets_to_the_callers_handlers_in_order(capfd, tmp_path, monkeypatch):
+    log, kept = logging.getLogger("of_a_program"), Kept()
+    shown = logging.StreamHandler(sys.stdout)
+    monkeypatch.setattr(log, "handlers", [kept, shown])
+    monkeypatch.setattr(log, "propagate", False)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    log.setLevel("DEBUG")
+    with elasticcb.Cluster(num_workers=1, directory=str(tmp_path)) as cluster:
+        cluster.fit(make(), X, Y, verbose=0, batch_size=64, callbacks=[Logs()])
+        output = capfd.readouterr()
+        assert [line for line in output.out.splitlines() if line[0] not in " T"] == [
+            "before  [worker 0]", "batch 0", "failed", "ValueError: tried", "only the first job: True",
+            "after  [worker 0]",
+        ]  # fmt: skip
+        assert output.err.count("to the root") == output.err.count("to the root\n") == 1
+        debug, failed, info = kept.records
+        assert (debug, info[1]) == (("batch 0", "DEBUG", 0.5), "INFO")
+        assert failed[0].startswith("failed\nTraceback")
+        assert failed[0].endswith("\nValueError: tried")
+
+        log.setLevel(logging.NOTSET)
+        monkeypatch.setattr(log, "handlers", [])
+        logging.getLogger("of_a_program.part").addHandler(kept)
+        cluster.fit(make(), X, Y, verbose=0, batch_size=64, callbacks=[Logs()])
+        logging.getLogger("of_a_program.part").removeHandler(kept)
+        assert [message.partition("\n")[0] for message, *_ in kept.records[3:]] == ["failed"]
+
+        log.addHandler(kept)
+        with pytest.raises(CallbackError, match="ValueError: a handler of the caller's"):
+            cluster.fit(make(), X, Y, verbose=0, batch_size=64, callbacks=[IsRefused()])
+    (file,) = tmp_path.rglob("worker-0.log")
+    of_worker = file.read_text()
+    assert of_worker.count(" worker-0 D of_a_program.part: batch 0\n") == 1  # not in the second job
+    assert of_worker.count(" worker-0 W root: to the root\n") == 2
 
 
 def test_hooks_that_would_differ_with_two_workers_are_refused_before_training():
