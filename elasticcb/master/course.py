@@ -203,7 +203,7 @@ class Course:
         for epoch, name, tasks in piles:
             merged = self._host.metrics.merge_states(name, tasks)
             with self._desk.state() as state:
-                state.epoch_states.merged(epoch, name, len(tasks), merged)
+                state.epoch_states.merged(epoch, name, tasks, merged)
 
     def _end_batches(self, kind: Mode, number: int) -> None:
         """All workers have reported all batches of the epoch or round."""

@@ -151,19 +151,21 @@ class EvaluationRounds:
         task_id: int,
         states: Mapping[str, Sequence[Array]],
         batches: Sequence[Outputs] = (),
+        restarts: bool = False,
     ) -> Collected:
         """Accepts the results of one task of the running round; refuses a second report of the same task.
 
         Args:
             states: by metric, the arrays of `metric.variables` over the task's records.
             batches: inputs of metrics without mergeable state, for each batch of the task.
+            restarts: these replace the results of earlier tasks.
 
         Raises `WireError`, and accepts nothing, when metrics, shapes of states or paths of outputs differ from those of
         the round's other tasks.
         """
         if self._running is None or round_id != self._running.id:
             return Collected(False, f"evaluation pass {round_id} is not running")
-        if not self.collection.add(task_id, states, batches):
+        if not self.collection.add(task_id, states, batches, restarts):
             return Collected(False, f"task {task_id} was already counted in evaluation pass {round_id}")
         return Collected(True, f"task {task_id} is counted in evaluation pass {round_id}")
 
@@ -197,12 +199,16 @@ class Collection:
         self._states: dict[str, dict[int, list[Array]]] = {}
         self._outputs: dict[int, Sequence[Outputs]] = {}  # by task
 
-    def add(self, task_id: int, states: Mapping[str, Sequence[Array]], batches: Sequence[Outputs]) -> bool:
+    def add(
+        self, task_id: int, states: Mapping[str, Sequence[Array]], batches: Sequence[Outputs], restarts: bool = False
+    ) -> bool:
         """Whether the results were accepted. Raises the same errors as `EvaluationRounds.collect`."""
         if task_id in self._tasks:
             return False
         self._check(task_id, states, batches)
         self._tasks.add(task_id)
+        if restarts:
+            self._sums, self._states, self._outputs = {}, {}, {}
         for name, arrays in states.items():
             if self._merge is None:
                 self._sums.setdefault(name, _Sums()).add(arrays)

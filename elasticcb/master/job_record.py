@@ -63,12 +63,14 @@ class EpochStates:
             if name in self.merging and len(states) >= self._PILE
         ]
 
-    def merged(self, epoch: int, name: str, tasks: int, state: Sequence[Any]) -> None:
-        """The states of the first tasks of `epoch` together are `state`."""
-        self._by_epoch[epoch][name][:tasks] = [state]
+    def merged(self, epoch: int, name: str, tasks: Sequence[Any], state: Sequence[Any]) -> None:
+        """`tasks`, the states of the first tasks of `epoch`, are together `state`."""
+        kept = self.of(epoch).get(name, [])
+        if kept and kept[0] is tasks[0]:  # else they were forgotten meanwhile
+            kept[: len(tasks)] = [state]
 
     def forget(self, epoch: int) -> None:
-        """The epoch has ended."""
+        """The epoch has ended, or what follows replaces its states."""
         self._by_epoch.pop(epoch, None)
 
     def to_journal(self) -> list[tuple[int, dict[str, list[Any]]]]:
@@ -109,7 +111,8 @@ class Effects:
     """Effects of changes of the state.
 
     Attributes:
-        entries: journal entries, in order; "states" are pairs of an epoch and metric states.
+        entries: journal entries, in order; "states" are pairs of an epoch and metric states, "restarted" epochs
+            without their earlier states.
         driver, everybody: whether to wake the driving thread, or all waiting threads.
     """
 

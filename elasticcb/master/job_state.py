@@ -45,6 +45,7 @@ class TaskResult:
         outputs: by batch: predictions, or inputs of metrics without mergeable state.
         ended_after: number of records after which the source ended; None: it did not.
         servers: `JobState.newest_server` when the first batch began that was not reported before.
+        restarts: `states` and `outputs` replace those of earlier tasks of the epoch or pass.
     """
 
     version: int
@@ -54,6 +55,7 @@ class TaskResult:
     ended_after: int | None = None
     function_result: bytes = b""
     servers: int = 0
+    restarts: bool = False
 
 
 class JobState(JobRecord):
@@ -312,7 +314,12 @@ class JobState(JobRecord):
             self.past.ended(lease, "done", task)
             self.totals.batches_skipped += result.batches_skipped
             self._take_in(task, result)
-            self.note(**({"states": [(task.epoch, result.states)]} if task.type is TaskType.TRAINING else {}))
+            noted: dict[str, Any] = {}
+            if task.type is TaskType.TRAINING:
+                noted["states"] = [(task.epoch, result.states)]
+                if result.restarts:
+                    noted["restarted"] = [task.epoch]
+            self.note(**noted)
         concerns_all = self.queue.is_idle or self.queue.has_returned or self.queue.wants_save
         if concerns_all or (task is not None and task.type is TaskType.FUNCTION):
             self.wake()
@@ -322,10 +329,12 @@ class JobState(JobRecord):
 
     def _take_in(self, task: Task, result: TaskResult) -> None:
         if task.type is TaskType.TRAINING:
+            if result.restarts:
+                self.epoch_states.forget(task.epoch)
             self.epoch_states.add(task.epoch, result.states)
         elif task.type is TaskType.EVALUATION:
             try:
-                self.rounds.collect(task.evaluation_round, task.id, result.states, result.outputs)
+                self.rounds.collect(task.evaluation_round, task.id, result.states, result.outputs, result.restarts)
             except ElasticCBError as error:
                 self.error = error  # a finished task that is not counted would make the round wrong
         elif task.type is TaskType.PREDICTION:

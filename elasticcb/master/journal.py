@@ -115,6 +115,8 @@ class Memory:
             setattr(self, name, entry[name])
         if "queue" in entry:
             self.queue = {**(self.queue or {}), **entry["queue"]}
+        for epoch in entry.get("restarted", ()):  # in a compacted entry, its states are newer
+            self.states.pop(epoch, None)
         for epoch, states in entry.get("states", ()):
             self.states.setdefault(epoch, []).append({name: [_array(a) for a in given] for name, given in states})
         for epoch in [epoch for epoch in self.states if epoch < self.ended_epochs]:

@@ -416,6 +416,7 @@ class MasterServicer:
                 ended_after=request.records_done if request.exhausted else None,
                 function_result=request.result,
                 servers=request.servers,
+                restarts=request.restarts_metrics,
             )
             outcome = self._calls.report_done(request.worker_id, request.lease, result)
         else:

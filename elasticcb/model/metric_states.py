@@ -241,6 +241,12 @@ def assign(metric: keras.metrics.Metric, values: Sequence[np.ndarray]) -> None:
         variable.assign(value)
 
 
+def has_state(metric: keras.metrics.Metric, values: Sequence[np.ndarray]) -> bool:
+    """Whether `values`, converted as by `assign`, are the state of a metric."""
+    pairs = zip((np.asarray(variable.numpy()) for variable in metric.variables), values, strict=True)
+    return all(own.tobytes() == np.asarray(value, own.dtype).tobytes() for own, value in pairs)
+
+
 def result_of(metric: keras.metrics.Metric, values: Sequence[np.ndarray]) -> Any:
     """The result of a metric with another state than its own."""
     if type(metric).result is keras.metrics.Mean.result:  # of most, many times faster than setting the variables

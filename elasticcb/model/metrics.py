@@ -393,13 +393,16 @@ class ModelMetrics:
             if unit.name in states:
                 assign(unit.metric, states[unit.name])
 
-    def show(self, states: Mapping[str, Sequence[np.ndarray]]) -> None:
-        """Sets the units that have a state, without the others; all are reset if none has."""
+    def show(self, states: Mapping[str, Sequence[np.ndarray]]) -> list[tuple[keras.metrics.Metric, Sequence[Any]]]:
+        """Sets the units that have a state, without the others; all are reset if none has. Returns metrics and their
+        states."""
         if not states:
             self.reset()
-        for unit in self._units() if states else ():
-            if unit.name in states:
-                assign(unit.metric, states[unit.name])
+        found = self.units()
+        shown = [(found[name], state) for name, state in (states or self.states()).items() if name in found]
+        for metric, state in shown if states else ():
+            assign(metric, state)
+        return shown
 
     def _replay(self, batch: Sequence[Any]) -> None:
         """Updates the units that are sent as outputs, and all of `compile(metrics=...)` with them."""

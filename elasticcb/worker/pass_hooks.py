@@ -7,8 +7,7 @@ round comes, or no more tasks come.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from elasticcb.callbacks.dispatch import Dispatcher
@@ -17,6 +16,7 @@ from elasticcb.callbacks.shared_attributes import Change, SharedAttributes, shar
 from elasticcb.callbacks.shared_state import SharedState, SharedVariables
 from elasticcb.clients.master import MasterClient
 from elasticcb.model.metric_messages import OUTPUTS, States
+from elasticcb.model.metric_states import has_state
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.spec import Spec
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -57,8 +57,14 @@ class PassHooks:
         # A requeued task of an older epoch counts into the current one.
         return task.type == pb.TRAINING and (self._epoch is None or task.epoch > self._epoch)
 
-    def after(self, task: Any, states: States) -> None:
-        """`task` is done, and its records have these metric states."""
+    def after(self, task: Any, states: States, restarts: bool) -> None:
+        """`task` is done, and its records have these metric states.
+
+        Args:
+            restarts: they replace those of earlier tasks.
+        """
+        if restarts:
+            self._round_tasks, self._epoch_states = [], {}
         if task.type == pb.EVALUATION and self._round is not None:
             self._round_tasks.append(states)
         elif task.type == pb.TRAINING and self._epoch is not None:
@@ -97,6 +103,7 @@ class RunningLogs:
         self._metrics, self._wanted = metrics, wanted
         self._merging = metrics.merging_units
         self._states: States = {}
+        self._shown: list[tuple[Any, Any]] = []  # metrics and their states
 
     def begin(self) -> None:
         """Another epoch or pass begins."""
@@ -111,20 +118,26 @@ class RunningLogs:
     def show(self) -> None:
         """Sets the model's metrics to these states, for hooks. A training step sets them back."""
         if self._wanted:
-            self._metrics.show(self._states)
+            self._shown = self._metrics.show(self._states)
 
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """The same for hooks of an evaluation, whose current task continues from its own states."""
-        if not (self._wanted and self._states):
-            yield
-            return
+    def set_by_hooks(self) -> States | None:
+        """What hooks have set the metrics to since they were shown; None: nothing."""
+        if all(has_state(metric, state) for metric, state in self._shown):
+            return None
+        return self._metrics.states()
+
+    def show_pass(self) -> States:
+        """Like `show`, for hooks of an evaluation. Returns the states of the current task, for `show_task`."""
+        if not self._wanted:
+            return {}
         of_task = self._metrics.states()
-        self._metrics.show(self._with(of_task))
-        try:
-            yield
-        finally:
-            self._metrics.show(of_task)
+        self._shown = self._metrics.show(self._with(of_task))
+        return of_task
+
+    def show_task(self, states: States) -> None:
+        """Sets the model's metrics back to the states of the current task, with which it continues."""
+        if states:
+            self._metrics.show(states)
 
     def logs(self, logs: dict[str, Any], step: str) -> dict[str, Any]:
         """`logs` of a batch, with the metrics over everything that was added."""

@@ -27,6 +27,7 @@ from elasticcb.compute.first_batch import Rehearsal, digest_of, rehearsed
 from elasticcb.compute.registry import backend, runs_eagerly
 from elasticcb.errors import ModelFileError
 from elasticcb.model.input_pipeline import Pipeline, open_pipeline
+from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.program import callback_params, job_callbacks
 from elasticcb.model.spec import Spec, words_of
@@ -239,8 +240,9 @@ class Session:
         """Whether a hook has ended training, and with it what this worker, the only one, has begun."""
         return self._is_alone and self.callbacks.stop_requested
 
-    def call_of_batch(self, hook: str, batch: BatchOfEpoch, version: int, logs: Mapping[str, Any]) -> None:
-        """Calls a hook of training batches, on a model with the newest weights.
+    def call_of_batch(self, hook: str, batch: BatchOfEpoch, version: int, logs: Mapping[str, Any]) -> States | None:
+        """Calls a hook of training batches, on a model with the newest weights. Returns the states of metrics from
+        which the epoch continues, if the hook has set them.
 
         Args:
             version: of the model; at the end of a batch, after its push.
@@ -248,7 +250,7 @@ class Session:
         if not self.callbacks.is_due(hook):
             self.callbacks.skip(hook)
             self._tell_of_stop()
-            return
+            return None
         number = version
         if self._as_keras:
             at_end = int(hook == "on_train_batch_end")
@@ -256,6 +258,34 @@ class Session:
         given = HookLogs(self.metrics.in_order(logs), batch=batch.index, size=batch.records, version=version)
         self.running.show()
         self.call(hook, number, given)
+        return self._set_by(hook)
+
+    def call_of_test_batch(self, hook: str, batch: int, logs: HookLogs) -> bool:
+        """Calls a hook of evaluation batches. Returns whether it has set the metrics, from which the pass continues."""
+        if not self.callbacks.is_due(hook):
+            self.call(hook, batch, logs)
+            return False
+        of_task, adopts = self.running.show_pass(), False
+        try:
+            self.call(hook, batch, logs)
+            adopts = self._set_by(hook) is not None
+        finally:
+            if not adopts:
+                self.running.show_task(of_task)
+        return adopts
+
+    def _set_by(self, hook: str) -> States | None:
+        states = self.running.set_by_hooks()
+        if states is None or self._is_alone:
+            return states
+        names = " or ".join(self.callbacks.names([hook]))
+        text = (
+            f"{hook} of {names} changes the metrics of the model, for example by reset_metrics() or evaluate(). With "
+            "several workers, later logs and History still count all batches. With num_workers=1 they are the same "
+            "as in fit."
+        )
+        self.progress.warn(f"{names}.{hook} sets metrics", text)
+        return None
 
     def logs_of(self, logs: dict[str, Any]) -> dict[str, Any]:
         """`logs` of the end of a training batch, from those of its step."""

@@ -128,8 +128,7 @@ class TaskRun:
 
     def _evaluate(self, batch: Batch, index: int) -> None:
         session = self._session
-        with session.running.shown():
-            session.call("on_test_batch_begin", index, HookLogs(size=batch.records))
+        self._call_of_test_batch("on_test_batch_begin", index, HookLogs(size=batch.records))
         rows = session.ps.lookup(batch.ids, evaluation_round=self.task.evaluation_round) if batch.ids else {}
         with session.progress.computing(self.task.lease):
             logs, outputs = session.computation.evaluate(batch.inputs, rows)
@@ -138,8 +137,14 @@ class TaskRun:
         self._progress.note_event(batch, session.ps.snapshot_version)
         if session.callbacks.is_due("on_test_batch_end"):
             logs = session.running.evaluated(logs)
-        with session.running.shown():
-            session.call("on_test_batch_end", index, HookLogs(session.metrics.in_order(logs), size=batch.records))
+        given = HookLogs(session.metrics.in_order(logs), size=batch.records)
+        self._call_of_test_batch("on_test_batch_end", index, given)
+
+    def _call_of_test_batch(self, hook: str, index: int, logs: HookLogs) -> None:
+        if self._session.call_of_test_batch(hook, index, logs):
+            self._outputs.clear()
+            self._session.running.begin()
+            self._progress.report.restarts_metrics = True
 
     def _predict(self, batch: Batch, index: int) -> None:
         session = self._session
@@ -198,7 +203,7 @@ class TaskRun:
         session.progress.flush(with_text=not session.shared_callbacks.is_awaited)
         answer = session.client.report_done(report)
         if answer.accepted:
-            session.passes.after(self.task, states)
+            session.passes.after(self.task, states, report.restarts_metrics)
             if answer.ends_pass:
                 session.give_back_callbacks()
         else:
@@ -277,7 +282,7 @@ class _LocalTraining:
         if not self._window and progress.counts_progress:  # else batches of other windows may follow these
             progress.servers = session.client.newest_server
         of_epoch = BatchOfEpoch(index, batch.records, progress.task.epoch_version)
-        session.call_of_batch("on_train_batch_begin", of_epoch, local.version, {})
+        self._adopt(session.call_of_batch("on_train_batch_begin", of_epoch, local.version, {}))
         started = time.perf_counter()
         with session.progress.computing(progress.task.lease):
             rows = session.exchanges.rows_of(batch) if batch.ids else {}
@@ -299,13 +304,23 @@ class _LocalTraining:
         local.length.note_batch(seconds)
         session.callbacks.note_batch(seconds)
         session.running.add(result.states)
-        session.call_of_batch("on_train_batch_end", of_epoch, local.version, session.logs_of(result.logs))
-        trained = _Trained(batch.units, loss, progress.event, result.states)
+        logs = session.logs_of(result.logs)
+        adopted = self._adopt(session.call_of_batch("on_train_batch_end", of_epoch, local.version, logs))
+        trained = _Trained(batch.units, loss, progress.event, {} if adopted else result.states)
         if local.may_go_back:
             # Copies, because answers share a small pool of buffers, which would stay in use until the window ends.
             trained = replace(trained, batch=batch, rows={index: aligned_copy(own) for index, own in rows.items()})
         self._window.append(trained)
         progress.tell(seconds=progress.lap())  # the batch is done once it is merged
+
+    def _adopt(self, states: States | None) -> bool:
+        """The metrics of the epoch continue from these states, if hooks have set them; returns whether they have."""
+        if states is not None:
+            self._window = [replace(trained, states={}) for trained in self._window]
+            self._progress.restart(states)
+            self._session.running.begin()
+            self._session.running.add(states)
+        return states is not None
 
     def _ruined_by(self, result: StepResult) -> str:
         """What has NaN or infinity; "" if nothing has."""
@@ -452,6 +467,12 @@ class TaskProgress:
         for name, values in states.items():
             if name in self._session.training_units:
                 self._batch_states.setdefault(name, []).append(values)
+
+    def restart(self, states: States) -> None:
+        """Replaces the metric states of the epoch's batches so far."""
+        self._batch_states.clear()
+        self.add_states(states)
+        self.report.restarts_metrics = True
 
     @property
     def training_states(self) -> States:

@@ -361,3 +361,34 @@ def test_hooks_that_would_differ_with_two_workers_are_refused_before_training():
         cluster.fit(make(), X, Y, verbose=0, validation_data=(X, Y), callbacks=[EveryHook([])])
     assert "self.average" in str(caught.value)
     assert "num_workers=1" in str(caught.value)
+
+
+class ResetsMetrics(keras.callbacks.Callback):
+    def __init__(self, batches):
+        super().__init__()
+        self.batches = batches
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch in self.batches:
+            self.model.reset_metrics()
+
+    def on_test_batch_begin(self, batch, logs=None):
+        self.on_train_batch_begin(batch)
+
+
+def test_metrics_that_hooks_reset_start_again_there_whichever_task_it_is():
+    options = {"epochs": 2, "batch_size": 4, "verbose": 0, "shuffle": False, "validation_data": (X, Y)}
+    resets = ResetsMetrics([10])  # within the second task and its second window
+    first, second = make(), make()
+    second.set_weights(first.get_weights())
+    expected = first.fit(X, Y, callbacks=[resets], **options).history
+    with elasticcb.Cluster(kind="inprocess", updates="local", local_steps=3) as cluster:
+        found = cluster.fit(second, X, Y, callbacks=[resets], **options).history
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5)
+
+
+def test_metrics_that_hooks_reset_on_several_workers_cause_a_warning(caplog):
+    with elasticcb.Cluster(num_workers=2) as cluster:
+        cluster.fit(make(), X, Y, batch_size=8, verbose=0, callbacks=[ResetsMetrics(range(64))])
+    assert caplog.text.count("on_train_batch_begin of ResetsMetrics changes the metrics") == 1

@@ -216,6 +216,35 @@ def test_a_worker_goes_on_with_its_lease_when_another_master_has_taken_over(tmp_
     assert sum(after.queue.accounting.records_trained.values()) == 20
 
 
+def test_states_of_an_epoch_that_starts_again_replace_earlier_ones_also_after_another_master(tmp_path):
+    state, worker, lease = working_state()
+    state.report_done(worker, lease.id, 4.0, TaskResult(4, {"loss": [1.0]}, restarts=True))
+    assert float(state.epoch_states.of(0)["loss"][0]) == 1.0
+    third = state.get_task(worker, (), 5.0).lease
+    state.report_done(worker, third.id, 6.0, TaskResult(6, {"loss": [0.5]}))
+    memory = memory_of(state, tmp_path)
+    journal = Journal(tmp_path / "journal.log")
+    journal.begin()  # compacted
+    journal.close()
+    for known in (memory, Journal(tmp_path / "journal.log").memory):
+        after = JobState(Crew(Roster(1, 0, 5, 5)), 1, SETTINGS)
+        after.resume(known)
+        assert float(after.epoch_states.of(0)["loss"][0]) == 1.5
+
+
+def test_states_that_are_replaced_while_they_are_merged_are_gone():
+    states = EpochStates()
+    states.merging = frozenset({"maxima"})
+    for task in range(20):
+        states.add(0, {"maxima": [task]})
+    ((epoch, name, pile),) = states.piles()
+    states.forget(0)
+    states.merged(epoch, name, pile, [19])
+    states.add(0, {"maxima": [3]})
+    states.merged(epoch, name, pile, [19])
+    assert states.of(0) == {"maxima": [[3]]}
+
+
 def test_states_that_can_not_be_summed_are_merged_in_piles():
     states = EpochStates()
     states.merging = frozenset({"maxima"})
@@ -223,7 +252,7 @@ def test_states_that_can_not_be_summed_are_merged_in_piles():
         states.add(0, {"maxima": [task], "loss": [1.0]})
         for epoch, name, pile in states.piles():
             states.add(0, {"maxima": [-task]})  # reported meanwhile
-            states.merged(epoch, name, len(pile), [max(value for (value,) in pile)])
+            states.merged(epoch, name, pile, [max(value for (value,) in pile)])
     assert max(value for (value,) in states.of(0)["maxima"]) == 19
     assert len(states.to_journal()) < 10
     assert float(states.of(0)["loss"][0]) == 20.0

@@ -118,6 +118,22 @@ def test_task_is_counted_once():
     assert rounds.collection.merged().states["accuracy"][0] == 1
 
 
+@pytest.mark.parametrize(
+    "merge", [None, lambda name, tasks: [np.sum(each, axis=0) for each in zip(*tasks, strict=True)]]
+)
+def test_task_after_which_the_pass_starts_again_replaces_earlier_ones(merge):
+    rounds = EvaluationRounds(merge=merge)
+    number = started(rounds.requested(0)).id
+    rounds.collect(number, 1, states(1), [{"y": np.array([1])}])
+    rounds.collect(number, 2, states(2), [{"y": np.array([2])}], restarts=True)
+    assert not rounds.collect(number, 1, states(1)).accepted
+    rounds.collect(number, 3, states(4), [{"y": np.array([3])}])
+    merged = rounds.collection.merged()
+    assert [batch["y"].item() for batch in merged.batches] == [2, 3]
+    for name, arrays in states(6).items():
+        np.testing.assert_array_equal(merged.states[name], arrays)
+
+
 def test_states_of_another_round_are_refused():
     rounds = EvaluationRounds()
     first = started(rounds.requested(0)).id

@@ -375,6 +375,28 @@ def metrics_read_by_hooks():
     return Given(dense(), normal(6), normal(1), options=options, after=lambda: reads.seen)
 
 
+@callback("hooks of batches that reset the metrics of the model, or evaluate it")
+def metrics_set_by_hooks():
+    class Sets(KeepLogs):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch != 1:
+                self.model.reset_metrics()
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.on_epoch_end(batch, logs)
+            if batch == 2 and len(self.seen) > 4:
+                self.model.evaluate(x[:20], y[:20], verbose=0)
+
+        def on_test_batch_end(self, batch, logs=None):
+            self.on_epoch_end(batch, logs)
+            if batch == 29:
+                self.model.reset_metrics()
+
+    sets, x, y = Sets(), normal(6), normal(1)
+    options = {"callbacks": [sets], "epochs": 2, "validation_data": (x, y), "validation_batch_size": 1}
+    return Given(dense(), x, y, options=options, after=lambda: sets.seen)
+
+
 @callback("a callback that averages weights at the end of each epoch, and sets them at the end of training (SWA)")
 def weight_averaging():
     class Average(keras.callbacks.Callback):
