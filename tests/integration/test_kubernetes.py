@@ -176,7 +176,7 @@ def test_a_census_job_ends_with_a_saved_model_though_a_worker_and_the_server_are
     )
     job.wait_for_line(r"epoch 1/4.*workers 2/2")
     delete_pod(api, "worker")
-    job.wait_for_line(r"worker 0 .*leaves: it was asked to end")
+    job.wait_for_line(r"worker 0 .*(was lost: its pod was deleted|leaves: it was asked to end)")
     job.wait_for_line(r"epoch \d/4.*workers 2/2")
     delete_pod(api, "ps", 0)  # the node may still ask it to end before it kills it
     job.wait_for_line(r"parameter server 0 .* (was lost: its pod was deleted|leaves: it was asked to end)")
