@@ -203,7 +203,7 @@ class Dispatcher:
         """Writes what hooks here have written to files and databases that are attributes of their callbacks: the
         `on_train_end` that would close them may run in another process."""
         for callback in self.callbacks:
-            _share_files(callback)
+            _flush_files(callback, appends=id(callback) in self._in_two_places)
 
     def _is_due(self, callback: Any, hook: str, batches: int) -> bool:
         every = batches_between(callback)
@@ -232,7 +232,7 @@ class Dispatcher:
             message = f"{self._story(callback, hook, args)} {describe(error)}"
             self._failed(callback, hook, CallbackError(message, user_traceback(error)), error)
         if id(callback) in self._in_two_places and (self._place is Place.MASTER or "_batch_" not in hook):
-            _share_files(callback)
+            _flush_files(callback, appends=True)
         if self._place is Place.WORKER and hook in _TIMED:
             name = f"{type(callback).__name__}.{hook}"
             slow = self._times.note_hook(name, time.perf_counter() - started, batches_between(callback))
@@ -270,16 +270,20 @@ class Dispatcher:
         return self._in_program and self._place is Place.WORKER and hook in ("on_train_begin", "on_predict_begin")
 
 
-def _share_files(callback: Any) -> None:
-    """Flushes files, and commits to databases, that are attributes of a callback. What comes later is appended, so that
-    hooks in several processes don't overwrite each other's lines."""
+def _flush_files(callback: Any, appends: bool) -> None:
+    """Flushes files, and commits to databases, that are attributes of a callback.
+
+    Args:
+        appends: whether what comes later goes to the ends of text files, so that hooks in several processes don't
+            overwrite each other's lines.
+    """
     for value in list(vars(callback).values()):
         with contextlib.suppress(Exception):  # it is closed, or not for writing
             if type(value).__module__ == "sqlite3":
                 value.commit()
             elif isinstance(value, io.IOBase):
                 value.flush()
-                if isinstance(value, io.TextIOBase) and stat.S_ISREG(os.fstat(value.fileno()).st_mode):
+                if appends and isinstance(value, io.TextIOBase) and stat.S_ISREG(os.fstat(value.fileno()).st_mode):
                     fcntl.fcntl(value, fcntl.F_SETFL, fcntl.fcntl(value, fcntl.F_GETFL) | os.O_APPEND)
 
 
