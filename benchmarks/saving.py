@@ -8,7 +8,8 @@ ids, most of them often (Zipf), with Adam. Meanwhile the master's side asks the 
 that it holds, as for `elasticcb table JOB`; at the end, to read the recovery files. Prints a Markdown table: longest
 push meanwhile, how long it took, the server's peak of resident memory above what it held before, and the bytes written.
 `--repetitions` are made one after another in the same processes. With `--url`, the server writes there, and reads it
-again. To compare with another checkout, run both in turns.
+again. The last column names functions of the server and how long each held the table lock at most, without waits for
+the interpreter's lock being told apart. To compare with another checkout, run both in turns.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -39,10 +41,54 @@ def serve(pipe: Any, folder: str) -> None:
 
     settings = JobSettings(command=Command.TRAIN, name="benchmark", directory=folder, model=ModelSettings())
     server = PSServer(settings, lambda count: [keras.optimizers.Adam() for _ in range(count)])
+    server._servicer.holder.lock = lock = TimedLock()  # type: ignore[assignment]
     server.start()
     pipe.send(server.address)
-    pipe.recv()
+    while pipe.recv():
+        pipe.send(lock.longest)
+        lock.longest = {}
     server.stop(0)
+
+
+class TimedLock:
+    """A lock that knows how long each function held it at most, in seconds."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.longest: dict[str, float] = {}
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        taken = self._lock.acquire(blocking, timeout)
+        if taken:
+            self._since, self._by = time.perf_counter(), _holder()
+        return taken
+
+    def release(self) -> None:
+        held, by = time.perf_counter() - self._since, self._by
+        self._lock.release()
+        self.longest[by] = max(self.longest.get(by, 0.0), held)
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _holder() -> str:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name in ("__enter__", "acquire", "_acquire_restore", "wait"):
+        frame = frame.f_back
+    return frame.f_code.co_name
+
+
+def start(folder: str) -> tuple[Any, Any, str]:
+    """A server: the pipe that ends it, its process and its address."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    server = context.Process(target=serve, args=(other, folder))
+    server.start()
+    return pipe, server, pipe.recv()
 
 
 def specs_of(dim: int) -> list[Any]:
@@ -120,17 +166,14 @@ def main() -> None:
     parser.add_argument("--ids", type=int, default=3328, help="of a push")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--folder", help="for the checkpoints; of a disk")
+    parser.add_argument("--without", default="", help="names of cases to leave out, separated by commas")
     parser.add_argument("--url", help="for checkpoints and recovery files")
     given = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
     rows = int(given.rows)
     folder = tempfile.mkdtemp(prefix="saving-", dir=given.folder)
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    server = context.Process(target=serve, args=(other, folder))
-    server.start()
-    address = pipe.recv()
+    pipe, server, address = start(folder)
 
     from elasticcb.clients.ps import PSClient
     from elasticcb.clients.ps_places import Places, ServerPlace
@@ -157,8 +200,8 @@ def main() -> None:
         assert server.pid is not None
         held = memory(server.pid, "VmRSS")
         print(f"{rows:,} rows of {given.dim}, Adam; pushes of {given.ids} ids; the server holds {held:,.0f} MiB")
-        print("| | longest push, s | in all, s | pushes meanwhile | MiB above | MB written |")
-        print("|---|---|---|---|---|---|")
+        print("| | longest push, s | in all, s | pushes meanwhile | MiB above | MB written | lock held at most, ms |")
+        print("|---|---|---|---|---|---|---|")
         for _ in range(given.repetitions):
             cases: dict[str, Callable[[], Any]] = {
                 "5 s of training": lambda: time.sleep(5),
@@ -169,20 +212,30 @@ def main() -> None:
                 "what has changed": control.persist,
                 "export": control.export,
             }
+            for name in given.without.split(","):
+                cases.pop(name, None)
             for name, function in cases.items():
                 before = written(place)
                 longest, seconds, above, pushes = measure(function, pusher, server.pid)
                 size = (written(place) - before) / 1e6
-                print(f"| {name} | {longest:.3f} | {seconds:.1f} | {pushes} | {above:,.0f} | {size:,.0f} |", flush=True)
+                pipe.send(True)
+                held_by = sorted(pipe.recv().items(), key=lambda each: -each[1])[:3]
+                holds = ", ".join(f"{by} {1000 * held_for:.1f}" for by, held_for in held_by)
+                line = f"| {name} | {longest:.3f} | {seconds:.1f} | {pushes} | {above:,.0f} | {size:,.0f} | {holds} |"
+                print(line, flush=True)
         pusher.stop()
+        version = client.version
+        pipe.send(False)
+        server.join()
+        pipe, server, address = start(folder)  # as a replaced server: empty
         begun = time.perf_counter()
-        restored = control.restore(0, address, 0, client.version, lambda: InitialModel(), 0, None)
-        print(f"Restored from {restored.source} in {time.perf_counter() - begun:.1f} s.")
+        restored = control.restore(0, address, 0, version, lambda: InitialModel(), 0, None)
+        print(f"Restored from {restored.source} in {time.perf_counter() - begun:.1f} s.", flush=True)
     finally:
         pusher.stop()
         client.servers.close()
         control.servers.close()
-        pipe.send(None)
+        pipe.send(False)
         server.join()
         shutil.rmtree(folder, ignore_errors=True)
 
