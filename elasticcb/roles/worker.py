@@ -40,5 +40,4 @@ def run_worker(worker: RoleProcess) -> None:
                 else:
                     assert spec is not None
                     kept.add(Worker(settings, client, worker.index, spec, before).run())
-            if before is None:
-                gc.collect()  # models are reference cycles, which would keep memory during later jobs
+            gc.collect()  # models and batches are reference cycles, which would keep memory and mapped files

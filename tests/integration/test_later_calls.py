@@ -1,7 +1,10 @@
 """Calls on a cluster that has run others: what a worker keeps from one call to the next does not change a result."""
 
+from pathlib import Path
+
 import keras
 import numpy as np
+import psutil
 import pytest
 
 import elasticcb
@@ -72,3 +75,18 @@ def test_later_calls_give_what_keras_gives(make, cluster):
     for expected, given in zip(*found, strict=True):
         for one, other in zip(keras.tree.flatten(expected), keras.tree.flatten(given), strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+
+
+def test_data_of_earlier_calls_is_freed():
+    """Workers map the arrays of a call from a file, which takes space of the disk while it is mapped."""
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    others = set(psutil.Process().children(recursive=True))
+    with elasticcb.Cluster(1, log_level="ERROR") as cluster:
+        for _ in range(5):
+            cluster.fit(model, X, Y, verbose=0)
+        mapped = 0
+        for process in set(psutil.Process().children(recursive=True)) - others:
+            maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
+            mapped = max(mapped, sum("arrays-" in line for line in maps.splitlines()))
+    assert mapped <= 2  # of the last call, and of the one before
