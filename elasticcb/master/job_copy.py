@@ -21,7 +21,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -172,14 +172,30 @@ class JobCopy:
     @classmethod
     def taken(cls, url: str, folder: Path, resumed: bool, say: Callable[[str], None]) -> JobCopy:
         """Makes the master that works in a local folder the owner of the copy. If another machine had a job that is
-        resumed, its files are copied to the folder; if nobody had one, what is in the folder is forgotten.
+        resumed, its files are copied to the folder; if nobody had one, what is in the folder is forgotten. The copy of
+        the folder itself, whose last master was killed, is waited for as long as training would go on without it.
 
         Raises:
             UsageError: another master has the job.
             StoreError: the store does not answer, or has no conditional writes.
         """
+        own, begun, waits = holder_of(folder), time.monotonic(), False
+        while True:
+            try:
+                return cls._taken(url, folder, own, resumed, say)
+            except StoreError as error:
+                if own.get("store") != url or time.monotonic() > begun + PATIENCE_SECONDS:
+                    raise
+                if not waits:
+                    say(f"{error} Waiting up to {PATIENCE_SECONDS:.0f} s for it.")
+                    waits = True
+                time.sleep(_LOOK_SECONDS)
+
+    @classmethod
+    def _taken(
+        cls, url: str, folder: Path, own: Mapping[str, str], resumed: bool, say: Callable[[str], None]
+    ) -> JobCopy:
         store = JobStore(url)
-        own = holder_of(folder)
         number, last = store.newest_owner()
         holder = own["holder"] if own.get("store") == url else secrets.token_hex(8)
         elsewhere = bool(number) and last.get("holder") != holder

@@ -118,6 +118,7 @@ def test_copy_that_was_not_fetched_as_a_whole_is_fetched_again(store, tmp_path, 
     JobCopy.taken(store.url, tmp_path / "one", False, print)
     JobCopy.taken(store.url, tmp_path / "two", True, print)
     with monkeypatch.context() as broken:
+        broken.setattr("elasticcb.master.job_copy.PATIENCE_SECONDS", 0.0)
         broken.setattr("elasticcb.master.job_copy._fetch", lambda *given: (_ for _ in ()).throw(StoreError("away")))
         with pytest.raises(StoreError):
             JobCopy.taken(store.url, tmp_path / "one", True, print)
@@ -279,6 +280,10 @@ def test_store_that_is_away_is_told_of_and_pauses_the_job_until_it_is_back(
         job.wait_for_line("Training continues here")  # has not answered, or refused the first call
         job.wait_for_line("Training pauses until it can be")
     job.wait_for_line("can be written to again. Training continues")
+    s3.stop()
+    job.kill("master")
+    job.wait_for_line("Waiting up to 4 s for it")
+    s3.start()
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * 15
     job.assert_no_orphans()
