@@ -28,7 +28,7 @@ from selenium.webdriver.common.by import By
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.dashboard import server as dashboard_server
 from elasticcb.dashboard.server import JobView, make_app
-from elasticcb.master.job_state import TaskResult
+from elasticcb.master.job_machine import TaskResult
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role, ServedCluster
 from elasticcb.master.past import Past
@@ -74,7 +74,7 @@ class SimulatedJob(JobView):
         self._server_stats = Stats(tables={f"table_{n}/embeddings": TableSize(10**6, 10**8) for n in range(10)})
 
     def _register(self, role: Role, index: int) -> int:
-        return self._simulated.calls.register(role, index, "10.0.0.1:50000", 1_000 + index, f"machine-{index}", 1).id
+        return self._simulated.desk.register(role, index, "10.0.0.1:50000", 1_000 + index, f"machine-{index}", 1).id
 
     def _ask(self) -> tuple[dict[str, Any], dict[str, Any]]:
         self.pass_a_second()
@@ -87,13 +87,21 @@ class SimulatedJob(JobView):
     def pass_a_second(self) -> None:
         """Tells the master what happens in one."""
         self.seconds += 1
-        calls = self._simulated.calls
+        calls = self._simulated.desk
         with self._simulated.desk.state() as state:
             for place, (worker, lease) in enumerate(self._workers.items()):
                 self._stats.histograms[PUSH].observe(0.01 + 0.005 * math.sin(self.seconds / 20))
                 state.note_stats(worker, self._stats)
-                state.note_pace(worker, BATCHES_A_SECOND, 1.0, time.monotonic())
-                calls.report_progress(worker, 0, 0, False, self.seconds * 100, 1 / self.seconds)
+                state.report_progress(
+                    worker,
+                    0,
+                    time.monotonic(),
+                    0,
+                    version=self.seconds * 100,
+                    loss=1 / self.seconds,
+                    timed_batches=BATCHES_A_SECOND,
+                    batch_seconds=1.0,
+                )
                 if (self.seconds + place) % TASK_SECONDS == 0 or not lease:
                     if lease:
                         calls.report_done(worker, lease, TaskResult(self.seconds * 100))

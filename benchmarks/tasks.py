@@ -77,9 +77,8 @@ def run_master(tasks: int, workers: int, seconds: float) -> dict[str, float]:
         for first in range(0, workers, workers // CLIENTS)
     ]
     queue = make_queue(tasks)
-    with master.desk.state() as state:
+    with master.desk.change() as state:
         state.queue, state.cluster = queue, ServedCluster([], [], False)
-        state.wake()
     for client in clients:
         client.stdout.readline()  # type: ignore[union-attr]
     used, started = time.process_time(), time.perf_counter()

@@ -22,7 +22,7 @@ from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, Usag
 from elasticcb.keras_private import layers_of, trained_by
 from elasticcb.layers import Embedding
 from elasticcb.master.initial_model import InitialModel
-from elasticcb.master.job_state import JobState
+from elasticcb.master.job_machine import JobMachine
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role, ServedCluster
 from elasticcb.master.servers import Servers
@@ -298,13 +298,12 @@ class _FunctionJob:
                 raise value.error
         value = RemoteValue(self, self.owner.next_number(), name)
         rate = None if self._placed is None else self._placed.learning_rate
-        with self._desk.state() as state:
+        with self._desk.change():
             self.raise_error()
             if self._over:  # another thread has begun a `fit`, or has closed the cluster
                 raise UsageError(f"The cluster's functions have just ended: {name}() was not scheduled. Call it again.")
             self._open[value.number] = value
             self._inbox.append(_Scheduled(value, function_data, arguments, needed, rate))
-            state.wake()
         return value
 
     def dumps(self, value: Any, name: str) -> bytes:
@@ -365,10 +364,9 @@ class _FunctionJob:
         self._thread.join(_ABANDON_SECONDS)
 
     def _finish(self) -> None:
-        with self._desk.state() as state:
+        with self._desk.change() as state:
             self._over = state.over = True
             self._queue.finish()
-            state.wake()
 
     # ------------------------------------------------------------ the thread that drives the job
 
@@ -411,9 +409,8 @@ class _FunctionJob:
             self._learning_rate = self._servers.control.client.learning_rate
             self._servers.learning_rate = lambda: self._learning_rate if placed.learning_rate is not None else None
             cluster = ServedCluster(self._servers.places, placed.variables, placed.may_split)
-        with desk.state() as state:
+        with desk.change() as state:
             state.queue, state.cluster = self._queue, cluster
-            state.wake()
         self._ready.set()
 
     def _turn(self) -> None:
@@ -423,7 +420,9 @@ class _FunctionJob:
                 self._desk.wait_a_tick()
             inbox, self._inbox = self._inbox, []
             results, state.results = state.results, {}
-            self._take(state, results)
+            if results:
+                state.changed()
+                self._take(state, results)
             lost = bool(state.lost_ps)
         if lost and self._servers is not None:
             self._servers.restore_lost()
@@ -433,26 +432,25 @@ class _FunctionJob:
                 assert self._servers is not None
                 self._servers.control.set_learning_rate(rate)
                 self._learning_rate = rate
-            with self._desk.state() as state:
+            with self._desk.change() as state:
                 if scheduled.value.number in self._open:  # else it was cancelled
                     self._hand_out_or_wait(state, scheduled)
-                    state.wake()
 
-    def _hand_out_or_wait(self, state: JobState, scheduled: _Scheduled) -> None:
+    def _hand_out_or_wait(self, state: JobMachine, scheduled: _Scheduled) -> None:
         scheduled.missing = {value.number for value in scheduled.needed if not value.done()}
         for number in scheduled.missing:
             self._dependents.setdefault(number, []).append(scheduled)
         if not scheduled.missing:
             self._hand_out(state, scheduled)
 
-    def _hand_out(self, state: JobState, scheduled: _Scheduled) -> None:
+    def _hand_out(self, state: JobMachine, scheduled: _Scheduled) -> None:
         number = scheduled.value.number
         values = {value.number: value.data or b"" for value in scheduled.needed}
         call = FunctionCall(scheduled.value.name, scheduled.function, scheduled.arguments, values, tuple(caller_path()))
         state.calls[number] = pickle.dumps(call)
         self._queue.add_function(number)
 
-    def _take(self, state: JobState, results: dict[int, bytes]) -> None:
+    def _take(self, state: JobMachine, results: dict[int, bytes]) -> None:
         failed: RemoteValue | None = None
         for number, data in results.items():
             value = self._open.pop(number)
@@ -468,8 +466,6 @@ class _FunctionJob:
                     self._hand_out(state, scheduled)
         if failed is not None:
             self._cancel(state, failed)
-        if results:
-            state.wake()
 
     def _error_of(self, name: str, result: Result) -> FunctionError:
         error = FunctionError(
@@ -480,7 +476,7 @@ class _FunctionJob:
                 error.__cause__ = carry.loads(result.cause, references(self.model))
         return error
 
-    def _cancel(self, state: JobState, failed: RemoteValue) -> None:
+    def _cancel(self, state: JobMachine, failed: RemoteValue) -> None:
         """Cancels all functions that are not running, because `failed` raised an error."""
         if self._error is None:
             self._error = failed.error
@@ -496,7 +492,7 @@ class _FunctionJob:
     def _fail(self, error: Exception) -> None:
         if isinstance(error, ElasticCBError) and error.user_traceback:
             error = type(error)(f"{error}\n\n{error.user_traceback.rstrip()}", error.user_traceback)
-        with self._desk.state() as state:
+        with self._desk.change():
             error = self._with_names(error)
             self.failed = True
             if self._open or not self._over:
@@ -504,7 +500,6 @@ class _FunctionJob:
             for value in self._open.values():
                 value.settle(error=error)
             self._open.clear()
-            state.wake()
 
     def _with_names(self, error: Exception) -> Exception:
         """An error of the job, naming the function that ended it or the first unfinished one."""

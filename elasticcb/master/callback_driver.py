@@ -1,13 +1,14 @@
-"""Calls the hooks that run on the master, on a model with the servers' weights; those of epochs have entries in the
-journal.
+"""Runs the hooks of the master, on a model with the servers' weights.
 
-Changes that a hook makes are sent back: weights and optimizer state by `load_state`, the learning rate as the new base
-rate, `stop_training` to the task queue.
+What a hook changes are its `HookEffects`. They are journaled before they are applied, and applying them twice is the
+same as once: another master applies what the journal has, and runs the hooks that it does not have. Only weights and
+optimizer state, which would be too large for the journal, are sent to the servers before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from elasticcb.compute.registry import runs_eagerly
 from elasticcb.keras_private import updates_of
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.master.callback_arrays import CallbackArrays
-from elasticcb.master.desk import Desk
+from elasticcb.master.master_server import MasterServer
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.optimizers.held_state import read_optimizers, write_optimizers
 from elasticcb.optimizers.state import LEARNING_RATE, OptimizerState
@@ -36,25 +37,35 @@ if TYPE_CHECKING:
 _HOOKS = {Mode.TRAINING: "train", Mode.EVALUATION: "test", Mode.PREDICTION: "predict"}
 
 
+@dataclass(frozen=True)
+class HookEffects:
+    """What a hook has changed.
+
+    Attributes:
+        learning_rate: the base rate that it leaves; None with a schedule, or without an optimizer.
+        stop: why training should stop; "": it should not.
+        before_batch: as in `TaskQueue.stop_training`.
+        weights, ids: all weights, and the ids of embedding tables, if it has changed some; else None.
+        optimizer: the same for the state of the optimizers.
+    """
+
+    learning_rate: float | None
+    stop: str = ""
+    before_batch: bool = False
+    weights: list[Array] | None = None
+    ids: dict[int, Array] = field(default_factory=dict)
+    optimizer: OptimizerState | None = None
+
+
 class MasterHooks:
     """The hooks of a job that run on the master.
-
-    Args:
-        reached_version: called with the version after a change made here.
 
     Attributes:
         base_learning_rate: base rate of the servers; None with a schedule, or without an optimizer.
     """
 
-    def __init__(
-        self,
-        host: ModelHost,
-        ps: PSControl,
-        stop_training: Callable[[str, bool], None],
-        reached_version: Callable[[int], None],
-    ) -> None:
-        self._host, self._ps = host, ps
-        self._stop_training, self._reached_version = stop_training, reached_version
+    def __init__(self, host: ModelHost, ps: PSControl, master: MasterServer) -> None:
+        self._host, self._ps, self._master = host, ps, master
         self._callbacks = host.callbacks
         self._shown: Blocks | None = None  # state that the model was last set to; None: unknown
         self._weights: list[Array] = []  # weights at that time
@@ -67,35 +78,55 @@ class MasterHooks:
         """Logs of an epoch in Keras's order."""
         return self._host.metrics.in_order(logs)
 
-    def call(self, hook: str, *args: Any, **options: Any) -> None:
-        """Calls a hook of training or prediction; `options` as in `Dispatcher.call`."""
-        if self._callbacks.wants(hook):
-            reads = bool(self._callbacks.readers(hook))
-            if reads:
-                self._show(self._ps.client.pull(), self._callbacks.needs_optimizer_state(hook))
-            self._callbacks.call(hook, *args, **options)
-            self._carry_out(hook)
-            if reads:
-                self._send_changes()
+    def run(self, hook: str, *args: Any, **options: Any) -> HookEffects:
+        """Calls a hook of training or prediction, and applies nothing; `options` as in `Dispatcher.call`."""
+        if not self._callbacks.wants(hook):
+            return HookEffects(self.base_learning_rate)
+        reads = bool(self._callbacks.readers(hook))
+        if reads:
+            self._show(self._ps.client.pull(), self._callbacks.needs_optimizer_state(hook))
+        self._callbacks.call(hook, *args, **options)
+        return self._effects(reads, hook)
 
-    def call_again(self, hook: str, *args: Any, learning_rate: float | None = None) -> None:
-        """Calls a training hook that an earlier process of the job already called, to prepare the callback. Changes
-        that it makes to the model are not sent: the servers already hold them, and what was trained since.
+    def call(self, hook: str, *args: Any, **options: Any) -> None:
+        """Calls a hook, as `run`, and applies its effects."""
+        effects = self.run(hook, *args, **options)
+        self.send(effects)
+        self.apply(effects)
+
+    def prepare(self, hook: str, *args: Any, learning_rate: float | None = None) -> None:
+        """Runs a training hook that an earlier process of the job has run, for what it makes of its callback. Of its
+        effects, only a request to stop is applied: the servers hold the others, and what was trained since.
 
         Args:
             learning_rate: the base rate that the hook saw then; None: the current one.
         """
-        if self._callbacks.wants(hook):
-            if self._callbacks.readers(hook):
-                self._show(self._ps.client.pull(), self._callbacks.needs_optimizer_state(hook))
-            if learning_rate is not None:
-                self._set_learning_rate(learning_rate)
-            self._callbacks.call(hook, *args)
-            if self._callbacks.stop_requested:
-                self._stop_training(self._callbacks.stop_reason, True)
+        if learning_rate is not None:
+            self._set_learning_rate(learning_rate)
+        effects = self.run(hook, *args)
+        self._forget()
+        if self.base_learning_rate is not None:
+            self._set_learning_rate(self.base_learning_rate)
+        self.apply(replace(effects, learning_rate=self.base_learning_rate))
+
+    def send(self, effects: HookEffects) -> None:
+        """Sends changed weights and optimizer state to the servers."""
+        if effects.weights is not None or effects.optimizer is not None:
+            version = self._ps.load_state(effects.weights, effects.optimizer, effects.ids)
+            self._note_iterations(version)
+            self._master.reached_version(version)
             self._forget()
-            if self.base_learning_rate is not None:
-                self._set_learning_rate(self.base_learning_rate)
+
+    def apply(self, effects: HookEffects) -> None:
+        """Journals and applies the rest; doing so again changes nothing."""
+        if effects.stop:
+            self._master.stop_training(effects.stop, effects.before_batch)
+        rate = effects.learning_rate
+        if rate is not None and rate != self.base_learning_rate:
+            with self._master.state() as state:
+                state.persist(learning_rate=rate)
+            self._ps.set_learning_rate(rate)
+            self.base_learning_rate = rate
 
     def begin_round(self, evaluation_round: int) -> int:
         """Calls `on_test_begin` and makes the servers snapshot their weights for the round; returns the version.
@@ -106,9 +137,10 @@ class MasterHooks:
         if reads:
             self._show(self._ps.client.pull(), self._callbacks.needs_optimizer_state("on_test_begin"))
         self._callbacks.call("on_test_begin", {})
-        self._carry_out()
+        effects = self._effects(reads)
+        self.apply(effects)
         if reads:
-            weights, _ = self._changed_weights()  # embedding rows are always evaluated as the servers hold them
+            weights = effects.weights  # embedding rows are always evaluated as the servers hold them
             self._forget()
         self._round_changed = weights is not None
         return self._ps.snapshot(evaluation_round, weights)
@@ -120,10 +152,11 @@ class MasterHooks:
             needs_state = self._callbacks.needs_optimizer_state("on_test_end")
             self._show(self._ps.client.pull_snapshot(evaluation_round), needs_state)
         self._callbacks.call("on_test_end", logs)
-        self._carry_out()
+        effects = self._effects(reads)
+        self.apply(effects)
         if reads:
             if not self._round_changed:  # else the hook undid what `on_test_begin` did
-                self._send_changes()
+                self.send(effects)
             self._forget()
         self._ps.release_snapshot(evaluation_round)
 
@@ -149,19 +182,19 @@ class MasterHooks:
             begin, end = HookLogs(**more), HookLogs(self._host.metrics.in_order(metrics), **more)
             self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_begin", batch.index, begin)
             self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_end", batch.index, end, keras_logs=batch.means)
-        self._carry_out()
-        if reads:
-            self._send_changes()
+        effects = self._effects(reads)
+        self.send(effects)
+        self.apply(effects)
 
     def adopt_learning_rate(self, rate: float) -> None:
         """Sets the learning rate of the model on the master to `rate`, the servers' base rate."""
         self._set_learning_rate(rate)
         self.base_learning_rate = self._learning_rate()
 
-    def restore_learning_rate(self, rate: float) -> None:
-        """Sets the rate here and on the servers."""
+    def set_learning_rate(self, rate: float) -> None:
+        """Sets the base rate here and on the servers."""
         self._set_learning_rate(rate)
-        self._carry_out()
+        self.apply(HookEffects(self._learning_rate()))
 
     # ------------------------------------------------------------ the model
 
@@ -213,30 +246,22 @@ class MasterHooks:
         )
         return None if same else state
 
-    def _send_changes(self) -> None:
-        (weights, ids), state = self._changed_weights(), self._changed_state()
-        if weights is not None or state is not None:
-            version = self._ps.load_state(weights, state, ids)
-            self._note_iterations(version)
-            self._reached_version(version)
-            self._forget()
-        self._state = None
-
     def _forget(self) -> None:
         self._shown, self._state = None, None
 
     # ------------------------------------------------------------ other things that a hook may set
 
-    def _carry_out(self, hook: str = "") -> None:
-        if self._callbacks.stop_requested:
-            self._stop_training(self._callbacks.stop_reason, hook in ("on_train_begin", "on_epoch_begin"))
-        rate = self._learning_rate()
-        if rate is not None and rate != self.base_learning_rate:
-            self._ps.set_learning_rate(rate)
-            self.base_learning_rate = rate
+    def _effects(self, reads: bool, hook: str = "") -> HookEffects:
+        """What hooks have changed since `_show`, if they read the model, and what else they may set."""
         model, optimizer = self._host.model, self._host.optimizer
         if self._host.trains and runs_eagerly(model) and model.optimizer is not optimizer:
             self._callbacks.warn(CallbackWarning("model.optimizer was replaced", _REPLACED))
+        weights, ids = self._changed_weights() if reads else (None, {})
+        state = self._changed_state() if reads else None
+        self._state = None
+        stop = self._callbacks.stop_reason if self._callbacks.stop_requested else ""
+        before_batch = hook in ("on_train_begin", "on_epoch_begin")
+        return HookEffects(self._learning_rate(), stop, before_batch, weights, ids, state)
 
     def _set_learning_rate(self, rate: float) -> None:
         variable = self._host.learning_rate
@@ -279,73 +304,58 @@ class EpochHooks:
 
     def __init__(
         self,
-        desk: Desk,
+        master: MasterServer,
         hooks: MasterHooks,
         states: CallbackStates,
         arrays: CallbackArrays,
         num_epochs: int,
-        has_journal: bool,
         last_logs: dict[str, Any],
     ) -> None:
-        self._desk, self._hooks, self._states, self._arrays = desk, hooks, states, arrays
-        self._num_epochs, self._has_journal = num_epochs, has_journal
-        self.entry: dict[str, Any] = {}
+        self._master, self._hooks, self._states, self._arrays = master, hooks, states, arrays
+        self._num_epochs = num_epochs
         self.last_logs = last_logs
 
     def begin(self, epoch: int) -> None:
-        """Calls `on_epoch_begin`, unless there is no such epoch."""
+        """Calls `on_epoch_begin`, unless there is no such epoch; then workers may get its tasks."""
+        before = self._hooks.base_learning_rate
         if epoch < self._num_epochs:
-            self.entry = {"epoch_begun": True, "learning_rate_before": self._hooks.base_learning_rate}
-            self._hooks.call("on_epoch_begin", epoch, {})
+            effects = self._hooks.run("on_epoch_begin", epoch, {})
+            self._hooks.send(effects)
+            with self._master.state() as state:
+                state.epoch_begins(learning_rate=effects.learning_rate, learning_rate_before=before)
+            self._hooks.apply(effects)
+        with self._master.state() as state:
+            state.release_epoch(epoch)
 
     def begin_again(self, epoch: int, learning_rate: float | None) -> None:
-        """An earlier master already called it, according to the journal; `learning_rate`: the base rate before that
-        call."""
-        self.entry = {}
-        self._hooks.call_again("on_epoch_begin", epoch, {}, learning_rate=learning_rate)
+        """An earlier master has begun it, according to the journal; `learning_rate`: the base rate before that."""
+        self._hooks.prepare("on_epoch_begin", epoch, {}, learning_rate=learning_rate)
 
     def end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Calls `on_epoch_end`, and `on_epoch_begin` of the next epoch unless training is done."""
-        logs = self.last_logs = self._hooks.in_order(logs)
-        if self._has_journal:
-            # If this master dies in a hook, its replacement calls it again, and must not change the rate twice.
-            with self._desk.state() as state:
-                state.note(learning_rate_at_end=self._hooks.base_learning_rate)
-            self._desk.sync_journal()
+        logs = self._hooks.in_order(logs)
         given = dict(logs)  # later callbacks, and `History`, see what earlier ones add
-        self._hooks.call("on_epoch_end", epoch, given)
+        effects = self._hooks.run("on_epoch_end", epoch, given)
+        self._hooks.send(effects)
         validated = {name: value for name, value in given.items() if name.startswith("val_")}
         logs = self.last_logs = self._hooks.in_order({**logs, **validated})  # by a model's own `evaluate`
-        # Before `on_epoch_begin`, which runs again when the job is resumed.
         callbacks = self._callback_states()
-        self.entry = {"epoch_begun": False}
-        with self._desk.state() as state:
+        with self._master.state() as state:
             assert state.queue is not None
+            if effects.stop:
+                state.stop_training(effects.stop, effects.before_batch)
+            state.epoch_ends(epoch, learning_rate=effects.learning_rate, logs=plain(logs), **callbacks)
             all_trained = state.queue.all_trained
-        if not all_trained:
-            self.begin(epoch + 1)
-        with self._desk.state() as state:
-            assert state.queue is not None
-            state.epoch_version = state.version
-            state.queue.release_epoch(epoch)
-            state.epoch_states.forget(epoch)  # only now: the journal keeps them until the epoch has ended
-            state.note(
-                ended_epochs=epoch + 1,
-                learning_rate=self._hooks.base_learning_rate,
-                learning_rate_at_end=None,
-                logs=plain(logs),
-                **self.entry,
-                **callbacks,
-            )
-            state.shorten_journal()
-            state.wake()
-        self._desk.sync_journal()
+        self._master.sync_journal()
+        self._hooks.apply(effects)
         if callbacks:
             self._arrays.drop_others()
+        if not all_trained:
+            self.begin(epoch + 1)
 
     def _callback_states(self) -> dict[str, Any]:
         """States of callbacks, for the journal."""
-        if not self._has_journal:
+        if not self._master.has_journal:
             return {}
         arrays: dict[str, Any] = {}
         return {"callbacks": self._states.save(arrays), "callback_arrays": self._arrays.keep(arrays)}

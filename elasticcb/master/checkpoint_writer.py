@@ -6,58 +6,22 @@ import contextlib
 import logging
 import secrets
 import shutil
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from elasticcb.checkpoint import remote
 from elasticcb.checkpoint.versions import begin_version, finish_version, prune
 from elasticcb.errors import CheckpointError
+from elasticcb.master.master_server import MasterServer
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.settings import JobSettings
 from elasticcb.storage.remote_files import is_url
-
-
-class CheckpointFailures:
-    """Counts failures; reports the first one to the user, and the recovery.
-
-    Attributes:
-        newest: why the last checkpoint failed; None: it succeeded, or there was none.
-    """
-
-    def __init__(self, count: Callable[[], None], written: Callable[[], None], say: Callable[[str], None]) -> None:
-        self._count, self._written, self._say = count, written, say
-        self._lock = threading.Lock()
-        self.newest: CheckpointError | None = None
-
-    def add(self, error: CheckpointError, again: bool = False) -> None:
-        """A checkpoint could not be written; `again`: a retry of the same one."""
-        logger.warning("%s", error)
-        logger.debug("This was raised", exc_info=error)
-        with self._lock:
-            is_first, self.newest = self.newest is None, error
-        if not again:
-            self._count()
-        if is_first:
-            self._say(f"{error} The job continues without this checkpoint and tries again when the next one is due.")
-
-    def end(self) -> None:
-        """A checkpoint is complete at its destination."""
-        with self._lock:
-            was, self.newest = self.newest, None
-        self._written()
-        if was is not None:
-            self._say("Checkpoints can be written again.")
-
 
 logger = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
     """Makes the servers write their parts, to a folder or below a URL, and combines them into a valid checkpoint.
-
-    Args:
-        check_may_write: raises `ReplacedError` when another master has taken over the job.
 
     Attributes:
         newest: path or URL of the newest checkpoint; "" before the first.
@@ -67,15 +31,13 @@ class CheckpointWriter:
         self,
         settings: JobSettings,
         control: PSControl,
-        failures: CheckpointFailures,
+        master: MasterServer,
+        say: Callable[[str], None],
         resumed: bool,
-        check_may_write: Callable[[], None],
     ) -> None:
         self._job = settings.name
         self._settings = settings.checkpoint
-        self._control = control
-        self._failures = failures
-        self._resumed, self._check_may_write = resumed, check_may_write
+        self._control, self._master, self._say, self._resumed = control, master, say, resumed
         self._missing: CheckpointError | None = None  # why the last one is not on disk
         self._due = self._next(control.client.version)
         self.wanted = bool(self._settings.directory)
@@ -99,14 +61,24 @@ class CheckpointWriter:
         except (CheckpointError, OSError) as error:
             if not isinstance(error, CheckpointError):
                 error = CheckpointError(f"The checkpoint could not be written: {error}.")
-            self._missing = error
-            self._failures.add(error, again)
+            self._fail(error, again)
             return
-        self._failures.end()
+        self._master.checkpoint_written()
+        if self._missing is not None:
+            self._say("Checkpoints can be written again.")
         self._missing = None
         self.newest = path
         self._due = self._next(version)
         logger.info("Checkpoint %s was written", path)
+
+    def _fail(self, error: CheckpointError, again: bool) -> None:
+        logger.warning("%s", error)
+        logger.debug("This was raised", exc_info=error)
+        is_first, self._missing = self._missing is None, error
+        if not again:
+            self._master.checkpoint_failed()
+        if is_first:
+            self._say(f"{error} The job continues without this checkpoint and tries again when the next one is due.")
 
     def _written(self, version: int, tasks: dict[str, Any]) -> tuple[str, int]:
         """Writes a complete checkpoint, and removes old ones; returns its place and version."""
@@ -115,7 +87,7 @@ class CheckpointWriter:
         try:
             files = self._control.save(place, f"-{secrets.token_hex(4)}" if is_url(folder) else "")
             version = files[0].version
-            self._check_may_write()
+            self._master.check_is_ours()
             content: dict[str, Any] = {
                 "version": version,
                 "specs": self._control.servers.specs,

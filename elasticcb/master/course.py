@@ -23,7 +23,7 @@ from elasticcb.errors import CheckpointError
 from elasticcb.master.callback_driver import EpochHooks
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.evaluation import Round
-from elasticcb.master.job_state import JobState
+from elasticcb.master.job_machine import JobMachine
 from elasticcb.master.order import Order, TrainedModel
 from elasticcb.master.snapshot import EpochEnd, format_metric
 from elasticcb.master.task import Milestone, MilestoneKind, TaskType
@@ -106,9 +106,9 @@ class Course:
         if self._settings.command is Command.TRAIN:
             if callbacks.stop_requested:
                 self._desk.stop_training(callbacks.stop_reason, before_batch=True)
-            if memory is not None and memory.epoch_begun:
+            if memory.epoch_begun:
                 self._epochs.begin_again(initial_epoch, memory.learning_rate_before)
-            elif memory is None or not self.queue.training_done:
+            elif not (self._order.resumes and self.queue.training_done):
                 self._epochs.begin(initial_epoch)
             self._clock.begin(*self._progress())
             self._desk.tell(phase="training")
@@ -135,7 +135,7 @@ class Course:
         """Does what is due, or waits briefly. Raises the error that ends the job."""
         with self._desk.state() as state:
             self._desk.tend()
-            milestones = self.queue.take_milestones()
+            milestones = state.take_milestones()
             idle = not milestones and not self._round_is_due(state) and not self.checkpoints.is_due(state.version)
             if idle and not self._more_batches:
                 self._desk.wait_a_tick()
@@ -262,7 +262,7 @@ class Course:
             self._desk.warn(_lost_state(shared.names))
         rate = shared.take_back()
         if rate is not None:
-            self._hooks.restore_learning_rate(rate)
+            self._hooks.set_learning_rate(rate)
 
     def _prediction_done(self) -> None:
         self._end_batches(Mode.PREDICTION, 0)
@@ -334,9 +334,7 @@ class Course:
         if self.checkpoints.wanted:
             self.save_checkpoint()
         with self._desk.state() as state:
-            self.queue.add_train_end()
-            state.note()
-            state.wake()
+            state.add_train_end()
 
     # ------------------------------------------------------------ evaluation passes
 
@@ -344,7 +342,7 @@ class Course:
     def _evaluates(self) -> bool:
         return Mode.EVALUATION in self._host.sources
 
-    def _round_is_due(self, state: JobState) -> bool:
+    def _round_is_due(self, state: JobMachine) -> bool:
         """Whether the model has passed the version of the next round."""
         return self._evaluates and not self.queue.training_done and state.rounds.is_due(state.version)
 
@@ -352,16 +350,13 @@ class Course:
         if evaluation_round is None:
             return
         with self._desk.state() as state:
-            state.note(evaluation_round=evaluation_round.id)
+            state.persist(evaluation_round=evaluation_round.id)
         # The servers may be a few versions ahead of the version that made the round due.
         version = self._hooks.begin_round(evaluation_round.id)
         reason = evaluation_round.reason.value
         logger.info("Evaluation pass %d is of version %d (%s)", evaluation_round.id, version, reason)
         with self._desk.state() as state:
-            state.rounds.snapshot_taken(version)
-            state.evaluated_before = self.queue.accounting.records_evaluated
-            self.queue.add_evaluation(evaluation_round.id, self._host.sources[Mode.EVALUATION])
-            state.wake()
+            state.evaluation_begins(evaluation_round.id, version, self._host.sources[Mode.EVALUATION])
 
     def _round_done(self) -> None:
         with self._desk.state() as state:
@@ -380,7 +375,7 @@ class Course:
                 values = {f"val_{name}": value for name, value in metrics.items()}
                 self._end_epoch(epoch, {**self._waiting_logs.pop(epoch), **values})
         with self._desk.state() as state:
-            state.note(evaluated=finished.version, metrics=plain(metrics), evaluated_before=state.evaluated_before)
+            state.persist(evaluated=finished.version, metrics=plain(metrics), evaluated_before=state.evaluated_before)
             following = state.rounds.finish(state.version).round
             all_done = state.rounds.all_done and self.queue.training_done
         if following is not None:
@@ -417,8 +412,8 @@ class Course:
     def drain(self, seconds: float) -> None:
         """Stops handing out training tasks, and waits for running ones, up to `seconds`."""
         give_up = time.monotonic() + seconds
-        with self._desk.state():
-            self.queue.pause("interrupt", "the job is being interrupted")
+        with self._desk.state() as state:
+            state.pause("interrupt", "the job is being interrupted")
             while time.monotonic() < give_up and any(
                 lease.task.type is TaskType.TRAINING for lease in self.queue.leases()
             ):

@@ -1,4 +1,6 @@
-"""When evaluation passes start, and their results. Pure: no threads, clock, gRPC or Keras."""
+"""When evaluation passes start, and the metric states of tasks: of passes and of epochs. Pure: no threads, clock, gRPC
+or Keras.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,6 @@ class RoundDecision:
     """Whether a round starts now, and why (not)."""
 
     round: Round | None
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """Whether the metric states of a task were accepted, and why (not)."""
-
-    accepted: bool
     reason: str
 
 
@@ -152,8 +146,9 @@ class EvaluationRounds:
         states: Mapping[str, Sequence[Array]],
         batches: Sequence[Outputs] = (),
         restarts: bool = False,
-    ) -> Collected:
-        """Accepts the results of one task of the running round; refuses a second report of the same task.
+    ) -> bool:
+        """Accepts the results of one task of the running round; refuses a second report of the same task. Returns
+        whether they were accepted.
 
         Args:
             states: by metric, the arrays of `metric.variables` over the task's records.
@@ -163,11 +158,8 @@ class EvaluationRounds:
         Raises `WireError`, and accepts nothing, when metrics, shapes of states or paths of outputs differ from those of
         the round's other tasks.
         """
-        if self._running is None or round_id != self._running.id:
-            return Collected(False, f"evaluation pass {round_id} is not running")
-        if not self.collection.add(task_id, states, batches, restarts):
-            return Collected(False, f"task {task_id} was already counted in evaluation pass {round_id}")
-        return Collected(True, f"task {task_id} is counted in evaluation pass {round_id}")
+        is_running = self._running is not None and round_id == self._running.id
+        return is_running and self.collection.add(task_id, states, batches, restarts)
 
     def finish(self, version: int) -> RoundDecision:
         """Ends the running round; returns the next one if it became due meanwhile."""
@@ -283,3 +275,71 @@ def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
     if dtype.kind == "c":
         return np.dtype(np.complex128)
     return np.dtype(np.int64 if dtype.kind in "iub" else np.float64)
+
+
+class EpochStates:
+    """Sums metric states by epoch, until the epoch has ended.
+
+    Attributes:
+        merging: metrics whose states can't be summed: those of tasks are kept until they are `merged`.
+    """
+
+    _PILE = 8  # states
+
+    def __init__(self) -> None:
+        self.merging: frozenset[str] = frozenset()
+        self._by_epoch: dict[int, dict[str, list[Any]]] = {}
+        self._ended = 0  # epochs before this one have ended
+
+    def add(self, epoch: int, states: Mapping[str, Sequence[Any]]) -> None:
+        """Adds the states of a task of `epoch`, by metric; none of an epoch that has ended, of which a part is trained
+        again."""
+        if epoch < self._ended:
+            return
+        total = self._by_epoch.setdefault(epoch, {})
+        for name, values in states.items():
+            if name in self.merging:
+                total.setdefault(name, []).append(values)
+                continue
+            before = total.get(name)
+            total[name] = [
+                np.asarray(value, np.float64) + (before[i] if before is not None else 0)
+                for i, value in enumerate(values)
+            ]
+
+    def of(self, epoch: int) -> Mapping[str, list[Any]]:
+        """Sums by metric, or the states of each task."""
+        return self._by_epoch.get(epoch, {})
+
+    def piles(self) -> list[tuple[int, str, list[Any]]]:
+        """Epochs and metrics with states enough to be worth merging."""
+        return [
+            (epoch, name, list(states))
+            for epoch, by_name in self._by_epoch.items()
+            for name, states in by_name.items()
+            if name in self.merging and len(states) >= self._PILE
+        ]
+
+    def merged(self, epoch: int, name: str, tasks: Sequence[Any], state: Sequence[Any]) -> None:
+        """`tasks`, the states of the first tasks of `epoch`, are together `state`."""
+        kept = self.of(epoch).get(name, [])
+        if kept and kept[0] is tasks[0]:  # else they were forgotten meanwhile
+            kept[: len(tasks)] = [state]
+
+    def forget(self, epoch: int) -> None:
+        """What follows replaces the states of the epoch."""
+        self._by_epoch.pop(epoch, None)
+
+    def end_before(self, epoch: int) -> None:
+        """All epochs before this one have ended."""
+        self._ended = epoch
+        self._by_epoch = {each: states for each, states in self._by_epoch.items() if each >= epoch}
+
+    def to_journal(self) -> list[tuple[int, dict[str, list[Any]]]]:
+        """Epochs and states that rebuild this from an empty one through `add`, as few as possible."""
+        return [
+            (epoch, {name: states})
+            for epoch, by_name in self._by_epoch.items()
+            for name, values in by_name.items()
+            for states in (values if name in self.merging else [values])
+        ]

@@ -21,7 +21,7 @@ from elasticcb.errors import (
 )
 from elasticcb.master.callback_arrays import CallbackArrays
 from elasticcb.master.course import Course
-from elasticcb.master.journal import Journal
+from elasticcb.master.journal import Journal, Memory
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
 from elasticcb.master.opening import open_job
@@ -62,10 +62,9 @@ class Job:
         goes_on_by: str = "",
         takeover: Takeover | None = None,
     ) -> None:
-        memory = journal.memory if journal is not None and journal.memory.begun else None
-        kept = None if memory is None else memory.callback_arrays
+        memory = journal.memory if journal is not None and journal.memory.begun else Memory()
         display = KeptDisplay(display, master.desk.happened)
-        before = time.time() - memory.began if memory is not None and memory.began and takeover is not None else 0.0
+        before = time.time() - memory.began if memory.began and takeover is not None else 0.0
         self._order = Order(
             settings=replace(settings, keras_backend=chosen_backend()),
             master=master,
@@ -77,7 +76,7 @@ class Job:
             journal=journal,
             memory=memory,
             takeover=takeover,
-            arrays=CallbackArrays(Path(settings.directory, RECOVERY_FOLDER), kept, display.message),
+            arrays=CallbackArrays(Path(settings.directory, RECOVERY_FOLDER), memory.callback_arrays, display.message),
             goes_on_by=goes_on_by,
         )
         self._course: Course | None = None  # None until the servers hold the model and workers get tasks
@@ -133,8 +132,8 @@ class Job:
         exported = callback_params(order.settings)["saved_model_path"]
         with desk.state() as state:
             for place, calls in zip(course.served.servers.places, refused, strict=True):
-                stats = state.crew.stats.get(place.id, Stats())
-                state.crew.stats[place.id] = replace(stats, refused_calls=calls)
+                stats = state.stats.get(place.id, Stats())
+                state.stats[place.id] = replace(stats, refused_calls=calls)
             state.tell(saved_model_path=exported if os.path.isdir(exported) else "")
         summary = order.master.observe()
         if missing is not None and order.make_program is None:
@@ -211,7 +210,7 @@ class Job:
     def _is_resumable(self) -> bool:
         order = self._order
         is_there = Path(order.settings.directory).is_dir()  # the user may have removed it
-        return is_there and order.journal is not None and (self._course is not None or order.memory is not None)
+        return is_there and order.journal is not None and (self._course is not None or order.resumes)
 
 
 def _host_of_model_file(settings: JobSettings) -> Any:

@@ -54,13 +54,10 @@ class Memory:
         ended_epochs: the first epoch whose end hooks have not run; earlier ones have ended.
         evaluated: model version of the last finished evaluation pass.
         metrics: of that pass.
-        evaluated_before: as in `JobRecord`, for that pass.
-        learning_rate: base rate when training started, or after the last epoch ended and the next began; None with a
-            schedule.
+        evaluated_before: as in `JobMachine`, for that pass.
+        learning_rate: the base rate, or the one that the servers are about to get; None with a schedule.
         epoch_begun: whether `on_epoch_begin` has run for the first epoch that has not ended.
-        learning_rate_before: the base rate before that hook.
-        learning_rate_at_end: the base rate when the end hooks of an epoch were called; None: they have finished, or
-            were not called yet.
+        learning_rate_before: the base rate that this hook saw.
         callbacks: `saved_states` of each callback on the master at the end of the last epoch.
         callback_arrays: the file with their arrays (`CallbackArrays.keep`); None: none.
         totals: totals besides the queue's accounting, over all masters of the job.
@@ -88,7 +85,6 @@ class Memory:
     learning_rate: float | None = None
     epoch_begun: bool = False
     learning_rate_before: float | None = None
-    learning_rate_at_end: float | None = None
     logs: dict[str, Any] = field(default_factory=dict)
     callbacks: list[Any] = field(default_factory=list)
     callback_arrays: dict[str, Any] | None = None
@@ -104,18 +100,13 @@ class Memory:
         """Whether the job has handed out tasks."""
         return self.queue is not None
 
-    @property
-    def undone_learning_rate(self) -> float | None:
-        """The base rate before hooks of epochs that run again, which may have changed it; None: no hooks do."""
-        return self.learning_rate_at_end if self.epoch_begun else self.learning_rate
-
     def add(self, entry: Mapping[str, Any]) -> None:
         """Applies one entry."""
         for name in entry.keys() & vars(self).keys() - {"states", "queue"}:
             setattr(self, name, entry[name])
         if "queue" in entry:
             self.queue = {**(self.queue or {}), **entry["queue"]}
-        for epoch in entry.get("restarted", ()):  # in a compacted entry, its states are newer
+        for epoch in entry.get("restarted", ()):
             self.states.pop(epoch, None)
         for epoch, states in entry.get("states", ()):
             self.states.setdefault(epoch, []).append({name: [_array(a) for a in given] for name, given in states})
@@ -214,7 +205,7 @@ class Journal:
 
     def _note(self, entry: Mapping[str, Any]) -> None:
         queue = {**self._latest.get("queue", {}), **entry.get("queue", {})}
-        self._latest.update((name, value) for name, value in entry.items() if name != "states")
+        self._latest.update((name, value) for name, value in entry.items() if name not in ("states", "restarted"))
         if queue:
             self._latest["queue"] = queue
 
@@ -224,29 +215,29 @@ class Journal:
             earlier = [(epoch, states) for epoch, tasks in self.memory.states.items() for states in tasks]
             self._replace(_plain_states(earlier))
 
-    def add(self, **entry: Any) -> None:
-        """Appends an entry; of the queue (which may have thousands of sources) only what changed. "states" are the
-        metric states of training tasks, each with its epoch.
+    def add(self, state: Mapping[str, Any] | None = None, /, **facts: Any) -> None:
+        """Appends an entry, unless there is nothing new.
+
+        Args:
+            state: `JobMachine.to_dict`; only what has changed is written, also within the queue, which may have
+                thousands of sources.
+            facts: fields of `Memory`; "states" are the metric states of training tasks, each with its epoch, and
+                "restarted" epochs that lose their earlier ones.
 
         Raises `JobFailedError` on failure, and at every later call: no entry may be skipped.
         """
         self.begin()
         assert self._descriptor is not None
-        noted = dict(entry)
-        if "states" in entry:
-            entry["states"] = _plain_states(entry["states"])
-        if "queue" in entry:
-            known = self._latest.get("queue", {})
-            entry["queue"] = {
-                name: value
-                for name, value in entry["queue"].items()
-                if name not in known or (known[name] is not value and known[name] != value)
-            }
-        line = _line(entry)
+        state = dict(state or {})
+        queue = _changes(state.pop("queue", {}), self._latest.get("queue", {}))
+        news = {**({"queue": queue} if queue else {}), **_changes(state, self._latest), **facts}
+        if not news:
+            return
+        line = _line({**news, "states": _plain_states(news["states"])} if "states" in news else news)
         with self._writing():
             durable.append(self._descriptor, line)
         self._size += len(line)
-        self._note(noted)
+        self._note(news)
 
     @property
     def is_large(self) -> bool:
@@ -323,6 +314,15 @@ class Journal:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of `now` that differ from those of `before`."""
+    return {
+        name: value
+        for name, value in now.items()
+        if name not in before or (before[name] is not value and before[name] != value)
+    }
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

@@ -9,8 +9,8 @@ import numpy as np
 from elasticcb.clients.ps_places import Places
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.errors import ConnectionLostError, UsageError
-from elasticcb.master.desk import Desk
-from elasticcb.master.job_state import JobState
+from elasticcb.master.job_machine import JobMachine
+from elasticcb.master.master_server import MasterServer
 from elasticcb.master.members import ServedCluster
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import to_message
@@ -23,7 +23,7 @@ _RESTORE_SECONDS = 30.0  # for the replacement of a lost server
 class LiveTables:
     """Queries the servers of the current job, independently of the driving thread."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: MasterServer) -> None:
         self._desk = desk
 
     def ask(self, top: int, id: int | None, seconds: float = _RESTORE_SECONDS) -> pb.TablesResponse:
@@ -72,11 +72,11 @@ class LiveTables:
         answer.found.tensors.extend(to_message(array, name) for name, array in frame.tensors.items())
 
 
-def _is_over(state: JobState) -> bool:
+def _is_over(state: JobMachine) -> bool:
     return state.closing or state.over
 
 
-def _why_not(state: JobState) -> str:
+def _why_not(state: JobMachine) -> str:
     """Why the servers can't be queried; "": they can."""
     if _is_over(state):
         return "the job is over"

@@ -2,8 +2,9 @@
 
 Its workers and servers run one job after another: a command runs one, `elasticcb.Cluster` as many as requested.
 
-gRPC threads update the state of the current job under one lock (`desk.py`). Everything slow (Keras, parameter servers,
-files, callbacks) runs in the thread that drives the job (`job.py`), which wakes up when the queue reaches a milestone.
+gRPC threads tell the current job's machine what happens, under one lock (`master_server.py`). Everything slow (Keras,
+parameter servers, files, callbacks) runs in the thread that drives the job (`job.py`), which wakes up when the queue
+reaches a milestone.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from dataclasses import replace
 from typing import Any
 
 from elasticcb.cluster.base import ClusterBackend
-from elasticcb.master.desk import Desk
-from elasticcb.master.job_state import JobState
+from elasticcb.master.job_machine import JobMachine
+from elasticcb.master.master_server import MasterServer
 from elasticcb.master.members import Member, Role
 from elasticcb.master.metrics_server import MetricsServer
 from elasticcb.master.observation import free_disk_bytes, observe
 from elasticcb.master.server_scaling import ServerScaling
-from elasticcb.master.servicer import Calls, MasterServicer
+from elasticcb.master.servicer import MasterServicer
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.frame_service import FrameService
@@ -49,13 +50,11 @@ class Master:
         threads = 8 + 4 * (max(cluster.num_workers, MOST_WORKERS) + cluster.num_ps)  # threads start on demand
         host = cluster.host or backend.host
         self._server = Server(host, cluster.port, threads, access, _LARGEST_MESSAGE)
-        self.desk = Desk(cluster, backend, say, self._server.address, access)
-        self.calls = Calls(self.desk)
+        self.desk = MasterServer(cluster, backend, say, self._server.address, access)
         self.server_scaling = ServerScaling(self.desk)
         self.watchdog = Watchdog(self.desk, cluster.silence_seconds, backend.watches)
         servicer = MasterServicer(
             self.desk,
-            self.calls,
             self.server_scaling,
             self.watchdog.doubt,
             self.observe,
@@ -154,7 +153,7 @@ class Watchdog:
             job.
     """
 
-    def __init__(self, desk: Desk, silence_seconds: float, watched: bool) -> None:
+    def __init__(self, desk: MasterServer, silence_seconds: float, watched: bool) -> None:
         self._desk = desk
         self._silence, self._watched = silence_seconds, watched
         self._looked = -math.inf
@@ -186,7 +185,7 @@ class Watchdog:
                     if member.role is role and (not self._watched or state.has(member.id)):
                         self._desk.replace(member, f"no heartbeat for {seconds:g} s")
 
-    def _seconds(self, role: Role, state: JobState) -> float:
+    def _seconds(self, role: Role, state: JobMachine) -> float:
         settings = state.settings
         if role is Role.PS or not self._watched or settings is None:
             return self._silence

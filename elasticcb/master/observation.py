@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elasticcb.master.job_state import JobState
+from elasticcb.master.job_machine import JobMachine
 from elasticcb.master.members import PlaceState, Role
 from elasticcb.master.snapshot import JobSnapshot, ProcessCounts, ProcessSnapshot
 from elasticcb.master.task_queue import TaskQueue
@@ -22,7 +22,7 @@ from elasticcb.settings import Command, JobSettings
 from elasticcb.storage.remote_files import is_url
 
 
-def observe(state: JobState, refused: Mapping[str, int], now: float) -> JobSnapshot:
+def observe(state: JobMachine, refused: Mapping[str, int], now: float) -> JobSnapshot:
     """A snapshot of the job at time `now`, in seconds."""
     settings, totals = state.settings, state.totals
     processes = tuple(_process(state, role, index, now) for role, index in state.roster.places())
@@ -61,7 +61,7 @@ def records_to_train(settings: JobSettings, queue: TaskQueue) -> int:
     return min(total, training.max_step * training.minibatch_size) if training.max_step else total
 
 
-def _of_settings(state: JobState, settings: JobSettings | None, now: float) -> dict[str, Any]:
+def _of_settings(state: JobMachine, settings: JobSettings | None, now: float) -> dict[str, Any]:
     if settings is None:
         return {}
     values = {"command": settings.command, "name": settings.name, "directory": settings.directory}
@@ -81,7 +81,7 @@ def free_disk_bytes(settings: JobSettings | None) -> dict[str, int]:
     return found
 
 
-def figures_of(queue: TaskQueue, state: JobState, now: float) -> dict[str, Any]:
+def figures_of(queue: TaskQueue, state: JobMachine, now: float) -> dict[str, Any]:
     """Fields of a snapshot that tell how far the job is, by this queue."""
     settings = state.settings
     if settings is None:
@@ -117,10 +117,10 @@ def figures_of(queue: TaskQueue, state: JobState, now: float) -> dict[str, Any]:
     }
 
 
-def _added_up(state: JobState, refused: Mapping[str, int]) -> dict[str, Any]:
+def _added_up(state: JobMachine, refused: Mapping[str, int]) -> dict[str, Any]:
     """Statistics summed over all processes, past and present."""
     rows, refusals, total = 0, Counter(refused), histograms()
-    for stats in state.crew.stats.values():
+    for stats in state.stats.values():
         rows += stats.rows_looked_up
         refusals.update(stats.refused_calls)
         for name, histogram in stats.histograms.items():
@@ -128,18 +128,18 @@ def _added_up(state: JobState, refused: Mapping[str, int]) -> dict[str, Any]:
     return {"rows_looked_up": rows, "refused_calls": dict(refusals), "histograms": total}
 
 
-def _tables(state: JobState) -> dict[str, TableSize]:
+def _tables(state: JobMachine) -> dict[str, TableSize]:
     """Table sizes of the servers that are up."""
     found: dict[str, TableSize] = {}
     for server in state.roster.up(Role.PS):
-        stats = state.crew.stats.get(server.id)
+        stats = state.stats.get(server.id)
         for path, size in (stats.tables if stats is not None else {}).items():
             other = found.get(path, TableSize(0, 0))
             found[path] = TableSize(other.rows + size.rows, other.bytes + size.bytes)
     return found
 
 
-def _counts(state: JobState, role: Role) -> ProcessCounts:
+def _counts(state: JobMachine, role: Role) -> ProcessCounts:
     roster = state.roster
     return ProcessCounts(
         planned=roster.size(role),
@@ -149,13 +149,13 @@ def _counts(state: JobState, role: Role) -> ProcessCounts:
     )
 
 
-def _process(state: JobState, role: Role, index: int, now: float) -> ProcessSnapshot:
+def _process(state: JobMachine, role: Role, index: int, now: float) -> ProcessSnapshot:
     member, place = state.roster.at(role, index), state.roster.state(role, index)
     process = ProcessSnapshot(role=role.label, index=index, state=place.label)
     if member is None:
         return process
     separate = (member.pid, member.host) != (os.getpid(), host_name())  # else it is a thread of the master
-    told = state.crew.stats.get(member.id)
+    told = state.stats.get(member.id)
     stats = told if separate else None
     return replace(
         process,
@@ -172,7 +172,7 @@ def _process(state: JobState, role: Role, index: int, now: float) -> ProcessSnap
     )
 
 
-def _pace(state: JobState, worker: int, now: float) -> dict[str, Any]:
+def _pace(state: JobMachine, worker: int, now: float) -> dict[str, Any]:
     speed = state.speeds.get(worker)
     if speed is None or state.settings is None:
         return {}

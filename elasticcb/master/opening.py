@@ -20,11 +20,12 @@ from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.errors import JobFailedError
 from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.callback_driver import EpochHooks, MasterHooks
-from elasticcb.master.checkpoint_writer import CheckpointFailures, CheckpointWriter
+from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.course import Course
-from elasticcb.master.desk import Desk
 from elasticcb.master.evaluation import EvaluationRounds
-from elasticcb.master.job_state import JobState
+from elasticcb.master.job_machine import JobMachine
+from elasticcb.master.journal import Memory
+from elasticcb.master.master_server import MasterServer
 from elasticcb.master.members import PlaceState, Role, ServedCluster
 from elasticcb.master.observation import figures_of, records_to_train
 from elasticcb.master.opening_checkpoints import (
@@ -35,6 +36,7 @@ from elasticcb.master.opening_checkpoints import (
     warn_of_later_versions,
 )
 from elasticcb.master.order import ModelOrigin, Order, Takeover, TrainedModel
+from elasticcb.master.ps_admin import PSControl
 from elasticcb.master.servers import Servers
 from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
@@ -58,12 +60,12 @@ def open_job(order: Order) -> Course:
         _repeat_lost(order, queue)
     _lay_out(order, served, queue, initial_epoch)
     course = _make_course(order, served, queue, epochs)
-    if order.memory is not None and order.memory.over:
+    if order.memory.over:
         course.finish()
     else:
         course.begin(initial_epoch)
         served.host.shared_callbacks.prepare()
-    _let_workers_begin(order, served, course, epochs)
+    _let_workers_begin(order, served, course)
     if order.takeover is not None:
         seconds = time.monotonic() - order.takeover.since
         order.display.message(f"The master recovered in {seconds:.1f} s; {went_on} kept running.")
@@ -93,13 +95,12 @@ def _start_processes(order: Order) -> str:
     desk, memory = order.desk, order.memory
     if order.takeover is not None:
         return _take_over(order, order.takeover)
-    if memory is not None:
-        with desk.state() as state:
-            state.roster.next_id = memory.next_id
-            if memory.workers:
-                state.roster.resize(Role.WORKER, memory.workers)
-            if memory.map_version:
-                state.roster.resize(Role.PS, len(memory.servers))
+    with desk.state() as state:
+        state.roster.next_id = max(memory.next_id, state.roster.next_id)
+        if memory.workers:
+            state.roster.resize(Role.WORKER, memory.workers)
+        if memory.map_version:
+            state.roster.resize(Role.PS, len(memory.servers))
     desk.start_processes()
     if order.make_program is None:
         begin_job(order)
@@ -110,7 +111,7 @@ def begin_job(order: Order, program: bytes = b"") -> None:
     """Begins the job; if it is resumed, its status shows where it was until it continues."""
     memory = order.memory
     order.desk.begin_job(order.settings, program, started=order.started)
-    if memory is not None and memory.queue is not None:
+    if memory.queue is not None:
         with order.desk.state() as state:
             state.version = state.start_version = memory.version
             state.tell(**figures_of(TaskQueue.from_dict(memory.queue), state, time.monotonic()))
@@ -119,11 +120,7 @@ def begin_job(order: Order, program: bytes = b"") -> None:
 def _take_over(order: Order, takeover: Takeover) -> str:
     """Lets workers continue their tasks at once; the model for hooks and rounds is built in the meantime."""
     assert order.journal is not None
-    desk, memory = order.desk, order.journal.memory
-    assert memory.queue is not None
-    queue = TaskQueue.from_dict(memory.queue, time.monotonic())
-    queue.repeat_milestones(memory.ended_epochs)
-    queue.release_epoch(memory.ended_epochs - 1)
+    desk, queue = order.desk, _queue_of(order.memory, time.monotonic())
     desk.begin_job(order.settings, started=order.started)
     desk.take_over(order.journal, queue, takeover.running)
     with desk.state() as state:
@@ -146,12 +143,12 @@ def _build_model(order: Order) -> ModelOrigin:
     order.report.show_model(host.variables)
     if order.make_program is not None:
         begin_job(order, order.make_program())
-    memory, begin_warm = order.memory, functools.cache(functools.partial(warm_start_of, order, host))
-    if memory is None:
+    begin_warm = functools.cache(functools.partial(warm_start_of, order, host))
+    if not order.resumes:
         begin_warm()  # report errors before servers get a model
-    if memory is None or not order.settings.checkpoint.directory:
+    if not order.resumes or not order.settings.checkpoint.directory:
         return ModelOrigin(host, start.place, warm_start=begin_warm)
-    run = memory.run
+    run = order.memory.run
     return ModelOrigin(host, start.place, lambda: newest_of_earlier_master(order, run), begin_warm)
 
 
@@ -167,9 +164,8 @@ def _wait_for_servers(order: Order) -> None:
 
 
 def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
-    """Sends the model to the servers: fresh weights, a checkpoint, or their own recovery files."""
+    """The servers hold the model."""
     memory, host, desk = order.memory, origin.host, order.desk
-    taken_over = memory is not None and order.takeover is not None
     servers = Servers(
         desk,
         order.master.watchdog.doubt,
@@ -178,41 +174,21 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
         host.described,
         origin.source,
         desk.say,
-        run="" if memory is None else memory.run,
+        run=memory.run,
         term=1 if order.journal is None else order.journal.term,
-        places=[ServerPlace(*place) for place in memory.servers] if memory and taken_over else (),
-        map_version=0 if memory is None else memory.map_version,
+        places=() if order.takeover is None else [ServerPlace(*place) for place in memory.servers],
+        map_version=memory.map_version,
         copy=None if order.journal is None or order.journal.copy is None else order.journal.copy.of_recovery(),
     )
     order.until_end.callback(servers.close)
-    ps = servers.control
-    if memory is None:
-        source = origin.source()
-        ps.initialize(source)
-        warn_of_later_versions(order, ps.client.version)
-        if source.checkpoint:
-            state = ps.client.pull_with_optimizers()
-            warning = host.check_restored(state, source.checkpoint)
-            if warning:
-                desk.warn(warning)
-            order.display.message(f"The model starts from {source.checkpoint}, version {ps.client.version}.")
-        if source.checkpoint or origin.warm_start() is not None:
-            host.assign(*ps.client.weights())
+    if order.resumes:
+        _restore(order, servers, host)
     else:
-        servers.learning_rate = lambda: memory.learning_rate
-        if taken_over:
-            servers.restore_lost()
-            ps.client.pull()
-            ps.release_held()
-            if memory.evaluation_round:  # it restarts, if it was running
-                ps.release_snapshot(memory.evaluation_round)
-        else:
-            servers.adopt(memory.version)
-            host.assign(*ps.client.weights())
-    hooks = MasterHooks(host, ps, desk.stop_training, desk.reached_version)
-    hooks.adopt_learning_rate(ps.client.learning_rate)
-    if memory is not None and memory.undone_learning_rate is not None:
-        hooks.restore_learning_rate(memory.undone_learning_rate)
+        _initialize(order, servers.control, origin)
+    hooks = MasterHooks(host, servers.control, desk)
+    hooks.adopt_learning_rate(servers.control.client.learning_rate)
+    if memory.learning_rate is not None:
+        hooks.set_learning_rate(memory.learning_rate)
     servers.learning_rate = lambda: hooks.base_learning_rate
     host.callbacks.warn = desk.warn
     for warning in left_on_workers(host.callbacks.callbacks, order.settings):
@@ -220,25 +196,52 @@ def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
     return TrainedModel(host, origin, servers, hooks)
 
 
+def _initialize(order: Order, ps: PSControl, origin: ModelOrigin) -> None:
+    """The servers of a new job get fresh weights, or a checkpoint."""
+    host, source = origin.host, origin.source()
+    ps.initialize(source)
+    warn_of_later_versions(order, ps.client.version)
+    if source.checkpoint:
+        warning = host.check_restored(ps.client.pull_with_optimizers(), source.checkpoint)
+        if warning:
+            order.desk.warn(warning)
+        order.display.message(f"The model starts from {source.checkpoint}, version {ps.client.version}.")
+    if source.checkpoint or origin.warm_start() is not None:
+        host.assign(*ps.client.weights())
+
+
+def _restore(order: Order, servers: Servers, host: Any) -> None:
+    """The servers of a resumed job hold the model still, or get it from their recovery files."""
+    memory, ps = order.memory, servers.control
+    servers.learning_rate = lambda: memory.learning_rate
+    if order.takeover is None:
+        servers.adopt(memory.version)
+        host.assign(*ps.client.weights())
+        return
+    servers.restore_lost()
+    ps.client.pull()
+    ps.release_held()
+    if memory.evaluation_round:  # it restarts, if it was running
+        ps.release_snapshot(memory.evaluation_round)
+
+
 def _call_first_hooks(order: Order, served: TrainedModel) -> tuple[EpochHooks, int]:
     """Calls `on_train_begin`, which may restore weights, optimizer and epoch, and the first epoch hook."""
     memory, host, training = order.memory, served.host, order.settings.training
-    if memory is not None:
-        keep_files(host.callbacks.callbacks)
     states = CallbackStates(host.callbacks.callbacks, order.display.message)
-    if order.settings.command is Command.TRAIN and (memory is None or not memory.over):
-        # When a job is resumed, training has already continued from what the hook would set.
-        begin = served.hooks.call if memory is None else served.hooks.call_again
-        begin("on_train_begin", {})
-    initial_epoch = getattr(host.model, "_initial_epoch", None) or training.initial_epoch
-    states.begin()
-    if memory is not None:
+    if order.resumes:
+        keep_files(host.callbacks.callbacks)
+        if not memory.over:  # training has already continued from what the hook would set
+            served.hooks.prepare("on_train_begin", {})
         initial_epoch = memory.ended_epochs
+        states.begin()
         states.restore(memory.callbacks, order.arrays.load())
-    last_logs = {} if memory is None else memory.logs
-    epochs = EpochHooks(
-        order.desk, served.hooks, states, order.arrays, training.num_epochs, order.journal is not None, last_logs
-    )
+    else:
+        if order.settings.command is Command.TRAIN:
+            served.hooks.call("on_train_begin", {})
+        initial_epoch = getattr(host.model, "_initial_epoch", None) or training.initial_epoch
+        states.begin()
+    epochs = EpochHooks(order.desk, served.hooks, states, order.arrays, training.num_epochs, memory.logs)
     return epochs, initial_epoch
 
 
@@ -272,7 +275,7 @@ def _new_queue(order: Order, host: Any, initial_epoch: int) -> TaskQueue:
 def resumed_queue(order: Order, host: Any) -> TaskQueue | None:
     """The queue of an earlier master. Raises `JobFailedError` when the data has changed."""
     memory = order.memory
-    if memory is None or memory.queue is None:
+    if memory.queue is None:
         return None
     stopped = memory.queue["stop_reason"] is not None
     if not host.repeatable and not memory.over and not stopped:
@@ -288,11 +291,21 @@ def resumed_queue(order: Order, host: Any) -> TaskQueue | None:
     if order.takeover is not None:
         with order.desk.state() as state:
             return state.queue
-    queue = TaskQueue.from_dict(memory.queue)
+    queue = _queue_of(memory)
     if not host.repeatable:
         queue.drop_training()
+        queue.repeat_milestones(memory.ended_epochs)
+    return queue
+
+
+def _queue_of(memory: Memory, now: float | None = None) -> TaskQueue:
+    """The queue where the journal ends; milestones come again that were not carried out. `now`: workers keep their
+    leases."""
+    assert memory.queue is not None
+    queue = TaskQueue.from_dict(memory.queue, now)
     queue.repeat_milestones(memory.ended_epochs)
-    queue.release_epoch(memory.ended_epochs - 1)
+    if memory.epoch_begun:
+        queue.release_epoch(memory.ended_epochs - 1)
     return queue
 
 
@@ -300,63 +313,52 @@ def _lay_out(order: Order, served: TrainedModel, queue: TaskQueue, initial_epoch
     """Sets up the queue, the rounds and the journal."""
     host, memory, training, version = served.host, order.memory, order.settings.training, served.ps.client.version
     logger.info("The servers hold the model, version %d", version)
-    evaluated = None if memory is None else memory.evaluated
-    with order.desk.state() as state:
+    with order.desk.change() as state:
         state.version = state.start_version = max(state.version, version)
         state.evaluated_before = queue.accounting.records_evaluated
-        if memory is not None and memory.metrics:
+        if memory.metrics:
             state.evaluated_before = memory.evaluated_before
             state.tell(metrics=memory.metrics)
         state.epoch_states.merging = host.metrics.merging_units
         state.rounds = EvaluationRounds(
             evaluation_steps=training.evaluation_steps,
-            start_version=version if evaluated is None else evaluated,
+            start_version=version if memory.evaluated is None else memory.evaluated,
             merge=host.metrics.merge_states if host.merges_by_itself else None,
-            first_id=1 if memory is None else memory.evaluation_round + 1,
+            first_id=memory.evaluation_round + 1,
         )
         state.queue, state.shared_callbacks = queue, host.shared_callbacks
         if order.settings.command is Command.PREDICT and order.settings.output:
             state.prediction_output = host.prediction_output(order.settings)
-        if memory is not None and order.takeover is None:
+        if order.takeover is None:
             state.resume(memory)
         _begin_journal(order, state, served, initial_epoch)
 
 
-def _begin_journal(order: Order, state: JobState, served: TrainedModel, initial_epoch: int) -> None:
-    journal = order.journal
-    if journal is not None:
-        order.desk.keep(journal)
-        if order.memory is None:
-            rate = served.hooks.base_learning_rate
-            journal.add(run=served.ps.run, ended_epochs=initial_epoch, learning_rate=rate)
-        state.note(
-            next_id=state.roster.next_id,
-            began=time.time() - (time.monotonic() - order.started),
-            first_step=state.told.seconds_to_first_step,
-        )
+def _begin_journal(order: Order, state: JobMachine, served: TrainedModel, initial_epoch: int) -> None:
+    if order.journal is None:
+        return
+    if not order.resumes:
+        rate = served.hooks.base_learning_rate
+        state.persist(run=served.ps.run, ended_epochs=initial_epoch, learning_rate=rate)
+    began = time.time() - (time.monotonic() - order.started)
+    state.persist(began=began, first_step=state.told.seconds_to_first_step)
+    order.desk.keep(order.journal)
 
 
 def _make_course(order: Order, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks) -> Course:
     memory, say, desk = order.memory, order.display.message, order.desk
-    failures = CheckpointFailures(desk.checkpoint_failed, desk.checkpoint_written, say)
-
-    def check_may_write() -> None:
-        if order.journal is not None:
-            with desk.state():  # also guards writing it
-                order.journal.check_is_ours()
-
-    checkpoints = CheckpointWriter(order.settings, served.ps, failures, memory is not None, check_may_write)
+    checkpoints = CheckpointWriter(order.settings, served.ps, desk, say, order.resumes)
     limits = order.settings.cluster.autoscale
     autoscaling: Callable[[], None] = lambda: None  # noqa: E731
-    if limits.most and (memory is None or (memory.autoscale and not memory.over)):
+    if limits.most and memory.autoscale and not memory.over:
         autoscaling = Autoscaling(desk, limits, records_to_train(order.settings, queue), say).turn
     return Course(order, served, queue, epochs, checkpoints, autoscaling)
 
 
-def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epochs: EpochHooks) -> None:
+def _let_workers_begin(order: Order, served: TrainedModel, course: Course) -> None:
     """The last step, because workers get tasks from here on: a callback may have set the learning rate."""
     host, ps = served.host, served.ps
-    with order.desk.state() as state:
+    with order.desk.change() as state:
         state.epoch_version = state.version
         state.cluster = ServedCluster(
             served.servers.places,
@@ -367,13 +369,7 @@ def _let_workers_begin(order: Order, served: TrainedModel, course: Course, epoch
             replayed_metrics=sorted(host.metrics.replayed),
             map_version=ps.servers.shard_map.version,
         )
-        state.note(
-            servers=served.servers.places,
-            merging_units=sorted(state.epoch_states.merging),
-            learning_rate=served.hooks.base_learning_rate,
-            **epochs.entry,
-        )
-        state.wake()
+        state.persist(servers=served.servers.places, merging_units=sorted(state.epoch_states.merging))
 
 
 def _records_of(sources: Sequence[tuple[str, int]]) -> str:
@@ -383,7 +379,7 @@ def _records_of(sources: Sequence[tuple[str, int]]) -> str:
 class Autoscaling:
     """Changes the number of workers of a training job."""
 
-    def __init__(self, desk: Desk, limits: WorkerRange, records: int, say: Callable[[str], None]) -> None:
+    def __init__(self, desk: MasterServer, limits: WorkerRange, records: int, say: Callable[[str], None]) -> None:
         self._desk, self._records, self._say = desk, records, say
         with desk.state() as state:
             state.autoscales = True
@@ -406,14 +402,14 @@ class Autoscaling:
         if scaling is not None:
             self._say(f"Autoscale: {scaling.reason}.")
 
-    def _sight(self, state: JobState) -> Sight:
+    def _sight(self, state: JobMachine) -> Sight:
         queue = state.queue
         assert queue is not None
         trained = sum(queue.accounting.records_trained.values())
         return Sight(trained, self._records - trained, _is_busy(state))
 
 
-def _is_busy(state: JobState) -> bool:
+def _is_busy(state: JobMachine) -> bool:
     workers = state.roster.up(Role.WORKER)
     return (
         len(workers) == state.roster.size(Role.WORKER)

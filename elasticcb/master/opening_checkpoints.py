@@ -75,7 +75,7 @@ def found(order: Order, given: str) -> Found:
         return Found(folder, folder)
     copies = Path(order.settings.directory, INITIAL_FOLDER)
     copy: Path | None = None
-    if order.memory is not None:  # the previous master has downloaded it
+    if order.resumes:  # the previous master has downloaded it
         with contextlib.suppress(CheckpointError):
             copy = find_undamaged(copies, say)
     given = given.rstrip("/")

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from elasticcb.checkpoint.warm_start import WarmStart
 from elasticcb.master.callback_arrays import CallbackArrays
 from elasticcb.master.callback_driver import MasterHooks
-from elasticcb.master.desk import Desk
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.journal import Journal, Memory
 from elasticcb.master.master import Master
+from elasticcb.master.master_server import MasterServer
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.master.report import Report
 from elasticcb.master.servers import Servers
@@ -40,7 +40,7 @@ class Order:
     Attributes:
         started: when the user requested it, in seconds.
         make_program: creates the serialized job to run instead of a model file; None: run the model file.
-        memory: journal content of an earlier master, if it handed out tasks.
+        memory: journal content of an earlier master, if it handed out tasks; else empty.
         goes_on_by: how the user resumes the job, as text; "": the command `elasticcb resume`.
         until_end: closes what the phases open.
     """
@@ -53,15 +53,20 @@ class Order:
     make_host: Callable[[JobSettings], Any]
     make_program: Callable[[], bytes] | None
     journal: Journal | None
-    memory: Memory | None
+    memory: Memory
     takeover: Takeover | None
     arrays: CallbackArrays
     goes_on_by: str
     until_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
-    def desk(self) -> Desk:
+    def desk(self) -> MasterServer:
         return self.master.desk
+
+    @property
+    def resumes(self) -> bool:
+        """Whether an earlier master of the job has handed out tasks."""
+        return self.memory.begun
 
     @property
     def evaluates_as_keras(self) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 
 from elasticcb.clients.ps_servers import Link
 from elasticcb.errors import ElasticCBError, JobFailedError, UsageError
-from elasticcb.master.desk import Desk
-from elasticcb.master.job_state import JobState
+from elasticcb.master.job_machine import JobMachine
+from elasticcb.master.master_server import MasterServer
 from elasticcb.master.members import Role, Wish
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.process.wording import how_many
@@ -118,7 +118,7 @@ _MOST_SERVERS = 256
 class ServerScaling:
     """Takes requests, one at a time, and carries them out."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: MasterServer) -> None:
         self._desk = desk
 
     def ask(self, servers: int, waiting: bool, seconds: float) -> Wish | None:
@@ -126,7 +126,7 @@ class ServerScaling:
 
         Returns None when the number is already right. Raises `UsageError` when the job can't have it.
         """
-        with self._desk.state() as state:
+        with self._desk.change() as state:
             wish = state.wish
             asked = wish is not None and not wish.done and wish.servers == servers
             if not waiting and not asked:
@@ -136,7 +136,6 @@ class ServerScaling:
                 wish = state.wish = Wish(servers, before)
                 if servers > before:
                     self._desk.resize(Role.PS, servers)
-                state.wake()
             if wish is None:
                 raise UsageError("Another master took over the job. Try again.")
             asked_for = wish
@@ -159,7 +158,8 @@ class ServerScaling:
                 return
             refused = why_not(wish.servers)
             if refused:
-                self._end(state, wish, error=refused)
+                with self._desk.change():
+                    self._end(state, wish, error=refused)
                 return
             ready = not state.lost_ps and state.roster.complete(Role.PS, state.number)
             wish.waits_for = why_wait or ("" if ready else "all parameter servers to be up")
@@ -173,34 +173,25 @@ class ServerScaling:
             wish.attempts += 1
             logger.warning("The number of parameter servers could not change: %s", error)
             if wish.attempts == _ATTEMPTS:
-                with self._desk.state() as state:
+                with self._desk.change() as state:
                     self._end(state, wish, error=f"The number of parameter servers could not change: {error}")
             return
-        with self._desk.state() as state:
+        with self._desk.change() as state:
             self._end(state, wish, moved=str(moved))
 
-    def _end(self, state: JobState, wish: Wish, moved: str = "", error: str = "") -> None:
+    def _end(self, state: JobMachine, wish: Wish, moved: str = "", error: str = "") -> None:
         """Ends a request with its result."""
         wish.moved, wish.error = moved, error
         state.say(moved or error)
         if error:
             self._desk.resize(Role.PS, wish.before)
-        state.wake()
 
 
-def check_under_way(state: JobState) -> None:
-    """Raises `UsageError` when the current job can't be scaled because it has not started or is over."""
-    if state.closing or state.over:
-        raise UsageError("The job is over and can't be scaled.")
-    if state.queue is None or state.settings is None:
-        raise UsageError("The job is starting and can't be scaled yet. Try again in a few seconds.")
-
-
-def _check(state: JobState, servers: int) -> int:
+def _check(state: JobMachine, servers: int) -> int:
     """The current number. Raises `UsageError` when `servers` is not possible."""
     if not 1 <= servers <= _MOST_SERVERS:
         raise UsageError(f"{servers} parameter servers is invalid: must be from 1 to {_MOST_SERVERS}.")
-    check_under_way(state)
+    state.check_under_way()
     assert state.settings is not None
     if state.settings.command is not Command.TRAIN:
         raise UsageError("Only training jobs can change the number of parameter servers.")

@@ -19,10 +19,10 @@ from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.errors import CheckpointError, ConnectionLostError, ElasticCBError
-from elasticcb.master.desk import Desk
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.job_copy import RecoveryCopy
-from elasticcb.master.job_state import JobState
+from elasticcb.master.job_machine import JobMachine
+from elasticcb.master.master_server import MasterServer
 from elasticcb.master.members import Role
 from elasticcb.master.ps_admin import PSControl, Restored
 from elasticcb.master.recovery_files import RecoveryFiles
@@ -67,7 +67,7 @@ class Servers:
 
     def __init__(
         self,
-        desk: Desk,
+        desk: MasterServer,
         doubt: Callable[[int], None],
         variables: Sequence[VariableSpec],
         may_split: bool,
@@ -182,7 +182,7 @@ class Servers:
         with self._desk.state() as state:
             version = state.version
         self._places[index], restored = self._give_back(index, version, 0)
-        with self._desk.state() as state:
+        with self._desk.change() as state:
             if restored.version < version and state.queue is not None:  # files were damaged
                 state.totals.updates_lost += version - restored.version
                 state.queue.updates_lost()
@@ -191,7 +191,7 @@ class Servers:
     def _note(self, places: Sequence[ServerPlace], shard_map: ShardMap) -> None:
         """Writes to the journal which servers hold the model. Raises `JobFailedError` if that fails."""
         with self._desk.state() as state:
-            state.note(servers=list(places), map_version=shard_map.version)
+            state.persist(servers=list(places), map_version=shard_map.version)
         with self._desk.state() as state:  # the entry has been written by now, or that has failed
             if state.error is not None:
                 raise state.error
@@ -223,7 +223,7 @@ class Servers:
             place, restored = self._give_back(index, version, 0)
             self._places[index] = place
             lost = 0 if restored.complete else max(0, version - restored.version)
-            with self._desk.state() as state:
+            with self._desk.change() as state:
                 state.server_is_back(index, place, complete=True)  # the queue is not restored yet
                 state.totals.updates_lost += lost
             self.lack_updates = self.lack_updates or not restored.complete
@@ -249,7 +249,7 @@ class Servers:
         self._places[index] = place
         self.control.servers.connect(self.control.servers.known[index], place)  # not only when it is called next
         seconds, lost = time.monotonic() - since, 0 if restored.complete else max(0, version - restored.version)
-        with self._desk.state() as state:
+        with self._desk.change() as state:
             state.totals.recovered(seconds, lost)
             repeated = state.server_is_back(index, place, restored.complete)
         again = ", and trained again" if repeated and lost and not restored.is_older else ""
@@ -310,7 +310,7 @@ class Saves:
     Tells the queue what can't be lost any more.
     """
 
-    def __init__(self, desk: Desk, control: PSControl, interval_seconds: float) -> None:
+    def __init__(self, desk: MasterServer, control: PSControl, interval_seconds: float) -> None:
         self._desk, self._control, self._interval = desk, control, interval_seconds
         self._closed = False
         self._earliest = 0.0  # time of the next save, unless all is trained
@@ -340,7 +340,7 @@ class Saves:
         """Ids of the servers."""
         return [link.id for link in self._control.servers.links]
 
-    def _is_due(self, state: JobState) -> bool:
+    def _is_due(self, state: JobMachine) -> bool:
         queue, now = state.queue, time.monotonic()
         if self._closed or queue is None:
             return self._closed
@@ -362,7 +362,7 @@ class Saves:
                 f"{error} Training continues; what is not saved is trained again if this server is lost now, but "
                 "updates that can't be saved for long are lost then. Free space, or make the folder writable."
             )
-            with self._desk.state() as state:
+            with self._desk.change() as state:
                 state.totals.recovery_files_failed += 1
                 state.warn(CallbackWarning("servers can't write recovery files", text))
         except ElasticCBError as error:
@@ -370,13 +370,10 @@ class Saves:
             return False
         with self._desk.state() as state:
             if queue is not None and state.queue is queue and not self._closed and (written or queue.wants_save):
-                queue.saved(mark, written)  # also if training must end, or too much is unsaved
-                state.note()
-                state.wake()
+                state.servers_have_saved(mark, written)  # also if training must end, or too much is unsaved
         return True
 
     def close(self) -> None:
         """Saves nothing any more."""
-        with self._desk.state() as state:
+        with self._desk.change():
             self._closed = True
-            state.wake()

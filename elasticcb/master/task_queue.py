@@ -5,10 +5,10 @@ No threads, no clock (`now` is an argument, in seconds), no gRPC, no Keras. The 
 
 Every event of that table is handled here, and nowhere else. The tasks of each state are stored in:
 
-    TODO    todo.py; task_sources.py and epochs.py create tasks when they are handed out, so a queue of a
-            million tasks needs little more than a shuffled index of four bytes per task
+    TODO    task_sources.py and epochs.py, which create tasks when they are handed out, so a queue of a million
+            tasks needs little more than a shuffled index of four bytes per task
     DOING   leases.py
-    closed  only counted, in queue_state.py, which holds all of these, and saves them
+    closed  only counted
 
 Consequences of a call beyond its answer (an epoch is done, a round is done) are `Milestone`s, which the caller fetches
 with `take_milestones`.
@@ -16,30 +16,98 @@ with `take_milestones`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
 
-from elasticcb.errors import WireError
-from elasticcb.master.accounting import Attempt, Failure, TaskRecord
-from elasticcb.master.queue_state import QueueState
+from elasticcb.errors import CheckpointError, WireError
+from elasticcb.master.accounting import Accounting, Attempt, Failure, TaskRecord
+from elasticcb.master.epochs import Epochs
+from elasticcb.master.leases import Leases
 from elasticcb.master.task import (
     RESUMABLE,
     Answer,
+    BatchesLeft,
     DecisionKind,
     Lease,
+    Milestone,
+    MilestoneKind,
     Outcome,
+    QueueSettings,
     Task,
     TaskDecision,
     TaskEvent,
     TaskState,
     TaskType,
+    training_part,
+)
+from elasticcb.master.task_sources import (
+    EvaluationTasks,
+    FunctionTasks,
+    PredictionTasks,
+    Supply,
+    Todo,
+    TrainEndTask,
 )
 from elasticcb.process.wording import how_many
 
 _MOST_UNSAVED = 500  # parts of tasks, which each entry of the journal repeats
+_FORMAT = 2  # 1: without what is trained again
+
+# Results of these are kept elsewhere in the master's memory: metric states, functions to call.
+_NOT_SAVED = frozenset({TaskType.EVALUATION, TaskType.FUNCTION})
 
 
-class TaskQueue(QueueState):
-    """Hands out tasks, accepts reports, and requeues unfinished tasks."""
+class TaskQueue:
+    """The tasks of a queue by their state (`_todo`, `_doing`, and `_closed`, which only counts them), and everything
+    else it knows. Every created task is in exactly one of the three.
+
+    Args:
+        prediction: the same for prediction; its tasks are handed out in order.
+    """
+
+    def __init__(
+        self,
+        settings: QueueSettings,
+        training: Sequence[tuple[str, int]] = (),
+        prediction: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        self._settings = settings
+        self._training_layout = settings.layout(training)
+        self._prediction_layout = settings.layout(prediction)
+        self._epochs = Epochs(self._training_layout, settings)
+        self._evaluation = EvaluationTasks()
+        self._prediction = PredictionTasks(self._prediction_layout)
+        self._functions = FunctionTasks()
+        self._supplies: dict[TaskType, Supply] = {
+            TaskType.EVALUATION: self._evaluation,
+            TaskType.TRAINING: self._epochs,
+            TaskType.PREDICTION: self._prediction,
+            TaskType.FUNCTION: self._functions,
+            TaskType.TRAIN_END: TrainEndTask(),
+        }
+        self._todo = Todo(self._supplies)
+        self._doing = Leases(settings.lease_seconds)
+        # By worker: predicted tasks, whose results are lost with it until the `on_predict_end` hooks there have run.
+        self._held: dict[int, list[TaskRecord]] = {}
+        self._closed = {kind: dict.fromkeys(TaskState, 0) for kind in TaskType}  # DONE, FAILED, DROPPED
+        self.failure: Failure | None = None
+        self._pauses: dict[str, str] = {}  # why nothing is handed out, even if there are tasks; by who paused it
+        self._finishing = False  # no more tasks will be added
+        self._stops_after: tuple[str, int] | None = None  # why the first batch after an epoch will be the last one
+        self._accounting = Accounting()
+        self._milestones: list[Milestone] = []  # not fetched yet
+        self._given = {
+            "format": _FORMAT,
+            "settings": asdict(settings),
+            "training": [list(source) for source in self._training_layout.sources],
+            "prediction": [list(source) for source in self._prediction_layout.sources],
+        }
+        if training and self._epochs.done:
+            self._milestones.append(Milestone(MilestoneKind.TRAINING_DONE))
+        if prediction and not self._prediction_layout:
+            self._milestones.append(Milestone(MilestoneKind.PREDICTION_DONE))
 
     # ------------------------------------------------------------ a worker asks for a task
 
@@ -181,7 +249,7 @@ class TaskQueue(QueueState):
         record.move(TaskEvent.REPORTED_DONE)
         if self._settings.hold_predictions and task.type is TaskType.PREDICTION:
             self._closed[task.type][TaskState.DONE] += 1
-            self._held.hold(worker, record)
+            self._held.setdefault(worker, []).append(record)
         else:
             self._count_done(task)
         return Outcome(True, f"{task} is done", task)
@@ -255,7 +323,7 @@ class TaskQueue(QueueState):
         self._doing.lose(worker)
         error = "the worker was lost"
         tasks = [task for _, task in self._take_all(worker, TaskEvent.WORKER_LOST, error)]
-        for record in reversed(self._held.take(worker)):
+        for record in reversed(self._held.pop(worker, [])):
             task = record.task
             record.attempts.append(Attempt(worker, task.shard, TaskEvent.RESULTS_LOST, error))
             record.move(TaskEvent.RESULTS_LOST)
@@ -303,6 +371,11 @@ class TaskQueue(QueueState):
                 self._accounting.tasks_taken_over += 1
             taken.insert(0, (lease, record.task))
         return taken
+
+    def results_kept(self, worker: int) -> None:
+        """`on_predict_end` of the callbacks has run on `worker`: their results are safe."""
+        for record in self._held.pop(worker, []):
+            self._settle(record.task)
 
     # ------------------------------------------------------------ a server is lost
 
@@ -376,6 +449,35 @@ class TaskQueue(QueueState):
             self._todo.put_back(record)
         return event
 
+    def _count_done(self, task: Task) -> None:
+        self._closed[task.type][TaskState.DONE] += 1
+        self._settle(task)
+
+    def _settle(self, task: Task) -> None:
+        """The task is done for good."""
+        self._milestones += self._supplies[task.type].close(task)
+
+    def _repeat(self, part: Task) -> None:
+        """Part of a training task, or of several attempts at it, is trained again as a task of its own."""
+        record = TaskRecord(replace(part, id=self._todo.next_id))
+        self._todo.next_id += 1
+        self._accounting.count_records(part, -part.shard.records)
+        self._epochs.reopen(record.task)
+        ends = [
+            each for each in self._milestones if each.kind is MilestoneKind.EPOCH_DONE and each.number >= part.epoch
+        ]
+        if ends:  # nobody has acted on them: these epochs end later
+            self._milestones = [each for each in self._milestones if each not in ends]
+            self._epochs.epochs_done = ends[0].number
+        if self._epochs.stop_reason is None:
+            record.maybe_done = True
+            self._todo.append(record)
+            return
+        record.move(TaskEvent.TRAINING_STOPPED)
+        self._closed[TaskType.TRAINING][TaskState.DROPPED] += 1
+        self._accounting.count_dropped(part.epoch, part.shard.records)
+        self._milestones += self._epochs.close(record.task)
+
     # ------------------------------------------------------------ requests of the master
 
     def stop_training(self, reason: str, before_batch: bool = False) -> None:
@@ -414,3 +516,248 @@ class TaskQueue(QueueState):
         unmade = self._functions.cancel()
         self._closed[TaskType.FUNCTION][TaskState.DROPPED] += len(dropped) + len(unmade)
         return [*(record.task.function for record in dropped), *unmade]
+
+    def add_evaluation(self, round: int, sources: Sequence[tuple[str, int]]) -> int:
+        """Adds the tasks of an evaluation pass, ahead of all others; returns their number.
+
+        Raises `UsageError` when the round was added before and is not done.
+        """
+        layout = self._settings.layout(sources)
+        self._milestones += self._evaluation.add(round, layout)
+        return len(layout)
+
+    def release_epoch(self, epoch: int) -> None:
+        """Lets the epoch after `epoch` begin; matters only with `hold_epochs`."""
+        self._epochs.release(epoch)
+
+    def pause(self, who: str, why: str) -> bool:
+        """Stops handing out tasks; DOING tasks may finish. With an empty `why`, `who` pauses it no longer. A queue
+        saved now continues when restored. Returns whether this changes anything."""
+        before = self._pauses.get(who, "")
+        self._pauses[who] = why
+        return before != why
+
+    def add_function(self, number: int) -> None:
+        """Adds a function call with id `number`, after all earlier ones."""
+        self._functions.add(number)
+
+    def add_train_end(self) -> None:
+        """Adds the job's only TRAIN_END task, handed out when no other task is open."""
+        self._todo.add_train_end()
+
+    def finish(self) -> None:
+        """No more tasks will be added: once all are done, `get_task` returns FINISHED instead of WAIT."""
+        self._finishing = True
+
+    # ------------------------------------------------------------ queries
+
+    @property
+    def has_milestones(self) -> bool:
+        """Whether `take_milestones` would return any."""
+        return bool(self._milestones)
+
+    def take_milestones(self) -> list[Milestone]:
+        """Milestones reached since the last call, in order. Call it after every other call."""
+        milestones, self._milestones = self._milestones, []
+        return milestones
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose training tasks are being created, 0-based."""
+        return max(self._epochs.current, 0)
+
+    @property
+    def batches_handed_out(self) -> int:
+        """Of training; a range that is handed out again counts once."""
+        return self._epochs.batches_made
+
+    @property
+    def training_done(self) -> bool:
+        """Whether all training tasks are done (or dropped), and the servers have saved that."""
+        return self._epochs.done
+
+    @property
+    def all_trained(self) -> bool:
+        """Whether all training tasks are done (or dropped); training is, once that is saved."""
+        return self._epochs.all_trained
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why training was stopped early; None if it was not."""
+        return self._epochs.stop_reason if self._stops_after is None else self._stops_after[0]
+
+    @property
+    def records_per_epoch(self) -> int:
+        return self._training_layout.records
+
+    def ran_out(self, epoch: int) -> bool:
+        """Whether the source ended too early in `epoch`; if any number is fine, whether it was empty."""
+        expected = 1 if self._settings.open_ended else self.records_per_epoch
+        trained = self._accounting.records_trained.get(epoch, 0)
+        return epoch in self._epochs.ended_by_source and self.stop_reason is None and trained < expected
+
+    @property
+    def accounting(self) -> Accounting:
+        """A copy of the current counters."""
+        return self._accounting.copy(batches_handed_out=self._epochs.batches_made)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no task is handed out."""
+        return not self._doing
+
+    def leases(self, worker: int | None = None) -> list[Lease]:
+        """Active leases, of one worker or of all, oldest first."""
+        records = self._doing if worker is None else self._doing.held_by(worker)
+        return [record.lease for record in records if record.lease is not None]
+
+    @property
+    def workers_in_training(self) -> list[int]:
+        """Ids of the workers that hold training tasks."""
+        return sorted({lease.worker for lease in self.leases() if lease.task.type is TaskType.TRAINING})
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether requeued tasks, or parts of tasks, are waiting."""
+        return self._todo.has_returned
+
+    def batches_left(self) -> dict[int, list[BatchesLeft]]:
+        """Batches left to report of each worker's leases, oldest first."""
+        left: dict[int, list[BatchesLeft]] = {}
+        for record in self._doing:
+            if record.lease is not None:
+                task = record.task
+                batch = self._settings.minibatch_size
+                entry = BatchesLeft(record.lease.id, task.type, task.shard.records, record.reported, batch)
+                left.setdefault(record.lease.worker, []).append(entry)
+        return left
+
+    def counts(self) -> dict[TaskType, dict[TaskState, int]]:
+        """The number of tasks in each state.
+
+        TODO includes tasks still to be created, of all epochs. If `max_batches` will end training early, that part is
+        an estimate.
+        """
+        counts = {kind: {**closed, TaskState.TODO: self._todo.count(kind)} for kind, closed in self._closed.items()}
+        for record in self._doing:
+            counts[record.task.type][TaskState.DOING] += 1
+        return counts
+
+    # ------------------------------------------------------------ saving
+
+    def to_dict(self, leases: bool = False) -> dict[str, Any]:
+        """The whole state as JSON values, for a checkpoint; what never changes, such as sources, as the same objects.
+        DOING tasks are saved as TODO, with their remaining records.
+
+        Args:
+            leases: also save what workers need to continue their leases.
+
+        Functions and evaluation passes are not saved: the metric states of their finished tasks are in the master's
+        memory, so they start over after a restart.
+        """
+        records = [record for record in (*self._doing, *self._todo) if record.task.type not in _NOT_SAVED]
+        return {
+            **self._given,
+            **self._epochs.to_dict(),
+            "predicted": self._prediction.made,
+            "train_end_added": self._todo.train_end_added,
+            "finishing": self._finishing,
+            "stops_after": self._stops_after,
+            "next_task": self._todo.next_id,
+            **self._doing.to_dict(),
+            "stale": [part.to_list() for record in self._doing if (part := record.stale_part(record.reported))],
+            **(self._doing.open_to_dict(_NOT_SAVED) | {"unsaved": self._epochs.unsaved.to_list()} if leases else {}),
+            "todo": [record.to_dict() for record in sorted(records, key=lambda record: record.task.id)],
+            "closed": {
+                kind.value: {state.value: number for state, number in states.items() if number}
+                for kind, states in self._closed.items()
+                if kind not in _NOT_SAVED
+            },
+            "accounting": self.accounting.to_dict(),
+            "milestones": [
+                [milestone.kind.value, milestone.number]
+                for milestone in self._milestones
+                if milestone.kind is not MilestoneKind.ROUND_DONE
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any], now: float | None = None) -> TaskQueue:
+        """The queue saved by `to_dict`; milestones that were not fetched are repeated.
+
+        Raises `CheckpointError` when `saved` is invalid.
+        """
+        with _reading(saved):
+            sources = ([(name, count) for name, count in saved[kind]] for kind in ("training", "prediction"))
+            queue = cls(QueueSettings(**saved["settings"]), *sources)
+            queue._restore(saved, now)
+        return queue
+
+    def _restore(self, saved: dict[str, Any], now: float | None) -> None:
+        self._accounting = Accounting.from_dict(saved["accounting"])
+        self._epochs.restore(saved, self._accounting.batches_handed_out)
+        self._prediction.restore(saved["predicted"])
+        self._todo.train_end_added = saved["train_end_added"]
+        self._todo.next_id = saved["next_task"]
+        self._doing.restore(saved)
+        self._finishing = saved["finishing"]
+        self._stops_after = saved["stops_after"] and tuple(saved["stops_after"])
+        for kind, states in saved["closed"].items():
+            for state, number in states.items():
+                self._closed[TaskType(kind)][TaskState(state)] = number
+        self._milestones = [Milestone(MilestoneKind(kind), number) for kind, number in saved["milestones"]]
+        records = [TaskRecord.from_dict(values) for values in saved["todo"]]
+        # Reopen all before closing the first, or a half-restored epoch would look complete.
+        for record in records:
+            self._supplies[record.task.type].reopen(record.task)
+        for part in saved.get("unsaved", ()):
+            self._epochs.unsaved.add(training_part(*part))
+        if now is not None:
+            self._doing.tell_time(now)
+            self._doing.resume_reports(saved["reports"])
+            by_id = {record.task.id: record for record in records}
+            for lease_id, worker, task_id, *progress in saved["leases"]:
+                record = by_id[task_id]
+                record.resume(*progress)
+                self._doing.resume(record, worker, lease_id)
+        for record in records:
+            if record.lease is not None:
+                continue
+            if record.nothing_left:  # its worker had reported all records, but not yet the task
+                self._count_done(record.task)
+            else:
+                self._todo.append(record)
+        for part in saved["stale"] if now is None else ():  # else they come back when their leases end
+            self._repeat(training_part(*part))
+        # A FAILED task is not open again, and must not keep its epoch open forever.
+        self._milestones += self._epochs.settle()
+
+    def repeat_milestones(self, ended_epochs: int) -> None:
+        """After restoring: repeats milestones that were reached, and perhaps fetched, but not acted on.
+
+        Args:
+            ended_epochs: the end of epochs before this one needs no repetition.
+        """
+        epochs = range(ended_epochs, self._epochs.epochs_done)
+        self._milestones = [Milestone(MilestoneKind.EPOCH_DONE, epoch) for epoch in epochs]
+        if self._closed[TaskType.TRAIN_END][TaskState.DONE]:
+            self._milestones.append(Milestone(MilestoneKind.TRAIN_END_DONE))
+        elif self._epochs.done and not self._todo.train_end_added:
+            self._milestones.append(Milestone(MilestoneKind.TRAINING_DONE))
+
+
+@contextmanager
+def _reading(saved: dict[str, Any]) -> Iterator[None]:
+    """Raises `CheckpointError` when `saved` was not written by `to_dict`."""
+    if saved.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"The task queue in this checkpoint has format {saved.get('format')!r}; this release reads format "
+            f"{_FORMAT}. Use the release of elasticcb that wrote the checkpoint."
+        )
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise CheckpointError(
+            f"The task queue in this checkpoint can't be read ({type(error).__name__}: {error}). Its "
+            "manifest may have been edited. Start from another checkpoint."
+        ) from error

@@ -159,7 +159,7 @@ class Freezes(keras.callbacks.Callback):
         self.model.layers[0].trainable = batch < 9
 
 
-class Guarded(OneCycle):
+class Locked(OneCycle):
     """Sets the rate in a method of its own, after a guard."""
 
     def on_train_batch_end(self, batch, logs=None):
@@ -180,6 +180,6 @@ class Scheduled(keras.callbacks.Callback):
 
 
 def test_a_hook_that_sets_something_of_the_model_may_not_read_what_it_keeps() -> None:
-    with pytest.raises(UsageError, match=r"Guarded.on_train_batch_end sets the learning rate .* keeps self.step"):
-        check_hooks([Guarded()], TWO)
+    with pytest.raises(UsageError, match=r"Locked.on_train_batch_end sets the learning rate .* keeps self.step"):
+        check_hooks([Locked()], TWO)
     check_hooks([Scheduled()], TWO)

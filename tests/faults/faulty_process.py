@@ -40,7 +40,7 @@ EVENTS = {
     "pauses for another number of servers": ("elasticcb.ps.servicer", "_TrainingCalls.move", "before"),
     "reads what other servers have written": ("elasticcb.checkpoint.parts", "load", "before"),
     # of the master
-    "has taken a report": ("elasticcb.master.servicer", "Calls.report_done", "after"),
+    "has taken a report": ("elasticcb.master.master_server", "MasterServer.report_done", "after"),
     "has given a server its model back": ("elasticcb.master.servers", "Servers._give_back", "after"),
     "has paused the servers": ("elasticcb.master.server_scaling", "Pause._close", "after"),
     "has written down the number of servers": ("elasticcb.master.servers", "Servers._note", "after"),

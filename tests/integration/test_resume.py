@@ -132,14 +132,18 @@ REMEMBERS = """
             self.note(epoch, *(f"{epoch}:{rate:.5g}" for epoch, rate in self.epochs), self.model.get_weights()[0].max())
 
     class Dies(keras.callbacks.Callback):
-        "Kills the master, once, after the servers got the rate of on_epoch_end, and before the journal has it."
+        "Kills the master after a hook has set the rate and before the journal has it: at each of the two hooks, once."
 
         def on_epoch_end(self, epoch, logs=None):
             self.model.optimizer.learning_rate = self.model.optimizer.learning_rate * 0.5
+            self.die("end", epoch == 1)
 
         def on_epoch_begin(self, epoch, logs=None):
-            died = self.params["job_directory"] + "/died"
-            if epoch == 2 and not os.path.exists(died):
+            self.die("begin", epoch == 2)
+
+        def die(self, hook, is_due):
+            died = self.params["job_directory"] + "/died at " + hook
+            if is_due and not os.path.exists(died):
                 open(died, "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -152,7 +156,8 @@ REMEMBERS = """
 def test_callbacks_that_are_interrupted_end_training_where_they_would_have(data, start_job):
     write_model_file(data, LINEAR_MODEL + PACE + REMEMBERS, "remembers")
     job = start_job(*[flag.replace("linear.", "remembers.") for flag in flags(data, num_epochs=30, num_ps=1)])
-    job.wait_for_line(r"recovered in")
+    for _ in range(2):
+        job.wait_for_line(r"recovered in")
     job.wait_for_line(r"Evaluation at version")
     job.interrupt()
     assert job.finish() == 130
@@ -165,7 +170,7 @@ def test_callbacks_that_are_interrupted_end_training_where_they_would_have(data,
     assert 0 <= number(again.output, "model version") - (5 * RECORDS // 8 + 1) <= again_trained // 8
     assert len(records_trained(again.output)) == 5
     lines = [line.split() for line in (data / "job" / "begins").read_text().splitlines()]
-    assert lines.count(["train"]) == 3
+    assert lines.count(["train"]) == 4
     ends = {int(first): rest for first, *rest in lines if first != "train"}
     rates = [f"{epoch}:{0.01 * 0.5 ** (2 * epoch + 1):.5g}" for epoch in range(5)]
     for epoch, (*begun, weight) in ends.items():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
-from elasticcb.master.job_state import JobState
+from elasticcb.master.job_machine import JobMachine
 from elasticcb.master.master import Master
+from elasticcb.master.task import Answer
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
 
 
@@ -17,7 +19,12 @@ def settings_of(command: Command = Command.TRAIN, name: str = "job", **cluster: 
     )
 
 
-def state_of(master: Master) -> JobState:
+def state_of(master: Master) -> JobMachine:
     """What the lock guards; nobody else may use the master meanwhile."""
     with master.desk.state() as state:
         return state
+
+
+def report_progress(master: Master, worker: int, lease: int, done: int, **progress: Any) -> Answer:
+    with master.desk.state() as state:
+        return state.report_progress(worker, lease, time.monotonic(), done, **progress)

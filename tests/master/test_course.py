@@ -8,10 +8,9 @@ import pytest
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import JobFailedError
 from elasticcb.master.course import Course
-from elasticcb.master.evaluation import EvaluationRounds
-from elasticcb.master.job_record import Crew, EpochStates
-from elasticcb.master.job_state import JobState, TaskResult
-from elasticcb.master.journal import Journal
+from elasticcb.master.evaluation import EpochStates, EvaluationRounds
+from elasticcb.master.job_machine import JobMachine, TaskResult, Wake
+from elasticcb.master.journal import Journal, Memory
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
 from elasticcb.master.opening import begin_job
@@ -60,7 +59,8 @@ class Training:
             desk=desk,
             master=self.master,
             display=display,
-            memory=None,
+            memory=Memory(),
+            resumes=False,
             evaluates_as_keras=False,
             report=Report(self.master, SETTINGS, display),
         )
@@ -86,16 +86,16 @@ class Training:
             state.queue, state.rounds = queue, EvaluationRounds()
         self.queue = queue
         self.course = Course(order, served, queue, epochs, checkpoints, lambda: None)
-        self.worker = self.master.calls.register(Role.WORKER, 0, "", 1, "here").id
+        self.worker = self.master.desk.register(Role.WORKER, 0, "", 1, "here").id
 
     def do(self, expected, version=7):
         """The worker gets a task of that type, and does it."""
-        decision = self.master.calls.get_task(self.worker, (), 0.0)
+        decision = self.master.desk.get_task(self.worker, (), 0.0)
         assert decision.kind is DecisionKind.TASK, decision.reason
         task = decision.lease.task
         assert task.type is expected
         states = {} if expected is TaskType.TRAIN_END else {"loss": [2.0]}
-        assert self.master.calls.report_done(self.worker, decision.lease.id, TaskResult(version, states)).accepted
+        assert self.master.desk.report_done(self.worker, decision.lease.id, TaskResult(version, states)).accepted
 
 
 class EpochsOf(Told):
@@ -136,13 +136,13 @@ def test_a_training_job_takes_its_course_to_the_last_hook():
         "call on_train_end",
     ]
     assert training.calls.count("begin_round 1") == 1
-    assert training.master.calls.get_task(training.worker, (), 0.0).kind is DecisionKind.FINISHED
+    assert training.master.desk.get_task(training.worker, (), 0.0).kind is DecisionKind.FINISHED
 
 
 def test_a_lost_server_is_given_its_model_in_the_next_turn():
     training = Training()
     training.course.begin(0)
-    server = training.master.calls.register(Role.PS, 0, "here:1", 2, "here").id
+    server = training.master.desk.register(Role.PS, 0, "here:1", 2, "here").id
     training.master.desk.lost(server, "killed")
     training.course.turn()
     assert training.calls.count("restore_lost") == 1
@@ -151,12 +151,16 @@ def test_a_lost_server_is_given_its_model_in_the_next_turn():
 def test_an_error_found_in_a_call_ends_the_course():
     training = Training()
     training.course.begin(0)
-    training.master.calls.leave(training.worker, "its data is torn", "", fatal=True)
+    training.master.desk.leave(training.worker, "its data is torn", "", fatal=True)
     with pytest.raises(JobFailedError, match="its data is torn"):
         training.course.turn()
 
 
 # ---------------------------------------------------------------- what another master goes on with
+
+
+def new_machine():
+    return JobMachine(Roster(1, 0, 5, 5), number=1, settings=SETTINGS)
 
 
 def new_queue():
@@ -165,22 +169,21 @@ def new_queue():
 
 def working_state():
     """A state with a journal, and a worker that has done one task and half of the next."""
-    state = JobState(Crew(Roster(1, 0, 5, 5)), 1, SETTINGS)
-    state.queue, state.has_journal = new_queue(), True
-    worker = state.roster.register(Role.WORKER, 0, "", 1, "here", 0.0).id
-    state.note_roster()
+    state = new_machine()
+    state.queue = new_queue()
+    worker = state.register(Role.WORKER, 0, "", 1, "here", 0.0, 1).id
     first = state.get_task(worker, (), 0.0).lease
     state.report_done(worker, first.id, 1.0, TaskResult(2, {"loss": [3.0]}))
     second = state.get_task(worker, (), 2.0).lease
-    state.queue.report_progress(worker, second.id, 5, 3.0, True)
-    state.note()
+    state.report_progress(worker, second.id, 3.0, 5)
     return state, worker, second
 
 
 def memory_of(state, folder):
     journal = Journal(folder / "journal.log")
-    for entry in state.take_effects().entries:
-        journal.add(**entry)
+    effects = state.take_effects()
+    assert effects.changed
+    journal.add(state.to_dict(), states=effects.states, restarted=effects.restarted)
     journal.close()
     return Journal(folder / "journal.log").memory
 
@@ -188,7 +191,7 @@ def memory_of(state, folder):
 def test_a_job_is_resumed_behind_the_records_that_were_reported(tmp_path):
     state, _, _ = working_state()
     memory = memory_of(state, tmp_path)
-    after = JobState(Crew(Roster(1, 0, 5, 5)), 1, SETTINGS)
+    after = new_machine()
     after.queue = TaskQueue.from_dict(memory.queue)
     after.resume(memory)
     assert after.version == 2
@@ -208,7 +211,7 @@ def test_a_job_that_is_resumed_shows_where_it_was_until_it_goes_on(tmp_path):
 def test_a_worker_goes_on_with_its_lease_when_another_master_has_taken_over(tmp_path):
     state, worker, lease = working_state()
     memory = memory_of(state, tmp_path)
-    after = JobState(Crew(Roster(1, 0, 5, 5)), 1, SETTINGS)
+    after = new_machine()
     after.take_over(memory, TaskQueue.from_dict(memory.queue, 10.0), 10.0)
     outcome = after.report_done(worker, lease.id, 11.0, TaskResult(4, {"loss": [1.0]}))
     assert outcome.accepted
@@ -227,7 +230,7 @@ def test_states_of_an_epoch_that_starts_again_replace_earlier_ones_also_after_an
     journal.begin()  # compacted
     journal.close()
     for known in (memory, Journal(tmp_path / "journal.log").memory):
-        after = JobState(Crew(Roster(1, 0, 5, 5)), 1, SETTINGS)
+        after = new_machine()
         after.resume(known)
         assert float(after.epoch_states.of(0)["loss"][0]) == 1.5
 
@@ -264,7 +267,7 @@ def test_a_report_that_nothing_can_be_handed_out_for_wakes_the_driver_alone():
     state.take_effects()
     state.report_done(worker, lease.id, 4.0, TaskResult(3))
     effects = state.take_effects()
-    assert (effects.driver, effects.everybody, len(effects.entries)) == (True, False, 1)
+    assert (effects.changed, effects.wake) == (True, Wake.DRIVER)
 
 
 def test_who_waits_sees_the_state_of_the_next_job():

@@ -8,7 +8,7 @@ from task_queues import make_queue, reached, records_of, take
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ClusterLostError
-from elasticcb.master.job_state import TaskResult
+from elasticcb.master.job_machine import TaskResult
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
 from elasticcb.master.shards import Shard
@@ -107,13 +107,13 @@ def predicting_master(restarts, lines):
     master = Master(settings.cluster, ExternalCluster(lines.append), lines.append)
     master.desk.begin_job(settings)
     state_of(master).queue = holding_queue()
-    workers = [master.calls.register(Role.WORKER, index, "", index + 1, "here").id for index in range(2)]
+    workers = [master.desk.register(Role.WORKER, index, "", index + 1, "here").id for index in range(2)]
     for worker in 2 * workers:
-        lease = master.calls.get_task(worker, (), 0.0).lease
-        assert master.calls.report_done(worker, lease.id, TaskResult(0)).accepted
+        lease = master.desk.get_task(worker, (), 0.0).lease
+        assert master.desk.report_done(worker, lease.id, TaskResult(0)).accepted
     for worker in workers:
-        assert master.calls.get_task(worker, (), 0.0).kind is DecisionKind.FINISHED
-    assert master.calls.next_job(1, workers[0], 0.0) == (0, None)
+        assert master.desk.get_task(worker, (), 0.0).kind is DecisionKind.FINISHED
+    assert master.desk.next_job(1, workers[0], 0.0) == (0, None)
     master.desk.tend()
     return master, workers
 
@@ -131,11 +131,11 @@ def test_tasks_that_come_back_wait_for_a_worker_that_is_expected():
     master, (_, second) = predicting_master(1, lines)
     master.desk.lost(second, "killed by SIGKILL")
     master.desk.tend()
-    third = master.calls.register(Role.WORKER, 1, "", 3, "here").id
+    third = master.desk.register(Role.WORKER, 1, "", 3, "here").id
     master.desk.tend()
     for _ in range(2):
-        lease = master.calls.get_task(third, (), 0.0).lease
-        assert master.calls.report_done(third, lease.id, TaskResult(0)).accepted
-    assert master.calls.next_job(1, third, 0.0) == (0, None)
+        lease = master.desk.get_task(third, (), 0.0).lease
+        assert master.desk.report_done(third, lease.id, TaskResult(0)).accepted
+    assert master.desk.next_job(1, third, 0.0) == (0, None)
     master.desk.tend()
     assert reached(state_of(master).queue) == [(MilestoneKind.PREDICTION_DONE, 0)]

@@ -89,9 +89,9 @@ def test_of_the_queue_only_what_has_changed_is_written(tmp_path):
     path = tmp_path / "journal.log"
     sources = [[f"part-{number}", 1000] for number in range(100)]
     journal = Journal(path)
-    journal.add(queue={"training": sources, "predicted": 0})
+    journal.add({"queue": {"training": sources, "predicted": 0}})
     first = path.stat().st_size
-    journal.add(queue={"training": sources, "predicted": 1})
+    journal.add({"queue": {"training": sources, "predicted": 1}})
     assert path.stat().st_size < 1.1 * first
     journal.close()
     journal = Journal(path)

@@ -4,7 +4,7 @@ import pytest
 
 from elasticcb.cluster.base import ClusterBackend, Exit
 from elasticcb.errors import ClusterLostError, JobFailedError
-from elasticcb.master.desk import Desk
+from elasticcb.master.master_server import MasterServer
 from elasticcb.master.members import PlaceState, Role
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Roster
@@ -142,7 +142,7 @@ def test_parameter_server_whose_part_of_the_model_can_not_be_had_again_fails_the
 
 def test_loss_that_ends_the_job_is_told_again_where_the_first_to_hear_of_it_has_passed_over_it():
     backend = Backend()
-    desk = Desk(ClusterSettings(num_workers=0, num_ps=1, max_ps_restarts=0), backend, print)
+    desk = MasterServer(ClusterSettings(num_workers=0, num_ps=1, max_ps_restarts=0), backend, print)
     desk.tend()
     with desk.state() as state:
         state.roster.register(Role.PS, 0, "", 1, "here", now=0.0)

@@ -6,7 +6,7 @@ import urllib.request
 from dataclasses import replace
 
 import pytest
-from master_state import settings_of, state_of
+from master_state import report_progress, settings_of, state_of
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ConnectionLostError
@@ -46,10 +46,10 @@ def test_a_scrape_tells_of_tasks_records_and_processes_as_they_are_at_that_momen
     assert found["elasticcb_ready",] == 0
     assert found["elasticcb_processes", "worker", "planned"] == 2
 
-    worker = master.calls.register(Role.WORKER, 0, "", 1, "here").id
+    worker = master.desk.register(Role.WORKER, 0, "", 1, "here").id
     state_of(master).queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=5), training=[("a", 30)])
-    lease = master.calls.get_task(worker, (), 0.0).lease
-    master.calls.report_progress(worker, lease.id, 5, True, 3, None)
+    lease = master.desk.get_task(worker, (), 0.0).lease
+    report_progress(master, worker, lease.id, 5, version=3)
     found = scrape(master)
     assert found["elasticcb_records_total", "training"] == 5
     assert found["elasticcb_tasks", "doing", "training"] == 1
@@ -59,7 +59,7 @@ def test_a_scrape_tells_of_tasks_records_and_processes_as_they_are_at_that_momen
 
 def test_counts_of_a_lost_process_are_kept_and_its_memory_is_not(master):
     def join(pid, pushes):
-        worker = master.calls.register(Role.WORKER, 0, "", pid, "here").id
+        worker = master.desk.register(Role.WORKER, 0, "", pid, "here").id
         expires = time.time() + 1000
         stats = Stats(cpu_seconds=5.0, resident_bytes=1000, rows_looked_up=10, certificate_expires=expires)
         for _ in range(pushes):
@@ -91,7 +91,7 @@ def test_counts_of_a_lost_process_are_kept_and_its_memory_is_not(master):
 
 def test_rows_and_bytes_of_a_table_are_those_of_the_servers_that_are_up(master):
     master.desk.resize(Role.PS, 2)
-    servers = [master.calls.register(Role.PS, place, f"here:{place}", place, "here").id for place in range(2)]
+    servers = [master.desk.register(Role.PS, place, f"here:{place}", place, "here").id for place in range(2)]
     for server, rows in zip(servers, (10, 20), strict=True):
         state_of(master).note_stats(server, Stats(tables={"users/embeddings": TableSize(rows, 100 * rows)}))
     found = scrape(master)

@@ -46,7 +46,7 @@ class Job:
     def start(self, index):
         server = PSServer(self.settings, alone(lambda: keras.optimizers.SGD(1.0)))
         server.start()
-        self.running[index] = self.master.calls.register(Role.PS, index, server.address, 1, "here"), server
+        self.running[index] = self.master.desk.register(Role.PS, index, server.address, 1, "here"), server
 
     def lose(self, index):
         member, server = self.running[index]

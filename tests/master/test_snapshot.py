@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from master_state import settings_of, state_of
+from master_state import report_progress, settings_of, state_of
 from prometheus_client import CollectorRegistry
 
 from elasticcb.cli.figures import status_parts
@@ -16,7 +16,7 @@ from elasticcb.cli.progress import summary_lines
 from elasticcb.cli.status import state_lines
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import JobFailedError, JobInterrupted
-from elasticcb.master.job_state import TaskResult
+from elasticcb.master.job_machine import TaskResult
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role, ServedCluster
 from elasticcb.master.prometheus import JobCollector
@@ -36,19 +36,19 @@ SETTINGS = replace(
 def seen():
     """A job in whose course each number became another one."""
     master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
-    desk, calls = master.desk, master.calls
+    desk = master.desk
     desk.begin_job(SETTINGS)
-    server = calls.register(Role.PS, 0, "here:1", 1, "here").id
-    workers = [calls.register(Role.WORKER, index, "", 2 + index, "here").id for index in range(2)]
+    server = desk.register(Role.PS, 0, "here:1", 1, "here").id
+    workers = [desk.register(Role.WORKER, index, "", 2 + index, "here").id for index in range(2)]
     state = state_of(master)
     state.queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=5), training=[("a", 90)])
     state.cluster = ServedCluster([], [], False)
     state.queue.add_evaluation(1, [("b", 7)])
-    first, second = (calls.get_task(worker, (), 0.0).lease.id for worker in workers)
-    calls.report_done(workers[0], first, TaskResult(11))  # the round
-    third = calls.get_task(workers[0], (), 0.0).lease.id
-    calls.report_done(workers[1], second, TaskResult(12, batches_skipped=4))
-    calls.report_progress(workers[0], third, 5, True, 13, 0.5)
+    first, second = (desk.get_task(worker, (), 0.0).lease.id for worker in workers)
+    desk.report_done(workers[0], first, TaskResult(11))  # the round
+    third = desk.get_task(workers[0], (), 0.0).lease.id
+    desk.report_done(workers[1], second, TaskResult(12, batches_skipped=4))
+    report_progress(master, workers[0], third, 5, version=13, loss=0.5)
     state.note_stats(server, Stats(rows_looked_up=17, refused_calls={"malformed": 21}))
     desk.lost(workers[1], "killed")
     state.totals.recovered(2.5, updates_lost=19)
@@ -147,12 +147,12 @@ def master():
     """One whose job runs, with one of two workers."""
     master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
     master.desk.begin_job(SETTINGS)
-    master.calls.register(Role.PS, 0, "here:1", 1, "here")
-    worker = master.calls.register(Role.WORKER, 1, "", 2, "here").id
+    master.desk.register(Role.PS, 0, "here:1", 1, "here")
+    worker = master.desk.register(Role.WORKER, 1, "", 2, "here").id
     state_of(master).queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=5), training=[("a", 30)])
     state_of(master).cluster = ServedCluster([], [], False)
-    lease = master.calls.get_task(worker, (), 0.0).lease
-    master.calls.report_progress(worker, lease.id, 5, True, 3, float("inf"))
+    lease = master.desk.get_task(worker, (), 0.0).lease
+    report_progress(master, worker, lease.id, 5, version=3, loss=float("inf"))
     return master
 
 

@@ -96,7 +96,7 @@ def test_master_that_was_stopped_itself_misses_nobody_for_it():
 def test_nobody_is_missed_when_the_job_is_over(end):
     watched = Watched()
     state = state_of(watched.master)
-    setattr(state if end == "over" else state.crew, end, True)
+    setattr(state, end, True)
     watched.look(10.0, 20.0, 30.0)
     assert watched.backend.killed == []
 

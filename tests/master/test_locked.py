@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 from interrupted import interrupted_at
 
-from elasticcb.master.desk import Guarded, Wake
+from elasticcb.master.job_machine import Wake
+from elasticcb.master.locked import Locked
 from elasticcb.process import signals
 from elasticcb.process.signals import interrupt, repeat_ignored_interrupts
 
@@ -26,13 +27,13 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def guarded() -> Guarded[list[int]]:
-    return Guarded([], lambda value: Wake.NOBODY)
+def locked() -> Locked[list[int]]:
+    return Locked([], lambda value: Wake.NOBODY)
 
 
-def is_free(guarded: Guarded[list[int]]) -> bool:
+def is_free(locked: Locked[list[int]]) -> bool:
     def enter() -> None:
-        with guarded():
+        with locked():
             pass
 
     thread = threading.Thread(target=enter, daemon=True)
@@ -41,28 +42,28 @@ def is_free(guarded: Guarded[list[int]]) -> bool:
     return not thread.is_alive()
 
 
-def test_ctrl_c_at_any_moment_leaves_the_lock_to_others(guarded: Guarded[list[int]]) -> None:
+def test_ctrl_c_at_any_moment_leaves_the_lock_to_others(locked: Locked[list[int]]) -> None:
     def block() -> None:
-        with guarded() as value:
+        with locked() as value:
             value.append(1)
-            guarded.wait_as_driver(0.0001)
+            locked.wait_as_driver(0.0001)
             value.append(2)
 
     operation = 1
     while interrupted_at(operation, block):
-        assert is_free(guarded), f"not after Ctrl-C before operation {operation}"
+        assert is_free(locked), f"not after Ctrl-C before operation {operation}"
         operation += 1
     assert operation > 100
 
 
-def test_ctrl_c_ends_a_wait(guarded: Guarded[list[int]]) -> None:
+def test_ctrl_c_ends_a_wait(locked: Locked[list[int]]) -> None:
     timer = threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
     timer.start()
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), guarded():
-        guarded.wait_for(lambda value: False, 60.0)
+    with pytest.raises(KeyboardInterrupt), locked():
+        locked.wait_for(lambda value: False, 60.0)
     assert time.monotonic() - began < 30
-    assert is_free(guarded)
+    assert is_free(locked)
 
 
 def test_sigterm_that_comes_on_two_ways_is_one() -> None:
