@@ -28,10 +28,10 @@ from selenium.webdriver.common.by import By
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.dashboard import server as dashboard_server
 from elasticcb.dashboard.server import JobView, make_app
+from elasticcb.master.job_history import JobHistory
 from elasticcb.master.job_machine import TaskResult
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role, ServedCluster
-from elasticcb.master.past import Past
 from elasticcb.master.state_document import document
 from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
@@ -61,20 +61,20 @@ class SimulatedJob(JobView):
         )
         self.seconds, self.looks, self.cpu_seconds, self._begun = 0, 0, 0.0, time.time()
         self._simulated = Master(cluster, ExternalCluster(lambda line: None), lambda line: None)
-        self._simulated.desk.begin_job(settings)
+        self._simulated.server.begin_job(settings)
         for index in range(SERVERS):
             self._register(Role.PS, index)
         self._workers = {self._register(Role.WORKER, index): 0 for index in range(workers)}  # with their leases
-        with self._simulated.desk.state() as state:
+        with self._simulated.server.state() as state:
             records = BATCH * BATCHES_A_SECOND * TASK_SECONDS
             state.queue = TaskQueue(QueueSettings(records, BATCH), training=[("a", workers * records * 1_000)])
             state.cluster = ServedCluster([], [], False)
-            state.past = Past(lambda: self._begun + self.seconds)
+            state.history = JobHistory(lambda: self._begun + self.seconds)
         self._stats = Stats(cpu_seconds=100.0, resident_bytes=1 << 30)
         self._server_stats = Stats(tables={f"table_{n}/embeddings": TableSize(10**6, 10**8) for n in range(10)})
 
     def _register(self, role: Role, index: int) -> int:
-        return self._simulated.desk.register(role, index, "10.0.0.1:50000", 1_000 + index, f"machine-{index}", 1).id
+        return self._simulated.server.register(role, index, "10.0.0.1:50000", 1_000 + index, f"machine-{index}", 1).id
 
     def _ask(self) -> tuple[dict[str, Any], dict[str, Any]]:
         self.pass_a_second()
@@ -87,8 +87,8 @@ class SimulatedJob(JobView):
     def pass_a_second(self) -> None:
         """Tells the master what happens in one."""
         self.seconds += 1
-        calls = self._simulated.desk
-        with self._simulated.desk.state() as state:
+        calls = self._simulated.server
+        with self._simulated.server.state() as state:
             for place, (worker, lease) in enumerate(self._workers.items()):
                 self._stats.histograms[PUSH].observe(0.01 + 0.005 * math.sin(self.seconds / 20))
                 state.note_stats(worker, self._stats)
@@ -112,10 +112,10 @@ class SimulatedJob(JobView):
             leases = state.queue.leases() if state.queue is not None else ()
             pushes = self._stats.histograms[PUSH]
             if self.seconds % 60 == 0:
-                state.past.happened("checkpoint", f"A checkpoint is written, at version {self.seconds * 100}.")
+                state.history.record_event("checkpoint", f"A checkpoint is written, at version {self.seconds * 100}.")
         seen = self._simulated.observe()
-        with self._simulated.desk.state() as state:
-            state.past.note(seen, [lease.id for lease in leases], (sum(pushes.counts), pushes.sum))
+        with self._simulated.server.state() as state:
+            state.history.note(seen, [lease.id for lease in leases], (sum(pushes.counts), pushes.sum))
 
     def close(self) -> None:
         pass

@@ -67,7 +67,7 @@ def run_master(tasks: int, workers: int, seconds: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         model = ModelSettings(zoo=folder, definition="model.custom_model")
         settings = JobSettings(command=Command.TRAIN, name="tasks", directory=folder, model=model, data=DataSettings())
-    master.desk.begin_job(settings)
+    master.server.begin_job(settings)
     clients = [
         subprocess.Popen(
             [sys.executable, __file__, "--client", master.address, str(first), str(workers // CLIENTS)],
@@ -77,19 +77,19 @@ def run_master(tasks: int, workers: int, seconds: float) -> dict[str, float]:
         for first in range(0, workers, workers // CLIENTS)
     ]
     queue = make_queue(tasks)
-    with master.desk.change() as state:
+    with master.server.change() as state:
         state.queue, state.cluster = queue, ServedCluster([], [], False)
     for client in clients:
         client.stdout.readline()  # type: ignore[union-attr]
     used, started = time.process_time(), time.perf_counter()
     finish = started + seconds
     while time.perf_counter() < finish and not queue.training_done:
-        with master.desk.state():
-            master.desk.wait_a_tick()
+        with master.server.state():
+            master.server.wait_a_tick()
             queue.take_milestones()
     elapsed, used = time.perf_counter() - started, time.process_time() - used
     done = sum(queue.accounting.records_trained.values()) // RECORDS
-    with master.desk.state() as state:
+    with master.server.state() as state:
         queue.stop_training("the time is over")
         state.finish()
     latencies = [float(client.communicate()[0]) for client in clients]

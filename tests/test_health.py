@@ -31,15 +31,15 @@ def test_a_master_lives_at_once_and_is_ready_when_it_hands_out_tasks():
         address = master.health_address
         assert lines == [f"Health checks are answered at {address}."]
         master.start()
-        master.desk.begin_job(SETTINGS)
+        master.server.begin_job(SETTINGS)
         assert check(address, "") == SERVING
         assert check(address, "elasticcb.Master") == NOT_SERVING
-        with master.desk.state() as state:
+        with master.server.state() as state:
             state.queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=5), training=[("a", 10)])
         assert check(address, "elasticcb.Master") == NOT_SERVING
-        with master.desk.state() as state:
+        with master.server.state() as state:
             state.cluster = ServedCluster([], [], False)
-        with master.desk.state():  # while it is busy
+        with master.server.state():  # while it is busy
             assert check(address, "elasticcb.Master") == SERVING
         with pytest.raises(grpc.RpcError) as caught:
             check(address, "elasticcb.ParameterServer")

@@ -261,7 +261,7 @@ class _FunctionJob:
         self.model: keras.Model | None = None if placed is None else placed.model
         self.elsewhere = backend_of(settings.cluster.kind).separate
         self.failed = False  # whether the job can't continue
-        self._desk, self._doubt = master.desk, master.watchdog.doubt
+        self._master, self._doubt = master.server, master.watchdog.doubt
         self._placed = placed
         self._start = None if placed is None else placed.start()
         self._servers: Servers | None = None  # None until servers hold the weights, and without a model
@@ -281,7 +281,7 @@ class _FunctionJob:
         self._over = False
         self._learning_rate = 0.0  # the base learning rate on the servers
         self._ready = threading.Event()
-        self._desk.begin_job(settings, b"" if placed is None else placed.program(), datasets)
+        self._master.begin_job(settings, b"" if placed is None else placed.program(), datasets)
         self._thread = threading.Thread(target=self._run, name="functions", daemon=True)
         self._thread.start()
 
@@ -298,7 +298,7 @@ class _FunctionJob:
                 raise value.error
         value = RemoteValue(self, self.owner.next_number(), name)
         rate = None if self._placed is None else self._placed.learning_rate
-        with self._desk.change():
+        with self._master.change():
             self.raise_error()
             if self._over:  # another thread has begun a `fit`, or has closed the cluster
                 raise UsageError(f"The cluster's functions have just ended: {name}() was not scheduled. Call it again.")
@@ -324,8 +324,8 @@ class _FunctionJob:
 
     def join(self) -> None:
         """Waits for all functions; raises like `raise_error`."""
-        with self._desk.state():
-            self._desk.wait_for(lambda state: self.done())
+        with self._master.state():
+            self._master.wait_for(lambda state: self.done())
         self.collect()
         self.raise_error()
 
@@ -338,7 +338,7 @@ class _FunctionJob:
 
     def raise_error(self) -> None:
         """Raises the error of the first failed function, or of the job; only once."""
-        with self._desk.state():
+        with self._master.state():
             error, self._error, self._told = self._error, None, False
         if error is not None:
             raise error
@@ -349,8 +349,8 @@ class _FunctionJob:
 
     def end(self) -> None:
         """Waits for all functions and ends the job; raises an error that the caller has not seen."""
-        with self._desk.state():
-            self._desk.wait_for(lambda state: self.done())
+        with self._master.state():
+            self._master.wait_for(lambda state: self.done())
         self.collect()
         self._finish()
         self._thread.join()
@@ -364,7 +364,7 @@ class _FunctionJob:
         self._thread.join(_ABANDON_SECONDS)
 
     def _finish(self) -> None:
-        with self._desk.change() as state:
+        with self._master.change() as state:
             self._over = state.over = True
             self._queue.finish()
 
@@ -376,7 +376,7 @@ class _FunctionJob:
             while not self._over:
                 self._turn()
             if not self.failed:
-                self._desk.wait_until(lambda state: not state.roster.busy(Role.WORKER), _LEAVE_SECONDS)
+                self._master.wait_until(lambda state: not state.roster.busy(Role.WORKER), _LEAVE_SECONDS)
         except Exception as error:
             self._fail(error)
         finally:
@@ -385,17 +385,17 @@ class _FunctionJob:
                 self._servers.close()
 
     def _begin(self) -> None:
-        desk, placed = self._desk, self._placed
+        master, placed = self._master, self._placed
         cluster = ServedCluster((), (), False)
         if placed is not None:
-            with desk.state() as state:
+            with master.state() as state:
                 while not self._over and not state.roster.complete(Role.PS, state.number):
-                    desk.tend()
-                    desk.wait_a_tick()
+                    master.tend()
+                    master.wait_a_tick()
             if self._over:
                 return
             self._servers = Servers(
-                desk,
+                master,
                 self._doubt,
                 placed.variables,
                 placed.may_split,
@@ -409,15 +409,15 @@ class _FunctionJob:
             self._learning_rate = self._servers.control.client.learning_rate
             self._servers.learning_rate = lambda: self._learning_rate if placed.learning_rate is not None else None
             cluster = ServedCluster(self._servers.places, placed.variables, placed.may_split)
-        with desk.change() as state:
+        with master.change() as state:
             state.queue, state.cluster = self._queue, cluster
         self._ready.set()
 
     def _turn(self) -> None:
-        with self._desk.state() as state:
-            self._desk.tend()
+        with self._master.state() as state:
+            self._master.tend()
             if not self._inbox and not state.results:
-                self._desk.wait_a_tick()
+                self._master.wait_a_tick()
             inbox, self._inbox = self._inbox, []
             results, state.results = state.results, {}
             if results:
@@ -432,7 +432,7 @@ class _FunctionJob:
                 assert self._servers is not None
                 self._servers.control.set_learning_rate(rate)
                 self._learning_rate = rate
-            with self._desk.change() as state:
+            with self._master.change() as state:
                 if scheduled.value.number in self._open:  # else it was cancelled
                     self._hand_out_or_wait(state, scheduled)
 
@@ -492,7 +492,7 @@ class _FunctionJob:
     def _fail(self, error: Exception) -> None:
         if isinstance(error, ElasticCBError) and error.user_traceback:
             error = type(error)(f"{error}\n\n{error.user_traceback.rstrip()}", error.user_traceback)
-        with self._desk.change():
+        with self._master.change():
             error = self._with_names(error)
             self.failed = True
             if self._open or not self._over:

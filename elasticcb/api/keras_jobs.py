@@ -207,7 +207,7 @@ class KerasJobs:
         if fit is not None and fit.has_begun:
             logger.warning("%s", fit.story)
             if not fit.has_ended:
-                with self._processes.start().desk.state() as state:
+                with self._processes.start().server.state() as state:
                     is_used = state.roster.next_id > 1
                 if is_used:
                     # Servers identify pushes of the previous run by worker ids, which new workers may reuse.
@@ -247,7 +247,7 @@ class KerasJobs:
         try:
             with copied:
                 summary = self._run(settings, call, master, model, sources, callbacks)
-            with master.desk.state() as state:
+            with master.server.state() as state:
                 return summary, state.take_predictions()
         except JobInterrupted:
             self._processes.stop()
@@ -275,7 +275,7 @@ class KerasJobs:
             with hosts[0].metrics.suspended():
                 whole = dataclasses.replace(program, of_servers=rows_in(model), rehearsal=hosts[0].rehearsal)
                 data, variables, objects = whole.dumps(call.folder)
-                hosts[0].shared_callbacks.share(variables, objects, master.desk.warn)
+                hosts[0].shared_callbacks.share(variables, objects, master.server.warn)
                 return data
 
         hosts: list[ModelHost] = []

@@ -87,7 +87,7 @@ class ClusterProcesses:
             )
             self._master.add(self.data_service.frames())
             self._master.start()
-            self._master.desk.start_processes()
+            self._master.server.start_processes()
             if self._settings.dashboard:
                 self._show_page(self._master, self._backend)
             return self._master

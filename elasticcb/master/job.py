@@ -20,14 +20,14 @@ from elasticcb.errors import (
     ReplacedError,
 )
 from elasticcb.master.callback_arrays import CallbackArrays
-from elasticcb.master.course import Course
+from elasticcb.master.job_context import JobContext, Takeover
+from elasticcb.master.job_driver import JobDriver
 from elasticcb.master.journal import Journal, Memory
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
-from elasticcb.master.opening import open_job
-from elasticcb.master.order import Order, Takeover
 from elasticcb.master.report import KeptDisplay, Report
 from elasticcb.master.snapshot import JobSnapshot
+from elasticcb.master.startup import open_job
 from elasticcb.model.program import callback_params
 from elasticcb.optimizers.state import ModelState
 from elasticcb.process.stats import Stats
@@ -63,9 +63,9 @@ class Job:
         takeover: Takeover | None = None,
     ) -> None:
         memory = journal.memory if journal is not None and journal.memory.begun else Memory()
-        display = KeptDisplay(display, master.desk.happened)
+        display = KeptDisplay(display, master.server.record_event)
         before = time.time() - memory.began if memory.began and takeover is not None else 0.0
-        self._order = Order(
+        self._context = JobContext(
             settings=replace(settings, keras_backend=chosen_backend()),
             master=master,
             display=display,
@@ -79,7 +79,7 @@ class Job:
             arrays=CallbackArrays(Path(settings.directory, RECOVERY_FOLDER), memory.callback_arrays, display.message),
             goes_on_by=goes_on_by,
         )
-        self._course: Course | None = None  # None until the servers hold the model and workers get tasks
+        self._course: JobDriver | None = None  # None until the servers hold the model and workers get tasks
 
     def run(self) -> JobSnapshot:
         """Runs the job to its end.
@@ -91,7 +91,7 @@ class Job:
             ElasticCBError: the model file, the data or the checkpoint is unusable.
         """
         try:
-            course = self._course = open_job(self._order)
+            course = self._course = open_job(self._context)
             while not course.over:
                 course.turn()
         except KeyboardInterrupt:
@@ -110,37 +110,37 @@ class Job:
 
     def close(self) -> None:
         """Closes the connections to the servers."""
-        order = self._order
-        order.until_end.close()
-        order.desk.keep(None)  # workers may still report
-        with order.desk.state() as state:
+        context = self._context
+        context.until_end.close()
+        context.server.keep(None)  # workers may still report
+        with context.server.state() as state:
             output, state.prediction_output = state.prediction_output, None
         if output is not None:
             output.remove()
-        if order.journal is not None:
-            order.journal.close()
+        if context.journal is not None:
+            context.journal.close()
 
-    def _finish(self, course: Course) -> JobSnapshot:
+    def _finish(self, course: JobDriver) -> JobSnapshot:
         """Waits for workers and checkpoints; returns the summary."""
-        order, desk, journal = self._order, self._order.desk, self._order.journal
-        desk.wait_until(lambda state: not state.roster.busy(Role.WORKER), _LEAVE_SECONDS)
-        with desk.state() as state:
+        context, server, journal = self._context, self._context.server, self._context.journal
+        server.wait_until(lambda state: not state.roster.busy(Role.WORKER), _LEAVE_SECONDS)
+        with server.state() as state:
             if state.error is not None:
                 raise state.error
         missing = course.finish_checkpoints()
         refused = course.served.ps.refused_calls()
-        exported = callback_params(order.settings)["saved_model_path"]
-        with desk.state() as state:
+        exported = callback_params(context.settings)["saved_model_path"]
+        with server.state() as state:
             for place, calls in zip(course.served.servers.places, refused, strict=True):
                 stats = state.stats.get(place.id, Stats())
                 state.stats[place.id] = replace(stats, refused_calls=calls)
-            state.tell(saved_model_path=exported if os.path.isdir(exported) else "")
-        summary = order.master.observe()
-        if missing is not None and order.make_program is None:
-            again = f" After fixing this, run: {order.how_to_go_on}" if journal is not None else ""
+            state.set_status(saved_model_path=exported if os.path.isdir(exported) else "")
+        summary = context.master.observe()
+        if missing is not None and context.make_program is None:
+            again = f" After fixing this, run: {context.how_to_go_on}" if journal is not None else ""
             raise LastCheckpointError(f"The job finished without its last checkpoint: {missing}{again}", summary)
         if journal is not None:
-            with desk.state():
+            with server.state():
                 journal.add(over=True)
         if missing is not None:
             raise LastCheckpointError(f"The model was trained, but its last checkpoint is missing: {missing}", summary)
@@ -148,35 +148,35 @@ class Job:
 
     def _explained(self, error: ElasticCBError) -> ElasticCBError:
         """The error, with advice for the user."""
-        order = self._order
+        context = self._context
         if isinstance(error, ConnectionLostError):
             try:
-                order.desk.tend()  # raises the reason why a server does not answer
+                context.server.tend()  # raises the reason why a server does not answer
             except JobFailedError as cause:
                 error = cause
         hints = ""
         newest = "" if self._course is None else self._course.checkpoints.newest
         if newest:
             hints += f"\nThe newest checkpoint is {newest}."
-            if order.make_program is None:
-                hints += f" To start a job from it: --checkpoint_dir_for_init={order.settings.checkpoint.directory}"
+            if context.make_program is None:
+                hints += f" To start a job from it: --checkpoint_dir_for_init={context.settings.checkpoint.directory}"
         if self._is_resumable:
-            hints += f"\nTo resume the job: {order.how_to_go_on}"
+            hints += f"\nTo resume the job: {context.how_to_go_on}"
         kind = type(error) if isinstance(error, JobFailedError) else ClusterLostError
         return kind(f"{error}{hints}", error.user_traceback) if hints else error
 
     def _check_not_replaced(self) -> None:
         """Raises `ReplacedError` when another master has taken over the job, its processes and files."""
-        journal = self._order.journal
+        journal = self._context.journal
         if journal is not None:
-            with self._order.desk.state():
+            with self._context.server.state():
                 journal.check_not_replaced()
 
     def _interrupted(self) -> NoReturn:
         """Drains, checkpoints, and ends the job by raising `JobInterrupted`."""
         saved = ""
         try:
-            if self._course is not None and self._order.settings.command is Command.TRAIN:
+            if self._course is not None and self._context.settings.command is Command.TRAIN:
                 saved = self._saved(self._course)
         except KeyboardInterrupt:
             pass
@@ -185,17 +185,17 @@ class Job:
         except ElasticCBError as error:
             saved = f" The checkpoint could not be written: {error}"
         if self._is_resumable:
-            saved += f" To resume it: {self._order.how_to_go_on}"
-        raise JobInterrupted(f"The job was interrupted at version {self._order.desk.version}.{saved}")
+            saved += f" To resume it: {self._context.how_to_go_on}"
+        raise JobInterrupted(f"The job was interrupted at version {self._context.server.version}.{saved}")
 
-    def _saved(self, course: Course) -> str:
+    def _saved(self, course: JobDriver) -> str:
         """Saves the trained state; returns where, as text for the user."""
-        order = self._order
-        again = "" if order.goes_on_by else " (press Ctrl-C again to end at once)"
-        order.display.message(f"Interrupted: finishing running tasks{again}.")
+        context = self._context
+        again = "" if context.goes_on_by else " (press Ctrl-C again to end at once)"
+        context.display.message(f"Interrupted: finishing running tasks{again}.")
         course.served.servers.give_up_after(_RESTORE_SECONDS)
         course.drain(_DRAIN_SECONDS)
-        if order.journal is not None:
+        if context.journal is not None:
             course.served.ps.finish_training()  # so that the recovery files contain everything
             course.served.servers.save()
         if not course.checkpoints.wanted:
@@ -208,9 +208,9 @@ class Job:
 
     @property
     def _is_resumable(self) -> bool:
-        order = self._order
-        is_there = Path(order.settings.directory).is_dir()  # the user may have removed it
-        return is_there and order.journal is not None and (self._course is not None or order.resumes)
+        context = self._context
+        is_there = Path(context.settings.directory).is_dir()  # the user may have removed it
+        return is_there and context.journal is not None and (self._course is not None or context.resumes)
 
 
 def _host_of_model_file(settings: JobSettings) -> Any:

@@ -109,7 +109,7 @@ def _fetch(store: JobStore, folder: Path, say: Callable[[str], None]) -> None:
 class _Running(Protocol):
     """What is needed of a `Master`."""
 
-    desk: Any
+    server: Any
 
     def observe(self) -> JobSnapshot: ...
 
@@ -260,7 +260,7 @@ class JobCopy:
                 self._send()
                 self._problem, self._reached = "", time.monotonic()
             except ReplacedError as error:
-                master.desk.fail(error)
+                master.server.fail(error)
                 return
             except (StoreError, OSError) as error:
                 self._problem = str(error)
@@ -286,7 +286,7 @@ class JobCopy:
                     "can be. Nothing is lost while this machine runs."
                 )
             paused = too_long
-            master.desk.pause("copy", f"{self.url} can't be written to" if paused else "")
+            master.server.pause("copy", f"{self.url} can't be written to" if paused else "")
 
     def _describe(self) -> None:
         for name in [name for name in self._unsent if (self._folder / name).is_file()]:

@@ -24,8 +24,8 @@ from elasticcb.master.accounting import IllegalTransitionError, Speed
 from elasticcb.master.batch_log import BatchEvent, BatchLog
 from elasticcb.master.evaluation import EpochStates, EvaluationRounds
 from elasticcb.master.gathering import Gathering
+from elasticcb.master.job_history import JobHistory
 from elasticcb.master.members import Member, Role, ServedCluster, Totals, Wish
-from elasticcb.master.past import Past
 from elasticcb.master.roster import Roster
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.stragglers import Paces, Split, plan_split
@@ -198,10 +198,10 @@ class JobMachine:
         self.number, self.settings = number, settings
         self.program, self.datasets, self.started = program, {} if datasets is None else datasets, started
         self.checkpoint_written = started
-        self.told = JobSnapshot()
+        self.status = JobSnapshot()
         self.speed = Speed()
         self.speeds: dict[int, Speed] = {}  # batches per second of each worker, by id
-        self.past = Past()
+        self.history = JobHistory()
         self.evaluated_before = 0  # records, before the last round
         self.start_version = 0
         self.queue: TaskQueue | None = None
@@ -260,7 +260,7 @@ class JobMachine:
         """Compacts the journal."""
         self._effects.compacts = True
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Prints a line about the job to the user."""
         self._effects.lines.append(text)
 
@@ -364,7 +364,7 @@ class JobMachine:
         self.check_is_present(job)
         member = self.roster.register(role, index, address, pid, host, now, job)
         logger.info("%s joined", member)
-        self.past.happened("joined", f"{member} joined.")
+        self.history.record_event("joined", f"{member} joined.")
         return member
 
     @event()
@@ -383,7 +383,7 @@ class JobMachine:
             servers[index] = place
             self.cluster = replace(self.cluster, servers=servers)
             self.persist(servers=servers)
-            self.past.happened("recovery", f"Parameter server {index} has its part of the model again.")
+            self.history.record_event("recovery", f"Parameter server {index} has its part of the model again.")
         return repeated
 
     @event()
@@ -451,14 +451,14 @@ class JobMachine:
         self.speeds.pop(worker, None)
         member = self.roster.find(worker)
         if member is not None:
-            self.past.left(member.index)
+            self.history.left(member.index)
 
     @event()
     def end_autoscaling(self, reason: str) -> None:
         """Stops autoscaling; the number of workers stays."""
         self.autoscales = False
         self.persist(autoscale=False)
-        self.say(f"Autoscale: off, because {reason}.")
+        self.print(f"Autoscale: off, because {reason}.")
 
     # ------------------------------------------------------------ tasks
 
@@ -480,7 +480,7 @@ class JobMachine:
                 self.gathering.gets(worker, self.queue)
             member = self.roster.member(worker)
             if member is not None:
-                self.past.began(decision.lease, member.index)
+                self.history.began(decision.lease, member.index)
         return decision
 
     def must_tell(self, worker: int, decision: TaskDecision) -> bool:
@@ -576,7 +576,7 @@ class JobMachine:
         if self.paces.knows(worker):
             self.speeds.setdefault(worker, Speed()).note(now, self.paces.batches(worker))
         if verdict and member is not None:
-            self.say(f"Worker {member.index} {verdict}.")
+            self.print(f"Worker {member.index} {verdict}.")
             if member.index not in self.totals.stragglers:
                 self.totals.stragglers.append(member.index)
 
@@ -603,7 +603,7 @@ class JobMachine:
         outcome = replace(outcome, ends_pass=self.queue.has_milestones)
         task = outcome.task
         if outcome.counts and task is not None:
-            self.past.ended(lease, "done", task)
+            self.history.ended(lease, "done", task)
             self.totals.batches_skipped += result.batches_skipped
             self._take_in(task, result)
         return outcome
@@ -640,7 +640,7 @@ class JobMachine:
         if self.queue is None or not self.has(worker):
             return Outcome(False, LATE)
         outcome = self.queue.report_failed(worker, lease, error, traceback, fatal)
-        self.past.ended(lease, "failed")
+        self.history.ended(lease, "failed")
         # The error that ends the job is shown by who raises it.
         level = logging.WARNING if self.queue.failure is None else logging.INFO
         logger.log(level, "Worker %d: %s: %s\n%s", worker, outcome.reason, error, traceback)
@@ -713,18 +713,18 @@ class JobMachine:
         self.totals.callback_errors += warning.errors
         if warning.subject not in self._warned:
             self._warned.add(warning.subject)
-            self.say(warning.text)
+            self.print(warning.text)
 
-    def tell(self, **news: Any) -> None:
+    def set_status(self, **news: Any) -> None:
         """Sets fields of the snapshot, by name."""
-        self.told = replace(self.told, **news)
+        self.status = replace(self.status, **news)
 
     def note_progress(self, now: float) -> None:
         """Updates values that must be sampled regularly."""
         if self.settings is None or self.settings.command is not Command.TRAIN:
             return
-        if self.told.seconds_to_first_step is None and self.version > self.start_version:
-            self.tell(seconds_to_first_step=now - self.started)
+        if self.status.seconds_to_first_step is None and self.version > self.start_version:
+            self.set_status(seconds_to_first_step=now - self.started)
             self.persist(first_step=now - self.started)
         if self.queue is not None:
             self.speed.note(now, sum(self.queue.accounting.records_trained.values()))
@@ -752,7 +752,7 @@ class JobMachine:
         self.queue = queue
         self.epoch_states.merging = frozenset(memory.merging_units)
         self.resume(memory)
-        self.tell(seconds_to_first_step=memory.first_step)
+        self.set_status(seconds_to_first_step=memory.first_step)
         self.roster.restore(memory.roster, now)
 
 

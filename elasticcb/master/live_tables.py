@@ -23,8 +23,8 @@ _RESTORE_SECONDS = 30.0  # for the replacement of a lost server
 class LiveTables:
     """Queries the servers of the current job, independently of the driving thread."""
 
-    def __init__(self, desk: MasterServer) -> None:
-        self._desk = desk
+    def __init__(self, master: MasterServer) -> None:
+        self._master = master
 
     def ask(self, top: int, id: int | None, seconds: float = _RESTORE_SECONDS) -> pb.TablesResponse:
         """The content of all tables, or the rows of one id.
@@ -37,9 +37,9 @@ class LiveTables:
         """
         give_up = time.monotonic() + seconds
         while True:
-            with self._desk.state():
+            with self._master.state():
                 left = max(0.0, give_up - time.monotonic())
-                state = self._desk.wait_for(lambda state: state.serves(0) or _is_over(state), left)
+                state = self._master.wait_for(lambda state: state.serves(0) or _is_over(state), left)
                 cluster, why_not = state.cluster, _why_not(state)
                 memory_bytes = 0 if state.settings is None else state.settings.embedding.memory_bytes
             if why_not or cluster is None:
@@ -54,7 +54,7 @@ class LiveTables:
         answer = pb.TablesResponse(memory_bytes=memory_bytes)
         answer.variables.extend(spec.to_message() for spec in cluster.variables)
         places = Places(tuple(cluster.servers), ShardMap(len(cluster.servers), cluster.map_version))
-        servers = ServerGroup(places, cluster.variables, cluster.split, _PATIENCE_SECONDS, self._desk.access)
+        servers = ServerGroup(places, cluster.variables, cluster.split, _PATIENCE_SECONDS, self._master.access)
         try:
             if id is None:
                 answer.counts.extend(servers.on_all("CountTables", pb.CountTablesRequest(top=top)))

@@ -41,7 +41,7 @@ _DOUBT_PAUSE_SECONDS = 0.5  # before it is asked again
 
 
 class Master:
-    """What outlives a single job: the listening ports, and the desk with the state of the current job."""
+    """What outlives a single job: the listening ports, and the `MasterServer`."""
 
     def __init__(
         self, cluster: ClusterSettings, backend: ClusterBackend, say: Callable[[str], None], access: Access = OPEN
@@ -49,38 +49,38 @@ class Master:
         # Each worker and each server may have one long poll and two more calls running.
         threads = 8 + 4 * (max(cluster.num_workers, MOST_WORKERS) + cluster.num_ps)  # threads start on demand
         host = cluster.host or backend.host
-        self._server = Server(host, cluster.port, threads, access, _LARGEST_MESSAGE)
-        self.desk = MasterServer(cluster, backend, say, self._server.address, access)
-        self.server_scaling = ServerScaling(self.desk)
-        self.watchdog = Watchdog(self.desk, cluster.silence_seconds, backend.watches)
+        self._grpc = Server(host, cluster.port, threads, access, _LARGEST_MESSAGE)
+        self.server = MasterServer(cluster, backend, say, self._grpc.address, access)
+        self.server_scaling = ServerScaling(self.server)
+        self.watchdog = Watchdog(self.server, cluster.silence_seconds, backend.watches)
         servicer = MasterServicer(
-            self.desk,
+            self.server,
             self.server_scaling,
             self.watchdog.doubt,
             self.observe,
             self.past_after,
             cluster.silence_seconds,
         )
-        self._server.grpc_server.add_generic_rpc_handlers((message_service(MASTER_METHODS, servicer),))
+        self._grpc.grpc_server.add_generic_rpc_handlers((message_service(MASTER_METHODS, servicer),))
         if is_folder(host):
             host = "127.0.0.1"  # where metrics and health checks are expected
         self._metrics: MetricsServer | None = None
         if cluster.metrics_port is not None:
-            self._metrics = MetricsServer(self.observe, lambda: self.desk.ready, host, cluster.metrics_port)
+            self._metrics = MetricsServer(self.observe, lambda: self.server.ready, host, cluster.metrics_port)
             exposed = "" if is_loopback(host) else ", open to everyone on that network"
             say(f"Metrics are served at http://{self._metrics.address}/metrics{exposed}.")
         self._health: HealthServer | None = None
         if cluster.health_port is not None:
-            self._health = HealthServer(host, cluster.health_port, MASTER_SERVICE, lambda: self.desk.ready)
+            self._health = HealthServer(host, cluster.health_port, MASTER_SERVICE, lambda: self.server.ready)
             say(f"Health checks are answered at {self._health.address}.")
 
     @property
     def address(self) -> str:
-        return self._server.address
+        return self._grpc.address
 
     def add(self, service: FrameService) -> None:
         """Adds a service on the same port; takes effect at `start`."""
-        self._server.add(service)
+        self._grpc.add(service)
 
     @property
     def metrics_address(self) -> str:
@@ -94,46 +94,46 @@ class Master:
 
     def refused_calls(self) -> dict[str, int]:
         """Number of refused calls, by reason (text)."""
-        return self._server.refused.counts()
+        return self._grpc.refused.counts()
 
     def observe(self) -> JobSnapshot:
         """A snapshot of the current job."""
-        with self.desk.state() as state:
+        with self.server.state() as state:
             settings, seen = state.settings, observe(state, self.refused_calls(), time.monotonic())
-        expires = self.desk.access.certificate_expires()
+        expires = self.server.access.certificate_expires()
         return replace(seen, free_disk_bytes=free_disk_bytes(settings), certificate_expires=expires)
 
     def past_after(self, number: int) -> dict[str, Any]:
-        """Events of the current job, as in `Past.after`."""
-        with self.desk.state() as state:
-            return state.past.after(number)
+        """Events of the current job, as in `JobHistory.after`."""
+        with self.server.state() as state:
+            return state.history.after(number)
 
     def start(self) -> None:
         """Starts answering calls."""
-        self._server.start()
-        if self.desk.backend.separate:  # else a thread may be at a breakpoint
+        self._grpc.start()
+        if self.server.backend.separate:  # else a thread may be at a breakpoint
             self.watchdog.start()
 
     def shut_down(self, grace_seconds: float) -> None:
         """Ends all processes gracefully."""
         try:
-            self.desk.close()
-            if not self.desk.backend.watches:
-                self.desk.wait_until(lambda state: not any(state.roster.up(role) for role in Role), grace_seconds)
-            self.desk.backend.stop(grace_seconds)
+            self.server.close()
+            if not self.server.backend.watches:
+                self.server.wait_until(lambda state: not any(state.roster.up(role) for role in Role), grace_seconds)
+            self.server.backend.stop(grace_seconds)
         finally:
             self.stop()
 
     def stop(self) -> None:
         """Stops the gRPC server."""
-        self.desk.close()
+        self.server.close()
         self.abandon()
 
     def abandon(self) -> None:
         """Stops the gRPC server without announcing the end of the job: another master takes over."""
         self.watchdog.stop()
-        self._server.stop()
-        self.desk.close()  # otherwise pending calls, whose answers no longer matter, would keep this process alive
+        self._grpc.stop()
+        self.server.close()  # otherwise pending calls, whose answers no longer matter, would keep this process alive
         for server in (self._metrics, self._health):
             if server is not None:
                 server.stop()
@@ -153,8 +153,8 @@ class Watchdog:
             job.
     """
 
-    def __init__(self, desk: MasterServer, silence_seconds: float, watched: bool) -> None:
-        self._desk = desk
+    def __init__(self, master: MasterServer, silence_seconds: float, watched: bool) -> None:
+        self._master = master
         self._silence, self._watched = silence_seconds, watched
         self._looked = -math.inf
         self._doubted: set[int] = set()  # ids of servers being probed
@@ -174,7 +174,7 @@ class Watchdog:
     def look(self, now: float) -> None:
         """Replaces processes that are overdue at `now`, in seconds."""
         since, self._looked = now - self._looked, now
-        with self._desk.state() as state:
+        with self._master.state() as state:
             if since > self._silence / 2:  # this process itself was suspended, and received no heartbeats
                 state.roster.forgive(now)
             if state.closing or state.over:
@@ -183,7 +183,7 @@ class Watchdog:
                 seconds = self._seconds(role, state)
                 for member in state.roster.silent(now, seconds):
                     if member.role is role and (not self._watched or state.has(member.id)):
-                        self._desk.replace(member, f"no heartbeat for {seconds:g} s")
+                        self._master.replace(member, f"no heartbeat for {seconds:g} s")
 
     def _seconds(self, role: Role, state: JobMachine) -> float:
         settings = state.settings
@@ -193,7 +193,7 @@ class Watchdog:
 
     def doubt(self, server: int) -> None:
         """Someone gets no answer from a server. It is replaced unless it answers the master."""
-        with self._desk.state() as state:
+        with self._master.state() as state:
             member = state.roster.member(server)
             if (
                 self._thread.is_alive()
@@ -206,20 +206,20 @@ class Watchdog:
 
     def _reach(self, member: Member) -> None:
         begun = time.monotonic()
-        connection = Connection(member.address, str(member), access=self._desk.access)
+        connection = Connection(member.address, str(member), access=self._master.access)
         answers = False
         while not answers and not self._stopped.is_set() and self._is_up(member):
             answers = connection.is_alive(PS_METHODS["Exchange"], _ANSWER_SECONDS)
             if not answers and time.monotonic() - begun >= self._silence:
-                with self._desk.state() as state:
+                with self._master.state() as state:
                     if self._is_up(member) and not state.closing:
-                        self._desk.replace(member, f"unreachable for {self._silence:g} s")
+                        self._master.replace(member, f"unreachable for {self._silence:g} s")
                 break
             self._stopped.wait(0.0 if answers else _DOUBT_PAUSE_SECONDS)
         connection.close()
-        with self._desk.state():
+        with self._master.state():
             self._doubted.discard(member.id)
 
     def _is_up(self, member: Member) -> bool:
-        with self._desk.state() as state:
+        with self._master.state() as state:
             return state.roster.member(member.id) is not None

@@ -29,11 +29,11 @@ from elasticcb.errors import (
     describe,
     user_traceback,
 )
+from elasticcb.master.job_history import JobHistory
 from elasticcb.master.job_machine import OTHERS_FIRST, Effects, JobMachine, TaskResult, Wake
 from elasticcb.master.journal import Journal
 from elasticcb.master.locked import Locked
 from elasticcb.master.members import Member, Role, ServedCluster
-from elasticcb.master.past import Past
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Roster
 from elasticcb.master.task import DecisionKind, Outcome, TaskDecision
@@ -67,7 +67,7 @@ class MasterServer:
         access: Access = OPEN,
     ) -> None:
         self.cluster, self.backend, self.address, self.access = cluster, backend, address, access
-        self.past_before: Mapping[str, Any] = {}  # of a job that is resumed
+        self.history_before: Mapping[str, Any] = {}  # of a job that is resumed
         self.ready = False  # as `JobMachine.ready`; readable without the lock
         self.end_calls: Callable[[int], None] = lambda index: None  # called with the index of each lost server
         # Called with the index of a server that leaves, and what it has saved after its last answer.
@@ -76,13 +76,13 @@ class MasterServer:
         self.show_printed: Callable[[str, bool], None] = _print  # shows text of a worker, to standard error or output
         self._journal: Journal | None = None  # of a job that can be resumed
         roster = Roster(cluster.num_workers, cluster.num_ps, cluster.max_worker_restarts, cluster.max_ps_restarts)
-        say_of_process = functools.partial(self.say, kind="loss")
+        say_of_process = functools.partial(self.print, kind="loss")
         self._processes = Processes(roster, backend, self._worker_lost, self._server_lost, say_of_process)
         self._locked = Locked(JobMachine(roster, backend.separate), self._settle)
         self._interrupted = False  # a stop was requested
 
     def state(self) -> AbstractContextManager[JobMachine]:
-        """The current job, to look at it, or for an event: `with desk.state() as state:` holds the master's lock."""
+        """The current job, to look at it, or for an event: `with master.state() as state:` holds the master's lock."""
         return self._locked()
 
     @contextlib.contextmanager
@@ -148,11 +148,11 @@ class MasterServer:
         """A checkpoint is complete at its destination."""
         with self.state() as state:
             state.checkpoint_written = time.monotonic()
-            state.past.happened("checkpoint", f"A checkpoint is written, at version {state.version}.")
+            state.history.record_event("checkpoint", f"A checkpoint is written, at version {state.version}.")
 
-    def say(self, text: str, kind: str = "note") -> None:
+    def print(self, text: str, kind: str = "note") -> None:
         """Prints a line about the job; the job's page keeps it as an event of this kind."""
-        self.happened(kind, text)
+        self.record_event(kind, text)
         self._say(text)
 
     def _say(self, text: str) -> None:
@@ -161,7 +161,7 @@ class MasterServer:
 
     def printed(self, worker: int, texts: Iterable[pb.PrintedText]) -> None:
         """Shows what callbacks printed on a worker, and logs here what they logged there. Don't call it while holding
-        the state, like `say`."""
+        the state, like `print`."""
         with self.state() as state:
             member = state.roster.member(worker)
         if member is not None:
@@ -181,10 +181,10 @@ class MasterServer:
             message = f"A handler or filter failed for a record that a hook logged on {process}: {describe(error)}"
             self.fail(CallbackError(message, user_traceback(error)))
 
-    def happened(self, kind: str, text: str) -> None:
-        """See `Past.happened`."""
+    def record_event(self, kind: str, text: str) -> None:
+        """See `JobHistory.record_event`."""
         with self.state() as state:
-            state.past.happened(kind, text)
+            state.history.record_event(kind, text)
 
     def _settle(self, state: JobMachine) -> Wake:
         effects = state.take_effects()
@@ -194,7 +194,7 @@ class MasterServer:
             except JobFailedError as error:
                 state.error = error
         for line in effects.lines:
-            state.past.happened("note", line)
+            state.history.record_event("note", line)
             self._say(line)
         self.ready = state.ready
         return effects.wake
@@ -215,13 +215,13 @@ class MasterServer:
             last.roster.losses.recovers_ps = _recovers_ps(settings)
             state = last.next_job(settings, program, datasets, started)
             state.changed()
-            state.past = Past(time.time, self.past_before)
+            state.history = JobHistory(time.time, self.history_before)
             self._locked.replace(state)
 
-    def tell(self, **news: Any) -> None:
+    def set_status(self, **news: Any) -> None:
         """See `JobMachine.tell`."""
         with self.state() as state:
-            state.tell(**news)
+            state.set_status(**news)
 
     def keep(self, journal: Journal | None) -> None:
         """Persists the job's state in this journal from now on; None: stop doing so."""
@@ -456,7 +456,7 @@ class MasterServer:
         failure = JobFailedError(f"{place} could not start: {error}", traceback)
         with self.state() as state:
             if not self.backend.watches:
-                state.say(str(failure))  # whoever started it may retry
+                state.print(str(failure))  # whoever started it may retry
             elif not state.closing:
                 state.fail(failure)
 
@@ -531,7 +531,7 @@ class MasterServer:
                 )
             if workers != before:
                 self.resize(Role.WORKER, workers)
-                state.say(f"The job now has {how_many(workers, 'worker')} (was {before}).")
+                state.print(f"The job now has {how_many(workers, 'worker')} (was {before}).")
             if state.autoscales:
                 state.end_autoscaling("the number of workers was set manually")
             return before

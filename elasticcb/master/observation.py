@@ -27,8 +27,8 @@ def observe(state: JobMachine, refused: Mapping[str, int], now: float) -> JobSna
     settings, totals = state.settings, state.totals
     processes = tuple(_process(state, role, index, now) for role, index in state.roster.places())
     return replace(
-        state.told,
-        phase="evaluating" if state.rounds.running is not None else state.told.phase,
+        state.status,
+        phase="evaluating" if state.rounds.running is not None else state.status.phase,
         ready=state.ready,
         seconds=now - state.started,
         version=state.version,

@@ -43,7 +43,7 @@ class Report:
         Don't call it while holding the state: a blocked terminal must not block the workers.
         """
         now = time.monotonic()
-        with self._master.desk.state() as state:
+        with self._master.server.state() as state:
             state.note_progress(now)
             version, loss = state.version, state.loss
         if loss is not None and version // self._loss_steps > self._logged_version // self._loss_steps:
@@ -52,10 +52,10 @@ class Report:
         if now >= self._next_update:
             self._next_update = now + _UPDATE_SECONDS
             seen = self._master.observe()
-            with self._master.desk.state() as state:
+            with self._master.server.state() as state:
                 leases = () if state.queue is None else state.queue.leases()
                 pushes = seen.histograms[PUSH]
-                state.past.note(seen, [lease.id for lease in leases], (sum(pushes.counts), pushes.sum))
+                state.history.note(seen, [lease.id for lease in leases], (sum(pushes.counts), pushes.sum))
             self._display.update(seen)
 
 

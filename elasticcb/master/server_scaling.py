@@ -118,15 +118,15 @@ _MOST_SERVERS = 256
 class ServerScaling:
     """Takes requests, one at a time, and carries them out."""
 
-    def __init__(self, desk: MasterServer) -> None:
-        self._desk = desk
+    def __init__(self, master: MasterServer) -> None:
+        self._master = master
 
     def ask(self, servers: int, waiting: bool, seconds: float) -> Wish | None:
         """Requests a different number of parameter servers, and waits up to `seconds` for the result.
 
         Returns None when the number is already right. Raises `UsageError` when the job can't have it.
         """
-        with self._desk.change() as state:
+        with self._master.change() as state:
             wish = state.wish
             asked = wish is not None and not wish.done and wish.servers == servers
             if not waiting and not asked:
@@ -135,11 +135,11 @@ class ServerScaling:
                     return None
                 wish = state.wish = Wish(servers, before)
                 if servers > before:
-                    self._desk.resize(Role.PS, servers)
+                    self._master.resize(Role.PS, servers)
             if wish is None:
                 raise UsageError("Another master took over the job. Try again.")
             asked_for = wish
-            state = self._desk.wait_for(lambda state: asked_for.done or state.closing, seconds)
+            state = self._master.wait_for(lambda state: asked_for.done or state.closing, seconds)
             if state.closing and not wish.done:
                 wish.error = "The job ended before the number of parameter servers could change."
             return wish
@@ -152,13 +152,13 @@ class ServerScaling:
             why_wait: what must finish first, as text; "": nothing.
             why_not: why the job can't have that number of servers; "": it can.
         """
-        with self._desk.state() as state:
+        with self._master.state() as state:
             wish = state.wish
             if wish is None or wish.done:
                 return
             refused = why_not(wish.servers)
             if refused:
-                with self._desk.change():
+                with self._master.change():
                     self._end(state, wish, error=refused)
                 return
             ready = not state.lost_ps and state.roster.complete(Role.PS, state.number)
@@ -173,18 +173,18 @@ class ServerScaling:
             wish.attempts += 1
             logger.warning("The number of parameter servers could not change: %s", error)
             if wish.attempts == _ATTEMPTS:
-                with self._desk.change() as state:
+                with self._master.change() as state:
                     self._end(state, wish, error=f"The number of parameter servers could not change: {error}")
             return
-        with self._desk.change() as state:
+        with self._master.change() as state:
             self._end(state, wish, moved=str(moved))
 
     def _end(self, state: JobMachine, wish: Wish, moved: str = "", error: str = "") -> None:
         """Ends a request with its result."""
         wish.moved, wish.error = moved, error
-        state.say(moved or error)
+        state.print(moved or error)
         if error:
-            self._desk.resize(Role.PS, wish.before)
+            self._master.resize(Role.PS, wish.before)
 
 
 def _check(state: JobMachine, servers: int) -> int:

@@ -51,7 +51,7 @@ class Servers:
     """The servers of one job.
 
     Args:
-        desk: desk of the job for which the servers have registered.
+        master: master of the job for which the servers have registered.
         variables, may_split, optimizers: the model's weights, whether they may be split between servers, and what
             trains them.
         run: name of the training in the recovery files; "": a new one.
@@ -67,7 +67,7 @@ class Servers:
 
     def __init__(
         self,
-        desk: MasterServer,
+        master: MasterServer,
         doubt: Callable[[int], None],
         variables: Sequence[VariableSpec],
         may_split: bool,
@@ -80,32 +80,32 @@ class Servers:
         map_version: int = 0,
         copy: RecoveryCopy | None = None,
     ) -> None:
-        self._desk, self._doubt, self._source, self._say = desk, doubt, source, say
+        self._master, self._doubt, self._source, self._say = master, doubt, source, say
         self.learning_rate: Callable[[], float | None] = lambda: None
         self.lack_updates = False
         self._restoring = threading.Lock()
         self._give_up = math.inf  # deadline for lost servers; seconds of `time.monotonic`
-        with desk.state() as state:
+        with master.state() as state:
             settings = state.settings
             self._places = list(places)
             if not places:
                 state.lost_ps.clear()  # none of them holds the model yet
                 self._places = [ServerPlace(member.address, member.id) for member in state.roster.up(Role.PS)]
-        self._patience = desk.cluster.patience_seconds
+        self._patience = master.cluster.patience_seconds
         run = run or secrets.token_hex(8)
         servers = ServerGroup(
             Places(self._places, ShardMap(len(self._places), map_version)),
             variables,
             may_split,
             self._patience,
-            replace(desk.access, term=(run, term)),
+            replace(master.access, term=(run, term)),
             self._find,
         )
-        desk.end_calls = servers.end_calls
+        master.end_calls = servers.end_calls
         recovery: RecoveryFiles | None = None
         if settings is not None and settings.keeps_recovery_files and settings.directory:
             recovery = RecoveryFiles(Path(settings.directory, RECOVERY_FOLDER).absolute(), run, variables, copy)
-            desk.take_last = recovery.take_last
+            master.take_last = recovery.take_last
         self.control = PSControl(PSClient(servers), run, optimizers, recovery)
         self.control.members = self._members
         for index in end_pause(self.control) if places else ():
@@ -113,7 +113,7 @@ class Servers:
         self._repeats_lost = settings is not None and settings.repeats_lost
         self._saves: Saves | None = None
         if settings is not None and recovery is not None:
-            self._saves = Saves(desk, self.control, settings.checkpoint.interval_seconds)
+            self._saves = Saves(master, self.control, settings.checkpoint.interval_seconds)
 
     @property
     def places(self) -> Sequence[ServerPlace]:
@@ -128,7 +128,7 @@ class Servers:
         with self._restoring:
             for index in range(len(self._places)):
                 self._restore(index)
-            with self._desk.state() as state:  # new servers that are lost hold nothing yet
+            with self._master.state() as state:  # new servers that are lost hold nothing yet
                 for index in [index for index in state.lost_ps if index >= len(self._places)]:
                     del state.lost_ps[index]
 
@@ -139,19 +139,19 @@ class Servers:
             ElasticCBError: a server was lost, or a worker hangs; nothing has changed.
             JobFailedError: the job can't continue.
         """
-        desk = self._desk
+        master = self._master
         moved = self._while_tending(lambda: self._resize(servers))
         give_up = time.monotonic() + _LEAVE_SECONDS
-        with desk.state() as state:
+        with master.state() as state:
             while state.roster.leaving(Role.PS) and time.monotonic() < give_up:
-                desk.tend()
-                desk.wait_a_tick()
+                master.tend()
+                master.wait_a_tick()
         return moved
 
     def _resize(self, servers: int) -> Moved:
         # In this order: who saves may wait for a lost server to be restored.
         with self.control.saving, self._restoring:
-            with self._desk.state() as state:
+            with self._master.state() as state:
                 members = [state.roster.at(Role.PS, index) for index in range(max(servers, len(self._places)))]
             if None in members:
                 raise ConnectionLostError("A parameter server is missing.")
@@ -175,14 +175,14 @@ class Servers:
         control.servers.each(self._restore_moved, range(len(places)))
         control.servers.follow(Places(self._places, shard_map))
         self._note(self._places, shard_map)
-        self._desk.servers_have_moved(self._places, shard_map.version)
+        self._master.servers_have_moved(self._places, shard_map.version)
         return Moved(len(places), before, time.monotonic() - pause.begun)
 
     def _restore_moved(self, index: int) -> None:
-        with self._desk.state() as state:
+        with self._master.state() as state:
             version = state.version
         self._places[index], restored = self._give_back(index, version, 0)
-        with self._desk.change() as state:
+        with self._master.change() as state:
             if restored.version < version and state.queue is not None:  # files were damaged
                 state.totals.updates_lost += version - restored.version
                 state.queue.updates_lost()
@@ -190,30 +190,30 @@ class Servers:
 
     def _note(self, places: Sequence[ServerPlace], shard_map: ShardMap) -> None:
         """Writes to the journal which servers hold the model. Raises `JobFailedError` if that fails."""
-        with self._desk.state() as state:
+        with self._master.state() as state:
             state.persist(servers=list(places), map_version=shard_map.version)
-        with self._desk.state() as state:  # the entry has been written by now, or that has failed
+        with self._master.state() as state:  # the entry has been written by now, or that has failed
             if state.error is not None:
                 raise state.error
 
     def _members(self) -> Sequence[int]:
         """Ids of the workers that train."""
-        with self._desk.state() as state:
+        with self._master.state() as state:
             return () if state.queue is None else state.queue.workers_in_training
 
     def _is_up(self, worker: int) -> bool:
-        with self._desk.state() as state:
+        with self._master.state() as state:
             return state.roster.member(worker) is not None
 
     def _while_tending(self, function: Callable[[], Moved]) -> Moved:
         """Runs `function` in another thread while tending to processes."""
-        desk = self._desk
+        master = self._master
         with ThreadPoolExecutor(1, thread_name_prefix="scaling") as pool:
             future = pool.submit(function)
-            with desk.state():
+            with master.state():
                 while not future.done():
-                    desk.tend()
-                    desk.wait_a_tick()
+                    master.tend()
+                    master.wait_a_tick()
             return future.result()
 
     def adopt(self, version: int) -> None:
@@ -223,7 +223,7 @@ class Servers:
             place, restored = self._give_back(index, version, 0)
             self._places[index] = place
             lost = 0 if restored.complete else max(0, version - restored.version)
-            with self._desk.change() as state:
+            with self._master.change() as state:
                 state.server_is_back(index, place, complete=True)  # the queue is not restored yet
                 state.totals.updates_lost += lost
             self.lack_updates = self.lack_updates or not restored.complete
@@ -242,14 +242,14 @@ class Servers:
         begun = time.monotonic()
         if self._wait_until_up(index).id == self._places[index].id:
             return
-        with self._desk.state() as state:
+        with self._master.state() as state:
             version, running = state.version, state.rounds.running
             since = state.lost_ps.get(index, begun)
         place, restored = self._give_back(index, version, 0 if running is None else running.id)
         self._places[index] = place
         self.control.servers.connect(self.control.servers.known[index], place)  # not only when it is called next
         seconds, lost = time.monotonic() - since, 0 if restored.complete else max(0, version - restored.version)
-        with self._desk.change() as state:
+        with self._master.change() as state:
             state.totals.recovered(seconds, lost)
             repeated = state.server_is_back(index, place, restored.complete)
         again = ", and trained again" if repeated and lost and not restored.is_older else ""
@@ -274,15 +274,15 @@ class Servers:
                 logger.warning("%s", error)
 
     def _wait_until_up(self, index: int) -> ServerPlace:
-        with self._desk.state() as state:
+        with self._master.state() as state:
             while True:
-                self._desk.tend()
+                self._master.tend()
                 member = state.roster.at(Role.PS, index)
                 if member is not None and state.has(member.id):
                     return ServerPlace(member.address, member.id)
                 if time.monotonic() > self._give_up:
                     raise ConnectionLostError(f"Parameter server {index} was lost, and no replacement started in time.")
-                self._desk.wait_a_tick()
+                self._master.wait_a_tick()
 
     def save(self) -> None:
         """Saves the servers' state now, if they keep recovery files."""
@@ -310,8 +310,8 @@ class Saves:
     Tells the queue what can't be lost any more.
     """
 
-    def __init__(self, desk: MasterServer, control: PSControl, interval_seconds: float) -> None:
-        self._desk, self._control, self._interval = desk, control, interval_seconds
+    def __init__(self, master: MasterServer, control: PSControl, interval_seconds: float) -> None:
+        self._master, self._control, self._interval = master, control, interval_seconds
         self._closed = False
         self._earliest = 0.0  # time of the next save, unless all is trained
         self._saved_by = -1  # version of the shard map by which the servers have saved
@@ -321,8 +321,8 @@ class Saves:
     def _run(self) -> None:
         pause = min(_FIRST_SECONDS, self._interval)
         while True:
-            with self._desk.state():
-                self._desk.wait_for(self._is_due, pause)
+            with self._master.state():
+                self._master.wait_for(self._is_due, pause)
                 if self._closed:
                     return
             begun, writers, map_version = time.monotonic(), self._writers(), self._control.servers.shard_map.version
@@ -350,7 +350,7 @@ class Saves:
 
     def save(self) -> bool:
         """Saves what has been reported; returns whether the servers have written, or can't write."""
-        with self._desk.state() as state:
+        with self._master.state() as state:
             queue = state.queue
             mark = 0 if queue is None else queue.begin_save()
         written = True
@@ -362,18 +362,18 @@ class Saves:
                 f"{error} Training continues; what is not saved is trained again if this server is lost now, but "
                 "updates that can't be saved for long are lost then. Free space, or make the folder writable."
             )
-            with self._desk.change() as state:
+            with self._master.change() as state:
                 state.totals.recovery_files_failed += 1
                 state.warn(CallbackWarning("servers can't write recovery files", text))
         except ElasticCBError as error:
             logger.debug("The servers' state is not saved: %s", error)
             return False
-        with self._desk.state() as state:
+        with self._master.state() as state:
             if queue is not None and state.queue is queue and not self._closed and (written or queue.wants_save):
                 state.servers_have_saved(mark, written)  # also if training must end, or too much is unsaved
         return True
 
     def close(self) -> None:
         """Saves nothing any more."""
-        with self._desk.change():
+        with self._master.change():
             self._closed = True

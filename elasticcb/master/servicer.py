@@ -41,25 +41,25 @@ class MasterServicer:
 
     def __init__(
         self,
-        desk: MasterServer,
+        master: MasterServer,
         scaling: ServerScaling,
         doubt: Callable[[int], None],
         observe: Callable[[], JobSnapshot],
         past_after: Callable[[int], dict[str, Any]],
         silence_seconds: float,
     ) -> None:
-        self._desk, self._scaling = desk, scaling
-        self._tables = LiveTables(desk)
+        self._master, self._scaling = master, scaling
+        self._tables = LiveTables(master)
         self._doubt, self._observe, self._past_after = doubt, observe, past_after
         # The next call is the heartbeat.
         self._poll_seconds = min(LONG_POLL_SECONDS, silence_seconds / 3)
 
     def GetSettings(self, request: Any, context: Any) -> pb.GetSettingsResponse:
         if request.HasField("stats"):
-            with self._desk.state() as state:
+            with self._master.state() as state:
                 state.note_stats(request.id, Stats.from_message(request.stats))
-        job, settings = self._desk.next_job(request.after_job, request.id, self._poll_seconds, request.known_lost)
-        with self._desk.state() as state:
+        job, settings = self._master.next_job(request.after_job, request.id, self._poll_seconds, request.known_lost)
+        with self._master.state() as state:
             lost = list(state.roster.lost_workers)
             over = state.closing or state.roster.released(request.id)
         if settings is None:
@@ -67,20 +67,20 @@ class MasterServicer:
         return pb.GetSettingsResponse(settings=settings.to_json(), job=job, lost_workers=lost)
 
     def GetProgram(self, request: Any, context: Any) -> pb.GetProgramResponse:
-        return pb.GetProgramResponse(program=self._desk.program_of(request.job, request.dataset))
+        return pb.GetProgramResponse(program=self._master.program_of(request.job, request.dataset))
 
     def GetIndex(self, request: Any, context: Any) -> pb.GetIndexResponse:
-        return pb.GetIndexResponse(index=self._desk.index_of(request.job, request.mode, request.file))
+        return pb.GetIndexResponse(index=self._master.index_of(request.job, request.mode, request.file))
 
     def Register(self, request: Any, context: Any) -> pb.RegisterResponse:
         role = _role(request.role)
-        member = self._desk.register(role, request.index, request.address, request.pid, request.host, request.job)
+        member = self._master.register(role, request.index, request.address, request.pid, request.host, request.job)
         return pb.RegisterResponse(id=member.id, index=member.index)
 
     def GetCluster(self, request: Any, context: Any) -> pb.GetClusterResponse:
         if request.unreachable:
             self._doubt(request.unreachable)
-        cluster = self._desk.wait_for_cluster(request.id, self._poll_seconds, request.map_version)
+        cluster = self._master.wait_for_cluster(request.id, self._poll_seconds, request.map_version)
         if cluster is None:
             return pb.GetClusterResponse(ready=False)
         return pb.GetClusterResponse(
@@ -97,10 +97,10 @@ class MasterServicer:
 
     def GetTask(self, request: Any, context: Any) -> pb.GetTaskResponse:
         seconds = 0.0 if request.at_once else LONG_POLL_SECONDS
-        decision = self._desk.get_task(request.worker_id, request.leases, seconds, context.is_active)
+        decision = self._master.get_task(request.worker_id, request.leases, seconds, context.is_active)
         answer = pb.GetTaskResponse(kind=_KINDS[decision.kind], reason=decision.reason)
         answer.later = decision.reason == OTHERS_FIRST
-        with self._desk.state() as state:
+        with self._master.state() as state:
             answer.epoch = 0 if state.queue is None else begun_epochs(state.queue)
             if decision.lease is not None:
                 # The function to call; empty when the task was revoked meanwhile, because its result is not needed.
@@ -114,7 +114,7 @@ class MasterServicer:
 
     def ReportProgress(self, request: Any, context: Any) -> pb.ReportProgressResponse:
         worker = request.worker_id
-        with self._desk.state() as state:
+        with self._master.state() as state:
             answer = state.report_progress(
                 worker,
                 request.lease,
@@ -131,8 +131,8 @@ class MasterServicer:
                 request.batch_seconds,
             )
         if request.printed:
-            self._desk.printed(worker, request.printed)
-        with self._desk.state() as state:
+            self._master.printed(worker, request.printed)
+        with self._master.state() as state:
             if request.HasField("stats"):
                 state.note_stats(worker, Stats.from_message(request.stats))
             split = state.split_for(worker)
@@ -146,7 +146,7 @@ class MasterServicer:
             )
 
     def SplitTask(self, request: Any, context: Any) -> pb.SplitTaskResponse:
-        with self._desk.state() as state:
+        with self._master.state() as state:
             answer = state.split(request.worker_id, request.split.lease, request.split.end, time.monotonic())
         return pb.SplitTaskResponse(accepted=answer.accepted, reason=answer.reason)
 
@@ -162,9 +162,9 @@ class MasterServicer:
                 servers=request.servers,
                 restarts=request.restarts_metrics,
             )
-            outcome = self._desk.report_done(request.worker_id, request.lease, result)
+            outcome = self._master.report_done(request.worker_id, request.lease, result)
         else:
-            with self._desk.state() as state:
+            with self._master.state() as state:
                 outcome = state.report_failed(
                     request.worker_id,
                     request.lease,
@@ -178,21 +178,21 @@ class MasterServicer:
         )
 
     def ShareCallbacks(self, request: Any, context: Any) -> pb.ShareCallbacksResponse:
-        with self._desk.state() as state:
+        with self._master.state() as state:
             shared = state.shared_callbacks if state.has(request.worker_id) else None
         if shared is None:
             return pb.ShareCallbacksResponse()
         if request.state:
             rate = request.learning_rate if request.HasField("learning_rate") else None
             shared.give_back(request.worker_id, request.state, rate)
-            with self._desk.change(Wake.DRIVER):
+            with self._master.change(Wake.DRIVER):
                 pass  # whoever waits for it looks again
             return pb.ShareCallbacksResponse()
         number, data = shared.fetch(request.worker_id, request.known)
         return pb.ShareCallbacksResponse(number=number, state=data)
 
     def StopTraining(self, request: Any, context: Any) -> pb.StopTrainingResponse:
-        with self._desk.state() as state:
+        with self._master.state() as state:
             if state.has(request.worker_id):
                 state.stop_training(request.reason)
         return pb.StopTrainingResponse()
@@ -200,15 +200,15 @@ class MasterServicer:
     def Leave(self, request: Any, context: Any) -> pb.LeaveResponse:
         if request.id:
             saved = request.saved if request.HasField("saved") else None
-            self._desk.leave(request.id, request.error, request.traceback, request.fatal, request.asked, saved)
+            self._master.leave(request.id, request.error, request.traceback, request.fatal, request.asked, saved)
         elif request.error:
-            self._desk.not_started(_role(request.role), request.index, request.error, request.traceback)
+            self._master.not_started(_role(request.role), request.index, request.error, request.traceback)
         return pb.LeaveResponse()
 
     def Scale(self, request: Any, context: Any) -> pb.ScaleResponse:
         answer = pb.ScaleResponse()
         if request.workers:
-            answer.before = self._desk.scale(request.workers)
+            answer.before = self._master.scale(request.workers)
         if request.servers:
             wish = self._scaling.ask(request.servers, request.waiting, self._poll_seconds)
             answer.done = wish is None or wish.done
@@ -226,7 +226,7 @@ class MasterServicer:
         return self._tables.ask(request.top, request.id if request.HasField("id") else None)
 
     def Stop(self, request: Any, context: Any) -> pb.StopResponse:
-        self._desk.interrupt()
+        self._master.interrupt()
         return pb.StopResponse(pid=os.getpid(), host=host_name())
 
 

@@ -141,7 +141,7 @@ def running_cluster(
             if opened is not None and opened.copy is not None:
                 until_end.enter_context(opened.copy.kept(master, display.message))
             if opened is not None and opened.memory.begun:
-                master.desk.past_before = _past_before(folder)
+                master.server.history_before = _past_before(folder)
             if takeover is None:
                 _remove_rows_on_disk(settings)
                 master.start()
@@ -151,7 +151,7 @@ def running_cluster(
 
         def run(settings: JobSettings) -> JobSnapshot:
             goes_on_by = backend.resume_command(settings.name)
-            master.desk.show_printed = lambda text, is_error: display.message(text)
+            master.server.show_printed = lambda text, is_error: display.message(text)
             job = Job(settings, master, display, journal=opened, takeover=takeover, goes_on_by=goes_on_by)
             try:
                 return job.run()

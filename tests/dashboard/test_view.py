@@ -3,7 +3,7 @@
 import pytest
 
 from elasticcb.dashboard.server import JobView
-from elasticcb.master.past import Past
+from elasticcb.master.job_history import JobHistory
 from elasticcb.master.shards import Shard
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.task import Lease, Task, TaskType
@@ -50,17 +50,17 @@ def shown(view):
 
 def test_a_job_that_is_resumed_goes_on_with_what_is_known_of_it(view):
     clock = Clock()
-    view.past = Past(clock)
+    view.past = JobHistory(clock)
     live(view.past, 1)
-    view.past.happened("note", "one")
+    view.past.record_event("note", "one")
     view.look()
     live(view.past, 2)
-    view.past.happened("note", "two")
+    view.past.record_event("note", "two")
     end(view)
     (view.folder / STATUS_FILE).unlink()
-    view.past = Past(clock, durable.read_document(view.folder / HISTORY_FILE))
+    view.past = JobHistory(clock, durable.read_document(view.folder / HISTORY_FILE))
     live(view.past, 3)
-    view.past.happened("note", "three")
+    view.past.record_event("note", "three")
     view.look()
     view.look()
     assert shown(view) == ([1, 2, 3], ["one", "two", "three"])
@@ -73,7 +73,7 @@ def test_a_job_that_is_resumed_goes_on_with_what_is_known_of_it(view):
 def test_the_history_of_a_job_that_has_ended_is_read_again_only_when_it_has_changed(view, monkeypatch):
     read, reads = durable.read_document, []
     monkeypatch.setattr(durable, "read_document", lambda path: reads.append(path.name) or read(path))
-    view.past = Past(Clock())
+    view.past = JobHistory(Clock())
     live(view.past, 1)
     end(view)
     view.look()
@@ -85,7 +85,7 @@ def test_the_history_of_a_job_that_has_ended_is_read_again_only_when_it_has_chan
 
 
 def test_no_task_runs_in_a_job_that_has_ended(view):
-    view.past = Past(Clock())
+    view.past = JobHistory(Clock())
     view.past.began(Lease(1, Task(1, TaskType.TRAINING, Shard("a", 0, 10)), worker=0), 0)
     view.look()
     assert len(view.everything()["running"]) == 1

@@ -51,8 +51,8 @@ def begin_job(master: Master) -> None:
         model=ModelSettings(zoo="/nowhere", definition="model.custom_model"),
         cluster=ClusterSettings(num_workers=4, num_ps=1),
     )
-    master.desk.begin_job(settings)
-    with master.desk.state() as state:
+    master.server.begin_job(settings)
+    with master.server.state() as state:
         state.queue = TaskQueue(
             QueueSettings(records_per_task=20, minibatch_size=10, lease_seconds=60.0), training=[("a", 400)]
         )

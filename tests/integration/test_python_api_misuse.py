@@ -219,7 +219,7 @@ def test_interrupt_while_the_model_is_built_for_a_second_call_raises_keyboard_in
 
 def test_what_was_predicted_is_not_kept(cluster):
     assert cluster.predict(make(), X, verbose=0).shape == (64, 1)
-    with cluster._processes.start().desk.state() as state:
+    with cluster._processes.start().server.state() as state:
         assert state.predictions == {}
 
 

@@ -21,10 +21,10 @@ def settings_of(command: Command = Command.TRAIN, name: str = "job", **cluster: 
 
 def state_of(master: Master) -> JobMachine:
     """What the lock guards; nobody else may use the master meanwhile."""
-    with master.desk.state() as state:
+    with master.server.state() as state:
         return state
 
 
 def report_progress(master: Master, worker: int, lease: int, done: int, **progress: Any) -> Answer:
-    with master.desk.state() as state:
+    with master.server.state() as state:
         return state.report_progress(worker, lease, time.monotonic(), done, **progress)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from elasticcb.master.accounting import Speed
-from elasticcb.master.course import EpochClock
+from elasticcb.master.job_driver import EpochClock
 
 
 def test_an_epoch_counts_from_the_end_of_the_one_before():

@@ -105,37 +105,37 @@ def predicting_master(restarts, lines):
     """A master with two workers, of which the first has ended its callbacks and the second is about to."""
     settings = settings_of(Command.PREDICT, num_workers=2, num_ps=1, max_worker_restarts=restarts)
     master = Master(settings.cluster, ExternalCluster(lines.append), lines.append)
-    master.desk.begin_job(settings)
+    master.server.begin_job(settings)
     state_of(master).queue = holding_queue()
-    workers = [master.desk.register(Role.WORKER, index, "", index + 1, "here").id for index in range(2)]
+    workers = [master.server.register(Role.WORKER, index, "", index + 1, "here").id for index in range(2)]
     for worker in 2 * workers:
-        lease = master.desk.get_task(worker, (), 0.0).lease
-        assert master.desk.report_done(worker, lease.id, TaskResult(0)).accepted
+        lease = master.server.get_task(worker, (), 0.0).lease
+        assert master.server.report_done(worker, lease.id, TaskResult(0)).accepted
     for worker in workers:
-        assert master.desk.get_task(worker, (), 0.0).kind is DecisionKind.FINISHED
-    assert master.desk.next_job(1, workers[0], 0.0) == (0, None)
-    master.desk.tend()
+        assert master.server.get_task(worker, (), 0.0).kind is DecisionKind.FINISHED
+    assert master.server.next_job(1, workers[0], 0.0) == (0, None)
+    master.server.tend()
     return master, workers
 
 
 def test_job_fails_when_tasks_come_back_and_all_workers_that_are_left_have_ended_their_callbacks():
     lines = []
     master, (_, second) = predicting_master(0, lines)
-    master.desk.lost(second, "killed by SIGKILL")
+    master.server.lost(second, "killed by SIGKILL")
     with pytest.raises(ClusterLostError, match=r"2 prediction tasks .*--max_worker_restarts"):
-        master.desk.tend()
+        master.server.tend()
 
 
 def test_tasks_that_come_back_wait_for_a_worker_that_is_expected():
     lines = []
     master, (_, second) = predicting_master(1, lines)
-    master.desk.lost(second, "killed by SIGKILL")
-    master.desk.tend()
-    third = master.desk.register(Role.WORKER, 1, "", 3, "here").id
-    master.desk.tend()
+    master.server.lost(second, "killed by SIGKILL")
+    master.server.tend()
+    third = master.server.register(Role.WORKER, 1, "", 3, "here").id
+    master.server.tend()
     for _ in range(2):
-        lease = master.desk.get_task(third, (), 0.0).lease
-        assert master.desk.report_done(third, lease.id, TaskResult(0)).accepted
-    assert master.desk.next_job(1, third, 0.0) == (0, None)
-    master.desk.tend()
+        lease = master.server.get_task(third, (), 0.0).lease
+        assert master.server.report_done(third, lease.id, TaskResult(0)).accepted
+    assert master.server.next_job(1, third, 0.0) == (0, None)
+    master.server.tend()
     assert reached(state_of(master).queue) == [(MilestoneKind.PREDICTION_DONE, 0)]

@@ -212,7 +212,7 @@ class Walk:
     # ---- what the driving thread does
 
     def drive(self) -> None:
-        """As `Course`: an evaluation pass at the end of each epoch, then its hooks; TRAIN_END after the last."""
+        """As `JobDriver`: an evaluation pass at the end of each epoch, then its hooks; TRAIN_END after the last."""
         for milestone in self.machine.take_milestones():
             self.settle()
             if self.chance.random() < 0.1:

@@ -18,7 +18,7 @@ SETTINGS = settings_of(num_workers=2, num_ps=2)
 @pytest.fixture
 def master():
     master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
-    master.desk.begin_job(SETTINGS)
+    master.server.begin_job(SETTINGS)
     yield master
     master.stop()
 
@@ -26,7 +26,7 @@ def master():
 @pytest.mark.parametrize("id", [None, 42])
 def test_who_asks_before_during_and_after_the_loss_of_a_server_is_told_why_there_is_no_answer(master, monkeypatch, id):
     monkeypatch.setattr(live_tables, "_PATIENCE_SECONDS", 0.1)
-    tables, state = live_tables.LiveTables(master.desk), state_of(master)
+    tables, state = live_tables.LiveTables(master.server), state_of(master)
     with pytest.raises(UsageError, match="the job is starting"):
         tables.ask(5, id, 0.0)
     state.cluster = ServedCluster([ServerPlace("127.0.0.1:1", 1), ServerPlace("127.0.0.1:2", 2)], [], False)

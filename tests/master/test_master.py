@@ -30,12 +30,12 @@ def lines():
 def make_master(lines, backend=None):
     settings = settings_of(num_workers=1, num_ps=1)
     master = Master(settings.cluster, backend or ExternalCluster(lines.append), lines.append)
-    master.desk.begin_job(settings)
+    master.server.begin_job(settings)
     return master
 
 
 def join(master):
-    return master.desk.register(Role.WORKER, -1, "", 1, "here").id
+    return master.server.register(Role.WORKER, -1, "", 1, "here").id
 
 
 def make_queue(lease_seconds=300.0):
@@ -48,9 +48,9 @@ def test_a_worker_that_waits_for_a_task_learns_that_the_job_is_over(lines):
     master = make_master(lines)
     worker = join(master)
     kinds = []
-    waiting = threading.Thread(target=lambda: kinds.append(master.desk.get_task(worker, (), 60.0).kind))
+    waiting = threading.Thread(target=lambda: kinds.append(master.server.get_task(worker, (), 60.0).kind))
     waiting.start()
-    master.desk.close()
+    master.server.close()
     waiting.join()
     assert kinds == [DecisionKind.FINISHED]
 
@@ -58,14 +58,14 @@ def test_a_worker_that_waits_for_a_task_learns_that_the_job_is_over(lines):
 def test_a_worker_for_which_others_wait_learns_at_once_that_no_task_is_left(lines):
     settings = replace(settings_of(num_workers=2, num_ps=1), training=TrainingSettings(updates="sync"))
     master = Master(settings.cluster, ExternalCluster(lines.append), lines.append)
-    master.desk.begin_job(settings)
+    master.server.begin_job(settings)
     state_of(master).queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=1), training=[("a", 20)])
-    first, second = (master.desk.register(Role.WORKER, index, "", 1, "here").id for index in range(2))
-    assert master.desk.get_task(second, (), 0.0).reason == OTHERS_FIRST
-    lease = master.desk.get_task(first, (), 0.0).lease
+    first, second = (master.server.register(Role.WORKER, index, "", 1, "here").id for index in range(2))
+    assert master.server.get_task(second, (), 0.0).reason == OTHERS_FIRST
+    lease = master.server.get_task(first, (), 0.0).lease
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(master.desk.get_task, first, (lease.id,), 60.0)  # the other one comes first
-        assert master.desk.get_task(second, (), 0.0).kind is DecisionKind.TASK
+        waiting = pool.submit(master.server.get_task, first, (lease.id,), 60.0)  # the other one comes first
+        assert master.server.get_task(second, (), 0.0).kind is DecisionKind.TASK
         decision = waiting.result(timeout=30)
     assert decision.kind is DecisionKind.WAIT
     assert decision.reason != OTHERS_FIRST
@@ -74,16 +74,16 @@ def test_a_worker_for_which_others_wait_learns_at_once_that_no_task_is_left(line
 def test_a_worker_that_waits_for_the_servers_learns_that_the_job_is_over(lines):
     master = make_master(lines)
     worker = join(master)
-    master.desk.close()
+    master.server.close()
     with pytest.raises(JobFailedError, match="ended before it started"):
-        master.desk.wait_for_cluster(worker, 60.0)
+        master.server.wait_for_cluster(worker, 60.0)
 
 
 def test_an_error_of_a_worker_while_the_job_ends_is_no_loss(lines):
     master = make_master(lines)
     worker = join(master)
-    master.desk.close()
-    master.desk.leave(worker, "the server is gone", "", fatal=False)
+    master.server.close()
+    master.server.leave(worker, "the server is gone", "", fatal=False)
     assert state_of(master).roster.up(Role.WORKER) == []
     assert state_of(master).roster.losses.lost[Role.WORKER] == 0
     assert lines == []
@@ -95,17 +95,17 @@ def test_totals_of_an_earlier_master_are_counted_on(lines, tmp_path):
         master, journal = make_master(lines), Journal(tmp_path / "journal.log")
         state, memory = state_of(master), journal.memory
         state.queue = make_queue()
-        master.desk.keep(journal)
+        master.server.keep(journal)
         if memory.queue is not None:
             state.roster.next_id = memory.next_id
             state.totals.updates_lost = 2  # servers that began with files of others
             state.resume(memory)
         worker = join(master)
-        lease = master.desk.get_task(worker, (), 0.0).lease
-        master.desk.report_done(worker, lease.id, TaskResult(5, batches_skipped=1))
-        master.desk.warn(CallbackWarning("subject", "text", 3))
+        lease = master.server.get_task(worker, (), 0.0).lease
+        master.server.report_done(worker, lease.id, TaskResult(5, batches_skipped=1))
+        master.server.warn(CallbackWarning("subject", "text", 3))
         state.totals.recovered(4.0 - number, 7)
-        master.desk.lost(worker, "killed")
+        master.server.lost(worker, "killed")
         assert (state.totals.batches_skipped, state.totals.callback_errors) == (number, 3 * number)
         assert state.roster.losses.lost[Role.WORKER] == number
         assert (state.totals.longest_recovery, state.totals.updates_lost) == (3.0, 9 * number - 2)
@@ -114,9 +114,9 @@ def test_totals_of_an_earlier_master_are_counted_on(lines, tmp_path):
 
 def test_autoscaling_ends_when_the_number_of_workers_is_set_by_hand(lines, tmp_path):
     master = make_master(lines)
-    master.desk.keep(Journal(tmp_path / "journal.log"))
+    master.server.keep(Journal(tmp_path / "journal.log"))
     state_of(master).queue, state_of(master).autoscales = make_queue(), True
-    assert master.desk.scale(3) == 1
+    assert master.server.scale(3) == 1
     assert not state_of(master).autoscales
     assert "Autoscale: off" in lines[-1]
     memory = Journal(tmp_path / "journal.log").memory
@@ -126,7 +126,7 @@ def test_autoscaling_ends_when_the_number_of_workers_is_set_by_hand(lines, tmp_p
 def test_a_wish_for_servers_knows_what_it_waits_for(lines):
     master = make_master(lines)
     state_of(master).queue = make_queue()
-    master.desk.register(Role.PS, 0, "here:1", 2, "here")
+    master.server.register(Role.PS, 0, "here:1", 2, "here")
     scaling = master.server_scaling
     wish = scaling.ask(2, waiting=False, seconds=0.0)
     scaling.turn(None, "the evaluation pass to end", lambda servers: "")
@@ -139,10 +139,10 @@ def test_a_wish_for_servers_knows_what_it_waits_for(lines):
 
 def test_a_server_that_is_asked_to_end_after_the_last_task_is_replaced_and_a_worker_is_not(lines):
     master = make_master(lines)
-    worker, server = join(master), master.desk.register(Role.PS, 0, "here:1", 2, "here").id
+    worker, server = join(master), master.server.register(Role.PS, 0, "here:1", 2, "here").id
     state_of(master).over = True
-    master.desk.leave(server, "it was asked to end", "", fatal=False, asked=True)
-    master.desk.leave(worker, "it was asked to end", "", fatal=False, asked=True)
+    master.server.leave(server, "it was asked to end", "", fatal=False, asked=True)
+    master.server.leave(worker, "it was asked to end", "", fatal=False, asked=True)
     assert state_of(master).error is None
     assert state_of(master).roster.to_start() == [(Role.PS, 0)]
 
@@ -152,7 +152,7 @@ def test_workers_that_run_functions_are_not_scaled(lines):
     state_of(master).queue = make_queue()
     state_of(master).settings = replace(state_of(master).settings, command=Command.CALL)
     with pytest.raises(UsageError, match=r"workers of Cluster\.schedule"):
-        master.desk.scale(2)
+        master.server.scale(2)
     assert state_of(master).roster.size(Role.WORKER) == 1
 
 
@@ -160,8 +160,8 @@ def test_a_worker_that_leaves_with_an_error_gives_its_task_back(lines):
     master = make_master(lines)
     state_of(master).queue = make_queue()
     worker = join(master)
-    master.desk.get_task(worker, (), 0.0)
-    master.desk.leave(worker, "interrupted where it runs", "", fatal=False)
+    master.server.get_task(worker, (), 0.0)
+    master.server.leave(worker, "interrupted where it runs", "", fatal=False)
     assert state_of(master).queue.leases() == []
     assert "interrupted where it runs; restart 1 of" in lines[0]
 
@@ -169,26 +169,26 @@ def test_a_worker_that_leaves_with_an_error_gives_its_task_back(lines):
 def test_a_thread_keeps_its_task_however_long_it_stands_at_a_breakpoint(lines):
     master = make_master(lines, InProcessCluster(lambda *_: None))
     state_of(master).queue = make_queue(lease_seconds=1e-9)
-    master.desk.get_task(join(master), (), 0.0)
-    master.desk.tend()
+    master.server.get_task(join(master), (), 0.0)
+    master.server.tend()
     assert len(state_of(master).queue.leases()) == 1
 
 
 def test_a_worker_keeps_its_task_while_a_server_is_lost(lines):
     master = make_master(lines)
-    server = master.desk.register(Role.PS, 0, "here:1", 2, "here").id
+    server = master.server.register(Role.PS, 0, "here:1", 2, "here").id
     worker, state = join(master), state_of(master)
     state.queue = make_queue(lease_seconds=1e-9)
     state.cluster = ServedCluster([ServerPlace("here:1", server)], [], False)
-    master.desk.get_task(worker, (), 0.0)
-    master.desk.lost(server, "killed")
-    master.desk.tend()
+    master.server.get_task(worker, (), 0.0)
+    master.server.lost(server, "killed")
+    master.server.tend()
     assert len(state.queue.leases()) == 1
-    later = master.desk.register(Role.PS, 0, "here:2", 3, "here").id
-    master.desk.tend()
+    later = master.server.register(Role.PS, 0, "here:2", 3, "here").id
+    master.server.tend()
     assert len(state.queue.leases()) == 1  # the model is not with it yet
     state.server_is_back(0, ServerPlace("here:2", later), complete=False)
-    master.desk.tend()
+    master.server.tend()
     assert state.queue.leases() == []
 
 
@@ -196,13 +196,13 @@ def hold_long_batch(master):
     """A worker reports that it has been in its first batch for longer than its lease."""
     state_of(master).queue = make_queue(lease_seconds=1.0)
     worker = join(master)
-    lease = master.desk.get_task(worker, (), 0.0).lease
+    lease = master.server.get_task(worker, (), 0.0).lease
     report_progress(master, worker, lease.id, 0, computing=2.0)
 
 
 def test_a_long_batch_is_told_with_the_number_by_which_its_worker_has_a_log(lines):
     master = make_master(lines)
-    master.desk.register(Role.PS, -1, "here:1", 1, "here")  # so that the worker's id is another number than its place
+    master.server.register(Role.PS, -1, "here:1", 1, "here")  # so that the worker's id is another number than its place
     hold_long_batch(master)
     assert any(line.startswith("Worker 0 has computed one batch for 2 s. After 12 s") for line in lines)
 
@@ -215,18 +215,18 @@ def test_a_thread_in_a_long_batch_is_not_called_hung(lines):
 def test_a_process_of_a_job_that_is_over_is_sent_to_the_next_one(lines):
     master = make_master(lines)
     worker = join(master)
-    master.desk.begin_job(state_of(master).settings)
+    master.server.begin_job(state_of(master).settings)
     state_of(master).queue = make_queue()
     for call in (
-        lambda: master.desk.program_of(1),
-        lambda: master.desk.wait_for_cluster(worker, 60.0),
+        lambda: master.server.program_of(1),
+        lambda: master.server.wait_for_cluster(worker, 60.0),
         lambda: join(master),
     ):
         with pytest.raises(JobOverError, match="Job 1 is over; the current job is 2"):
             call()
-    assert master.desk.get_task(worker, (), 60.0).kind is DecisionKind.FINISHED
-    assert master.desk.register(Role.WORKER, -1, "", 1, "here", job=2).id == worker
-    assert master.desk.get_task(worker, (), 60.0).kind is DecisionKind.TASK
+    assert master.server.get_task(worker, (), 60.0).kind is DecisionKind.FINISHED
+    assert master.server.register(Role.WORKER, -1, "", 1, "here", job=2).id == worker
+    assert master.server.get_task(worker, (), 60.0).kind is DecisionKind.TASK
 
 
 def test_what_fails_before_a_process_has_joined_a_job_that_is_over_ends_no_other_job(lines):
@@ -240,7 +240,7 @@ def test_what_fails_before_a_process_has_joined_a_job_that_is_over_ends_no_other
         state_of(master).over = True
         with pytest.raises(JobOverError), client.joining():
             raise FileNotFoundError
-        master.desk.begin_job(state_of(master).settings)
+        master.server.begin_job(state_of(master).settings)
         with pytest.raises(JobOverError), client.joining():
             raise FileNotFoundError
     finally:
@@ -254,27 +254,27 @@ def test_the_result_of_a_function_is_kept_once(lines):
     worker = join(master)
     state_of(master).calls[7] = b"call"
     state_of(master).queue.add_function(7)
-    lease = master.desk.get_task(worker, (), 0.0).lease
+    lease = master.server.get_task(worker, (), 0.0).lease
     for result in (b"first", b"again"):
-        assert master.desk.report_done(worker, lease.id, TaskResult(0, function_result=result)).accepted
+        assert master.server.report_done(worker, lease.id, TaskResult(0, function_result=result)).accepted
     assert (state_of(master).results, state_of(master).calls) == ({7: b"first"}, {})
 
 
 def test_the_version_never_goes_back(lines):
     master = make_master(lines)
-    master.desk.reached_version(7)
-    master.desk.reached_version(5)
+    master.server.reached_version(7)
+    master.server.reached_version(5)
     assert state_of(master).version == 7
 
 
 def test_a_server_that_waits_learns_of_a_lost_worker_at_once(lines):
     master = make_master(lines)
-    worker, server = join(master), master.desk.register(Role.PS, 0, "here:1", 2, "here").id
-    assert master.desk.next_job(1, server, 0.0) == (0, None)
-    waiting = threading.Thread(target=master.desk.next_job, args=(1, server, 600.0))
+    worker, server = join(master), master.server.register(Role.PS, 0, "here:1", 2, "here").id
+    assert master.server.next_job(1, server, 0.0) == (0, None)
+    waiting = threading.Thread(target=master.server.next_job, args=(1, server, 600.0))
     waiting.start()
-    master.desk.leave(worker, "it is gone", "", fatal=False)
+    master.server.leave(worker, "it is gone", "", fatal=False)
     waiting.join(60.0)
     assert not waiting.is_alive()
     assert state_of(master).roster.lost_workers == [worker]
-    assert master.desk.next_job(1, server, 0.0, known_lost=1) == (0, None)
+    assert master.server.next_job(1, server, 0.0, known_lost=1) == (0, None)

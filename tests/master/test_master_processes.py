@@ -142,14 +142,14 @@ def test_parameter_server_whose_part_of_the_model_can_not_be_had_again_fails_the
 
 def test_loss_that_ends_the_job_is_told_again_where_the_first_to_hear_of_it_has_passed_over_it():
     backend = Backend()
-    desk = MasterServer(ClusterSettings(num_workers=0, num_ps=1, max_ps_restarts=0), backend, print)
-    desk.tend()
-    with desk.state() as state:
+    server = MasterServer(ClusterSettings(num_workers=0, num_ps=1, max_ps_restarts=0), backend, print)
+    server.tend()
+    with server.state() as state:
         state.roster.register(Role.PS, 0, "", 1, "here", now=0.0)
     backend.exits.append(Exit("ps", 0, 1, "signal 9", True))
     for _ in range(2):
         with pytest.raises(ClusterLostError, match="signal 9"):
-            desk.tend()
+            server.tend()
 
 
 def test_worker_that_dies_after_its_last_task_is_gone_and_nobody_hears_of_a_restart():

@@ -28,7 +28,7 @@ def lines():
 @pytest.fixture
 def master(lines):
     master = Master(SETTINGS.cluster, ExternalCluster(lines.append), lines.append)
-    master.desk.begin_job(SETTINGS)
+    master.server.begin_job(SETTINGS)
     yield master
     master.stop()
 
@@ -46,9 +46,9 @@ def test_a_scrape_tells_of_tasks_records_and_processes_as_they_are_at_that_momen
     assert found["elasticcb_ready",] == 0
     assert found["elasticcb_processes", "worker", "planned"] == 2
 
-    worker = master.desk.register(Role.WORKER, 0, "", 1, "here").id
+    worker = master.server.register(Role.WORKER, 0, "", 1, "here").id
     state_of(master).queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=5), training=[("a", 30)])
-    lease = master.desk.get_task(worker, (), 0.0).lease
+    lease = master.server.get_task(worker, (), 0.0).lease
     report_progress(master, worker, lease.id, 5, version=3)
     found = scrape(master)
     assert found["elasticcb_records_total", "training"] == 5
@@ -59,7 +59,7 @@ def test_a_scrape_tells_of_tasks_records_and_processes_as_they_are_at_that_momen
 
 def test_counts_of_a_lost_process_are_kept_and_its_memory_is_not(master):
     def join(pid, pushes):
-        worker = master.desk.register(Role.WORKER, 0, "", pid, "here").id
+        worker = master.server.register(Role.WORKER, 0, "", pid, "here").id
         expires = time.time() + 1000
         stats = Stats(cpu_seconds=5.0, resident_bytes=1000, rows_looked_up=10, certificate_expires=expires)
         for _ in range(pushes):
@@ -75,7 +75,7 @@ def test_counts_of_a_lost_process_are_kept_and_its_memory_is_not(master):
     assert found["elasticcb_cpu_seconds_total", "0", "worker"] == 5
     assert found["elasticcb_certificate_expiry_seconds", "0", "worker"] == pytest.approx(1000, abs=100)
     assert ("elasticcb_certificate_expiry_seconds", "0", "master") not in found  # it has none
-    master.desk.lost(first, "killed")
+    master.server.lost(first, "killed")
     found = scrape(master)
     assert ("elasticcb_resident_memory_bytes", "0", "worker") not in found
     assert found["elasticcb_processes_lost_total", "worker"] == 1
@@ -90,14 +90,14 @@ def test_counts_of_a_lost_process_are_kept_and_its_memory_is_not(master):
 
 
 def test_rows_and_bytes_of_a_table_are_those_of_the_servers_that_are_up(master):
-    master.desk.resize(Role.PS, 2)
-    servers = [master.desk.register(Role.PS, place, f"here:{place}", place, "here").id for place in range(2)]
+    master.server.resize(Role.PS, 2)
+    servers = [master.server.register(Role.PS, place, f"here:{place}", place, "here").id for place in range(2)]
     for server, rows in zip(servers, (10, 20), strict=True):
         state_of(master).note_stats(server, Stats(tables={"users/embeddings": TableSize(rows, 100 * rows)}))
     found = scrape(master)
     assert found["elasticcb_table_rows", "users/embeddings"] == 30
     assert found["elasticcb_table_bytes", "users/embeddings"] == 3000
-    master.desk.lost(servers[0], "killed")
+    master.server.lost(servers[0], "killed")
     assert scrape(master)["elasticcb_table_rows", "users/embeddings"] == 20
 
 
@@ -110,7 +110,7 @@ def test_probes_are_answered_beside_the_metrics(master, monkeypatch):
             return error.code
 
     assert (ask("/healthz"), ask("/readyz")) == (200, 503)
-    monkeypatch.setattr(master.desk, "ready", True)
+    monkeypatch.setattr(master.server, "ready", True)
     assert ask("/readyz") == 200
 
 

@@ -35,23 +35,23 @@ class Job:
         )
         self.running, self.lines = {}, []
         self.master = Master(self.settings.cluster, ExternalCluster(lambda line: None), self.lines.append)
-        self.master.desk.begin_job(self.settings)
+        self.master.server.begin_job(self.settings)
         for index in range(num_ps):
             self.start(index)
         self.servers = Servers(
-            self.master.desk, lambda id: None, SPECS, True, Optimizers(), lambda: MODEL, self.lines.append, run="run"
+            self.master.server, lambda id: None, SPECS, True, Optimizers(), lambda: MODEL, self.lines.append, run="run"
         )
         self.servers.control.initialize(MODEL)
 
     def start(self, index):
         server = PSServer(self.settings, alone(lambda: keras.optimizers.SGD(1.0)))
         server.start()
-        self.running[index] = self.master.desk.register(Role.PS, index, server.address, 1, "here"), server
+        self.running[index] = self.master.server.register(Role.PS, index, server.address, 1, "here"), server
 
     def lose(self, index):
         member, server = self.running[index]
         server.stop(0.0)
-        self.master.desk.lost(member.id, "it was killed")
+        self.master.server.lost(member.id, "it was killed")
 
     def close(self):
         self.servers.close()
@@ -132,9 +132,9 @@ def test_waiting_for_a_lost_server_does_not_count_as_writing(job, monkeypatch):
     queue = UnsavedQueue()
     job.servers._saves.close()
     job.lose(0)
-    with job.master.desk.state() as state:
+    with job.master.server.state() as state:
         state.queue = queue
-    saves = Saves(job.master.desk, job.servers.control, 0.01)
+    saves = Saves(job.master.server, job.servers.control, 0.01)
     job.start(0)
     assert queue.again.wait(30)
     saves.close()

@@ -36,25 +36,25 @@ SETTINGS = replace(
 def seen():
     """A job in whose course each number became another one."""
     master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
-    desk = master.desk
-    desk.begin_job(SETTINGS)
-    server = desk.register(Role.PS, 0, "here:1", 1, "here").id
-    workers = [desk.register(Role.WORKER, index, "", 2 + index, "here").id for index in range(2)]
+    server = master.server
+    server.begin_job(SETTINGS)
+    ps = server.register(Role.PS, 0, "here:1", 1, "here").id
+    workers = [server.register(Role.WORKER, index, "", 2 + index, "here").id for index in range(2)]
     state = state_of(master)
     state.queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=5), training=[("a", 90)])
     state.cluster = ServedCluster([], [], False)
     state.queue.add_evaluation(1, [("b", 7)])
-    first, second = (desk.get_task(worker, (), 0.0).lease.id for worker in workers)
-    desk.report_done(workers[0], first, TaskResult(11))  # the round
-    third = desk.get_task(workers[0], (), 0.0).lease.id
-    desk.report_done(workers[1], second, TaskResult(12, batches_skipped=4))
+    first, second = (server.get_task(worker, (), 0.0).lease.id for worker in workers)
+    server.report_done(workers[0], first, TaskResult(11))  # the round
+    third = server.get_task(workers[0], (), 0.0).lease.id
+    server.report_done(workers[1], second, TaskResult(12, batches_skipped=4))
     report_progress(master, workers[0], third, 5, version=13, loss=0.5)
-    state.note_stats(server, Stats(rows_looked_up=17, refused_calls={"malformed": 21}))
-    desk.lost(workers[1], "killed")
+    state.note_stats(ps, Stats(rows_looked_up=17, refused_calls={"malformed": 21}))
+    server.lost(workers[1], "killed")
     state.totals.recovered(2.5, updates_lost=19)
     state.totals.callback_errors, state.totals.checkpoints_failed = 22, 23
     state.totals.recovery_files_failed = 24
-    desk.tell(phase="training", metrics={"auc": 0.75})
+    server.set_status(phase="training", metrics={"auc": 0.75})
     yield master.observe()
     master.stop()
 
@@ -123,12 +123,12 @@ def test_the_live_display_and_the_status_command_show_the_same_figures(seen):
 def test_checkpoint_is_as_old_as_the_last_one_that_was_written(seen, tmp_path):
     master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
     settings = replace(SETTINGS, directory=str(tmp_path), checkpoint=CheckpointSettings())
-    master.desk.begin_job(settings)
+    master.server.begin_job(settings)
     assert master.observe().checkpoint_age is None
     assert master.observe().free_disk_bytes.keys() == {"job"}
-    master.desk.begin_job(SETTINGS, started=-1000.0)
+    master.server.begin_job(SETTINGS, started=-1000.0)
     before = master.observe()
-    master.desk.checkpoint_written()
+    master.server.checkpoint_written()
     after = master.observe()
     master.stop()
     assert before.checkpoint_age >= 1000
@@ -146,12 +146,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 def master():
     """One whose job runs, with one of two workers."""
     master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
-    master.desk.begin_job(SETTINGS)
-    master.desk.register(Role.PS, 0, "here:1", 1, "here")
-    worker = master.desk.register(Role.WORKER, 1, "", 2, "here").id
+    master.server.begin_job(SETTINGS)
+    master.server.register(Role.PS, 0, "here:1", 1, "here")
+    worker = master.server.register(Role.WORKER, 1, "", 2, "here").id
     state_of(master).queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=5), training=[("a", 30)])
     state_of(master).cluster = ServedCluster([], [], False)
-    lease = master.desk.get_task(worker, (), 0.0).lease
+    lease = master.server.get_task(worker, (), 0.0).lease
     report_progress(master, worker, lease.id, 5, version=3, loss=float("inf"))
     return master
 

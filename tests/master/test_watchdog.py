@@ -35,10 +35,10 @@ class Watched:
         self.lines = []
         settings = settings_of(Command.EVALUATE, max_ps_restarts=max_ps_restarts, lease_seconds=300.0)
         self.master = Master(settings.cluster, self.backend, self.lines.append)
-        self.master.desk.begin_job(settings)
+        self.master.server.begin_job(settings)
         self.worker = state_of(self.master).roster.register(Role.WORKER, 0, "", 1, "here", 0.0).id
         self.server = state_of(self.master).roster.register(Role.PS, 0, "here:1", 2, "here", 0.0).id
-        self.watchdog = Watchdog(self.master.desk, 30.0, watches)
+        self.watchdog = Watchdog(self.master.server, 30.0, watches)
         self.look(0.0)
 
     def look(self, *seconds):
@@ -79,7 +79,7 @@ def test_any_process_that_nobody_watches_is_missed_and_refused_when_it_comes_bac
 
 def test_what_prepares_for_the_next_job_may_be_silent():
     watched = Watched()
-    watched.master.desk.begin_job(state_of(watched.master).settings)
+    watched.master.server.begin_job(state_of(watched.master).settings)
     watched.look(*range(10, 400, 10))
     assert watched.backend.killed == []
 

@@ -34,7 +34,7 @@ class Takeover(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Order:
+class JobContext:
     """What all phases of a job share.
 
     Attributes:
@@ -60,8 +60,8 @@ class Order:
     until_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
-    def desk(self) -> MasterServer:
-        return self.master.desk
+    def server(self) -> MasterServer:
+        return self.master.server
 
     @property
     def resumes(self) -> bool:

@@ -7,15 +7,15 @@ import pytest
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import JobFailedError
-from elasticcb.master.course import Course
 from elasticcb.master.evaluation import EpochStates, EvaluationRounds
+from elasticcb.master.job_driver import JobDriver
 from elasticcb.master.job_machine import JobMachine, TaskResult, Wake
 from elasticcb.master.journal import Journal, Memory
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
-from elasticcb.master.opening import begin_job
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Roster
+from elasticcb.master.startup import begin_job
 from elasticcb.master.task import DecisionKind, QueueSettings, TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import ClusterSettings, Command, JobSettings
@@ -47,8 +47,8 @@ class Training:
     def __init__(self):
         self.calls = []
         self.master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
-        desk = self.master.desk
-        desk.begin_job(SETTINGS)
+        server = self.master.server
+        server.begin_job(SETTINGS)
         queue = TaskQueue(
             QueueSettings(records_per_task=10, minibatch_size=5, num_epochs=2, shuffle_seed=None, hold_epochs=True),
             training=[("a", 20)],
@@ -56,7 +56,7 @@ class Training:
         display = Told(self.calls)
         order = SimpleNamespace(
             settings=SETTINGS,
-            desk=desk,
+            server=server,
             master=self.master,
             display=display,
             memory=Memory(),
@@ -81,33 +81,33 @@ class Training:
             origin=SimpleNamespace(checkpoint=""),
         )
         checkpoints = SimpleNamespace(is_due=lambda version: False, wanted=False)
-        epochs = EpochsOf(self.calls, desk)
-        with desk.state() as state:
+        epochs = EpochsOf(self.calls, server)
+        with server.state() as state:
             state.queue, state.rounds = queue, EvaluationRounds()
         self.queue = queue
-        self.course = Course(order, served, queue, epochs, checkpoints, lambda: None)
-        self.worker = self.master.desk.register(Role.WORKER, 0, "", 1, "here").id
+        self.course = JobDriver(order, served, queue, epochs, checkpoints, lambda: None)
+        self.worker = self.master.server.register(Role.WORKER, 0, "", 1, "here").id
 
     def do(self, expected, version=7):
         """The worker gets a task of that type, and does it."""
-        decision = self.master.desk.get_task(self.worker, (), 0.0)
+        decision = self.master.server.get_task(self.worker, (), 0.0)
         assert decision.kind is DecisionKind.TASK, decision.reason
         task = decision.lease.task
         assert task.type is expected
         states = {} if expected is TaskType.TRAIN_END else {"loss": [2.0]}
-        assert self.master.desk.report_done(self.worker, decision.lease.id, TaskResult(version, states)).accepted
+        assert self.master.server.report_done(self.worker, decision.lease.id, TaskResult(version, states)).accepted
 
 
 class EpochsOf(Told):
     """Stands for the hooks of epochs; the queue is let go on after each, as by the real one."""
 
-    def __init__(self, calls, desk):
+    def __init__(self, calls, server):
         super().__init__(calls)
-        self._desk = desk
+        self._master = server
 
     def end(self, epoch, logs):
         self._calls.append(f"end {epoch} {logs}")
-        with self._desk.state() as state:
+        with self._master.state() as state:
             state.queue.release_epoch(epoch)
 
 
@@ -136,14 +136,14 @@ def test_a_training_job_takes_its_course_to_the_last_hook():
         "call on_train_end",
     ]
     assert training.calls.count("begin_round 1") == 1
-    assert training.master.desk.get_task(training.worker, (), 0.0).kind is DecisionKind.FINISHED
+    assert training.master.server.get_task(training.worker, (), 0.0).kind is DecisionKind.FINISHED
 
 
 def test_a_lost_server_is_given_its_model_in_the_next_turn():
     training = Training()
     training.course.begin(0)
-    server = training.master.desk.register(Role.PS, 0, "here:1", 2, "here").id
-    training.master.desk.lost(server, "killed")
+    server = training.master.server.register(Role.PS, 0, "here:1", 2, "here").id
+    training.master.server.lost(server, "killed")
     training.course.turn()
     assert training.calls.count("restore_lost") == 1
 
@@ -151,7 +151,7 @@ def test_a_lost_server_is_given_its_model_in_the_next_turn():
 def test_an_error_found_in_a_call_ends_the_course():
     training = Training()
     training.course.begin(0)
-    training.master.desk.leave(training.worker, "its data is torn", "", fatal=True)
+    training.master.server.leave(training.worker, "its data is torn", "", fatal=True)
     with pytest.raises(JobFailedError, match="its data is torn"):
         training.course.turn()
 
@@ -203,7 +203,7 @@ def test_a_job_is_resumed_behind_the_records_that_were_reported(tmp_path):
 def test_a_job_that_is_resumed_shows_where_it_was_until_it_goes_on(tmp_path):
     state, _, _ = working_state()
     master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
-    begin_job(SimpleNamespace(settings=SETTINGS, desk=master.desk, memory=memory_of(state, tmp_path), started=0.0))
+    begin_job(SimpleNamespace(settings=SETTINGS, server=master.server, memory=memory_of(state, tmp_path), started=0.0))
     seen = master.observe()
     assert (seen.version, seen.records_trained, seen.epoch) == (2, 15, 1)
 
@@ -271,16 +271,16 @@ def test_a_report_that_nothing_can_be_handed_out_for_wakes_the_driver_alone():
 
 
 def test_who_waits_sees_the_state_of_the_next_job():
-    desk = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None).desk
+    server = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None).server
     seen = []
 
     def wait():
-        with desk.state():
-            seen.append(desk.wait_for(lambda state: state.number == 1, 60.0))
+        with server.state():
+            seen.append(server.wait_for(lambda state: state.number == 1, 60.0))
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    desk.begin_job(SETTINGS)
+    server.begin_job(SETTINGS)
     waiting.join()
-    with desk.state() as state:
+    with server.state() as state:
         assert seen == [state]

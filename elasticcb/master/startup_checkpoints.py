@@ -11,8 +11,8 @@ from elasticcb.checkpoint import remote as remote_checkpoint
 from elasticcb.checkpoint.versions import find_undamaged, find_versions, newest_of_run, put_back, version_of
 from elasticcb.checkpoint.warm_start import WarmStart, warm_start
 from elasticcb.errors import CheckpointError
+from elasticcb.master.job_context import JobContext
 from elasticcb.master.keras_host import ModelHost
-from elasticcb.master.order import Order
 from elasticcb.process.wording import how_many
 from elasticcb.settings import INITIAL_FOLDER, Command
 from elasticcb.settings.arguments import as_user_writes
@@ -22,13 +22,13 @@ from elasticcb.storage.remote_files import is_url
 logger = logging.getLogger(__name__)
 
 
-def own_checkpoints(order: Order) -> None:
+def own_checkpoints(context: JobContext) -> None:
     """Locks the job's checkpoint folder against other jobs. Raises `FolderInUseError` when another job uses it."""
-    folder = order.settings.checkpoint.directory
-    if order.settings.command is not Command.TRAIN or not folder or is_url(folder):
+    folder = context.settings.checkpoint.directory
+    if context.settings.command is not Command.TRAIN or not folder or is_url(folder):
         return
     lock = FolderLock(Path(folder), f"--checkpoint_dir={folder}", ENDING_SECONDS, ".checkpoints.lock")
-    order.until_end.callback(lock.release)
+    context.until_end.callback(lock.release)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         lock.take()
@@ -37,10 +37,10 @@ def own_checkpoints(order: Order) -> None:
         logger.warning("Could not lock %s against other jobs: %s", folder, error)
 
 
-def warn_of_later_versions(order: Order, version: int) -> None:
+def warn_of_later_versions(context: JobContext, version: int) -> None:
     """Warns of checkpoints that other commands would choose instead of those of this job."""
-    folder = order.settings.checkpoint.directory
-    if order.settings.command is not Command.TRAIN or not folder:
+    folder = context.settings.checkpoint.directory
+    if context.settings.command is not Command.TRAIN or not folder:
         return
     newest = ""
     with contextlib.suppress(OSError, CheckpointError):  # writing checkpoints will report it
@@ -49,7 +49,7 @@ def warn_of_later_versions(order: Order, version: int) -> None:
         elif there := find_versions(folder):
             newest = there[-1].name
     if version_of(newest) > version:
-        order.display.message(
+        context.display.message(
             f"{folder} already contains the checkpoint {newest}. `evaluate` and `predict` would use it instead "
             "of earlier versions of this job. Choose another --checkpoint_dir, or pass them one version."
         )
@@ -67,15 +67,15 @@ class Found(NamedTuple):
     place: str
 
 
-def found(order: Order, given: str) -> Found:
+def found(context: JobContext, given: str) -> Found:
     """The newest undamaged version in a folder or below a URL; "": none."""
-    say = order.display.message
+    say = context.display.message
     if not is_url(given):
         folder = str(find_undamaged(given, say)) if given else ""
         return Found(folder, folder)
-    copies = Path(order.settings.directory, INITIAL_FOLDER)
+    copies = Path(context.settings.directory, INITIAL_FOLDER)
     copy: Path | None = None
-    if order.resumes:  # the previous master has downloaded it
+    if context.resumes:  # the previous master has downloaded it
         with contextlib.suppress(CheckpointError):
             copy = find_undamaged(copies, say)
     given = given.rstrip("/")
@@ -83,28 +83,28 @@ def found(order: Order, given: str) -> Found:
     return Found(str(copy), given if given.endswith(f"/{copy.name}") else f"{given}/{copy.name}")
 
 
-def newest_of_earlier_master(order: Order, run: str) -> str:
+def newest_of_earlier_master(context: JobContext, run: str) -> str:
     """The newest checkpoint that a given training of this job has written; "": none."""
-    folder = order.settings.checkpoint.directory
+    folder = context.settings.checkpoint.directory
     return remote_checkpoint.newest_of_run(folder, run) if is_url(folder) else newest_of_run(folder, run)
 
 
-def warm_start_of(order: Order, host: ModelHost) -> WarmStart | None:
+def warm_start_of(context: JobContext, host: ModelHost) -> WarmStart | None:
     """Initial weights from another model's checkpoint. Raises `CheckpointError` when it does not fit."""
-    settings = order.settings.checkpoint
+    settings = context.settings.checkpoint
     if not settings.init_from:
         return None
     if host.version:  # a second `fit` keeps the weights of the first
-        order.display.message(
+        context.display.message(
             f"{settings.init_from} is not used: the model has already been trained for "
             f"{how_many(host.version, 'step')}."
         )
         return None
-    start = found(order, settings.init_from)
+    start = found(context, settings.init_from)
     try:
         loaded = warm_start(Path(start.folder), host.variables, settings.init_map)
     except CheckpointError as error:
         text = str(error).replace(start.folder, start.place)
-        raise CheckpointError(as_user_writes(text, order.settings)) from error
-    order.display.message(loaded.summary())
+        raise CheckpointError(as_user_writes(text, context.settings)) from error
+    context.display.message(loaded.summary())
     return loaded

@@ -23,8 +23,8 @@ from elasticcb.errors import CheckpointError
 from elasticcb.master.callback_driver import EpochHooks
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.evaluation import Round
+from elasticcb.master.job_context import JobContext, TrainedModel
 from elasticcb.master.job_machine import JobMachine
-from elasticcb.master.order import Order, TrainedModel
 from elasticcb.master.snapshot import EpochEnd, format_metric
 from elasticcb.master.task import Milestone, MilestoneKind, TaskType
 from elasticcb.master.task_queue import TaskQueue
@@ -73,7 +73,7 @@ _PATIENCE_SECONDS = 10.0  # for the state of callbacks on a worker that has no t
 _LARGE_BACKLOG = 20_000  # batches not yet seen by callbacks
 
 
-class Course:
+class JobDriver:
     """Drives a job once its servers hold the model.
 
     Args:
@@ -82,15 +82,15 @@ class Course:
 
     def __init__(
         self,
-        order: Order,
+        context: JobContext,
         served: TrainedModel,
         queue: TaskQueue,
         epochs: EpochHooks,
         checkpoints: CheckpointWriter,
         autoscale: Callable[[], None],
     ) -> None:
-        self._order, self._settings = order, order.settings
-        self._desk, self._report = order.desk, order.report
+        self._context, self._settings = context, context.settings
+        self._master, self._report = context.server, context.report
         self.served, self.checkpoints, self.queue = served, checkpoints, queue
         self._host, self._hooks = served.host, served.hooks
         self._epochs, self._autoscale = epochs, autoscale
@@ -102,30 +102,30 @@ class Course:
 
     def begin(self, initial_epoch: int) -> None:
         """The first hooks and the first round, before workers get tasks."""
-        memory, callbacks = self._order.memory, self._host.callbacks
+        memory, callbacks = self._context.memory, self._host.callbacks
         if self._settings.command is Command.TRAIN:
             if callbacks.stop_requested:
-                self._desk.stop_training(callbacks.stop_reason, before_batch=True)
+                self._master.stop_training(callbacks.stop_reason, before_batch=True)
             if memory.epoch_begun:
                 self._epochs.begin_again(initial_epoch, memory.learning_rate_before)
-            elif not (self._order.resumes and self.queue.training_done):
+            elif not (self._context.resumes and self.queue.training_done):
                 self._epochs.begin(initial_epoch)
             self._clock.begin(*self._progress())
-            self._desk.tell(phase="training")
+            self._master.set_status(phase="training")
             if self._host.exports:
-                self._desk.tell(saved_model_inputs=self._host.saved_model_inputs())
+                self._master.set_status(saved_model_inputs=self._host.saved_model_inputs())
         elif self._settings.command is Command.EVALUATE:
-            self._desk.tell(phase="evaluating")
-            with self._desk.state() as state:
+            self._master.set_status(phase="evaluating")
+            with self._master.state() as state:
                 decision = state.rounds.requested(state.version)
             self._begin_round(decision.round)
         else:
-            self._desk.tell(phase="predicting")
+            self._master.set_status(phase="predicting")
             self._hooks.call("on_predict_begin", {})
 
     def finish(self) -> None:
         """Marks the job as having no more tasks."""
-        with self._desk.state() as state:
+        with self._master.state() as state:
             state.finish()
         self.over = True
 
@@ -133,18 +133,18 @@ class Course:
 
     def turn(self) -> None:
         """Does what is due, or waits briefly. Raises the error that ends the job."""
-        with self._desk.state() as state:
-            self._desk.tend()
+        with self._master.state() as state:
+            self._master.tend()
             milestones = state.take_milestones()
             idle = not milestones and not self._round_is_due(state) and not self.checkpoints.is_due(state.version)
             if idle and not self._more_batches:
-                self._desk.wait_a_tick()
+                self._master.wait_a_tick()
             lost = bool(state.lost_ps)
         self._autoscale()
         servers = self.served.servers
         if lost:
             servers.restore_lost()
-        self._order.master.server_scaling.turn(servers.resize, self._why_servers_wait, self._why_no_servers)
+        self._context.master.server_scaling.turn(servers.resize, self._why_servers_wait, self._why_no_servers)
         self._deliver_batches()
         self._merge_states()
         if idle:
@@ -154,17 +154,17 @@ class Course:
             self._apply_waiting_gradients()
         for milestone in milestones:
             self._act_on(milestone)
-        with self._desk.state() as state:
+        with self._master.state() as state:
             due = state.rounds.version_reached(state.version).round if self._round_is_due(state) else None
         self._begin_round(due)
-        if self.checkpoints.is_due(self._desk.version):
+        if self.checkpoints.is_due(self._master.version):
             self.save_checkpoint()
 
     @property
     def _why_servers_wait(self) -> str:
         """What must finish before the number of servers can change; "": nothing. Servers keep a snapshot during a
         round."""
-        with self._desk.state() as state:
+        with self._master.state() as state:
             return "" if state.rounds.running is None else "the evaluation pass to end"
 
     def _why_no_servers(self, servers: int) -> str:
@@ -187,34 +187,34 @@ class Course:
 
     def _deliver_batches(self) -> None:
         if self.follows_batches:
-            with self._desk.state() as state:
+            with self._master.state() as state:
                 training = self.queue.workers_in_training
                 batches = state.batch_log.take(training, _BATCHES_PER_TURN)
                 waiting = len(state.batch_log)
             self._more_batches = len(batches) == _BATCHES_PER_TURN
             if waiting > _LARGE_BACKLOG:
-                self._desk.warn(_backlog_warning(waiting, self._host.callbacks.names(BATCH_HOOKS)))
+                self._master.warn(_backlog_warning(waiting, self._host.callbacks.names(BATCH_HOOKS)))
             self._hooks.batches(batches)
 
     def _merge_states(self) -> None:
         """Merges states of metrics as tasks come: those of all tasks of an epoch may be large."""
-        with self._desk.state() as state:
+        with self._master.state() as state:
             piles = state.epoch_states.piles()
         for epoch, name, tasks in piles:
             merged = self._host.metrics.merge_states(name, tasks)
-            with self._desk.state() as state:
+            with self._master.state() as state:
                 state.epoch_states.merged(epoch, name, tasks, merged)
 
     def _end_batches(self, kind: Mode, number: int) -> None:
         """All workers have reported all batches of the epoch or round."""
-        with self._desk.state() as state:
+        with self._master.state() as state:
             batches = state.batch_log.end(kind, number)
         self._hooks.batches(batches)
 
     def _apply_waiting_gradients(self) -> None:
         """Applies gradients that wait for others, before the round of the last epoch."""
-        if self._order.evaluates_as_keras:
-            self._desk.reached_version(self.served.ps.finish_training())
+        if self._context.evaluates_as_keras:
+            self._master.reached_version(self.served.ps.finish_training())
         else:
             self._finish_training()
 
@@ -227,7 +227,7 @@ class Course:
             host.set_final_weights(state)
             weights, ids = host.weights()
             version = ps.load_state(weights, state.optimizer, ids)
-        self._desk.reached_version(version)
+        self._master.reached_version(version)
 
     def _act_on(self, milestone: Milestone) -> None:
         if milestone.kind in _ENDS:
@@ -247,19 +247,19 @@ class Course:
     def _take_back_callbacks(self) -> None:
         """Before hooks here: callbacks continue from what hooks on the only worker left."""
         give_up = time.monotonic() + _PATIENCE_SECONDS
-        with self._desk.state() as state:
+        with self._master.state() as state:
             shared = state.shared_callbacks
             if shared is None:
                 return
             holder = shared.holder
             while holder and not shared.is_returned and state.has(holder):
-                self._desk.tend()
+                self._master.tend()
                 busy = any(lease.worker == holder for lease in self.queue.leases())
                 if not busy and time.monotonic() > give_up:
                     break
-                self._desk.wait_a_tick()
+                self._master.wait_a_tick()
         if holder and not shared.is_returned and shared.names:
-            self._desk.warn(_lost_state(shared.names))
+            self._master.warn(_lost_state(shared.names))
         rate = shared.take_back()
         if rate is not None:
             self._hooks.set_learning_rate(rate)
@@ -267,13 +267,13 @@ class Course:
     def _prediction_done(self) -> None:
         self._end_batches(Mode.PREDICTION, 0)
         self._hooks.call("on_predict_end", {})
-        with self._desk.state() as state:
+        with self._master.state() as state:
             output = state.prediction_output
         if output is not None:
-            self._desk.tell(phase="writing")
+            self._master.set_status(phase="writing")
             self._report.show()
             output.finish()
-            self._desk.tell(predictions_path=self._settings.output)
+            self._master.set_status(predictions_path=self._settings.output)
         self.finish()
 
     # ------------------------------------------------------------ the end of an epoch, and of training
@@ -283,13 +283,13 @@ class Course:
         self._end_batches(Mode.TRAINING, epoch)
         if self.queue.ran_out(epoch):
             self._host.warn_of_missing_data()
-        with self._desk.state() as state:
+        with self._master.state() as state:
             states = state.epoch_states.of(epoch)
         logs = self._host.training_logs(states)
-        logger.info("Epoch %d is done at version %d: %s", epoch + 1, self._desk.version, logs)
+        logger.info("Epoch %d is done at version %d: %s", epoch + 1, self._master.version, logs)
         decision = None
         if self._evaluates and self._settings.training.validates_after(epoch):
-            with self._desk.state() as state:
+            with self._master.state() as state:
                 decision = state.rounds.epoch_ended(epoch, state.version)
         if decision is not None and not self._settings.training.evaluation_steps:
             self._waiting_logs[epoch] = logs  # `on_epoch_end` runs after the round
@@ -301,10 +301,10 @@ class Course:
         """The epoch is trained, and evaluated if due."""
         seconds, steps = self._clock.take(epoch)
         epochs = self._settings.training.num_epochs
-        self._order.display.epoch_ended(
+        self._context.display.epoch_ended(
             EpochEnd(epoch=epoch + 1, epochs=epochs, seconds=seconds, steps=steps, logs=logs)
         )
-        with self._desk.state():
+        with self._master.state():
             waits = self.queue.epoch == epoch  # whether workers wait for the hooks
         self._epochs.end(epoch, logs)
         if waits:
@@ -312,13 +312,13 @@ class Course:
 
     def _progress(self) -> tuple[float, int]:
         """The time, and the records trained over all epochs."""
-        with self._desk.state():
+        with self._master.state():
             return time.monotonic(), sum(self.queue.accounting.records_trained.values())
 
     def _training_done(self) -> None:
-        self._desk.tell(phase="finishing")
-        evaluates = self._evaluates and not self._order.evaluates_as_keras
-        with self._desk.state() as state:
+        self._master.set_status(phase="finishing")
+        evaluates = self._evaluates and not self._context.evaluates_as_keras
+        with self._master.state() as state:
             decision = state.rounds.training_ended(state.version, evaluates)
             all_done = state.rounds.all_done
         self._begin_round(decision.round)
@@ -326,14 +326,14 @@ class Course:
             self._end_training()  # else training ends after the last round
 
     def _end_training(self) -> None:
-        if self._order.evaluates_as_keras:
+        if self._context.evaluates_as_keras:
             self._finish_training()
         self._take_back_callbacks()
         # Before the checkpoint and the export, so that these have weights restored by a callback.
         self._hooks.call("on_train_end", self._epochs.last_logs, after_export=False)
         if self.checkpoints.wanted:
             self.save_checkpoint()
-        with self._desk.state() as state:
+        with self._master.state() as state:
             state.add_train_end()
 
     # ------------------------------------------------------------ evaluation passes
@@ -349,32 +349,32 @@ class Course:
     def _begin_round(self, evaluation_round: Round | None) -> None:
         if evaluation_round is None:
             return
-        with self._desk.state() as state:
+        with self._master.state() as state:
             state.persist(evaluation_round=evaluation_round.id)
         # The servers may be a few versions ahead of the version that made the round due.
         version = self._hooks.begin_round(evaluation_round.id)
         reason = evaluation_round.reason.value
         logger.info("Evaluation pass %d is of version %d (%s)", evaluation_round.id, version, reason)
-        with self._desk.state() as state:
+        with self._master.state() as state:
             state.evaluation_begins(evaluation_round.id, version, self._host.sources[Mode.EVALUATION])
 
     def _round_done(self) -> None:
-        with self._desk.state() as state:
+        with self._master.state() as state:
             finished, collection = state.rounds.running, state.rounds.collection
         assert finished is not None
         logs = self._host.round_logs(collection.merged(), finished.version)
         metrics = self._host.metrics.in_order(logs)
-        self._desk.tell(metrics=metrics)
+        self._master.set_status(metrics=metrics)
         shown = ", ".join(f"{name} {format_metric(value)}" for name, value in metrics.items())
         text = f"Evaluation at version {finished.version}: {shown}"
-        self._order.display.evaluated(text, of_epoch=finished.epoch is not None and bool(self._waiting_logs))
+        self._context.display.evaluated(text, of_epoch=finished.epoch is not None and bool(self._waiting_logs))
         self._end_batches(Mode.EVALUATION, finished.id)
         self._hooks.end_round(finished.id, logs)
         for epoch in sorted(self._waiting_logs):
             if finished.epoch is not None and epoch <= finished.epoch:
                 values = {f"val_{name}": value for name, value in metrics.items()}
                 self._end_epoch(epoch, {**self._waiting_logs.pop(epoch), **values})
-        with self._desk.state() as state:
+        with self._master.state() as state:
             state.persist(evaluated=finished.version, metrics=plain(metrics), evaluated_before=state.evaluated_before)
             following = state.rounds.finish(state.version).round
             all_done = state.rounds.all_done and self.queue.training_done
@@ -391,11 +391,11 @@ class Course:
         """Writes a checkpoint of the current weights and tasks."""
         self.checkpoints.write(*self._position())
         self.served.origin.checkpoint = self.checkpoints.newest
-        self._desk.tell(checkpoint_path=self.checkpoints.newest)
+        self._master.set_status(checkpoint_path=self.checkpoints.newest)
 
     def _position(self) -> tuple[int, dict[str, Any]]:
         """Version and tasks for a checkpoint."""
-        with self._desk.state() as state:
+        with self._master.state() as state:
             return state.version, self.queue.to_dict()
 
     def finish_checkpoints(self, retry: bool = True) -> CheckpointError | None:
@@ -406,18 +406,18 @@ class Course:
         except CheckpointError as error:
             return error
         finally:
-            self._desk.tell(checkpoint_path=self.checkpoints.newest)
+            self._master.set_status(checkpoint_path=self.checkpoints.newest)
         return None
 
     def drain(self, seconds: float) -> None:
         """Stops handing out training tasks, and waits for running ones, up to `seconds`."""
         give_up = time.monotonic() + seconds
-        with self._desk.state() as state:
+        with self._master.state() as state:
             state.pause("interrupt", "the job is being interrupted")
             while time.monotonic() < give_up and any(
                 lease.task.type is TaskType.TRAINING for lease in self.queue.leases()
             ):
-                self._desk.wait_a_tick()
+                self._master.wait_a_tick()
 
 
 def _lost_state(names: str) -> CallbackWarning:

@@ -14,7 +14,7 @@ from elasticcb.master.task import Lease, Task
 _MOST_LEFT = 100_000  # maximum number of requeued tasks to remember
 
 
-class Past:
+class JobHistory:
     """The history of a job.
 
     Args:
@@ -34,7 +34,7 @@ class Past:
         self._pushes = (0, 0.0)
         self._metrics: dict[str, float] = {}
 
-    def happened(self, kind: str, text: str) -> None:
+    def record_event(self, kind: str, text: str) -> None:
         """`kind` as in `Event`."""
         self._history.add(Event(self.clock(), kind, text))
 

@@ -21,23 +21,23 @@ from elasticcb.errors import JobFailedError
 from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.callback_driver import EpochHooks, MasterHooks
 from elasticcb.master.checkpoint_writer import CheckpointWriter
-from elasticcb.master.course import Course
 from elasticcb.master.evaluation import EvaluationRounds
+from elasticcb.master.job_context import JobContext, ModelOrigin, Takeover, TrainedModel
+from elasticcb.master.job_driver import JobDriver
 from elasticcb.master.job_machine import JobMachine
 from elasticcb.master.journal import Memory
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.members import PlaceState, Role, ServedCluster
 from elasticcb.master.observation import figures_of, records_to_train
-from elasticcb.master.opening_checkpoints import (
+from elasticcb.master.ps_admin import PSControl
+from elasticcb.master.servers import Servers
+from elasticcb.master.startup_checkpoints import (
     found,
     newest_of_earlier_master,
     own_checkpoints,
     warm_start_of,
     warn_of_later_versions,
 )
-from elasticcb.master.order import ModelOrigin, Order, Takeover, TrainedModel
-from elasticcb.master.ps_admin import PSControl
-from elasticcb.master.servers import Servers
 from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.wording import how_many
@@ -46,175 +46,176 @@ from elasticcb.settings import Command, Mode, WorkerRange
 logger = logging.getLogger(__name__)
 
 
-def open_job(order: Order) -> Course:
+def open_job(context: JobContext) -> JobDriver:
     """Opens the job; workers get tasks. Raises the same errors as `Job.run`."""
-    own_checkpoints(order)
-    went_on = _start_processes(order)
-    order.report.show()
-    origin = _build_model(order)
-    _wait_for_servers(order)
-    served = _connect(order, origin)
-    epochs, initial_epoch = _call_first_hooks(order, served)
-    queue = resumed_queue(order, served.host) or _new_queue(order, served.host, initial_epoch)
+    own_checkpoints(context)
+    went_on = _start_processes(context)
+    context.report.show()
+    origin = _build_model(context)
+    _wait_for_servers(context)
+    served = _connect(context, origin)
+    epochs, initial_epoch = _call_first_hooks(context, served)
+    queue = resumed_queue(context, served.host) or _new_queue(context, served.host, initial_epoch)
     if served.servers.lack_updates:
-        _repeat_lost(order, queue)
-    _lay_out(order, served, queue, initial_epoch)
-    course = _make_course(order, served, queue, epochs)
-    if order.memory.over:
+        _repeat_lost(context, queue)
+    _lay_out(context, served, queue, initial_epoch)
+    course = _make_course(context, served, queue, epochs)
+    if context.memory.over:
         course.finish()
     else:
         course.begin(initial_epoch)
         served.host.shared_callbacks.prepare()
-    _let_workers_begin(order, served, course)
-    if order.takeover is not None:
-        seconds = time.monotonic() - order.takeover.since
-        order.display.message(f"The master recovered in {seconds:.1f} s; {went_on} kept running.")
+    _let_workers_begin(context, served, course)
+    if context.takeover is not None:
+        seconds = time.monotonic() - context.takeover.since
+        context.display.message(f"The master recovered in {seconds:.1f} s; {went_on} kept running.")
     return course
 
 
-def _repeat_lost(order: Order, queue: TaskQueue) -> None:
+def _repeat_lost(context: JobContext, queue: TaskQueue) -> None:
     """What the servers of the resumed job lack is trained again. Raises `JobFailedError` if training is over, and some
     of it could not be saved."""
     records = how_many(queue.accounting.records_given_up, "record")
     if queue.updates_lost():
-        with order.desk.state() as state:
+        with context.server.state() as state:
             lost = state.totals.updates_lost
         if lost:
-            order.desk.say("The records that the servers had not saved are trained again.")
+            context.server.print("The records that the servers had not saved are trained again.")
     elif queue.accounting.records_given_up:
         if queue.training_done:
             raise JobFailedError(
-                f"Training was over, but the servers could not write to {order.settings.directory}, and ended: what "
+                f"Training was over, but the servers could not write to {context.settings.directory}, and ended: what "
                 f"{records} had trained is lost. Start a new job, if possible from a checkpoint."
             )
-        order.desk.say(f"The servers could not save what {records} had trained; it is lost, and not trained again.")
+        text = f"The servers could not save what {records} had trained; it is lost, and not trained again."
+        context.server.print(text)
 
 
-def _start_processes(order: Order) -> str:
+def _start_processes(context: JobContext) -> str:
     """Starts the processes, or takes over those of a killed master; returns the number taken over, as text."""
-    desk, memory = order.desk, order.memory
-    if order.takeover is not None:
-        return _take_over(order, order.takeover)
-    with desk.state() as state:
+    server, memory = context.server, context.memory
+    if context.takeover is not None:
+        return _take_over(context, context.takeover)
+    with server.state() as state:
         state.roster.next_id = max(memory.next_id, state.roster.next_id)
         if memory.workers:
             state.roster.resize(Role.WORKER, memory.workers)
         if memory.map_version:
             state.roster.resize(Role.PS, len(memory.servers))
-    desk.start_processes()
-    if order.make_program is None:
-        begin_job(order)
+    server.start_processes()
+    if context.make_program is None:
+        begin_job(context)
     return ""
 
 
-def begin_job(order: Order, program: bytes = b"") -> None:
+def begin_job(context: JobContext, program: bytes = b"") -> None:
     """Begins the job; if it is resumed, its status shows where it was until it continues."""
-    memory = order.memory
-    order.desk.begin_job(order.settings, program, started=order.started)
+    memory = context.memory
+    context.server.begin_job(context.settings, program, started=context.started)
     if memory.queue is not None:
-        with order.desk.state() as state:
+        with context.server.state() as state:
             state.version = state.start_version = memory.version
-            state.tell(**figures_of(TaskQueue.from_dict(memory.queue), state, time.monotonic()))
+            state.set_status(**figures_of(TaskQueue.from_dict(memory.queue), state, time.monotonic()))
 
 
-def _take_over(order: Order, takeover: Takeover) -> str:
+def _take_over(context: JobContext, takeover: Takeover) -> str:
     """Lets workers continue their tasks at once; the model for hooks and rounds is built in the meantime."""
-    assert order.journal is not None
-    desk, queue = order.desk, _queue_of(order.memory, time.monotonic())
-    desk.begin_job(order.settings, started=order.started)
-    desk.take_over(order.journal, queue, takeover.running)
-    with desk.state() as state:
+    assert context.journal is not None
+    server, queue = context.server, _queue_of(context.memory, time.monotonic())
+    server.begin_job(context.settings, started=context.started)
+    server.take_over(context.journal, queue, takeover.running)
+    with server.state() as state:
         counts = [(len(state.roster.up(role)), role.value) for role in Role]
-    order.master.start()
+    context.master.start()
     logger.info("Workers and servers can continue")
     return " and ".join(how_many(count, name) for count, name in counts)
 
 
-def _build_model(order: Order) -> ModelOrigin:
+def _build_model(context: JobContext) -> ModelOrigin:
     """The master's Keras side, and where its weights come from."""
-    settings = order.settings.checkpoint
-    start = found(order, settings.directory_for_init)  # before the model is built, which needs its tables
+    settings = context.settings.checkpoint
+    start = found(context, settings.directory_for_init)  # before the model is built, which needs its tables
     initial = replace(settings, directory_for_init=start.folder)
-    host = order.make_host(replace(order.settings, checkpoint=initial))
-    if order.make_program is None:  # else readers bring their own indexes
-        with order.desk.state() as state:
+    host = context.make_host(replace(context.settings, checkpoint=initial))
+    if context.make_program is None:  # else readers bring their own indexes
+        with context.server.state() as state:
             state.find_index = host.find_index
     logger.info("The model is built")
-    order.report.show_model(host.variables)
-    if order.make_program is not None:
-        begin_job(order, order.make_program())
-    begin_warm = functools.cache(functools.partial(warm_start_of, order, host))
-    if not order.resumes:
+    context.report.show_model(host.variables)
+    if context.make_program is not None:
+        begin_job(context, context.make_program())
+    begin_warm = functools.cache(functools.partial(warm_start_of, context, host))
+    if not context.resumes:
         begin_warm()  # report errors before servers get a model
-    if not order.resumes or not order.settings.checkpoint.directory:
+    if not context.resumes or not context.settings.checkpoint.directory:
         return ModelOrigin(host, start.place, warm_start=begin_warm)
-    run = order.memory.run
-    return ModelOrigin(host, start.place, lambda: newest_of_earlier_master(order, run), begin_warm)
+    run = context.memory.run
+    return ModelOrigin(host, start.place, lambda: newest_of_earlier_master(context, run), begin_warm)
 
 
-def _wait_for_servers(order: Order) -> None:
+def _wait_for_servers(context: JobContext) -> None:
     while True:
-        with order.desk.state() as state:
-            order.desk.tend()
+        with context.server.state() as state:
+            context.server.tend()
             if state.roster.complete(Role.PS, state.number):
                 return
-            order.desk.wait_a_tick()
-        order.desk.tell(phase="waiting for parameter servers")
-        order.report.show()
+            context.server.wait_a_tick()
+        context.server.set_status(phase="waiting for parameter servers")
+        context.report.show()
 
 
-def _connect(order: Order, origin: ModelOrigin) -> TrainedModel:
+def _connect(context: JobContext, origin: ModelOrigin) -> TrainedModel:
     """The servers hold the model."""
-    memory, host, desk = order.memory, origin.host, order.desk
+    memory, host, server = context.memory, origin.host, context.server
     servers = Servers(
-        desk,
-        order.master.watchdog.doubt,
+        server,
+        context.master.watchdog.doubt,
         host.variables,
         host.may_split,
         host.described,
         origin.source,
-        desk.say,
+        server.print,
         run=memory.run,
-        term=1 if order.journal is None else order.journal.term,
-        places=() if order.takeover is None else [ServerPlace(*place) for place in memory.servers],
+        term=1 if context.journal is None else context.journal.term,
+        places=() if context.takeover is None else [ServerPlace(*place) for place in memory.servers],
         map_version=memory.map_version,
-        copy=None if order.journal is None or order.journal.copy is None else order.journal.copy.of_recovery(),
+        copy=None if context.journal is None or context.journal.copy is None else context.journal.copy.of_recovery(),
     )
-    order.until_end.callback(servers.close)
-    if order.resumes:
-        _restore(order, servers, host)
+    context.until_end.callback(servers.close)
+    if context.resumes:
+        _restore(context, servers, host)
     else:
-        _initialize(order, servers.control, origin)
-    hooks = MasterHooks(host, servers.control, desk)
+        _initialize(context, servers.control, origin)
+    hooks = MasterHooks(host, servers.control, server)
     hooks.adopt_learning_rate(servers.control.client.learning_rate)
     if memory.learning_rate is not None:
         hooks.set_learning_rate(memory.learning_rate)
     servers.learning_rate = lambda: hooks.base_learning_rate
-    host.callbacks.warn = desk.warn
-    for warning in left_on_workers(host.callbacks.callbacks, order.settings):
-        desk.warn(warning)
+    host.callbacks.warn = server.warn
+    for warning in left_on_workers(host.callbacks.callbacks, context.settings):
+        server.warn(warning)
     return TrainedModel(host, origin, servers, hooks)
 
 
-def _initialize(order: Order, ps: PSControl, origin: ModelOrigin) -> None:
+def _initialize(context: JobContext, ps: PSControl, origin: ModelOrigin) -> None:
     """The servers of a new job get fresh weights, or a checkpoint."""
     host, source = origin.host, origin.source()
     ps.initialize(source)
-    warn_of_later_versions(order, ps.client.version)
+    warn_of_later_versions(context, ps.client.version)
     if source.checkpoint:
         warning = host.check_restored(ps.client.pull_with_optimizers(), source.checkpoint)
         if warning:
-            order.desk.warn(warning)
-        order.display.message(f"The model starts from {source.checkpoint}, version {ps.client.version}.")
+            context.server.warn(warning)
+        context.display.message(f"The model starts from {source.checkpoint}, version {ps.client.version}.")
     if source.checkpoint or origin.warm_start() is not None:
         host.assign(*ps.client.weights())
 
 
-def _restore(order: Order, servers: Servers, host: Any) -> None:
+def _restore(context: JobContext, servers: Servers, host: Any) -> None:
     """The servers of a resumed job hold the model still, or get it from their recovery files."""
-    memory, ps = order.memory, servers.control
+    memory, ps = context.memory, servers.control
     servers.learning_rate = lambda: memory.learning_rate
-    if order.takeover is None:
+    if context.takeover is None:
         servers.adopt(memory.version)
         host.assign(*ps.client.weights())
         return
@@ -225,28 +226,28 @@ def _restore(order: Order, servers: Servers, host: Any) -> None:
         ps.release_snapshot(memory.evaluation_round)
 
 
-def _call_first_hooks(order: Order, served: TrainedModel) -> tuple[EpochHooks, int]:
+def _call_first_hooks(context: JobContext, served: TrainedModel) -> tuple[EpochHooks, int]:
     """Calls `on_train_begin`, which may restore weights, optimizer and epoch, and the first epoch hook."""
-    memory, host, training = order.memory, served.host, order.settings.training
-    states = CallbackStates(host.callbacks.callbacks, order.display.message)
-    if order.resumes:
+    memory, host, training = context.memory, served.host, context.settings.training
+    states = CallbackStates(host.callbacks.callbacks, context.display.message)
+    if context.resumes:
         keep_files(host.callbacks.callbacks)
         if not memory.over:  # training has already continued from what the hook would set
             served.hooks.prepare("on_train_begin", {})
         initial_epoch = memory.ended_epochs
         states.begin()
-        states.restore(memory.callbacks, order.arrays.load())
+        states.restore(memory.callbacks, context.arrays.load())
     else:
-        if order.settings.command is Command.TRAIN:
+        if context.settings.command is Command.TRAIN:
             served.hooks.call("on_train_begin", {})
         initial_epoch = getattr(host.model, "_initial_epoch", None) or training.initial_epoch
         states.begin()
-    epochs = EpochHooks(order.desk, served.hooks, states, order.arrays, training.num_epochs, memory.logs)
+    epochs = EpochHooks(context.server, served.hooks, states, context.arrays, training.num_epochs, memory.logs)
     return epochs, initial_epoch
 
 
-def _new_queue(order: Order, host: Any, initial_epoch: int) -> TaskQueue:
-    training, cluster = order.settings.training, order.settings.cluster
+def _new_queue(context: JobContext, host: Any, initial_epoch: int) -> TaskQueue:
+    training, cluster = context.settings.training, context.settings.cluster
     batches = max(
         (sum(-(-count // training.minibatch_size) for _, count in found) for found in host.sources.values()), default=0
     )
@@ -265,16 +266,16 @@ def _new_queue(order: Order, host: Any, initial_epoch: int) -> TaskQueue:
             initial_epoch=initial_epoch,
             open_ended=host.open_ended,
             hold_predictions=host.holds_predictions,
-            repeats_lost=host.repeatable and order.settings.repeats_lost,
+            repeats_lost=host.repeatable and context.settings.repeats_lost,
         ),
         training=host.sources.get(Mode.TRAINING, ()),
         prediction=host.sources.get(Mode.PREDICTION, ()),
     )
 
 
-def resumed_queue(order: Order, host: Any) -> TaskQueue | None:
+def resumed_queue(context: JobContext, host: Any) -> TaskQueue | None:
     """The queue of an earlier master. Raises `JobFailedError` when the data has changed."""
-    memory = order.memory
+    memory = context.memory
     if memory.queue is None:
         return None
     stopped = memory.queue["stop_reason"] is not None
@@ -288,8 +289,8 @@ def resumed_queue(order: Order, host: Any) -> TaskQueue | None:
             f"The training data has changed: {_records_of(saved)} when the job started, {_records_of(found)} now. "
             "Restore the original data, or start a new job from the newest checkpoint."
         )
-    if order.takeover is not None:
-        with order.desk.state() as state:
+    if context.takeover is not None:
+        with context.server.state() as state:
             return state.queue
     queue = _queue_of(memory)
     if not host.repeatable:
@@ -309,16 +310,16 @@ def _queue_of(memory: Memory, now: float | None = None) -> TaskQueue:
     return queue
 
 
-def _lay_out(order: Order, served: TrainedModel, queue: TaskQueue, initial_epoch: int) -> None:
+def _lay_out(context: JobContext, served: TrainedModel, queue: TaskQueue, initial_epoch: int) -> None:
     """Sets up the queue, the rounds and the journal."""
-    host, memory, training, version = served.host, order.memory, order.settings.training, served.ps.client.version
+    host, memory, training, version = served.host, context.memory, context.settings.training, served.ps.client.version
     logger.info("The servers hold the model, version %d", version)
-    with order.desk.change() as state:
+    with context.server.change() as state:
         state.version = state.start_version = max(state.version, version)
         state.evaluated_before = queue.accounting.records_evaluated
         if memory.metrics:
             state.evaluated_before = memory.evaluated_before
-            state.tell(metrics=memory.metrics)
+            state.set_status(metrics=memory.metrics)
         state.epoch_states.merging = host.metrics.merging_units
         state.rounds = EvaluationRounds(
             evaluation_steps=training.evaluation_steps,
@@ -327,38 +328,38 @@ def _lay_out(order: Order, served: TrainedModel, queue: TaskQueue, initial_epoch
             first_id=memory.evaluation_round + 1,
         )
         state.queue, state.shared_callbacks = queue, host.shared_callbacks
-        if order.settings.command is Command.PREDICT and order.settings.output:
-            state.prediction_output = host.prediction_output(order.settings)
-        if order.takeover is None:
+        if context.settings.command is Command.PREDICT and context.settings.output:
+            state.prediction_output = host.prediction_output(context.settings)
+        if context.takeover is None:
             state.resume(memory)
-        _begin_journal(order, state, served, initial_epoch)
+        _begin_journal(context, state, served, initial_epoch)
 
 
-def _begin_journal(order: Order, state: JobMachine, served: TrainedModel, initial_epoch: int) -> None:
-    if order.journal is None:
+def _begin_journal(context: JobContext, state: JobMachine, served: TrainedModel, initial_epoch: int) -> None:
+    if context.journal is None:
         return
-    if not order.resumes:
+    if not context.resumes:
         rate = served.hooks.base_learning_rate
         state.persist(run=served.ps.run, ended_epochs=initial_epoch, learning_rate=rate)
-    began = time.time() - (time.monotonic() - order.started)
-    state.persist(began=began, first_step=state.told.seconds_to_first_step)
-    order.desk.keep(order.journal)
+    began = time.time() - (time.monotonic() - context.started)
+    state.persist(began=began, first_step=state.status.seconds_to_first_step)
+    context.server.keep(context.journal)
 
 
-def _make_course(order: Order, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks) -> Course:
-    memory, say, desk = order.memory, order.display.message, order.desk
-    checkpoints = CheckpointWriter(order.settings, served.ps, desk, say, order.resumes)
-    limits = order.settings.cluster.autoscale
+def _make_course(context: JobContext, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks) -> JobDriver:
+    memory, say, server = context.memory, context.display.message, context.server
+    checkpoints = CheckpointWriter(context.settings, served.ps, server, say, context.resumes)
+    limits = context.settings.cluster.autoscale
     autoscaling: Callable[[], None] = lambda: None  # noqa: E731
     if limits.most and memory.autoscale and not memory.over:
-        autoscaling = Autoscaling(desk, limits, records_to_train(order.settings, queue), say).turn
-    return Course(order, served, queue, epochs, checkpoints, autoscaling)
+        autoscaling = Autoscaling(server, limits, records_to_train(context.settings, queue), say).turn
+    return JobDriver(context, served, queue, epochs, checkpoints, autoscaling)
 
 
-def _let_workers_begin(order: Order, served: TrainedModel, course: Course) -> None:
+def _let_workers_begin(context: JobContext, served: TrainedModel, course: JobDriver) -> None:
     """The last step, because workers get tasks from here on: a callback may have set the learning rate."""
     host, ps = served.host, served.ps
-    with order.desk.change() as state:
+    with context.server.change() as state:
         state.epoch_version = state.version
         state.cluster = ServedCluster(
             served.servers.places,
@@ -379,16 +380,16 @@ def _records_of(sources: Sequence[tuple[str, int]]) -> str:
 class Autoscaling:
     """Changes the number of workers of a training job."""
 
-    def __init__(self, desk: MasterServer, limits: WorkerRange, records: int, say: Callable[[str], None]) -> None:
-        self._desk, self._records, self._say = desk, records, say
-        with desk.state() as state:
+    def __init__(self, server: MasterServer, limits: WorkerRange, records: int, say: Callable[[str], None]) -> None:
+        self._master, self._records, self._say = server, records, say
+        with server.state() as state:
             state.autoscales = True
             workers = min(max(state.roster.size(Role.WORKER), limits.least), limits.most)
         self._scaler = Autoscaler(limits.least, limits.most, workers)
 
     def turn(self) -> None:
         """Observes the job, several times a second, and changes the number of workers when due."""
-        with self._desk.state() as state:
+        with self._master.state() as state:
             if not state.autoscales or state.queue is None or state.over:
                 return
             before = state.roster.size(Role.WORKER)
@@ -398,7 +399,7 @@ class Autoscaling:
             scaling = self._scaler.observe(time.monotonic(), self._sight(state))
             workers = self._scaler.workers if scaling is None else scaling.workers
             if workers != before:
-                self._desk.resize(Role.WORKER, workers)
+                self._master.resize(Role.WORKER, workers)
         if scaling is not None:
             self._say(f"Autoscale: {scaling.reason}.")
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from elasticcb.clients.history import Event, History, Point
-from elasticcb.master.past import Past
+from elasticcb.master.job_history import JobHistory
 from elasticcb.master.shards import Shard
 from elasticcb.master.snapshot import JobSnapshot, ProcessCounts
 from elasticcb.master.task import Lease, Task, TaskType
@@ -32,7 +32,7 @@ def clock():
 
 @pytest.fixture
 def past(clock):
-    return Past(clock)
+    return JobHistory(clock)
 
 
 def point(time: float) -> Point:
@@ -43,7 +43,7 @@ def lease(number: int, task: int = 0, records: int = 10) -> Lease:
     return Lease(number, Task(task or number, TaskType.TRAINING, Shard("a", 0, records)), worker=7)
 
 
-def runs(past: Past) -> list:
+def runs(past: JobHistory) -> list:
     return [values for _, values in past.after(0)["tasks"]]
 
 
@@ -130,4 +130,4 @@ def test_points_are_json_whatever_the_loss_and_have_the_pushes_since_the_one_bef
 
 
 def test_the_past_that_another_release_has_kept_is_left_out(clock):
-    assert Past(clock, {"points": [[1, ["of", "another", "release"]]]}).after(0)["points"] == []
+    assert JobHistory(clock, {"points": [[1, ["of", "another", "release"]]]}).after(0)["points"] == []
