@@ -13,7 +13,7 @@ import numpy as np
 from elasticcb.checkpoint.manifest import WrittenPart, check_variables, map_in, read_manifest, written_parts
 from elasticcb.checkpoint.remote import Files
 from elasticcb.checkpoint.shard_file import Part, SavedFile, SavedTable, check_file, opened, tables_in
-from elasticcb.errors import CheckpointError
+from elasticcb.errors import CheckpointError, StoreError
 from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import AGES, EXTRA, SHARED, SLOT, WEIGHT, by_index, kind_of
@@ -68,12 +68,15 @@ def load(
     Args:
         index: index of this server; scalars come from the same index if the number of servers is unchanged.
 
-    Raises `CheckpointError` if files are missing or damaged, or belong to another model.
+    Raises `CheckpointError` if files are missing or damaged, or belong to another model; `StoreError` if a URL can't be
+    read now.
     """
     check_variables(manifest, specs, files.name)
     written = written_parts(manifest, Path(files.name))
     try:
         return _put_together(files, written, map_in(manifest), specs, slices, index, shard_map)
+    except StoreError:
+        raise
     except CheckpointError as error:
         raise CheckpointError(
             f"The snapshot {files.name} can't be used: {error} Start from another version."
@@ -135,6 +138,8 @@ def _undamaged(folder: Files, files: Sequence[SavedFile]) -> list[SavedFile]:
     for saved in files:
         try:
             check_file(folder.path(saved.name), saved)
+        except StoreError:
+            raise
         except CheckpointError as error:
             if not found:
                 raise

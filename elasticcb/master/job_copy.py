@@ -173,7 +173,7 @@ class JobCopy:
     def taken(cls, url: str, folder: Path, resumed: bool, say: Callable[[str], None]) -> JobCopy:
         """Makes the master that works in a local folder the owner of the copy. If another machine had a job that is
         resumed, its files are copied to the folder; if nobody had one, what is in the folder is forgotten. The copy of
-        the folder itself, whose last master was killed, is waited for as long as training would go on without it.
+        the folder itself, whose last master was killed, is waited for as long as training would continue without it.
 
         Raises:
             UsageError: another master has the job.

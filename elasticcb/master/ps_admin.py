@@ -16,7 +16,7 @@ from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import server_file
 from elasticcb.clients.ps import Ids, PSClient, table_pieces
 from elasticcb.clients.ps_servers import KnownServer, ServerReplacedError
-from elasticcb.errors import CheckpointError, ElasticCBError
+from elasticcb.errors import CheckpointError, ElasticCBError, StoreError
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.recovery_files import RecoveryFiles
 from elasticcb.optimizers.state import ModelState, Optimizers, OptimizerState, from_tensors, join_states
@@ -102,6 +102,8 @@ class PSControl:
             source: returns the model to use when there are no recovery files.
             evaluation_round: running round, for which the server snapshots its state; 0: none.
             learning_rate: base rate to set; None: keep the server's.
+
+        Raises `StoreError` if the recovery files are below a URL that can't be read now.
         """
         link, server = self.servers.link(index, address, id, _RESTORE_PATIENCE_SECONDS), self.servers.known[index]
         try:
@@ -113,6 +115,8 @@ class PSControl:
                 answer = link.call("Initialize", self._beginning(server, files, manifest)).header
                 complete = self.recovery.restored(index, answer.file)
                 restored = Restored(answer.recovered_version, RECOVERY_FILES, answer.learning_rate, complete)
+            except StoreError:
+                raise
             except CheckpointError as error:
                 given = source()
                 words = given.checkpoint or "the initial weights"

@@ -18,7 +18,8 @@ from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
-from elasticcb.errors import CheckpointError, ConnectionLostError, ElasticCBError
+from elasticcb.errors import CheckpointError, ConnectionLostError, ElasticCBError, StoreError
+from elasticcb.master import job_copy
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.job_copy import RecoveryCopy
 from elasticcb.master.job_machine import JobMachine
@@ -31,6 +32,7 @@ from elasticcb.optimizers.state import Optimizers
 from elasticcb.process.wording import how_many
 from elasticcb.settings import RECOVERY_FOLDER
 from elasticcb.sharding.partition import ShardMap, VariableSpec
+from elasticcb.storage.remote_files import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -259,8 +261,9 @@ class Servers:
         )
 
     def _give_back(self, index: int, version: int, evaluation_round: int) -> tuple[ServerPlace, Restored]:
-        """Restores the recovery state on the server in a slot; on its replacement if that is also lost."""
-        tried, since = 0, 0.0
+        """Restores the recovery state on the server in a slot; on its replacement if that is also lost. Waits for the
+        URL of its files, since others would be older."""
+        tried, since, waits = 0, 0.0, False
         while True:
             place, begun = self._wait_until_up(index), time.monotonic()
             if place.id != tried:
@@ -272,6 +275,13 @@ class Servers:
                 return place, self.control.restore(index, *place, version, self._source, evaluation_round, rate)
             except ConnectionLostError as error:
                 logger.warning("%s", error)
+            except StoreError as error:
+                if time.monotonic() > self._give_up:
+                    raise
+                if not waits:
+                    self._say(f"{error} Parameter server {index} waits for its files, and workers for it.")
+                tried, waits = 0, True
+                time.sleep(_PAUSE_SECONDS)
 
     def _wait_until_up(self, index: int) -> ServerPlace:
         with self._master.state() as state:
@@ -315,6 +325,8 @@ class Saves:
         self._closed = False
         self._earliest = 0.0  # time of the next save, unless all is trained
         self._saved_by = -1  # version of the shard map by which the servers have saved
+        self._waits_for_url = control.recovery is not None and is_url(control.recovery.place)
+        self._failing_since, self._paused = 0.0, False
         self._thread = threading.Thread(target=self._run, name="saves", daemon=True)
         self._thread.start()
 
@@ -358,20 +370,48 @@ class Saves:
             self._control.persist()
         except CheckpointError as error:
             written = False
-            text = (
-                f"{error} Training continues; what is not saved is trained again if this server is lost now, but "
-                "updates that can't be saved for long are lost then. Free space, or make the folder writable."
-            )
-            with self._master.change() as state:
-                state.totals.recovery_files_failed += 1
-                state.warn(CallbackWarning("servers can't write recovery files", text))
+            self._failed(error)
         except ElasticCBError as error:
             logger.debug("The servers' state is not saved: %s", error)
             return False
+        if written and self._waits_for_url:
+            self._url_is_back()
         with self._master.state() as state:
-            if queue is not None and state.queue is queue and not self._closed and (written or queue.wants_save):
+            gives_up = not self._waits_for_url and queue is not None and queue.wants_save
+            if queue is not None and state.queue is queue and not self._closed and (written or gives_up):
                 state.servers_have_saved(mark, written)  # also if training must end, or too much is unsaved
-        return True
+        return written or not self._waits_for_url
+
+    def _failed(self, error: CheckpointError) -> None:
+        """Warns; if the files are below a URL, training waits for it when it has been away for long."""
+        text = (
+            f"{error} Training continues; what is not saved is trained again if this server is lost now, but "
+            "updates that can't be saved for long are lost then. Free space, or make the folder writable."
+        )
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        if self._waits_for_url:
+            text = (
+                f"{error} Training continues for up to {job_copy.PATIENCE_SECONDS:g} s; what is not saved is trained "
+                "again if this server is lost now."
+            )
+        with self._master.change() as state:
+            state.totals.recovery_files_failed += 1
+            state.warn(CallbackWarning("servers can't write recovery files", text))
+        if self._waits_for_url and now - self._failing_since > job_copy.PATIENCE_SECONDS and not self._paused:
+            self._paused = True
+            self._master.say(
+                f"The parameter servers could not write their files for {now - self._failing_since:.0f} s. Training "
+                "pauses until they can."
+            )
+            self._master.pause("servers", "parameter servers can't write their files")
+
+    def _url_is_back(self) -> None:
+        self._failing_since = 0.0
+        if self._paused:
+            self._paused = False
+            self._master.say("The parameter servers can write their files again. Training continues.")
+            self._master.pause("servers", "")
 
     def close(self) -> None:
         """Saves nothing any more."""

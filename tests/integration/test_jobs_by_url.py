@@ -281,9 +281,13 @@ def test_store_that_is_away_is_told_of_and_pauses_the_job_until_it_is_back(
         job.wait_for_line("Training pauses until it can be")
     job.wait_for_line("can be written to again. Training continues")
     s3.stop()
+    job.kill("ps")
+    job.wait_for_line(r"Parameter server \d waits for its files")
     job.kill("master")
     job.wait_for_line("Waiting up to 4 s for it")
     s3.start()
+    job.wait_for_line(r"Parameter server \d recovered in .* from its recovery files")
     assert job.finish() == 0, job.output
     assert records_trained(job.output) == [RECORDS] * 15
+    assert float(re.findall(r"Evaluation at version .*error ([\d.e-]+)", job.output)[-1]) < 0.1
     job.assert_no_orphans()
