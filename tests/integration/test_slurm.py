@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import pytest
 from stores import free_port
 
 from code_blocks import code_blocks
-from jobs import LINEAR_MODEL, linear_data, write_model_file
+from jobs import GATE, LINEAR_MODEL, linear_data, open_gate, write_model_file
 
 ROOT = Path(__file__).parents[2]
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
@@ -73,17 +75,30 @@ def run(*command: str, folder: Path) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
+def workers_that_train(job: Path) -> set[int]:
+    """Their pids, by the job's status, once there are records."""
+    command = [sys.executable, "-m", "elasticcb", "status", str(job), "--json"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    status = json.loads(shown.stdout) if shown.returncode == 0 else {"records": {"trained": 0}}
+    if not status["records"]["trained"]:
+        return set()
+    return {each["pid"] for each in status["processes"] if each["role"] == "worker" and each["state"] == "up"}
+
+
 @pytest.mark.deep
 @pytest.mark.timeout(600)
-def test_script_of_the_page_trains_on_slurm(slurm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_model_file(tmp_path, LINEAR_MODEL, "linear")
+def test_script_of_the_page_trains_on_slurm_and_starts_a_lost_worker_again(
+    slurm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model_file(tmp_path, LINEAR_MODEL + GATE.format(version=100), "linear")
     linear_data(tmp_path, train=1_200, test=200)
     (tmp_path / "job.yaml").write_text(
         "model_zoo: .\nmodel_def: linear.custom_model\ntraining_data: train.npz\nvalidation_data: test.npz\n"
-        "num_epochs: 2\nminibatch_size: 8\n"
+        "num_epochs: 2\nminibatch_size: 8\nsilence_seconds: 5\n"
     )
     (script,) = code_blocks(ROOT / "docs" / "slurm.md", "sh")
-    (tmp_path / "train.sbatch").write_text(script)
+    assert "sleep 40" in script
+    (tmp_path / "train.sbatch").write_text(script.replace("sleep 40", "sleep 8"))
     commands = tmp_path / "bin"
     commands.mkdir()
     (commands / "elasticcb").write_text(f'#!/bin/sh\nexec {sys.executable} -m elasticcb "$@"\n')
@@ -91,9 +106,16 @@ def test_script_of_the_page_trains_on_slurm(slurm: None, tmp_path: Path, monkeyp
     monkeypatch.setenv("PATH", f"{commands}:{PATH}")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
     number = run("sbatch", "--parsable", "train.sbatch", folder=tmp_path).strip()
+    job = tmp_path / "jobs" / f"clicks-{number}"
+    while len(pids := workers_that_train(job)) < 2:
+        time.sleep(0.5)
+    os.kill(min(pids), signal.SIGKILL)
+    while len(workers_that_train(job) - pids) < 1:
+        time.sleep(0.5)
+    open_gate(tmp_path)
     while run("squeue", "--noheader", f"--jobs={number}", folder=tmp_path).strip():
         time.sleep(0.5)
     printed = (tmp_path / f"slurm-{number}.out").read_text()
     assert "JobState=COMPLETED" in run("scontrol", "show", "job", number, folder=tmp_path), printed
     assert re.search(r"records trained +2,400 \(2 epochs of 1,200\)", printed), printed
-    assert (tmp_path / "jobs" / f"clicks-{number}" / "status.json").exists()
+    assert re.search(r"workers lost +1 \(1 replaced\)", printed), printed
