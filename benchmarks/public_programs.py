@@ -356,13 +356,13 @@ def one_line(text: str) -> str:
     return re.sub(r"[|\s]+", " ", text)[:160]
 
 
-def row(program: Program, checkouts: list[Path], results: Path, kind: str) -> str:
-    """A line of the table; a program whose results are there is not run."""
+def outcome(program: Program, checkouts: list[Path], results: Path, kind: str) -> str:
+    """The cells of one worker and of two; a program whose results are there is not run."""
     if program.missing:
-        return f"| `{program.path}` | not run: {program.missing} | |"
+        return f"not run: {program.missing} | "
     path = next((each / program.path for each in checkouts if (each / program.path).exists()), None)
     if path is None:
-        return f"| `{program.path}` | not run: not in this checkout | |"
+        return "not run: not in this checkout | "
     into = results / f"{path.stem}.json"
     if not into.exists():
         command = [sys.executable, __file__, "--run", str(path), json.dumps(dict(program.sizes)), kind, str(into)]
@@ -375,9 +375,8 @@ def row(program: Program, checkouts: list[Path], results: Path, kind: str) -> st
     ways = json.loads(into.read_text()) if into.exists() else {}
     keras_way = ways.get("0", {"error": "failed: no result"})
     if keras_way["error"]:
-        return f"| `{program.path}` | not run: Keras's own run {one_line(keras_way['error'])} | |"
-    cells = [compared(ways.get(str(workers)), keras_way, workers) for workers in (1, 2)]
-    return f"| `{program.path}` | {' | '.join(cells)} |"
+        return f"not run: Keras's own run {one_line(keras_way['error'])} | "
+    return " | ".join(compared(ways.get(str(workers)), keras_way, workers) for workers in (1, 2))
 
 
 def main() -> None:
@@ -396,17 +395,15 @@ def main() -> None:
     only = [name for name in arguments.only.split(",") if name]
     results = (arguments.results or Path(tempfile.mkdtemp())).absolute()
     results.mkdir(parents=True, exist_ok=True)
-    lines = ["| program | one worker | two workers |", "|---|---|---|"]
-    for title, checkouts, programs in (
-        ("keras-rs", arguments.keras_rs, KERAS_RS), ("keras.io", arguments.keras_io, KERAS_IO)
-    ):  # fmt: skip
-        if not checkouts:
-            continue
-        lines.append(f"| **{title}** | | |")
-        for program in programs:
+    alike: dict[str, list[str]] = {}  # programs by their cells
+    for checkouts, programs in ((arguments.keras_rs, KERAS_RS), (arguments.keras_io, KERAS_IO)):
+        for program in programs if checkouts else ():
             if not only or Path(program.path).stem in only:
-                lines.append(row(program, checkouts, results, arguments.kind))
-                print(lines[-1], flush=True)
+                cells = outcome(program, checkouts, results, arguments.kind)
+                alike.setdefault(cells, []).append(f"`{program.path}`")
+                print(f"{program.path}: {cells}", flush=True)
+    lines = ["| one worker | two workers | programs |", "|---|---|---|"]
+    lines += [f"| {cells} | {', '.join(names)} |" for cells, names in alike.items()]
     publish("public programs", "\n".join(lines), arguments.into)
 
 

@@ -74,7 +74,7 @@ SETTINGS = {
     "sync": Setting("sync", _sync),
     "sync-rate": Setting("sync, √workers times the learning rate", _sync, rate=_root),
     "sync-epochs": Setting("sync, twice the epochs", _sync, epochs=2),
-    "local": Setting("local, `local_steps=auto`", _local("auto")),
+    "local": Setting("local", _local("auto")),
     "local-bfloat16": Setting(
         "local, `wire_dtype=bfloat16`", lambda workers: _local("auto")(workers) | _wire("bfloat16")
     ),
@@ -83,9 +83,9 @@ SETTINGS = {
     "local16": Setting("local, `local_steps=16`", _local(16)),
     "local-rate": Setting("local, `local_steps=16`, √workers times the learning rate", _local(16), rate=_root),
     "local-epochs": Setting("local, `local_steps=16`, twice the epochs", _local(16), epochs=2),
-    "auto-epochs": Setting("local, `local_steps=auto`, twice the epochs", _local("auto"), epochs=2),
+    "auto-epochs": Setting("local, twice the epochs", _local("auto"), epochs=2),
     "local-both": Setting(
-        "local, `local_steps=auto`, twice the epochs and √workers times the learning rate",
+        "local, twice the epochs, √workers times the learning rate",
         _local("auto"),
         rate=_root,
         epochs=2,
@@ -139,7 +139,7 @@ def main() -> int:
                 started = time.monotonic()
                 value = train(CASES[name], data[name], seed, fit, setting.rate(workers), setting.epochs)
                 results.add(name, key, workers, seed, value, time.monotonic() - started)
-    publish("quality", _tables(results), arguments.into)
+    publish("quality", _table(results), arguments.into)
     return 0
 
 
@@ -188,20 +188,18 @@ def train(
     return value if math.isfinite(value) else None
 
 
-def _tables(results: Results) -> str:
-    """One for each number of workers."""
+def _table(results: Results) -> str:
+    """One for all numbers of workers."""
     names = [name for name in CASES if results.of(name, PLAIN, 1)]
     titles = [f"{name}, {CASES[name].metric}" for name in names]
-    tables = []
-    for workers in results.workers():
-        lines = [f"| {workers} workers | {' | '.join(titles)} |", "|---" * (len(names) + 1) + "|"]
-        rows = {"plain Keras, one process": (PLAIN, 1)} | {it.title: (key, workers) for key, it in SETTINGS.items()}
-        for title, (key, number) in rows.items():
-            cells = [_cell(name, key, number, results) for name in names]
-            if any(cells):
-                lines.append(f"| {title} | {' | '.join(cells)} |")
-        tables.append("\n".join(lines))
-    return "\n\n".join(tables)
+    lines = [f"| workers | | {' | '.join(titles)} |", "|---" * (len(names) + 2) + "|"]
+    rows = [("", "plain Keras", PLAIN, 1)]
+    rows += [(str(workers), it.title, key, workers) for workers in results.workers() for key, it in SETTINGS.items()]
+    for workers, title, key, number in rows:
+        cells = [_cell(name, key, number, results) for name in names]
+        if any(cells):
+            lines.append(f"| {workers} | {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _cell(name: str, key: str, workers: int, results: Results) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from contestants import CONTESTANTS, KERAS, MORE, STRATEGIES, Contestant, update_options
+from contestants import CONTESTANTS, KERAS, MORE, Contestant, update_options
 from gate import FOLDER_VARIABLE, PARENT_VARIABLE, Gate
 from process_tree import ProcessTree
 from report import machine, publish, table_parser
@@ -206,20 +206,18 @@ def _run(runner: Runner, steps: float, seconds: float, longest_seconds: float) -
 
 
 def table(runners: Sequence[Runner]) -> str:
-    """Markdown; ratios are those of medians, to the better one of the strategy's."""
+    """Markdown; ratios are those of medians."""
     rates = {runner.contestant.key: median(runner.rates) for runner in runners}
     keras = rates.get(KERAS.key)
-    strategies = [rates[contestant.key] for contestant in STRATEGIES if contestant.key in rates]
-    strategy = max(strategies, default=None)
     lines = [
-        "| | examples/s (lowest - highest) | to Keras 3 | to ParameterServerStrategy | CPU-s per million | MiB |",
-        "|---|---|---|---|---|---|",
+        "| | examples/s (lowest - highest) | to Keras 3 | CPU-s per million | MiB |",
+        "|---|---|---|---|---|",
     ]
     for runner in runners:
         rate = rates[runner.contestant.key]
         lines.append(
             f"| {runner.contestant.title} | {rate:,.0f} ({min(runner.rates):,.0f} - {max(runner.rates):,.0f}) "
-            f"| {_ratio(rate, keras)} | {_ratio(rate, strategy)} | {median(runner.cpu):,.0f} "
+            f"| {_ratio(rate, keras)} | {median(runner.cpu):,.0f} "
             f"| {runner.memory / 2**20:,.0f} |"
         )
     return "\n".join(lines)

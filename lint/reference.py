@@ -35,7 +35,6 @@ _MEANINGS = {
     ExitCode.WRONG_USAGE: "Flags or the config file are invalid or contradictory; nothing was started.",
     ExitCode.INTERRUPTED: "Interrupted with Ctrl-C, or a job by SIGTERM.",
 }
-_UNITS = ("seconds", "bytes", "versions")  # that end the name of a metric
 
 
 def options_tables() -> str:
@@ -55,12 +54,12 @@ def _options_table(panel: str) -> str:
     intro = "" if differ or options[0].commands == ALL else f"For {_commands(options[0].commands)}.\n\n"
     rows = []
     for option in options:
-        flags = ", ".join(f"`--{name}`" for name in (option.name, *option.aliases))
-        default = option.default_text or ("" if option.default is None else f"`{option.default}`")
         value = option.metavar.replace("|", "\\|")
+        flags = ", ".join((f"`--{option.name}={value}`", *(f"`--{alias}`" for alias in option.aliases)))
+        default = option.default_text or ("" if option.default is None else f"`{option.default}`")
         commands = f" {'all' if option.commands == ALL else _commands(option.commands)} |" if differ else ""
-        rows.append(f"| {flags} | `{value}` | {default} |{commands} {option.help} |")
-    titles = ["flag", "value", "default", *(["commands"] if differ else []), "what it does"]
+        rows.append(f"| {flags} | {default} |{commands} {option.help} |")
+    titles = ["flag", "default", *(["commands"] if differ else []), "what it does"]
     return intro + "\n".join([f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *rows])
 
 
@@ -75,11 +74,13 @@ def arguments_tables() -> str:
 
 
 def _groups_table() -> str:
-    lines = ["| field | default | flag |", "|---|---|---|"]
+    lines = ["| group | fields, and their flags |", "|---|---|"]
     for group, owner in GROUPS.items():
-        lines.append(f"| **`{group}=elasticcb.{owner.__name__}(…)`** | | |")
-        for setting in GROUPED[group]:
-            lines.append(f"| `{setting.field}` | {_default(setting)} | `--{setting.name}` |")
+        fields = ", ".join(
+            f"`{setting.field}`" + ("" if setting.name == setting.field else f" (`--{setting.name}`)")
+            for setting in GROUPED[group]
+        )
+        lines.append(f"| `{group}=elasticcb.{owner.__name__}(…)` | {fields} |")
     return "\n".join(lines)
 
 
@@ -126,12 +127,11 @@ def metrics_table() -> str:
     rows = []
     for metric in JobCollector(lambda: seen).collect():
         name = f"{metric.name}_total" if metric.type == "counter" else metric.name
-        unit = metric.name.rpartition("_")[2]
         names = [name for name in metric.samples[0].labels if name != "le"]  # which is that of a histogram's bounds
         labels = (_label(name, metric.samples) for name in names)
-        cells = (f"`{name}`", metric.type, "; ".join(labels), unit if unit in _UNITS else "", metric.documentation)
+        cells = (f"`{name}`", metric.type, "; ".join(labels), metric.documentation)
         rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(["| metric | type | labels | unit | meaning |", "|---|---|---|---|---|", *rows])
+    return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *rows])
 
 
 def _label(name: str, samples: Iterable[Sample]) -> str:

@@ -202,8 +202,8 @@ def test_a_setting(copy):
         f"--toy_limit=10 (in {copy.folder}/job.yaml) is invalid. Expected at most 9. Toys are few.",
         "RecoveryOptions(toy_limit=0) is invalid. Expected at least 1. Toys are few.",
         "toy_limit=3 belongs in `recovery`: Cluster(recovery=elasticcb.RecoveryOptions(toy_limit=3)).",
-        "| `--toy_limit` | `TOYS` | `7` | all | Toys. |",
-        "| `toy_limit` | `7` | `--toy_limit` |",
+        "| `--toy_limit=TOYS` | `7` | all | Toys. |",
+        "| `recovery=elasticcb.RecoveryOptions(…)` | `toy_limit`, ",
     ):
         assert words in printed
     assert copy.touched == files_of("A setting") == {"elasticcb/settings/cluster.py"}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import kubernetes_validate
 import numpy as np
 import pytest
 import yaml
+from stores import S3Server
 
 from code_blocks import code_blocks
 from deep_cases import deep_but
@@ -22,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 README, TUTORIAL, MIGRATING = (ROOT / name for name in ("README.md", "docs/tutorial.md", "docs/migrating.md"))
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 RECORDS = 96
-SCRIPT = "# script"  # first line of a fenced block that is a whole program
+SCRIPT = "# script"  # first line of a fenced block that is a whole program; "# script, with NAME" needs a package
 MARKER = "# model file"  # first line of a fenced block that is one; names the data if that isn't data.npz
 
 
@@ -73,15 +76,13 @@ def test_model_file_of_a_page_trains(number, data, tmp_path, monkeypatch):
     assert ("def eval_metrics_fn" in EXAMPLES[number]) <= (len(summary.metrics) > 1)
 
 
-def test_job_files_of_the_page_on_migrating_are_jobs_that_kubernetes_would_take(tmp_path):
-    files = code_blocks(MIGRATING, r"yaml\n# job\.yaml")
-    assert len(files) == 2
-    for number, text in enumerate(files):
-        (tmp_path / "job.yaml").write_text(text)
-        written = tmp_path / f"{number}.yaml"
-        assert main(["train", f"--config={tmp_path / 'job.yaml'}", f"--yaml={written}"]) == 0
-        for manifest in yaml.safe_load_all(written.read_text()):
-            kubernetes_validate.validate(manifest, "1.31", strict=True)
+def test_job_file_of_the_page_on_migrating_is_a_job_that_kubernetes_would_take(tmp_path):
+    (text,) = code_blocks(MIGRATING, r"yaml\n# job\.yaml")
+    (tmp_path / "job.yaml").write_text(text)
+    written = tmp_path / "written.yaml"
+    assert main(["train", f"--config={tmp_path / 'job.yaml'}", f"--yaml={written}"]) == 0
+    for manifest in yaml.safe_load_all(written.read_text()):
+        kubernetes_validate.validate(manifest, "1.31", strict=True)
 
 
 def test_reference_names_the_metrics_of_its_model_with_two_outputs(data, tmp_path):
@@ -126,6 +127,8 @@ def run_script(folder: Path, name: str) -> list[str]:
 @pytest.mark.parametrize("name", deep_but(SCRIPTS, "README.md-0", "python_api.md-0"))
 def test_program_of_a_page_runs_and_prints_what_its_last_lines_say(name, tmp_path):
     text = model_files(SCRIPTS[name], SCRIPT)[int(name.rpartition("-")[2])]
+    for package in re.findall(rf"^{SCRIPT}, with (\w+)$", text.partition("\n")[0]):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install 'elasticcb[test]'")
     (tmp_path / "program.py").write_text(text)
     assert run_script(tmp_path, "program.py") == re.findall(r"^# prints: (.*)$", text, re.MULTILINE)
 
@@ -144,3 +147,57 @@ def test_tutorial_ends_with_a_model_that_is_served(tmp_path, start_job):
     best = run_script(tmp_path, "serve.py")
     assert len(best) == 5
     assert all(re.fullmatch(r"item-\d+ \d\.\d\d", line) for line in best)
+
+
+def run_commands(block: str, start_job) -> str:
+    """What the `elasticcb` commands of a shell block print, one after another."""
+    printed = []
+    for line in block.replace("\\\n", " ").splitlines():
+        if line.startswith("elasticcb "):
+            job = start_job(*shlex.split(line, comments=True)[1:])
+            assert job.finish() == 0, job.output
+            printed.append(job.output)
+    assert printed
+    return "\n".join(printed)
+
+
+@pytest.mark.deep
+def test_days_are_trained_one_after_the_other_also_with_a_new_feature(tmp_path, start_job):
+    page = ROOT / "docs" / "daily_training.md"
+    files = dict(code_blocks(page, r"\w+\n# (\w+\.\w+)"))
+    assert list(files) == ["daily.py", "job.yaml"]
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "data").mkdir()
+    random = np.random.default_rng(0)
+    likes = random.random(40) < 0.5
+    for day in (26, 27, 28):
+        users, items = random.integers(40, size=2_000), random.integers(10, size=2_000)
+        lines = [f"u{u},i{i},{'phone' if u % 2 else 'desk'},{likes[u]:d}" for u, i in zip(users, items, strict=True)]
+        path = tmp_path / "data" / f"2026-11-{day}.csv"
+        path.write_text("\n".join(["user,item,device,click", *lines]) + "\n")
+    first, following, new = code_blocks(page, "sh")
+    run_commands(first, start_job)
+    printed = run_commands(following, start_job)
+    assert float(re.search(r"^  auc +([\d.]+)", printed, re.MULTILINE)[1]) > 0.9  # of the day that was not trained yet
+    features = '["user", "item", "device"]'
+    assert f"`FEATURES` becomes `{features}`" in page.read_text(encoding="utf-8")
+    (tmp_path / "daily.py").write_text(files["daily.py"].replace('["user", "item"]', features))
+    assert "Loaded 5 of 7 variables from " in run_commands(new, start_job)
+    exported = sorted((tmp_path / "models" / "clicks").glob("*/saved_model.pb"))
+    assert [model.parent.name for model in exported] == ["20261126", "20261127", "20261128"]
+
+
+@pytest.mark.deep
+def test_job_of_which_everything_is_in_s3(tmp_path, start_job, monkeypatch):
+    (block,) = code_blocks(ROOT / "docs" / "remote_storage.md", "sh")
+    (tmp_path / "model_zoo").symlink_to(ROOT / "model_zoo")
+    with S3Server("flowers") as server:
+        store = fsspec.filesystem("s3", **server.options)
+        for name in ("train.csv", "test.csv"):
+            store.put_file(str(ROOT / "model_zoo" / "iris" / name), f"flowers/data/{name}")
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        assert "accuracy" in run_commands(block, start_job)
+        assert "done" in run_commands("elasticcb status s3://flowers/jobs/first", start_job)
+        assert store.glob("flowers/checkpoints/version-*/manifest.json")
