@@ -82,6 +82,7 @@ class Reader(ABC):
         """The feed for model files without one; None: columns become features and labels."""
         return None
 
+    has_header = False  # whether the first line of a file names the columns
     unknown_columns = ""  # for messages: why `record_format` is None, and what to do
 
     def record_format(self) -> RecordFormat | None:

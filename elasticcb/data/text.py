@@ -86,7 +86,7 @@ class TextReader(FileReader):
         except LookupError:
             raise UsageError(f"The reader parameter encoding is {encoding!r}, which is unknown to Python.") from None
         self._dialect = Dialect(delimiter.encode(), quote.encode() if delimiter else b"", skip_blank_lines, spans_lines)
-        self._has_header = header
+        self.has_header = header
         self._columns = tuple(columns)
         self._dtypes = dict(column_dtypes or {})
         self._fill = dict(fill_null or {})
@@ -96,7 +96,7 @@ class TextReader(FileReader):
     @property
     def metadata(self) -> Metadata:
         names = self._columns
-        if not names and self._has_header:
+        if not names and self.has_header:
             names = self.opened(self._files[0], 1).header or self.first_opened().header
         dtypes = {
             names[key] if isinstance(key, int) and names else str(key): dtype for key, dtype in self._dtypes.items()
@@ -161,7 +161,7 @@ class TextReader(FileReader):
             assert index.places is not None
             return _OpenedText(self, file, content, index.places, dict(index.details), compression)
         found = index_records(
-            content, self._dialect, header=self._has_header, expected_fields=len(self._columns), enough=enough
+            content, self._dialect, header=self.has_header, expected_fields=len(self._columns), enough=enough
         )
         names = next(self._split([found.header.decode("utf-8", "replace")])) if found.header else []
         details = {

@@ -164,7 +164,6 @@ class FeedPipeline:
             self.reader.find_index = find_index
         self._minibatch_size = settings.training.minibatch_size
         self._predicts = mode is Mode.PREDICTION  # then the feed returns only features
-        self._has_header = bool(settings.data.reader_params.get("header"))
         self._batches = RecordBatches(
             self.reader,
             mode.value,
@@ -191,7 +190,7 @@ class FeedPipeline:
 
     def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
         """Yields the batches of records [start, end) of a source. Raises the reader's errors."""
-        for batch in self._batches.batches([(name, start, end)], self._has_header):
+        for batch in self._batches.batches([(name, start, end)]):
             yield (batch,) if self._predicts else batch
 
     def first_batch(self) -> Any:

@@ -42,7 +42,6 @@ class RecordBatches:
     Attributes:
       keeps_order: whether the n-th example is made of the n-th record.
       dataset: the batches; each of its iterators reads `ranges`.
-      can_join: whether a batch never spans two ranges.
 
     Raises:
       DataError: the columns of the data, or the label, can't be found.
@@ -86,7 +85,6 @@ class RecordBatches:
                 )
             feed_batch, self._explain = named_feed(columns, label), columns.explain
             self._what = "columns"
-        self.can_join = feed is None
         self._stream = RecordStream(reader, lambda: self.ranges, 0 if feed else batch_size)
         dataset = self._stream.dataset
         if feed is not None:
@@ -95,8 +93,9 @@ class RecordBatches:
             dataset = self._fed_batches(dataset, feed_batch, mode, call, converted)
         self.dataset = keras_data.weighted(dataset, class_weight).prefetch(2)
 
-    def batches(self, ranges: Sequence[Range], has_header: bool = False) -> Iterator[Any]:
-        """Yields the batches of the ranges, several only if `can_join`. Raises the reader's errors."""
+    def batches(self, ranges: Sequence[Range]) -> Iterator[Any]:
+        """Yields the batches of the ranges. With `feed`, a batch may span two if the first one is not made of whole
+        batches. Raises the reader's errors."""
         self.ranges = ranges
         try:
             yield from self.dataset
@@ -104,7 +103,7 @@ class RecordBatches:
             self._stream.raise_error()
             for each in ranges:
                 self._explain(*each)
-            raise batch_error(error, self._what, ranges, has_header) from error
+            raise batch_error(error, self._what, ranges, self.reader.has_header) from error
 
     def _fed(
         self,

@@ -171,9 +171,13 @@ class RecordSource(PassSource):
     def pass_batches(self, epoch: int, number: int, start: int, end: int) -> Iterator[Any]:
         pipeline = self._opened()
         ranges = [self._range_of(*run) for run in self._runs(self._order(number)[start:end])]
-        # One pipeline reads them all, unless an example more or less would belong to the next batch.
-        for part in [ranges] if pipeline.can_join else [[each] for each in ranges]:
-            yield from pipeline.batches(part)
+        part: list[Range] = []  # read at once
+        for place, each in enumerate(ranges, 1):
+            part.append(each)
+            is_whole = pipeline.keeps_order and (each[2] - each[1]) % self._batch_size == 0
+            if not is_whole or place == len(ranges):  # the next batch must not begin in this range
+                yield from pipeline.batches(part)
+                part = []
 
     def _order(self, number: int) -> Any:
         """The batches of pass `number`, in the order in which they are read."""
