@@ -108,7 +108,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("layers", "optimizers"):
+    if name in ("data", "layers", "optimizers"):
         return import_module(f"{__name__}.{name}")
     module = _MODULES.get(name)
     if module is None:

@@ -60,8 +60,8 @@ def optimizer():
     return keras.optimizers.Adagrad(0.1)
 
 
-def feed(dataset, mode, metadata):
-    return dataset.map(lambda row: ({"user": row[0], "item": row[1]}, tf.cast(row[2:3], tf.float32)))
+def feed_batch(rows, mode, metadata):
+    return {"user": rows[:, 0], "item": rows[:, 1]}, tf.cast(rows[:, 2:3], tf.float32)
 
 
 class Rows(keras.metrics.Sum):

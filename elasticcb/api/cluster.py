@@ -234,8 +234,8 @@ class Cluster:
 
         Args:
             x: arrays or structures of them (NumPy, tensors, pandas, ragged, sparse), `tf.data.Dataset`, PyDataset,
-                generator, `elasticcb.data` reader or `Records`, or a function (`DatasetFactory`) that creates a dataset
-                in each worker.
+                generator, files (`elasticcb.data.read`), or a function (`DatasetFactory`) that creates a dataset in
+                each worker.
             steps_per_epoch: number of batches in an epoch, over all workers; required for endless data and functions.
             callbacks: docs/callbacks.md says where each hook runs; batch hooks run on workers, on a pickled copy.
 

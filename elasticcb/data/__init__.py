@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elasticcb.data.array_record import ArrayRecordReader
-    from elasticcb.data.batch_sources.records import Records
+    from elasticcb.data.batch_sources.records import Records, read
     from elasticcb.data.custom import ElasticDLReader
     from elasticcb.data.formats import open_reader
     from elasticcb.data.numpy_arrays import NumpyReader
@@ -35,6 +35,7 @@ _MODULES = {
     "checked_sources": "reader",
     "make_dataset": "stream",
     "open_reader": "formats",
+    "read": "batch_sources.records",
 }
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "checked_sources",
     "make_dataset",
     "open_reader",
+    "read",
 ]
 
 

@@ -10,6 +10,7 @@ from elasticcb.data.content import File, is_remote
 from elasticcb.data.extras import import_extra, library_errors
 from elasticcb.data.file_index import FileIndex
 from elasticcb.data.file_reader import FileReader
+from elasticcb.data.record_formats import EXAMPLES_ADVICE, SAMPLE_RECORDS, ExampleFormat
 from elasticcb.data.stacking import object_array
 from elasticcb.errors import DataError
 from elasticcb.process.wording import how_many
@@ -60,6 +61,11 @@ class _OpenedArrayRecord:
 
 class ArrayRecordReader(FileReader):
     """Records of ArrayRecord files as scalar strings; remote files are copied to a local cache."""
+
+    unknown_columns = EXAMPLES_ADVICE
+
+    def record_format(self) -> ExampleFormat:
+        return ExampleFormat(self.first_records(SAMPLE_RECORDS))
 
     def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _OpenedArrayRecord:
         return _OpenedArrayRecord(file)

@@ -1,58 +1,13 @@
-"""The default feed of records that are dicts of named values; and checks of what a `feed` does to a dataset of records,
-for the accounting of records.
-"""
+"""Checks of what a `feed` does to a dataset of records, for the accounting of records; and the errors of feeds."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elasticcb.data.stacking import flatten
-from elasticcb.data.stream import not_converted
 from elasticcb.errors import DataError, ModelFileError
-from elasticcb.settings import Mode
-
-if TYPE_CHECKING:
-    from elasticcb.data.reader import Feed
-
-# Names that identify features and labels.
-_KNOWN_PAIRS = (("x", "y"), ("features", "labels"))
-_WEIGHT = "sample_weight"
-
-
-def named_feed(names: Sequence[str], label: str) -> Feed:
-    """A feed from records `{name: value}` to `(features, label[, sample_weight])`, or only to `features` in prediction.
-
-    The label is the value named by `label`; by default, `y` if there is `x`, or `labels` if there is `features`.
-    Features are a dict of the other values, or the value itself if the only other one is `x` or `features`. The feed
-    raises `DataError` if it needs a label and can't determine it.
-    """
-    known_label = label or next((y for x, y in _KNOWN_PAIRS if x in names and y in names), "")
-    features = [name for name in names if name not in (known_label, _WEIGHT)]
-    bare = features[0] if features in (["x"], ["features"]) else None
-
-    def feed(dataset: Any, mode: str, metadata: Any) -> Any:
-        @not_converted
-        def features_of(record: Any) -> Any:
-            return record[bare] if bare else {name: record[name] for name in features}
-
-        @not_converted
-        def example_of(record: Any) -> Any:
-            example = (features_of(record), record[known_label])
-            return (*example, record[_WEIGHT]) if _WEIGHT in names else example
-
-        if mode == Mode.PREDICTION:
-            return dataset.map(features_of)
-        if known_label not in names or not features:
-            given = f"The label should be {label!r}, but the" if label else "No label is specified, and the"
-            raise DataError(
-                f"{given} data contains {', '.join(names)}. Set the reader parameter `label`, or write a `feed`."
-            )
-        return dataset.map(example_of)
-
-    return feed
-
 
 # What a `feed` must not do, by TensorFlow's name of the dataset. Each task creates a new iterator.
 _REFUSED = {
@@ -64,7 +19,10 @@ _REFUSED = {
     "RepeatDataset": (
         "repeats, but a task must end with its last record; use the number of epochs to repeat. Remove `repeat`"
     ),
-    "BatchDataset": "batches, but ElasticCB batches the records itself. Remove `batch`, or end with `unbatch`",
+    "BatchDataset": (
+        "batches, but ElasticCB batches the records itself. Remove `batch`, and convert whole batches in "
+        "`feed_batch(records, mode, metadata)`; or end with `unbatch`"
+    ),
 }
 _ONE_TO_ONE = ("MapDataset", "PrefetchDataset", "OptionsDataset")
 
@@ -85,13 +43,14 @@ def check_feed(raw: Any, fed: Any, what: str) -> None:
                 raise ModelFileError(f"{what} {why}.")
 
 
-def told_of(raw: Any) -> str:
-    """Describes the input of a feed."""
+def told_of(raw: Any, batches: bool = False) -> str:
+    """Describes the input of a feed: single records, or batches of them."""
     import keras
 
     record = keras.tree.map_structure(lambda spec: f"{spec.dtype.name} {list(spec.shape)}", raw.element_spec)
     lines = " (a line of text, or the bytes of a record)" if record == "string []" else ""
-    return f"Each record of its input dataset is {record}{lines}."
+    lines = " (lines of text, or the bytes of records)" if record == "string [None]" else lines
+    return f"{'Its records are' if batches else 'Each record of its input dataset is'} {record}{lines}."
 
 
 def keeps_order(raw: Any, fed: Any) -> bool:
@@ -112,22 +71,28 @@ def batched(raw: Any, fed: Any, size: int) -> Any:
     return fed.ragged_batch(size) if is_ragged else fed.batch(size)
 
 
-def batch_error(error: Any, name: str, start: int, end: int, has_header: bool = False) -> DataError:
-    """The error for records [start, end) of a source that can't be converted to batches.
+def batch_error(error: Any, what: str, ranges: Sequence[tuple[str, int, int]], has_header: bool = False) -> DataError:
+    """The error for ranges of records that `what`, a feed, can't convert to batches.
 
     Has TensorFlow's message without names of nodes and operations, and advice if there is any. There is no traceback,
     because a pipeline runs outside of Python.
     """
     message = re.sub(r"\[?\[?\{\{.*?\}\}\]?\]?\s*|\s*\[Op:\w+\]( name:\s*\S*)?", "", error.message)
+    message = re.sub(r"^Error in user-defined function .*?Iterator::Root\S*: ", "", message, flags=re.DOTALL)
+    failed = re.match(r"assertion failed: \[(.*)\]", message)
+    if failed:
+        message = failed[1].replace("] [", " ").replace("\\'", "'")
     message = message.strip(" .\n\t") + "."
     if "different shapes" in error.message or "add tensor to the batch" in error.message:
         message += (
             " All examples of `feed` must have the same shape. Pad them, or end `feed` with "
             "`dataset.ragged_batch(1).unbatch()` to get ragged batches."
         )
-    if start == 0 and not has_header and "Field" in message and "is not a valid" in message:
+    if any(start == 0 for _, start, _ in ranges) and not has_header and re.search("Field .*is not a valid", message):
         message += " If the first line is a header, set the reader parameter `header`: header=true."
-    return DataError(f"Records [{start}, {end}) of {name} can't be converted to batches by `feed`: {message}")
+    names = ", ".join(f"[{start}, {end}) of {name}" for name, start, end in ranges[:3])
+    more = f" and {len(ranges) - 3} more ranges" if len(ranges) > 3 else ""
+    return DataError(f"Records {names}{more} can't be converted to batches by {what}: {message}")
 
 
 def _steps(raw: Any, fed: Any) -> Iterator[Any]:

@@ -175,6 +175,12 @@ class FileReader(Reader):
                 return opened
         return self.opened(self.sources()[0].name, 1)
 
+    def first_records(self, records: int) -> list[Any]:
+        """The first records of the first file that has some, at most `records`."""
+        name = self.first_opened().file.name
+        opened = self.opened(name, records)
+        return [record for chunk in opened.read(0, min(opened.count, records), records) for record in chunk]
+
     def _index_of(self, name: str) -> FileIndex | None:
         data = self._indexes.get(name, b"")
         if not data and self.find_index is not None:

@@ -6,21 +6,17 @@ import io
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from elasticcb.data.content import Content, File, MemoryContent, SpooledContent, raw_file
-from elasticcb.data.feeds import named_feed
 from elasticcb.data.file_index import FileIndex
 from elasticcb.data.file_reader import FileReader
 from elasticcb.data.reader import Metadata, specs_of_columns
 from elasticcb.data.stacking import CHUNK_BYTES
 from elasticcb.errors import DataError
 from elasticcb.process.wording import how_many
-
-if TYPE_CHECKING:
-    from elasticcb.data.reader import Feed
 
 _HEADER_READERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -94,14 +90,7 @@ class NumpyReader(FileReader):
 
     A record is a row of the array in an .npy; for an .npz or a structured array, it is a dict of the rows of all arrays
     or fields.
-
-    Args:
-      label: name of the array with labels, for the default feed (`named_feed`).
     """
-
-    def __init__(self, files: list[str], *, label: str = "") -> None:
-        super().__init__(files)
-        self._label = label
 
     @property
     def element_spec(self) -> Any:
@@ -116,10 +105,6 @@ class NumpyReader(FileReader):
             column_dtypes={name: dtype.name for name, (dtype, _) in columns.items() if name},
             extra={"shapes": {name: shape for name, (_, shape) in columns.items()}},
         )
-
-    def default_feed(self) -> Feed | None:
-        names = self.metadata.column_names
-        return named_feed(names, self._label) if names else None
 
     def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _OpenedArrays:
         if not file.identity.size:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from elasticcb.data.content import File, is_remote
 from elasticcb.data.extras import import_extra, library_errors
-from elasticcb.data.feeds import named_feed
 from elasticcb.data.file_index import FileIndex
 from elasticcb.data.file_reader import FileReader
 from elasticcb.data.reader import Metadata, specs_of_columns
 from elasticcb.data.stacking import RaggedRows
 from elasticcb.errors import DataError, UsageError
-
-if TYPE_CHECKING:
-    from elasticcb.data.reader import Feed
 
 
 class _OpenedParquet:
@@ -256,7 +252,6 @@ class ParquetReader(FileReader):
 
     Args:
       columns: columns to read; default: all.
-      label: the column with labels, for the default feed (`named_feed`).
       fill_null: values in place of nulls, by column; in a column of lists, for the nulls in the lists.
     """
 
@@ -265,7 +260,6 @@ class ParquetReader(FileReader):
         files: list[str],
         *,
         columns: Sequence[str] = (),
-        label: str = "",
         fill_null: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(files)
@@ -275,7 +269,6 @@ class ParquetReader(FileReader):
                 "config file or a program."
             )
         self._columns = [columns] if isinstance(columns, str) else list(columns)
-        self._label = label
         self._fill = dict(fill_null or {})
 
     @property
@@ -294,9 +287,6 @@ class ParquetReader(FileReader):
                 name: "string" if column.dtype.kind == "O" else column.dtype.name for name, column in columns.items()
             },
         )
-
-    def default_feed(self) -> Feed | None:
-        return named_feed(self.metadata.column_names, self._label)
 
     def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _OpenedParquet:
         return _OpenedParquet(file, self._columns, self._fill)

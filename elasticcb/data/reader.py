@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     import numpy as np
     import tensorflow as tf
 
+    from elasticcb.data.record_formats import RecordFormat
+
     Feed = Callable[[tf.data.Dataset, str, "Metadata"], tf.data.Dataset]
+    FeedBatch = Callable[[Any, str, "Metadata"], Any]  # of the records of a batch, in the structure of `element_spec`
 
     # By name, of one record. The first dimensions may be None: their length varies.
     Columns = Mapping[str, tuple[np.dtype[Any], tuple[int | None, ...]]]
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metadata:
-    """A reader's information about its records; the third argument of `feed(dataset, mode, metadata)`."""
+    """A reader's information about its records; the third argument of `feed` and `feed_batch`."""
 
     column_names: tuple[str, ...] = ()
     column_dtypes: Mapping[str, str] = field(default_factory=dict)  # by column name, NumPy's names
@@ -63,7 +66,7 @@ class Reader(ABC):
 
     @property
     def metadata(self) -> Metadata:
-        """The third argument of `feed`."""
+        """The third argument of `feed` and `feed_batch`."""
         return Metadata()
 
     def read_chunks(self, name: str, start: int, end: int, size: int = CHUNK_RECORDS) -> Iterator[Any]:
@@ -76,7 +79,14 @@ class Reader(ABC):
         return stack_records(self.read(name, start, end), self.element_spec, name, start, size)
 
     def default_feed(self) -> Feed | None:
-        """The feed for model files without one; None if the reader can't distinguish features from labels."""
+        """The feed for model files without one; None: columns become features and labels."""
+        return None
+
+    has_header = False  # whether the first line of a file names the columns
+    unknown_columns = ""  # for messages: why `record_format` is None, and what to do
+
+    def record_format(self) -> RecordFormat | None:
+        """How records that are strings hold columns; None: they don't, or the columns are unknown."""
         return None
 
 

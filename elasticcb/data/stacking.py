@@ -77,6 +77,42 @@ def stack_records(records: Iterable[Any], spec: Any, name: str, start: int, size
         yield _stack(rows, spec)
 
 
+def in_batches(chunks: Iterable[Any], spec: Any, size: int) -> Iterator[Any]:
+    """The records of `chunks` in chunks of `size`; only the last one may be smaller.
+
+    Raises `DataError` if records of a batch differ in shape.
+    """
+    held: list[list[Any]] = []  # parts of the next batch, by leaf
+    count = 0
+    for chunk in chunks:
+        leaves = flatten(spec, chunk)
+        first, rows = 0, len(leaves[0])
+        while first < rows:
+            stop = min(first + size - count, rows)
+            held.append([leaf[first:stop] for leaf in leaves])
+            count += stop - first
+            first = stop
+            if count == size:
+                yield pack(spec, map(_joined, zip(*held, strict=True)))
+                held, count = [], 0
+    if held:
+        yield pack(spec, map(_joined, zip(*held, strict=True)))
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], RaggedRows):
+        return RaggedRows.joined(parts)
+    if len({part.shape[1:] for part in parts}) > 1:
+        shapes = " and ".join(map(str, dict.fromkeys(part.shape[1:] for part in parts)))
+        raise DataError(
+            f"Records of one batch have the shapes {shapes}, so they can't be stacked. Define `feed`, which gets "
+            "single records, and pad them there."
+        )
+    return np.concatenate(parts)
+
+
 def object_array(values: Sequence[bytes]) -> Any:
     """`values` as an array of objects of shape (n,); NumPy's own strings would lose trailing zero bytes."""
     array = np.empty(len(values), object)
@@ -161,6 +197,13 @@ class RaggedRows:
         """The innermost values, and splits from the outermost."""
         below = self.values.components if isinstance(self.values, RaggedRows) else [self.values]
         return [below[0], self.splits, *below[1:]]
+
+    @classmethod
+    def joined(cls, parts: Sequence[RaggedRows]) -> RaggedRows:
+        """The rows of all `parts`."""
+        starts = np.cumsum([0, *(part.splits[-1] for part in parts)])
+        splits = [part.splits[1:] + start for part, start in zip(parts, starts[:-1], strict=True)]
+        return cls(np.concatenate([[0], *splits]), _joined([part.values for part in parts]))
 
     @classmethod
     def empty(cls, spec: Any) -> RaggedRows:

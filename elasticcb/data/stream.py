@@ -1,4 +1,4 @@
-"""Connects a reader to `tf.data`: one dataset, each of whose iterators reads one range."""
+"""Connects a reader to `tf.data`: one dataset, each of whose iterators reads its own ranges."""
 
 from __future__ import annotations
 
@@ -6,39 +6,50 @@ import itertools
 import threading
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from elasticcb.data.reader import Reader
-from elasticcb.data.stacking import CHUNK_RECORDS, RaggedRows, flatten, pack
+from elasticcb.data.stacking import CHUNK_RECORDS, RaggedRows, flatten, in_batches, pack
 from elasticcb.errors import DataError, ElasticCBError
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-NextRange = Callable[[], tuple[str, int, int]]
+Range = tuple[str, int, int]  # source name, start, end
 
 # Maximum number of open iterators: abandoned iterators are not reported.
 _OPEN_ITERATORS = 64
 
 
 class RecordStream:
-    """A dataset of single raw records, and the error that ended one of its iterators.
+    """A dataset of raw records, and the error that ended one of its iterators.
 
-    Every new iterator of `dataset` calls `next_range()` once, when its first record is requested. It returns `(source
-    name, start, end)`, and the iterator yields these records. So the dataset is built, and `feed` applied, only once
-    for all tasks.
+    Every new iterator of `dataset` calls `next_ranges()` once, when its first record is requested, and yields the
+    records of these ranges. So the dataset is built, and `feed` applied, only once for all tasks.
 
     TensorFlow converts a reader's exception to its own error with a text; `error` keeps the original.
+
+    Args:
+      batch_size: yield batches of this number of records, stacked; the last one of each range may have fewer. 0: yield
+        single records.
     """
 
-    def __init__(self, reader: Reader, next_range: NextRange, chunk_records: int = CHUNK_RECORDS) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        next_ranges: Callable[[], Sequence[Range]],
+        batch_size: int = 0,
+        chunk_records: int = CHUNK_RECORDS,
+    ) -> None:
         self.error: ElasticCBError | None = None  # of the iterator that failed last
         self._reader = reader
-        self._next_range = next_range
-        self._chunk_records = chunk_records
+        self._next_ranges = next_ranges
+        self._batch_size = batch_size
+        # Whole batches, so that most need no copy.
+        self._chunk_records = batch_size * max(chunk_records // batch_size, 1) if batch_size else chunk_records
         self._spec = reader.element_spec
         self._leaves = flatten(self._spec, self._spec)
         self._numbers = itertools.count()
@@ -76,10 +87,12 @@ class RecordStream:
         # to TensorFlow; `unbatch` then runs in C++.
         forever = tf.data.Dataset.range(np.iinfo(np.int64).max)
         chunks = forever.scan(np.int64(-1), step).take_while(is_not_the_end)
+        if self._batch_size:
+            return chunks
         if all(leaf.shape.num_elements() for leaf in self._leaves):
             return chunks.unbatch()
         # TensorFlow 2.21 crashes in `unbatch` when a record has no elements: `from_tensors(zeros((1, 0)))`.
-        return chunks.flat_map(not_converted(lambda *chunk: tf.data.Dataset.from_tensor_slices(_as_one(chunk))))
+        return chunks.flat_map(not_converted(lambda *chunk: tf.data.Dataset.from_tensor_slices(as_one(chunk))))
 
     def _next_chunk(self, number: Any) -> list[Any]:
         """Takes the number of the generator (-1: a new one); returns it with the leaves of its next chunk."""
@@ -96,7 +109,8 @@ class RecordStream:
                     f"An iterator over records was closed because {_OPEN_ITERATORS} newer ones are open. Create a new "
                     "iterator."
                 )
-            return [number, *_flat(flatten(self._spec, next(chunks)))]
+            # Copies: TensorFlow uses the memory of arrays of numbers, and may write the results of operations to it.
+            return [number, *map(np.array, _flat(flatten(self._spec, next(chunks))))]
         except StopIteration:
             self._open.pop(int(number), None)
             return [number, *_flat(map(_empty, self._leaves))]
@@ -110,19 +124,10 @@ class RecordStream:
     def _chunks(self) -> Iterator[Any]:
         where = "The next range"
         try:
-            name, start, end = self._next_range()
-            where = f"Records [{start}, {end}) of {name}"
-            count = 0
-            for chunk in self._reader.read_chunks(name, start, end, self._chunk_records):
-                count += len(flatten(self._spec, chunk)[0])
-                if count > end - start:
-                    break
-                yield chunk
-            if count != end - start:
-                raise DataError(
-                    f"{where} were requested, but {type(self._reader).__name__} yielded "
-                    f"{'more' if count > end - start else count} records. Its sources() and read() must agree."
-                )
+            for each in self._next_ranges():
+                where = "Records [{1}, {2}) of {0}".format(*each)
+                chunks = self._chunks_of(*each)
+                yield from in_batches(chunks, self._spec, self._batch_size) if self._batch_size else chunks
         except ElasticCBError:
             raise
         except Exception as error:
@@ -130,6 +135,19 @@ class RecordStream:
                 f"{where} could not be read: {type(error).__name__}: {error}",
                 user_traceback=traceback.format_exc(),
             ) from error
+
+    def _chunks_of(self, name: str, start: int, end: int) -> Iterator[Any]:
+        count = 0
+        for chunk in self._reader.read_chunks(name, start, end, self._chunk_records):
+            count += len(flatten(self._spec, chunk)[0])
+            if count > end - start:
+                break
+            yield chunk
+        if count != end - start:
+            raise DataError(
+                f"Records [{start}, {end}) of {name} were requested, but {type(self._reader).__name__} yielded "
+                f"{'more' if count > end - start else count} records. Its sources() and read() must agree."
+            )
 
 
 class _Failed:
@@ -145,9 +163,10 @@ class _Failed:
         raise self._error
 
 
-def make_dataset(reader: Reader, next_range: NextRange) -> tf.data.Dataset:
-    """`RecordStream(reader, next_range).dataset`, for callers that don't need the original error."""
-    return RecordStream(reader, next_range).dataset
+def make_dataset(reader: Reader, next_range: Callable[[], Range]) -> tf.data.Dataset:
+    """A dataset of single raw records, each of whose iterators reads one range: for callers that don't need the
+    original error."""
+    return RecordStream(reader, lambda: [next_range()]).dataset
 
 
 def not_converted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,6 +205,6 @@ def _empty(leaf: Any) -> Any:
     return np.empty((0, *rest), leaf.dtype.as_numpy_dtype)
 
 
-def _as_one(chunk: tuple[Any, ...]) -> Any:
+def as_one(chunk: tuple[Any, ...]) -> Any:
     """Packs the arguments that `tf.data` passes to a function into the original element."""
     return chunk[0] if len(chunk) == 1 else chunk

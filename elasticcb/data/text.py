@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import codecs
 import csv
+import datetime
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,12 +16,13 @@ from elasticcb.data.content import Content, File, compression_of, decoded, opene
 from elasticcb.data.file_index import FileIndex, RecordOffsets, RecordRange
 from elasticcb.data.file_reader import FileReader, torn
 from elasticcb.data.reader import Metadata
+from elasticcb.data.record_formats import DATES, SAMPLE_RECORDS, STRING, LineFormat, inferred_type, missing_value
 from elasticcb.data.stacking import object_array
 from elasticcb.data.text_index import Dialect, index_records, line_in, line_of, split_records
 from elasticcb.errors import DataError, UsageError
 from elasticcb.process.wording import how_many
 
-_TEXT_DTYPES = ("str", "string", "bytes", "object")
+_TEXT_DTYPES = ("str", STRING, "bytes", "object")
 
 
 class TextReader(FileReader):
@@ -33,9 +37,15 @@ class TextReader(FileReader):
       skip_blank_lines: skip empty lines. Empty lines at the end of a file are always skipped.
       quote: the character around fields that contain delimiters or line breaks; "": none. None: a double quote; then
           fields between tabs must not contain line breaks.
-      column_dtypes: NumPy dtype names by column name or number. Each record that is read is checked against them; empty
-        fields are valid.
+      column_dtypes: NumPy dtype names, "date" or "timestamp", by column name or number. Each record that is read is
+        checked against them; empty fields are valid.
+      fill_null: values of empty fields, by column name, without a feed.
     """
+
+    unknown_columns = (
+        " Set the reader parameter header=true if the first line of each file has their names, or list them in "
+        "`columns`."
+    )
 
     def __init__(
         self,
@@ -48,8 +58,14 @@ class TextReader(FileReader):
         skip_blank_lines: bool = True,
         quote: str | None = None,
         column_dtypes: Mapping[str | int, str] | None = None,
+        fill_null: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(files)
+        if not isinstance(fill_null or {}, Mapping):
+            raise UsageError(
+                f"The reader parameter fill_null is {fill_null!r}. Expected a mapping {{column: value}}, in a config "
+                "file or a program."
+            )
         spans_lines = quote is not None or delimiter != "\t"
         quote = '"' if quote is None else quote
         for name, value in (("delimiter", delimiter), ("quote", quote)):
@@ -70,20 +86,71 @@ class TextReader(FileReader):
         except LookupError:
             raise UsageError(f"The reader parameter encoding is {encoding!r}, which is unknown to Python.") from None
         self._dialect = Dialect(delimiter.encode(), quote.encode() if delimiter else b"", skip_blank_lines, spans_lines)
-        self._has_header = header
+        self.has_header = header
         self._columns = tuple(columns)
         self._dtypes = dict(column_dtypes or {})
-        self._checks: list[tuple[int, str, np.dtype[Any]]] | None = None
+        self._fill = dict(fill_null or {})
+        self._checks: list[_Check] | None = None
+        self._checks_reads = bool(self._dtypes)
 
     @property
     def metadata(self) -> Metadata:
         names = self._columns
-        if not names and self._has_header:
+        if not names and self.has_header:
             names = self.opened(self._files[0], 1).header or self.first_opened().header
         dtypes = {
             names[key] if isinstance(key, int) and names else str(key): dtype for key, dtype in self._dtypes.items()
         }
         return Metadata(column_names=names, column_dtypes=dtypes)
+
+    def record_format(self) -> LineFormat | None:
+        """Columns with the types of `column_dtypes`, or else those of the first records. Values are then checked as
+        they are converted, not here."""
+        names, quote = self.metadata.column_names, self._dialect.quote
+        if not names or quote not in (b"", b'"'):
+            return None
+        unknown = [name for name in self._fill if name not in names]
+        if unknown:
+            raise UsageError(
+                f"The reader parameter fill_null has the unknown column {unknown[0]!r}. The columns are "
+                f"{', '.join(names)}."
+            )
+        first = self.first_opened()
+        checks = {check.column: check for check in self._resolved_checks(first)}
+        given = {names[key] if isinstance(key, int) else key: dtype for key, dtype in self._dtypes.items()}
+        types: dict[str, str] = {}
+        sample = [record.decode("utf-8", "replace") for record in self.first_records(SAMPLE_RECORDS)]
+        columns = zip(*self._split([record for record in sample if record]), strict=True)
+        for column, (name, values) in enumerate(zip(names, columns, strict=True)):
+            if name in given:
+                types[name] = checks[column].type if column in checks else STRING
+                continue
+            try:
+                types[name] = inferred_type(values, name in self._fill)
+            except DataError as error:
+                raise DataError(
+                    f"The column {name!r} of {first.file.name} has {error}. Set the reader parameter "
+                    f"column_dtypes={{{name!r}: 'float64'}}, so that these become NaN, or "
+                    f"fill_null={{{name!r}: value}}."
+                ) from None
+        self._checks_reads = False
+        return LineFormat(
+            types, self._dialect.delimiter.decode(), bool(quote), self._fill, functools.partial(self._explain, types)
+        )
+
+    def _explain(self, types: Mapping[str, str], name: str, start: int, end: int) -> None:
+        """Raises `DataError` for the first value in the records [start, end) that does not have its column's type."""
+        checks = [
+            _Check(column, label, kind, label not in self._fill and missing_value(kind) is None)
+            for column, (label, kind) in enumerate(types.items())
+            if kind != STRING
+        ]
+        before, self._checks, self._checks_reads = self._checks, checks, True
+        try:
+            for _ in self.read_chunks(name, start, end):
+                pass
+        finally:
+            self._checks, self._checks_reads = before, False
 
     def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _OpenedText:
         compression = compression_of(file) if index is None else index.compression
@@ -94,7 +161,7 @@ class TextReader(FileReader):
             assert index.places is not None
             return _OpenedText(self, file, content, index.places, dict(index.details), compression)
         found = index_records(
-            content, self._dialect, header=self._has_header, expected_fields=len(self._columns), enough=enough
+            content, self._dialect, header=self.has_header, expected_fields=len(self._columns), enough=enough
         )
         names = next(self._split([found.header.decode("utf-8", "replace")])) if found.header else []
         details = {
@@ -119,27 +186,24 @@ class TextReader(FileReader):
         checks = self._resolved_checks(opened)
         present = [i for i, record in enumerate(records) if record]
         rows = list(self._split([records[i].decode("utf-8", "replace") for i in present]))
-        for column, label, dtype in checks:
-            convert: Any = float if dtype.kind == "f" else int
-            limits = np.iinfo(dtype) if dtype.kind in "iu" else None
+        for check in checks:
             for row, i in zip(rows, present, strict=True):
-                value = row[column]
-                try:
-                    number = convert(value) if value.strip() else 0
-                    if limits is None or limits.min <= number <= limits.max:
-                        continue
-                except ValueError:
-                    pass
+                value = row[check.column]
+                if check.accepts(value):
+                    continue
                 record = first + i
                 line = line_of(opened.content, piece.start)
                 line += line_in(blob, opened.dialect, record - piece.first)
                 hint = " If the first line is a header, set `header=True`." if record == 0 else ""
-                raise DataError(
-                    f"{opened.file.name}, record {record} (line {line}), column {label}: {value!r} is not a valid "
-                    f"{dtype.name}. Correct the file or `column_dtypes`.{hint}"
-                )
+                wrong = f"{value!r} is not a valid {check.type}. Correct the file or `column_dtypes`.{hint}"
+                if not value.strip():
+                    wrong = (
+                        f"the field is empty, and {check.type} has no missing value. Set the reader parameter "
+                        f"fill_null={{{check.label!r}: value}}, or column_dtypes={{{check.label!r}: 'float32'}}: NaN."
+                    )
+                raise DataError(f"{opened.file.name}, record {record} (line {line}), column {check.label}: {wrong}")
 
-    def _resolved_checks(self, opened: _OpenedText) -> list[tuple[int, str, np.dtype[Any]]]:
+    def _resolved_checks(self, opened: _OpenedText) -> list[_Check]:
         if self._checks is None:
             names = self._columns or opened.header
             checks = []
@@ -154,12 +218,47 @@ class TextReader(FileReader):
                         f"{', '.join(names) if names else f'0 to {opened.fields - 1}'}."
                     )
                 if dtype not in _TEXT_DTYPES:
-                    checks.append((column, str(key), _number_dtype(key, dtype)))
+                    checks.append(_Check(column, str(key), _checked_dtype(key, dtype)))
             self._checks = checks
         return self._checks
 
 
-def _number_dtype(column: str | int, name: str) -> np.dtype[Any]:
+@dataclass(frozen=True)
+class _Check:
+    """What a field must be: a number of a NumPy dtype, a date or a timestamp."""
+
+    column: int
+    label: str
+    type: str
+    required: bool = False
+
+    def accepts(self, value: str) -> bool:
+        value = value.strip()
+        if not value:
+            return not self.required
+        if self.type in DATES:
+            return bool(DATES[self.type].fullmatch(value)) and _is_a_day(value[:10])
+        try:
+            if np.dtype(self.type).kind == "f":
+                float(value)
+                return True
+            limits = np.iinfo(self.type)
+            return bool(limits.min <= int(value) <= limits.max)
+        except ValueError:
+            return False
+
+
+def _is_a_day(text: str) -> bool:
+    try:
+        datetime.date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _checked_dtype(column: str | int, name: str) -> str:
+    if name in DATES:
+        return name
     try:
         dtype = np.dtype(name)
     except TypeError:
@@ -167,9 +266,9 @@ def _number_dtype(column: str | int, name: str) -> np.dtype[Any]:
     if dtype.kind not in "iuf":
         raise UsageError(
             f"The reader parameter column_dtypes sets column {column!r} to the dtype {name!r}. Expected NumPy's name "
-            "of an integer or float dtype, or 'str'."
+            "of an integer or float dtype, 'date', 'timestamp' or 'str'."
         )
-    return dtype
+    return dtype.name
 
 
 class _OpenedText:
@@ -224,7 +323,7 @@ class _OpenedText:
                 raise torn(self.file.name, piece)
             first = max(start, piece.first)
             records = found[first - piece.first : min(end - piece.first, piece.records)]
-            if self._reader._dtypes:
+            if self._reader._checks_reads:
                 self._reader._check_dtypes(self, piece, blob, first, records)
             for i in range(0, len(records), size):
                 yield object_array(records[i : i + size])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import google_crc32c
@@ -17,6 +17,7 @@ import numpy as np
 from elasticcb.data.content import Content, File, compression_of, opened_content
 from elasticcb.data.file_index import FileIndex, RecordOffsets, RecordOffsetsBuilder
 from elasticcb.data.file_reader import FileReader, torn
+from elasticcb.data.record_formats import EXAMPLES_ADVICE, SAMPLE_RECORDS, ExampleFormat
 from elasticcb.data.stacking import object_array
 from elasticcb.errors import DataError
 
@@ -96,7 +97,30 @@ class TFRecordReader(FileReader):
     """Records of TFRecord files, including gzip-compressed ones, as scalar strings.
 
     Checksums are always verified: those of lengths when the file is indexed, those of the data when a record is read.
+
+    Args:
+      columns: features of `tf.train.Example`s to read, without a feed; default: those of the first records.
+      fill_null: values of missing features, by name, without a feed.
+      ragged: names of features that are lists of varying length, although the first records have lists of one length.
     """
+
+    unknown_columns = EXAMPLES_ADVICE
+
+    def __init__(
+        self,
+        files: list[str],
+        *,
+        columns: Sequence[str] = (),
+        fill_null: Mapping[str, Any] | None = None,
+        ragged: Sequence[str] = (),
+    ) -> None:
+        super().__init__(files)
+        self._columns = [columns] if isinstance(columns, str) else list(columns)
+        self._ragged = [ragged] if isinstance(ragged, str) else list(ragged)
+        self._fill = dict(fill_null or {})
+
+    def record_format(self) -> ExampleFormat:
+        return ExampleFormat(self.first_records(SAMPLE_RECORDS), self._columns, self._fill, self._ragged)
 
     def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _OpenedRecords:
         if index is not None:

@@ -1,4 +1,4 @@
-"""The batches of a task: records of a reader, mapped by the model file's `feed`; or batches of a batch source."""
+"""The batches of a task: records of a reader, converted by the model file's feeds; or batches of a batch source."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from elasticcb.data import Reader, RecordStream, checked_sources, open_reader
+from elasticcb.data import Reader, checked_sources, open_reader
+from elasticcb.data.batch_sources.record_batches import RecordBatches
 from elasticcb.data.batches import BatchSource, NextBatch
-from elasticcb.data.feeds import batch_error, batched, check_feed, keeps_order, told_of
 from elasticcb.data.file_reader import FileReader
-from elasticcb.errors import DataError, ModelFileError
+from elasticcb.errors import DataError
 from elasticcb.model.spec import Spec
 from elasticcb.settings import JobSettings, Mode
 
@@ -67,7 +67,7 @@ def open_pipeline(
 
     Raises:
         DataError: the data can't be read.
-        ModelFileError: there is no `feed`, or it raises or returns no dataset.
+        ModelFileError: there is no feed, or it raises or returns something unusable.
     """
     source = spec.batch_source(mode)
     if source is None:
@@ -138,11 +138,11 @@ def _spec_of(leaf: Any) -> Any:
 
 
 class FeedPipeline:
-    """The batches of one mode: reader, the model file's `feed`, batching, prefetch; traced once.
+    """The batches of one mode: records of a reader, converted by the model file's feeds.
 
     Raises:
         DataError: the data can't be read.
-        ModelFileError: there is no `feed`, or it raises or returns no dataset.
+        ModelFileError: there is no feed, or it raises or returns something unusable.
     """
 
     ends_by_itself = False
@@ -162,34 +162,25 @@ class FeedPipeline:
         )
         if isinstance(self.reader, FileReader):
             self.reader.find_index = find_index
-        self._range = ("", 0, 0)
-        self._stream = RecordStream(self.reader, lambda: self._range)
-        feed = spec.feed or self.reader.default_feed()
-        if feed is None:
-            raise ModelFileError(
-                f"{spec.path} has no `{settings.model.feed}(dataset, mode, metadata)`, and the reader of {origin} "
-                "brings no default. Define one that turns records into (features, labels)."
-            )
-        raw = self._stream.dataset
-        try:
-            fed = spec.call(feed, raw, mode.value, self.reader.metadata)
-        except ModelFileError as error:
-            raise ModelFileError(f"{error}\n{told_of(raw)}", error.user_traceback) from error
-        if not isinstance(fed, tf.data.Dataset):
-            raise ModelFileError(
-                f"`{settings.model.feed}` in {spec.path} returned {type(fed).__name__}; expected a tf.data.Dataset."
-            )
-        check_feed(raw, fed, f"`{settings.model.feed}` in {spec.path}")
-        self.keeps_order = keeps_order(raw, fed)
-        self._has_header = bool(settings.data.reader_params.get("header"))
-        self._predicts = mode is Mode.PREDICTION  # then `feed` returns only features
         self._minibatch_size = settings.training.minibatch_size
-        self.dataset = batched(raw, fed, self._minibatch_size).prefetch(2)
+        self._predicts = mode is Mode.PREDICTION  # then the feed returns only features
+        self._batches = RecordBatches(
+            self.reader,
+            mode.value,
+            self._minibatch_size,
+            feed=spec.feed,
+            feed_batch=spec.feed_batch,
+            label=settings.data.label,
+            call=spec.call,
+            name=lambda name: f"`{getattr(settings.model, name)}` in {spec.path}",
+            owner=str(spec.path),
+        )
+        self.keeps_order = self._batches.keeps_order
 
     @property
     def element_spec(self) -> Any:
         """Of a batch; in prediction, of its features."""
-        return self.dataset.element_spec
+        return self._batches.dataset.element_spec
 
     def sources(self) -> Sources:
         return [(source.name, source.count) for source in checked_sources(self.reader)]
@@ -199,13 +190,8 @@ class FeedPipeline:
 
     def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
         """Yields the batches of records [start, end) of a source. Raises the reader's errors."""
-        self._range = (name, start, end)
-        try:
-            for batch in self.dataset:
-                yield (batch,) if self._predicts else batch
-        except tf.errors.OpError as error:
-            self._stream.raise_error()
-            raise batch_error(error, name, start, end, self._has_header) from error
+        for batch in self._batches.batches([(name, start, end)]):
+            yield (batch,) if self._predicts else batch
 
     def first_batch(self) -> Any:
         """A batch from the start of the data, for building a model."""

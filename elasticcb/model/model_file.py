@@ -50,6 +50,10 @@ class ModelSpec(Spec):
         return self._get(self._settings.feed)
 
     @property
+    def feed_batch(self) -> Callable[..., Any] | None:
+        return self._get(self._settings.feed_batch)
+
+    @property
     def custom_data_reader(self) -> Callable[..., Any] | None:
         return self._get(self._settings.custom_data_reader)
 

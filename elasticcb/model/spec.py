@@ -64,7 +64,12 @@ class Spec(ABC):
 
     @property
     def feed(self) -> Callable[..., Any] | None:
-        """Converts raw records to examples; None if not needed."""
+        """Converts a dataset of raw records; None if not needed."""
+        return None
+
+    @property
+    def feed_batch(self) -> Callable[..., Any] | None:
+        """Converts the raw records of a batch; None if not needed."""
         return None
 
     @property

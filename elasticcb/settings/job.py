@@ -66,7 +66,14 @@ class ModelSettings(Section):
         "loss", "Name of the loss function in the model file.", kind=Kind.NAME, commands=TRAIN_AND_EVALUATE
     )
     optimizer: str = setting("optimizer", "Name of the function that returns the Keras optimizer.", kind=Kind.NAME)
-    feed: str = setting("feed", "Name of the function that turns raw records into features and labels.", kind=Kind.NAME)
+    feed_batch: str = setting(
+        "feed_batch",
+        "Name of the function that converts the raw records of a batch to features and labels.",
+        kind=Kind.NAME,
+    )
+    feed: str = setting(
+        "feed", "Name of the function that maps or filters a dataset of single raw records.", kind=Kind.NAME
+    )
     eval_metrics_fn: str = setting(
         "eval_metrics_fn",
         "Name of the function that returns the evaluation metrics.",
@@ -115,6 +122,7 @@ class DataSettings(Section):
         needed=PREDICT,
         what="the records to predict",
     )
+    label: str = setting("", "Column of the labels, for a model file without a feed.", unit="COLUMN")
     reader_params: dict[str, Any] = setting(
         dict, 'Arguments for the data reader, e.g. "header=true;encoding=latin-1".', name="data_reader_params"
     )

@@ -92,21 +92,21 @@ def optimizer():
 
 
 def feed(dataset, mode, metadata):
-    """Lines like `39, State-gov, 77516, Bachelors, …, <=50K` become columns by name and the label."""
-    if mode != "prediction":
-        # One file serves both: a fifth of the lines, told by a hash, is kept for validation.
-        dataset = dataset.filter(lambda line: _is_held_out(line) == (mode == "evaluation"))
+    """Selects lines. One file serves both: a fifth of them, told by a hash, is kept for validation."""
+    if mode == "prediction":
+        return dataset
+    return dataset.filter(lambda line: _is_held_out(line) == (mode == "evaluation"))
 
-    def to_example(line):
-        fields = tf.strings.strip(tf.strings.split(line, ","))
-        columns = dict(zip(COLUMNS, tf.unstack(fields[: len(COLUMNS)], len(COLUMNS)), strict=True))
-        features = {name: tf.strings.to_number(columns[name]) for name in [*NUMERIC, *LOGARITHMIC]}
-        features |= {name: columns[name] for name in [*VOCABULARIES, "native_country"]}
-        if mode == "prediction":
-            return features
-        return features, tf.cast(fields[-1:] == ">50K", tf.float32)
 
-    return dataset.map(to_example)
+def feed_batch(lines, mode, metadata):
+    """Lines like `39, State-gov, 77516, Bachelors, …, <=50K` become columns by name and the labels."""
+    fields = tf.strings.strip(tf.strings.split(lines, ",").to_tensor())
+    columns = dict(zip(COLUMNS, tf.unstack(fields[:, : len(COLUMNS)], len(COLUMNS), axis=1), strict=True))
+    features = {name: tf.strings.to_number(columns[name]) for name in [*NUMERIC, *LOGARITHMIC]}
+    features |= {name: columns[name] for name in [*VOCABULARIES, "native_country"]}
+    if mode == "prediction":
+        return features
+    return features, tf.cast(fields[:, -1:] == ">50K", tf.float32)
 
 
 def _is_held_out(line):

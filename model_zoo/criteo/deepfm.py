@@ -3,8 +3,8 @@
 import keras
 from features import (  # next to this file
     categorical_indices,
-    eval_metrics_fn,  # noqa: F401 - found by its name, as are `feed` and `loss`
-    feed,  # noqa: F401
+    eval_metrics_fn,  # noqa: F401 - found by its name, as are `feed_batch` and `loss`
+    feed_batch,  # noqa: F401
     loss,  # noqa: F401
     make_inputs,
     numeric_features,

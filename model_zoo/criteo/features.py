@@ -45,19 +45,15 @@ def table_rows(bins):
     return bins * len(CATEGORICAL)
 
 
-def feed(dataset, mode, metadata):
-    """Lines to `({column: value}, [label])`; lines to predict for have no label, as in Criteo's `test.txt`."""
+def feed_batch(lines, mode, metadata):
+    """Lines to `({column: values}, labels)`; lines to predict for have no label, as in Criteo's `test.txt`."""
     labels = 0 if mode == "prediction" else 1
     defaults = [tf.constant(0.0)] * labels
     defaults += [tf.constant(float("nan"))] * len(NUMERIC) + [tf.constant("")] * len(CATEGORICAL)
-
-    def to_example(line):
-        # Values hold neither tabs nor commas, so one line of code reads both variants.
-        fields = tf.io.decode_csv(tf.strings.regex_replace(line, "\t", ","), defaults, use_quote_delim=False)
-        features = dict(zip(COLUMNS, fields[labels:], strict=True))
-        return (features, fields[:1]) if labels else features
-
-    return dataset.map(to_example)
+    # Values hold neither tabs nor commas, so one line of code reads both variants.
+    fields = tf.io.decode_csv(tf.strings.regex_replace(lines, "\t", ","), defaults, use_quote_delim=False)
+    features = dict(zip(COLUMNS, fields[labels:], strict=True))
+    return (features, fields[0][:, tf.newaxis]) if labels else features
 
 
 def loss(labels, predictions):

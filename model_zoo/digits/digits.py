@@ -34,12 +34,9 @@ def optimizer():
     return keras.optimizers.Adam()
 
 
-def feed(dataset, mode, metadata):
-    def to_example(record):
-        features = {"image": tf.cast(record["image"], tf.float32) / metadata.extra["brightest"]}
-        return features if mode == "prediction" else (features, record["label"])
-
-    return dataset.map(to_example)
+def feed_batch(records, mode, metadata):
+    features = {"image": tf.cast(records["image"], tf.float32) / metadata.extra["brightest"]}
+    return features if mode == "prediction" else (features, records["label"])
 
 
 def eval_metrics_fn():

@@ -26,13 +26,9 @@ def optimizer():
     return keras.optimizers.Adam(1e-3)
 
 
-def feed(dataset, mode, metadata):
-    def to_example(record):
-        image = tf.cast(record["image"], tf.float32)[..., tf.newaxis] / 255.0
-        features = {"image": image}
-        return features if mode == "prediction" else (features, record["label"])
-
-    return dataset.map(to_example)
+def feed_batch(records, mode, metadata):
+    features = {"image": tf.cast(records["image"], tf.float32)[..., tf.newaxis] / 255.0}
+    return features if mode == "prediction" else (features, records["label"])
 
 
 def eval_metrics_fn():

@@ -36,12 +36,9 @@ def optimizer():
     return keras.optimizers.Adam(1e-3)
 
 
-def feed(dataset, mode, metadata):
-    def to_example(record):
-        image = tf.cast(record["image"], tf.float32)[..., tf.newaxis] / 255.0
-        return image if mode == "prediction" else (image, record["label"])
-
-    return dataset.map(to_example)
+def feed_batch(records, mode, metadata):
+    images = tf.cast(records["image"], tf.float32)[..., tf.newaxis] / 255.0
+    return images if mode == "prediction" else (images, records["label"])
 
 
 def eval_metrics_fn():

@@ -36,19 +36,19 @@ def optimizer():
 
 
 def feed(dataset, mode, metadata):
+    """Selects lines. One file serves both: a tenth of them, told by a hash, is kept for validation."""
+    if mode == "prediction":
+        return dataset
+    return dataset.filter(lambda line: _is_held_out(line) == (mode == "evaluation"))
+
+
+def feed_batch(lines, mode, metadata):
     """Lines of `u.data` hold user, item, rating and time, with tabs between."""
-    if mode != "prediction":
-        # One file serves both: a tenth of the lines, told by a hash, is kept for validation.
-        dataset = dataset.filter(lambda line: _is_held_out(line) == (mode == "evaluation"))
-
-    def to_example(line):
-        numbers = tf.strings.to_number(tf.strings.split(line, "\t"), tf.int64)
-        features = {"user": numbers[0], "item": numbers[1]}
-        if mode == "prediction":
-            return features
-        return features, tf.cast(numbers[2:3], tf.float32)
-
-    return dataset.map(to_example)
+    numbers = tf.strings.to_number(tf.strings.split(lines, "\t").to_tensor(), tf.int64)
+    features = {"user": numbers[:, 0], "item": numbers[:, 1]}
+    if mode == "prediction":
+        return features
+    return features, tf.cast(numbers[:, 2:3], tf.float32)
 
 
 def _is_held_out(line):

@@ -13,7 +13,7 @@ from batch_helpers import all_batches, assert_same_batches, copy_of, rows_in
 from elasticcb import Mode
 from elasticcb.data import Reader, open_reader
 from elasticcb.data.batch_sources.adapt import adapt
-from elasticcb.data.batch_sources.records import Records
+from elasticcb.data.batch_sources.records import Records, read
 from elasticcb.data.feeds import batch_error
 from elasticcb.errors import DataError, ModelFileError
 from elasticcb.serialization import carry
@@ -113,9 +113,9 @@ def test_steps_go_on_in_fit_and_limit_elsewhere(reader: Reader, tmp_path: Path) 
 
 
 def test_feeds_that_cannot_work_are_refused_in_words(reader: Reader, tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="TextReader can't distinguish features from labels"):
+    with pytest.raises(ModelFileError, match="columns of the records are not known"):
         adapted(reader, tmp_path).first_batch()
-    with pytest.raises(ModelFileError, match=r"The feed of .* batches, but"):
+    with pytest.raises(ModelFileError, match=r"`feed` of .* batches, but"):
         adapted(Records(reader, lambda *given: feed(*given).batch(2)), tmp_path).first_batch()
     with pytest.raises(ModelFileError, match=r"raised KeyError.*\n.*is string \[\] \(a line of text"):
         adapted(Records(reader, lambda *_: {}["no"]), tmp_path).first_batch()
@@ -157,8 +157,8 @@ def test_lists_of_varying_length_are_ragged_in_each_batch(tmp_path: Path) -> Non
 
     table = arrow.table({"seen": [[i] * (i % 3) for i in range(10)], "y": np.arange(10)})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    reader = open_reader(str(tmp_path / "a.parquet"), {"label": "y"})
-    source = adapted(reader, tmp_path)
+    reader = open_reader(str(tmp_path / "a.parquet"))
+    source = adapted(read(reader, label="y"), tmp_path)
     x, y = next(iter(copy_of(source).batches(0, 1, 2)))
     assert (x["seen"].to_list(), y.numpy().tolist()) == ([[4], [5, 5], [], [7]], [4, 5, 6, 7])
     dropping = Records(reader, lambda dataset, *_: dataset.filter(lambda row: row["y"] != 5))
@@ -171,4 +171,4 @@ def test_lists_of_varying_length_are_ragged_in_each_batch(tmp_path: Path) -> Non
 )
 def test_a_field_that_is_no_number_may_be_the_header_only_where_none_is_known(start, has_header, advised):
     error = tf.errors.InvalidArgumentError(None, None, "Field 2 in record 0 is not a valid int32: hour")
-    assert ("header=true" in str(batch_error(error, "a.csv", start, 200, has_header))) == advised
+    assert ("header=true" in str(batch_error(error, "`feed`", [("a.csv", start, 200)], has_header))) == advised

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from elasticcb import Mode
-from elasticcb.data import RecordStream, open_reader
-from elasticcb.data.feeds import batched
+from elasticcb.data import RecordStream, open_reader, read
 from elasticcb.errors import DataError, UsageError
 
 
@@ -69,22 +68,13 @@ def test_parquet_ranges_cross_row_groups(tmp_path: Path) -> None:
     randomness = random.Random(5)
     for _ in range(20):
         start, end = sorted(randomness.choices(range(31), k=2))
-        records = list(RecordStream(reader, lambda s=start, e=end: (str(path), s, e)).dataset.as_numpy_iterator())
+        records = list(RecordStream(reader, lambda s=start, e=end: [(str(path), s, e)]).dataset.as_numpy_iterator())
         assert [record["id"] for record in records] == list(range(start, end))
         for i, record in enumerate(records, start):
             assert record["name"] == b"n%d" % i
             assert record["kind"] == (b"a", b"b")[i % 2]
             assert record["flag"] == (i % 2 == 0)
             np.testing.assert_array_equal(record["vector"], [2 * i, 2 * i + 1])
-
-
-def test_parquet_default_feed_takes_the_named_label(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", {"a": [1.0, 2.0], "clicked": [0, 1]})
-    reader = open_reader(str(path), {"label": "clicked"})
-    feed = reader.default_feed()
-    assert feed is not None
-    dataset = feed(RecordStream(reader, lambda: (str(path), 1, 2)).dataset, Mode.TRAINING, reader.metadata)
-    assert list(dataset.as_numpy_iterator()) == [({"a": 2.0}, 1)]
 
 
 def test_parquet_lists_of_varying_length_become_ragged_batches(tmp_path: Path) -> None:
@@ -97,11 +87,8 @@ def test_parquet_lists_of_varying_length_become_ragged_batches(tmp_path: Path) -
     }
     vectors = arrow.array(lists["vectors"], arrow.list_(arrow.list_(arrow.float32(), 2)))
     path = write_parquet(tmp_path / "a.parquet", {**lists, "vectors": vectors, "y": np.arange(30)})
-    reader = open_reader(str(path), {"label": "y"})
-    raw = RecordStream(reader, lambda: (str(path), 3, 29)).dataset
-    feed = reader.default_feed()
-    assert feed is not None
-    x, y = next(iter(batched(raw, feed(raw, Mode.TRAINING, reader.metadata), 20)))
+    reader = open_reader(str(path))
+    x, y = next(read(reader, label="y").batches(Mode.TRAINING, 20).batches([(str(path), 3, 29)]))
     assert y.numpy().tolist() == list(range(3, 23))
     assert {name: value.shape.as_list() for name, value in x.items()} == {
         "seen": [20, None],

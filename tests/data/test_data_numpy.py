@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from elasticcb import Mode
 from elasticcb.data import RecordStream, open_reader
 from elasticcb.errors import DataError
 
@@ -52,7 +51,7 @@ def test_unusual_but_valid_arrays_are_read(tmp_path: Path) -> None:
     )
     reader = open_reader(str(tmp_path / "a.npz"))
     source = reader.sources()[0]
-    records = list(RecordStream(reader, lambda: (source.name, 0, 3)).dataset.as_numpy_iterator())
+    records = list(RecordStream(reader, lambda: [(source.name, 0, 3)]).dataset.as_numpy_iterator())
     np.testing.assert_array_equal(records[1]["big"], [2, 3])
     np.testing.assert_array_equal(records[2]["columns"], [8, 9, 10, 11])
     assert records[0]["text"] == "é".encode()
@@ -64,38 +63,6 @@ def test_a_structured_array_gives_dicts(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([(1, 2.5), (3, 4.5)], [("id", "i4"), ("value", "f4")]))
     reader = open_reader(str(tmp_path / "a.npy"))
     assert list(reader.read(reader.sources()[0].name, 1, 2)) == [{"id": 3, "value": 4.5}]
-
-
-@pytest.mark.parametrize(
-    ("names", "label", "expected"),
-    [
-        (("x", "y"), "", "bare"),
-        (("features", "labels", "sample_weight"), "", "weighted"),
-        (("a", "b", "target"), "target", "dict"),
-    ],
-)
-def test_the_default_feed_tells_features_from_labels(
-    tmp_path: Path, names: tuple[str, ...], label: str, expected: str
-) -> None:
-    np.savez(tmp_path / "a.npz", **{name: np.full(4, i) for i, name in enumerate(names)})
-    reader = open_reader(str(tmp_path / "a.npz"), {"label": label} if label else {})
-    source = reader.sources()[0]
-    dataset = RecordStream(reader, lambda: (source.name, 0, 4)).dataset
-    feed = reader.default_feed()
-    assert feed is not None
-    first = next(feed(dataset, Mode.TRAINING, reader.metadata).as_numpy_iterator())
-    assert first == {"bare": (0, 1), "weighted": (0, 1, 2), "dict": ({"a": 0, "b": 1}, 2)}[expected]
-    alone = next(feed(dataset, Mode.PREDICTION, reader.metadata).as_numpy_iterator())
-    assert alone == first[0]
-
-
-def test_the_default_feed_asks_for_the_label(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", a=np.zeros(4), b=np.zeros(4))
-    reader = open_reader(str(tmp_path / "a.npz"))
-    feed = reader.default_feed()
-    assert feed is not None
-    with pytest.raises(DataError, match=r"a, b.*`label`"):
-        feed(tf.data.Dataset.range(1), Mode.TRAINING, reader.metadata)
 
 
 def test_a_truncated_array_names_the_record(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow.python.autograph.impl import api
 
-from elasticcb.data import Reader, RecordStream, Source, make_dataset, open_reader
+from elasticcb.data import Reader, RecordStream, Source, make_dataset, open_reader, read
 from elasticcb.data.stacking import stack_records
 from elasticcb.errors import DataError, JobInterrupted
 
@@ -37,7 +37,7 @@ class Given(Reader):
 
 
 def stream_of(records: list[Any], spec: Any, end: int | None = None) -> RecordStream:
-    return RecordStream(Given(records, spec), lambda: ("given", 0, len(records) if end is None else end))
+    return RecordStream(Given(records, spec), lambda: [("given", 0, len(records) if end is None else end)])
 
 
 def test_every_iterator_reads_the_next_range(tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_datasets_are_made_without_autograph(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(api, "_convert_actual", lambda *given: converted.append(given[0]) or convert(*given))
     np.savez(tmp_path / "data.npz", x=np.zeros((2, 3)), y=np.ones(2))
     reader = open_reader(str(tmp_path / "data.npz"))
-    stream = RecordStream(reader, lambda: (reader.sources()[0].name, 0, 2))
+    stream = RecordStream(reader, lambda: [(reader.sources()[0].name, 0, 2)])
     for mode in ("training", "prediction"):
-        reader.default_feed()(stream.dataset, mode, None)
+        read(reader).batches(mode, 2)
     stream_of([np.zeros((1, 0))], tf.TensorSpec((1, 0), tf.float64))
     assert not converted
     stream.dataset.map(lambda record: record["x"])
@@ -67,7 +67,7 @@ def test_datasets_are_made_without_autograph(tmp_path: Path, monkeypatch: pytest
 def test_iterators_that_are_used_by_turns_do_not_disturb_each_other() -> None:
     records = list(range(3000))
     ranges = iter([("given", 0, 1500), ("given", 1500, 3000)])
-    stream = RecordStream(Given(records, tf.TensorSpec((), tf.int64)), lambda: next(ranges), chunk_records=100)
+    stream = RecordStream(Given(records, tf.TensorSpec((), tf.int64)), lambda: [next(ranges)], chunk_records=100)
     first, second = stream.dataset.as_numpy_iterator(), stream.dataset.as_numpy_iterator()
     pairs = list(zip(first, second, strict=True))
     assert pairs == [(i, i + 1500) for i in range(1500)]
@@ -141,7 +141,7 @@ def test_a_record_that_does_not_fit_is_named(wrong: Any, spec: Any, message: str
 def test_the_readers_own_error_is_kept(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("1\nx\n")
     name = str(tmp_path / "a.csv")
-    stream = RecordStream(open_reader(name, {"column_dtypes": {0: "int64"}}), lambda: (name, 0, 2))
+    stream = RecordStream(open_reader(name, {"column_dtypes": {0: "int64"}}), lambda: [(name, 0, 2)])
     with pytest.raises(tf.errors.OpError):
         list(stream.dataset.batch(2).prefetch(1))
     assert isinstance(stream.error, DataError)
@@ -154,7 +154,7 @@ def test_any_other_error_of_a_reader_names_the_range_and_keeps_its_traceback() -
             yield b"0"
             raise RuntimeError("the cable is out")
 
-    stream = RecordStream(Broken([b"0"] * 4, tf.TensorSpec((), tf.string)), lambda: ("given", 0, 4))
+    stream = RecordStream(Broken([b"0"] * 4, tf.TensorSpec((), tf.string)), lambda: [("given", 0, 4)])
     with pytest.raises(tf.errors.OpError):
         list(stream.dataset)
     assert stream.error is not None
@@ -163,7 +163,7 @@ def test_any_other_error_of_a_reader_names_the_range_and_keeps_its_traceback() -
 
 
 def test_an_error_of_the_one_who_names_ranges_is_kept() -> None:
-    def interrupted() -> tuple[str, int, int]:
+    def interrupted() -> list[tuple[str, int, int]]:
         raise JobInterrupted("stop")
 
     stream = RecordStream(Given([], tf.TensorSpec((), tf.string)), interrupted)
@@ -179,7 +179,7 @@ def test_a_reader_that_yields_another_number_of_records_is_refused(yielded: int,
         def read(self, name: str, start: int, end: int) -> Iterator[Any]:
             return iter(self.records)
 
-    stream = RecordStream(Careless([b"0"] * yielded, tf.TensorSpec((), tf.string)), lambda: ("given", 0, asked))
+    stream = RecordStream(Careless([b"0"] * yielded, tf.TensorSpec((), tf.string)), lambda: [("given", 0, asked)])
     with pytest.raises(tf.errors.OpError):
         list(stream.dataset)
     assert f"Records [0, {asked}) of given were requested, but Careless yielded" in str(stream.error)

@@ -41,8 +41,8 @@ COMPILED = """
         model.compile("adam", "binary_crossentropy", metrics=["accuracy", "AUC"], weighted_metrics=["mae"])
         return model
 
-    def feed(dataset, mode, metadata):
-        return dataset.map(lambda record: (record["x"], record["y"], record["weight"]))
+    def feed_batch(records, mode, metadata):
+        return records["x"], records["y"], records["weight"]
 
     class KeepLogs(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

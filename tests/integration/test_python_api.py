@@ -1,5 +1,6 @@
 """`elasticcb.Cluster` next to `keras.Model`: the same calls, with the same results, hooks and words."""
 
+import functools
 import re
 import warnings
 from typing import ClassVar
@@ -116,6 +117,29 @@ def test_call_gives_what_keras_gives(name, cluster):
     keras.tree.map_structure(
         lambda new, old: np.testing.assert_allclose(new, old, rtol=1e-4, atol=1e-6), given, expected
     )
+
+
+def parse(lines, mode="training", metadata=None):
+    *numbers, total = tf.io.decode_csv(lines, [0.0] * 5)
+    features = tf.stack(numbers, -1)
+    return features if mode == "prediction" else (features, total[..., None])
+
+
+def test_files_give_what_their_arrays_give_by_line_and_by_batch(cluster, tmp_path):
+    rows = np.concatenate([X, Y], 1).tolist()
+    (tmp_path / "sums.csv").write_text("".join(",".join(map(repr, row)) + "\n" for row in rows))
+    read = functools.partial(elasticcb.data.read, tmp_path / "sums.csv")
+    weights = []
+    for data in (read(feed_batch=parse), read(feed=lambda lines, mode, _: lines.map(lambda line: parse(line, mode)))):
+        ours, theirs = make(), make()
+        given = cluster.fit(ours, data, batch_size=20, epochs=3, shuffle=False, validation_data=data, verbose=0)
+        expected = theirs.fit(X, Y, batch_size=20, epochs=3, shuffle=False, validation_data=(X, Y), verbose=0)
+        for name, values in expected.history.items():
+            np.testing.assert_allclose(given.history[name], values, rtol=1e-4)
+        np.testing.assert_allclose(cluster.predict(ours, data, verbose=0), theirs.predict(X, verbose=0), rtol=1e-4)
+        weights.append(ours.get_weights())
+    for by_batch, by_line in zip(*weights, strict=True):
+        np.testing.assert_array_equal(by_batch, by_line)
 
 
 def test_shuffled_fit_sees_each_record_once_per_epoch_in_another_order_each_time(cluster):

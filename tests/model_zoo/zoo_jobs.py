@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from elasticcb.cli.main import main
-from elasticcb.data import Reader, make_dataset
+from elasticcb.data import Reader, Records
 
 ZOO = Path(__file__).resolve().parents[2] / "model_zoo"
 
@@ -72,10 +72,11 @@ def import_zoo(file: str) -> ModuleType:
 
 
 def fed(module: ModuleType, reader: Reader, mode: str, batch: int) -> Iterator[Any]:
-    """Batches of a reader's first source, through the `feed` of a model file, as NumPy arrays."""
+    """Batches of a reader's first source, through the feeds of a model file, as NumPy arrays."""
     source = reader.sources()[0]
-    records = make_dataset(reader, lambda: (source.name, 0, source.count))
-    yield from module.feed(records, mode, reader.metadata).batch(batch).as_numpy_iterator()
+    records = Records(reader, getattr(module, "feed", None), getattr(module, "feed_batch", None))
+    for given in records.batches(mode, batch, joins=False).batches([(source.name, 0, source.count)]):
+        yield tf.nest.map_structure(lambda leaf: leaf.numpy(), given)
 
 
 def first_lines(source: Path, target: Path, lines: int) -> Path:

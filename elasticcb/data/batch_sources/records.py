@@ -2,48 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorflow as tf
 
-from elasticcb.data.batch_sources import keras_data
+from elasticcb.data.batch_sources.record_batches import RecordBatches
 from elasticcb.data.batches import PassSource, source_seed
-from elasticcb.data.feeds import batch_error, batched, check_feed, keeps_order, told_of
+from elasticcb.data.formats import open_reader
 from elasticcb.data.reader import Reader, checked_sources
-from elasticcb.data.stream import RecordStream
+from elasticcb.data.stream import Range
 from elasticcb.errors import ElasticCBError, ModelFileError, user_traceback
 from elasticcb.settings import Mode
 
 if TYPE_CHECKING:
-    from elasticcb.data.reader import Feed
+    from elasticcb.data.reader import Feed, FeedBatch
 
-_ALL = 1 << 31  # number of examples in a batch: all
+# Consecutive batches are read together, but a pass has this many blocks or more that `shuffle` can order.
+_BATCHES_PER_BLOCK = 16
+_BLOCKS = 64
+
+
+def read(
+    origin: str | os.PathLike[str] | Reader,
+    *,
+    label: str = "",
+    feed_batch: FeedBatch | None = None,
+    feed: Feed | None = None,
+    **reader_params: Any,
+) -> Records:
+    """Records of files, as data for `fit`, `evaluate` and `predict`: `fit(model, read("*.parquet", label="y"))`.
+
+    Workers read them from the files. A batch has `batch_size` consecutive records of a file, the last one of a file may
+    have fewer.
+
+    Args:
+      origin: a path, glob, folder or URL, or several joined by commas; or a `Reader`.
+      label: the column of labels. The features are a dict of the other columns, `{name: tensor (batch,)}`.
+      feed_batch: `feed_batch(records, mode, metadata)`, as in a model file: converts the records of a batch to
+        `(features, labels[, sample_weight])`, or to features only if `mode` is `Mode.PREDICTION`.
+      feed: `feed(dataset, mode, metadata)`, as in a model file: maps a dataset of single records.
+      reader_params: parameters of the format's reader, such as `header=True`, and `format`.
+
+    Raises:
+      DataError: there are no files, or they don't all have the same known format.
+      UsageError: a reader parameter is unknown or has an invalid value.
+      TypeError: an argument has a wrong type.
+    """
+    if isinstance(origin, Reader):
+        if reader_params:
+            raise TypeError(f"A Reader takes no parameters here. Received: {', '.join(reader_params)}")
+        return Records(origin, feed, feed_batch, label)
+    if not isinstance(origin, str | os.PathLike):
+        raise TypeError(
+            "`origin` must be a path, glob, folder or URL, or an elasticcb.data.Reader. Received: "
+            f"{origin} of type {type(origin).__name__}"
+        )
+    return Records(open_reader(os.fspath(origin), reader_params), feed, feed_batch, label)
 
 
 class Records:
-    """A reader with the `feed` that converts its records to examples, as data for `fit`.
+    """A reader with its feeds, as data for `fit`: what `elasticcb.data.read` returns."""
 
-    Args:
-      reader: any reader.
-      feed: `feed(dataset, mode, metadata)`, as in a model file: maps raw records to `(features, labels[,
-        sample_weight])`, or to features only if `mode` is `Mode.PREDICTION`; not batched. Default: the reader's default
-        feed.
-    """
-
-    def __init__(self, reader: Reader, feed: Feed | None = None) -> None:
+    def __init__(
+        self, reader: Reader, feed: Feed | None = None, feed_batch: FeedBatch | None = None, label: str = ""
+    ) -> None:
         if not isinstance(reader, Reader):
             raise TypeError(
                 f"`reader` must be an elasticcb.data.Reader. Received: {reader} of type {type(reader).__name__}"
             )
-        if feed is not None and not callable(feed):
-            raise TypeError(f"`feed` must be a callable feed(dataset, mode, metadata). Received: {feed}")
+        for name, given, signature in (
+            ("feed", feed, "dataset, mode, metadata"),
+            ("feed_batch", feed_batch, "records, mode, metadata"),
+        ):
+            if given is not None and not callable(given):
+                raise TypeError(f"`{name}` must be a callable {name}({signature}). Received: {given}")
         self.reader = reader
         self.feed = feed
+        self.feed_batch = feed_batch
+        self.label = label
 
     def __repr__(self) -> str:
-        return f"Records({type(self.reader).__name__}, feed={getattr(self.feed, '__name__', self.feed)})"
+        given = {"feed": self.feed, "feed_batch": self.feed_batch, "label": self.label}
+        shown = [f"{name}={getattr(value, '__name__', value)}" for name, value in given.items() if value]
+        return f"Records({', '.join([type(self.reader).__name__, *shown])})"
+
+    def batches(
+        self, mode: str, batch_size: int, class_weight: Mapping[int, float] | None = None, joins: bool = True
+    ) -> RecordBatches:
+        """Its batches: see `RecordBatches`."""
+        return RecordBatches(
+            self.reader,
+            mode,
+            batch_size,
+            feed=self.feed,
+            feed_batch=self.feed_batch,
+            label=self.label,
+            call=self._call,
+            name=lambda name: f"`{name}` of {self}",
+            owner=repr(self),
+            joins=joins,
+            class_weight=class_weight,
+        )
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except ElasticCBError:
+            raise
+        except Exception as error:
+            name = getattr(function, "__name__", repr(function))
+            raise ModelFileError(
+                f"{name}() of {self} raised {type(error).__name__}: {error}", user_traceback(error)
+            ) from error
 
 
 class RecordSource(PassSource):
@@ -55,7 +127,7 @@ class RecordSource(PassSource):
 
     Args:
       mode: the feed's second argument.
-      shuffle: read the batches of a pass in an order of their own for each pass.
+      shuffle: read blocks of consecutive batches in an order of their own for each pass.
       steps: see `PassSource`.
       limit: of batches in a pass.
 
@@ -86,7 +158,7 @@ class RecordSource(PassSource):
         self._class_weight = class_weight
         self._shuffle = shuffle
         self._seed = seed
-        self._pipeline: _Pipeline | None = None
+        self._pipeline: RecordBatches | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pipeline": None}
@@ -98,17 +170,32 @@ class RecordSource(PassSource):
 
     def pass_batches(self, epoch: int, number: int, start: int, end: int) -> Iterator[Any]:
         pipeline = self._opened()
+        ranges = [self._range_of(*run) for run in self._runs(self._order(number)[start:end])]
+        part: list[Range] = []  # read at once
+        for place, each in enumerate(ranges, 1):
+            part.append(each)
+            is_whole = pipeline.keeps_order and (each[2] - each[1]) % self._batch_size == 0
+            if not is_whole or place == len(ranges):  # the next batch must not begin in this range
+                yield from pipeline.batches(part)
+                part = []
+
+    def _order(self, number: int) -> Any:
+        """The batches of pass `number`, in the order in which they are read."""
         if not self._shuffle:
-            indices = np.arange(start, end)
-        else:
-            generator = np.random.Generator(np.random.PCG64(source_seed(self._seed, number)))
-            indices = generator.permutation(self.size)[start:end]
-        for first, last in self._runs(indices):
-            place = int(np.searchsorted(self._ends, first, side="right"))
-            source = self._sources[place]
-            offset = int(self._ends[place - 1]) if place else 0
-            begin, stop = (first - offset) * self._batch_size, (last + 1 - offset) * self._batch_size
-            yield from pipeline.batches(source.name, begin, min(stop, source.count))
+            return np.arange(self.size)
+        generator = np.random.Generator(np.random.PCG64(source_seed(self._seed, number)))
+        size = min(_BATCHES_PER_BLOCK, max(self.size // _BLOCKS, 1))
+        blocks = generator.permutation(-(-self.size // size))
+        order = (blocks[:, None] * size + np.arange(size)).reshape(-1)
+        return order[order < self.size]
+
+    def _range_of(self, first: int, last: int) -> Range:
+        """The records of consecutive batches of a source."""
+        place = int(np.searchsorted(self._ends, first, side="right"))
+        source = self._sources[place]
+        offset = int(self._ends[place - 1]) if place else 0
+        begin, stop = (first - offset) * self._batch_size, (last + 1 - offset) * self._batch_size
+        return source.name, begin, min(stop, source.count)
 
     def first_batch(self) -> Any:
         # The feed may drop all records of the first batches.
@@ -117,9 +204,9 @@ class RecordSource(PassSource):
     def close(self) -> None:
         self._pipeline = None
 
-    def _opened(self) -> _Pipeline:
+    def _opened(self) -> RecordBatches:
         if self._pipeline is None:
-            self._pipeline = _Pipeline(self.given, self._mode, self._batch_size, self._class_weight)
+            self._pipeline = self.given.batches(self._mode, self._batch_size, self._class_weight)
         return self._pipeline
 
     def _runs(self, indices: Any) -> Iterator[tuple[int, int]]:
@@ -130,46 +217,3 @@ class RecordSource(PassSource):
             cuts[:] = True
         for run in np.split(indices, np.flatnonzero(cuts) + 1):
             yield int(run[0]), int(run[-1])
-
-
-class _Pipeline:
-    """A reader's records, mapped by a feed and batched; traced once."""
-
-    def __init__(self, records: Records, mode: str, batch_size: int, class_weight: Mapping[int, float] | None) -> None:
-        self._range = ("", 0, 0)
-        self._stream = RecordStream(records.reader, lambda: self._range)
-        feed = records.feed or records.reader.default_feed()
-        if feed is None:
-            raise ModelFileError(
-                f"{type(records.reader).__name__} can't distinguish features from labels. Pass "
-                "elasticcb.data.Records(reader, feed), where feed(dataset, mode, metadata) converts records to "
-                "(features, labels)."
-            )
-        raw = self._stream.dataset
-        try:
-            fed = feed(raw, str(mode), records.reader.metadata)
-        except ElasticCBError:
-            raise
-        except Exception as error:
-            raise ModelFileError(
-                f"The feed of {records} raised {type(error).__name__}: {error}\n{told_of(raw)}", user_traceback(error)
-            ) from error
-        if not isinstance(fed, tf.data.Dataset):
-            raise ModelFileError(f"The feed of {records} returned {type(fed).__name__}; expected a tf.data.Dataset.")
-        check_feed(raw, fed, f"The feed of {records}")
-        self.keeps_order = keeps_order(raw, fed)
-        dataset = batched(raw, fed, batch_size if self.keeps_order else _ALL)
-        if not self.keeps_order:
-            # A preceding `map` would be fused with the batch, which would then allocate memory for _ALL examples.
-            options = tf.data.Options()
-            options.experimental_optimization.map_and_batch_fusion = False
-            dataset = dataset.with_options(options)
-        self._dataset = keras_data.weighted(dataset, class_weight).prefetch(2)
-
-    def batches(self, name: str, start: int, end: int) -> Iterator[Any]:
-        self._range = (name, start, end)
-        try:
-            yield from self._dataset
-        except tf.errors.OpError as error:
-            self._stream.raise_error()
-            raise batch_error(error, name, start, end) from error

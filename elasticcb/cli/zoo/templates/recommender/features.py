@@ -9,17 +9,21 @@ MAX_GENRES = 6  # of an item; others are ignored
 LIKED = 4.0  # from this rating on, a user liked an item
 
 
-def parse(line):
-    """One line: user, item, genres, hour, item_share, rating. Returns features and the last two."""
-    fields = tf.io.decode_csv(line, [""] * 3 + [0] + [0.0] * 2)
+def parse(lines):
+    """Lines of user, item, genres, hour, item_share, rating. Returns features and the last two."""
+    fields = tf.io.decode_csv(lines, [""] * 3 + [0] + [0.0] * 2)
     user, item, genres, hour, share, rating = fields
     return {"user": user, "item": item, "genres": split_genres(genres), "hour": hour}, share, rating
 
 
+def rating_of(line):
+    """The rating in a line."""
+    return tf.io.decode_csv(line, [0.0], select_cols=[5])[0]
+
+
 def split_genres(genres):
-    """`"Comedy|War"` as strings [MAX_GENRES], with empty ones at the end."""
-    names = tf.strings.split(genres, "|")[:MAX_GENRES]
-    return tf.pad(names, [[0, MAX_GENRES - tf.size(names)]], constant_values="")
+    """Each `"Comedy|War"` as strings [MAX_GENRES], with empty ones at the end."""
+    return tf.strings.split(genres, "|").to_tensor("", [None, MAX_GENRES])
 
 
 def make_inputs():

@@ -22,13 +22,10 @@ def custom_model(units=16):
     return keras.Model(inputs, probability, name="ranking")
 
 
-def feed(dataset, mode, metadata):
-    def to_example(line):
-        features, _, rating = parse(line)
-        liked = keras.ops.cast(rating >= LIKED, "float32")[None]
-        return features if mode == "prediction" else (features, liked)
-
-    return dataset.map(to_example)
+def feed_batch(lines, mode, metadata):
+    features, _, rating = parse(lines)
+    liked = keras.ops.cast(rating >= LIKED, "float32")[:, None]
+    return features if mode == "prediction" else (features, liked)
 
 
 def loss(labels, predictions):

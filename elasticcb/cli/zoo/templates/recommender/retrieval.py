@@ -6,7 +6,7 @@ ratings, each user's own item has to be found among the items of all: a softmax 
 
 import keras
 import tensorflow as tf
-from features import LIKED, embed, make_inputs, parse  # in this folder
+from features import LIKED, embed, make_inputs, parse, rating_of  # in this folder
 from keras_rs.layers import RemoveAccidentalHits, SamplingProbabilityCorrection
 
 TEMPERATURE = 0.1  # of the softmax: cosines, between -1 and 1, would be nearly equal without it
@@ -28,16 +28,16 @@ def custom_model(units=32, dropout=0.3):
 
 
 def feed(dataset, mode, metadata):
-    """Ratings of items that the user liked; the labels hold what the loss needs to know about the item."""
+    """Ratings of items that the user liked."""
+    return dataset.filter(lambda line: rating_of(line) >= LIKED)
 
-    def to_example(line):
-        features, share, rating = parse(line)
-        features.pop("hour")
-        item = tf.strings.to_hash_bucket_fast(features["item"], 2**31 - 1)
-        return features, {"item": tf.cast(item, tf.int32), "share": share}, rating
 
-    examples = dataset.map(to_example).filter(lambda features, labels, rating: rating >= LIKED)
-    return examples.map(lambda features, labels, rating: features if mode == "prediction" else (features, labels))
+def feed_batch(lines, mode, metadata):
+    """The labels hold what the loss needs to know about the items."""
+    features, share, _ = parse(lines)
+    features.pop("hour")
+    item = tf.strings.to_hash_bucket_fast(features["item"], 2**31 - 1)
+    return features if mode == "prediction" else (features, {"item": tf.cast(item, tf.int32), "share": share})
 
 
 def _similarities(labels, predictions):
