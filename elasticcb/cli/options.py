@@ -50,7 +50,7 @@ BASIC = frozenset({
     "model_zoo", "model_def", "model_params",
     "training_data", "validation_data", "prediction_data", "label", "data_reader_params",
     "num_epochs", "updates", "minibatch_size",
-    "checkpoint_dir", "checkpoint_steps", "checkpoint_dir_for_init", "output", "output_format", "follow",
+    "checkpoint_dir", "checkpoint_dir_for_init", "output", "output_format", "follow",
     "cluster", "num_workers", "num_ps", "autoscale",
     "job_name", "job_dir",
 })  # fmt: skip
