@@ -14,7 +14,7 @@ from elasticcb.errors import DataError, ModelFileError
 from elasticcb.settings import Mode
 
 if TYPE_CHECKING:
-    from elasticcb.data.reader import Feed
+    from elasticcb.data.reader import Feed, Reader
 
 # Names that identify features and labels.
 _KNOWN_PAIRS = (("x", "y"), ("features", "labels"))
@@ -85,13 +85,13 @@ def check_feed(raw: Any, fed: Any, what: str) -> None:
                 raise ModelFileError(f"{what} {why}.")
 
 
-def told_of(raw: Any) -> str:
-    """Describes the input of a feed."""
+def told_of(raw: Any, reader: Reader) -> str:
+    """Describes the input of a feed: the dataset `raw` of a reader."""
     import keras
 
     record = keras.tree.map_structure(lambda spec: f"{spec.dtype.name} {list(spec.shape)}", raw.element_spec)
     lines = " (a line of text, or the bytes of a record)" if record == "string []" else ""
-    return f"Each record of its input dataset is {record}{lines}."
+    return f"Each record of its input dataset is {record}{lines}. {reader.told_of()}".rstrip()
 
 
 def keeps_order(raw: Any, fed: Any) -> bool:
@@ -112,7 +112,7 @@ def batched(raw: Any, fed: Any, size: int) -> Any:
     return fed.ragged_batch(size) if is_ragged else fed.batch(size)
 
 
-def batch_error(error: Any, name: str, start: int, end: int, has_header: bool = False) -> DataError:
+def batch_error(error: Any, name: str, start: int, end: int, reader: Reader) -> DataError:
     """The error for records [start, end) of a source that can't be converted to batches.
 
     Has TensorFlow's message without names of nodes and operations, and advice if there is any. There is no traceback,
@@ -125,8 +125,9 @@ def batch_error(error: Any, name: str, start: int, end: int, has_header: bool = 
             " All examples of `feed` must have the same shape. Pad them, or end `feed` with "
             "`dataset.ragged_batch(1).unbatch()` to get ragged batches."
         )
-    if start == 0 and not has_header and "Field" in message and "is not a valid" in message:
-        message += " If the first line is a header, set the reader parameter `header`: header=true."
+    of_columns = re.search(r"Field \d+ in record .* is not a valid|Expect \d+ fields but have", message)
+    if of_columns and start == 0:
+        message = f"{message} {reader.told_of()}".rstrip()
     return DataError(f"Records [{start}, {end}) of {name} can't be converted to batches by `feed`: {message}")
 
 

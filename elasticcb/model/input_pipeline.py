@@ -174,14 +174,13 @@ class FeedPipeline:
         try:
             fed = spec.call(feed, raw, mode.value, self.reader.metadata)
         except ModelFileError as error:
-            raise ModelFileError(f"{error}\n{told_of(raw)}", error.user_traceback) from error
+            raise ModelFileError(f"{error}\n{told_of(raw, self.reader)}", error.user_traceback) from error
         if not isinstance(fed, tf.data.Dataset):
             raise ModelFileError(
                 f"`{settings.model.feed}` in {spec.path} returned {type(fed).__name__}; expected a tf.data.Dataset."
             )
         check_feed(raw, fed, f"`{settings.model.feed}` in {spec.path}")
         self.keeps_order = keeps_order(raw, fed)
-        self._has_header = bool(settings.data.reader_params.get("header"))
         self._predicts = mode is Mode.PREDICTION  # then `feed` returns only features
         self._minibatch_size = settings.training.minibatch_size
         self.dataset = batched(raw, fed, self._minibatch_size).prefetch(2)
@@ -205,7 +204,7 @@ class FeedPipeline:
                 yield (batch,) if self._predicts else batch
         except tf.errors.OpError as error:
             self._stream.raise_error()
-            raise batch_error(error, name, start, end, self._has_header) from error
+            raise batch_error(error, name, start, end, self.reader) from error
 
     def first_batch(self) -> Any:
         """A batch from the start of the data, for building a model."""

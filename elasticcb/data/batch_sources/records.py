@@ -13,7 +13,7 @@ from elasticcb.data.batches import PassSource, source_seed
 from elasticcb.data.feeds import batch_error, batched, check_feed, keeps_order, told_of
 from elasticcb.data.reader import Reader, checked_sources
 from elasticcb.data.stream import RecordStream
-from elasticcb.errors import ElasticCBError, ModelFileError, user_traceback
+from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.settings import Mode
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class _Pipeline:
     """A reader's records, mapped by a feed and batched; traced once."""
 
     def __init__(self, records: Records, mode: str, batch_size: int, class_weight: Mapping[int, float] | None) -> None:
-        self._range = ("", 0, 0)
+        self._range, self._reader = ("", 0, 0), records.reader
         self._stream = RecordStream(records.reader, lambda: self._range)
         feed = records.feed or records.reader.default_feed()
         if feed is None:
@@ -152,7 +152,7 @@ class _Pipeline:
             raise
         except Exception as error:
             raise ModelFileError(
-                f"The feed of {records} raised {type(error).__name__}: {error}\n{told_of(raw)}", user_traceback(error)
+                f"The feed of {records} raised {describe(error)}\n{told_of(raw, records.reader)}", user_traceback(error)
             ) from error
         if not isinstance(fed, tf.data.Dataset):
             raise ModelFileError(f"The feed of {records} returned {type(fed).__name__}; expected a tf.data.Dataset.")
@@ -172,4 +172,4 @@ class _Pipeline:
             yield from self._dataset
         except tf.errors.OpError as error:
             self._stream.raise_error()
-            raise batch_error(error, name, start, end) from error
+            raise batch_error(error, name, start, end, self._reader) from error
