@@ -6,7 +6,7 @@ import difflib
 import operator
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -32,11 +32,7 @@ def cluster_settings(
         UsageError: the message lists all problems.
     """
     moved = {name: where_now(name, value) for name, value in others.items()}
-    for name, place in moved.items():
-        if not place:
-            close = difflib.get_close_matches(name, given, n=1)
-            meant = f". Did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"Cluster.__init__() got an unexpected keyword argument {name!r}{meant}")
+    check_keywords("Cluster.__init__", [name for name, place in moved.items() if not place], given)
     arguments = Arguments(given)
     settings = arguments.settings
     problems = [*moved.values(), *arguments.problems, *problems_of(settings, arguments)]
@@ -49,6 +45,16 @@ def cluster_settings(
     if problems:
         raise UsageError(in_words("Cluster", problems))
     return completed(settings, arguments)
+
+
+def check_keywords(method: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises Python's `TypeError` for a keyword argument that `method` does not have, and suggests a similar one."""
+    names = list(known)
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            meant = f". Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}{meant}")
 
 
 def _unsupported(settings: JobSettings) -> Iterator[str]:
