@@ -98,14 +98,14 @@ class PlainDisplay:
     """Plain lines, or JSON lines as in logs: one when the status changed, at most one per `interval` seconds.
 
     Args:
-        interval: seconds between two lines; a new phase is shown at once.
+        interval: seconds between two lines; a phase is shown at once when the job is in it for the first time.
     """
 
     def __init__(
         self,
         name: str,
         stream: TextIO | None = None,
-        interval: float = 2.0,
+        interval: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
@@ -113,16 +113,17 @@ class PlainDisplay:
         self._interval = interval
         self._clock = clock
         self._lock = threading.Lock()
-        self._phase, self._shown = "", ""
+        self._phases, self._shown = set[str](), ""
         self._shown_at = 0.0
 
     def update(self, status: JobSnapshot) -> None:
         now = self._clock()
         with self._lock:
             text = ", ".join(status_parts(status))
-            if status.phase == self._phase and (text == self._shown or now - self._shown_at < self._interval):
+            if status.phase in self._phases and (text == self._shown or now - self._shown_at < self._interval):
                 return
-            self._phase, self._shown, self._shown_at = status.phase, text, now
+            self._phases.add(status.phase)
+            self._shown, self._shown_at = text, now
             self._write(f"[{self._name}] {status.phase}: {text}")
 
     def message(self, text: str) -> None:
