@@ -107,6 +107,30 @@ def check_model(model: Any, method: str, compiled: bool = True) -> None:
             )
 
 
+def check_numbers(**numbers: Any) -> None:
+    """Checks sizes and numbers of steps, by name. Keras takes some others, and trains on other batches, or on none.
+
+    Raises:
+        TypeError: one is not an integer.
+        ValueError: one is negative.
+    """
+    for name, value in numbers.items():
+        if value is None:
+            continue
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise TypeError(f"`{name}` must be an integer. Received: {name}={value!r}") from None
+        if number < 0:
+            raise ValueError(f"`{name}` must not be negative. Received: {name}={value!r}")
+
+
+def check_split(validation_split: float) -> None:
+    """Raises `ValueError` where Keras would train or validate on no data."""
+    if isinstance(validation_split, (int, float)) and not 0 <= validation_split <= 1:
+        raise ValueError(f"`validation_split` must be between 0 and 1. Received: validation_split={validation_split!r}")
+
+
 def check_apart(x: Any, validation_data: Any) -> None:
     """Raises `UsageError` for one PyDataset with hooks, as data to train and to validate on."""
     if validation_data is not None and validation_data is x and has_hooks(x):
