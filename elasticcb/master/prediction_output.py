@@ -125,7 +125,9 @@ class PredictionOutput:
                 raise FileExistsError(None, "a file with this name has appeared; it was left unchanged")
 
         with durable.replacing(path, check) as unfinished:
-            shapes = {name: {()} if name in self._numbers_only else found for name, found in self._shapes.items()}
+            shapes: dict[str, set[tuple[int, ...] | None]] = {
+                name: {()} if name in self._numbers_only else found for name, found in self._shapes.items()
+            }
             WRITERS[self._format](unfinished, self._batches, shapes)
 
     @property
