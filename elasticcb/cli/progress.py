@@ -98,7 +98,8 @@ class PlainDisplay:
     """Plain lines, or JSON lines as in logs: one when the status changed, at most one per `interval` seconds.
 
     Args:
-        interval: seconds between two lines; a phase is shown at once when the job is in it for the first time.
+        interval: seconds between two lines. Shown at once: a phase that the job is in for the first time, and that all
+            processes are there, and no others.
     """
 
     def __init__(
@@ -114,13 +115,17 @@ class PlainDisplay:
         self._clock = clock
         self._lock = threading.Lock()
         self._phases, self._shown = set[str](), ""
+        self._was_complete = False
         self._shown_at = 0.0
 
     def update(self, status: JobSnapshot) -> None:
         now = self._clock()
         with self._lock:
             text = ", ".join(status_parts(status))
-            if status.phase in self._phases and (text == self._shown or now - self._shown_at < self._interval):
+            complete = all(each.up == each.planned for each in (status.workers, status.servers))
+            at_once = status.phase not in self._phases or (complete and not self._was_complete)
+            self._was_complete = complete
+            if not at_once and (text == self._shown or now - self._shown_at < self._interval):
                 return
             self._phases.add(status.phase)
             self._shown, self._shown_at = text, now
