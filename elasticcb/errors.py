@@ -5,6 +5,7 @@ A message says what happened, what was given, what was expected, and what to do.
 
 from __future__ import annotations
 
+import itertools
 import os
 import traceback
 from enum import IntEnum
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = os.path.join(str(Path(__file__).resolve().parent), "")
+GENERATED = "__autograph_generated_file"  # prefix of the files and modules that AutoGraph generates
 
 
 class ExitCode(IntEnum):
@@ -161,6 +163,9 @@ def describe(error: BaseException) -> str:
         text = readable(str(error))
     except Exception:  # of a user's __str__
         text = "(its message can't be shown)"
+    converted = getattr(error, "ag_error_metadata", None)
+    if converted is not None:  # by AutoGraph, whose text repeats the traceback
+        return readable(converted.cause_message)
     if "in user code:" in text:  # the last line has the message, with the type
         return text.strip().splitlines()[-1].strip()
     return f"{type(error).__name__}: {text}"
@@ -172,22 +177,41 @@ def readable(text: str) -> str:
 
 
 def is_users_own(filename: str) -> bool:
-    """Whether a file belongs neither to this package nor to an installed library."""
-    return not filename.startswith(_PACKAGE) and "site-packages" not in filename
+    """Whether a file belongs neither to this package nor to an installed library, and was not generated."""
+    return not filename.startswith(_PACKAGE) and "site-packages" not in filename and GENERATED not in filename
 
 
 def user_traceback(error: BaseException) -> str:
     """The traceback of an error and its causes, reduced to the user's frames.
 
-    Frames of this package are removed, and frames of installed libraries if others remain.
+    Frames of this package are removed, and frames of installed libraries if others remain. Frames of code that
+    AutoGraph has converted are those of the user's source.
     """
     summary = traceback.TracebackException.from_exception(error)
-    pending = [summary]
+    shorter: dict[str, str] = {}  # instead of a message that repeats the traceback
+    pending: list[tuple[Any, Any]] = [(summary, error)]
     while pending:
-        part = pending.pop()
-        theirs = [frame for frame in part.stack if not frame.filename.startswith(_PACKAGE)]
+        part, raised = pending.pop()
+        frames = list(part.stack)
+        converted = getattr(raised, "ag_error_metadata", None)
+        if converted is not None:
+            frames = _frames_of_source(frames, converted.translated_stack)
+            shorter["".join(part.format_exception_only())] = f"{converted.cause_message}\n"
+        theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
         own = [frame for frame in theirs if is_users_own(frame.filename)]
         if own or theirs:  # otherwise the bug is ours, and we need the frames to find it
             part.stack = traceback.StackSummary.from_list(own or theirs)
-        pending.extend(cause for cause in (part.__cause__, part.__context__) if cause is not None)
-    return readable("".join(summary.format()))
+        causes = ((part.__cause__, raised.__cause__), (part.__context__, raised.__context__))
+        pending.extend(cause for cause in causes if None not in cause)
+    text = "".join(summary.format())
+    for message, short in shorter.items():
+        text = text.replace(message, short)
+    return readable(text)
+
+
+def _frames_of_source(frames: list[Any], translated: Any) -> list[Any]:
+    """The frames up to AutoGraph's first, and then those of the converted code, which AutoGraph lists from the
+    innermost one."""
+    called = itertools.takewhile(lambda frame: GENERATED not in frame.filename, frames)
+    inner = (traceback.FrameSummary(at.filename, at.lineno, at.function_name, line=at.code) for at in translated[::-1])
+    return [*called, *inner]

@@ -6,7 +6,7 @@ import difflib
 import operator
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -32,11 +32,7 @@ def cluster_settings(
         UsageError: the message lists all problems.
     """
     moved = {name: where_now(name, value) for name, value in others.items()}
-    for name, place in moved.items():
-        if not place:
-            close = difflib.get_close_matches(name, given, n=1)
-            meant = f". Did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"Cluster.__init__() got an unexpected keyword argument {name!r}{meant}")
+    check_keywords("Cluster.__init__", [name for name, place in moved.items() if not place], given)
     arguments = Arguments(given)
     settings = arguments.settings
     problems = [*moved.values(), *arguments.problems, *problems_of(settings, arguments)]
@@ -49,6 +45,16 @@ def cluster_settings(
     if problems:
         raise UsageError(in_words("Cluster", problems))
     return completed(settings, arguments)
+
+
+def check_keywords(method: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises Python's `TypeError` for a keyword argument that `method` does not have, and suggests a similar one."""
+    names = list(known)
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            meant = f". Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}{meant}")
 
 
 def _unsupported(settings: JobSettings) -> Iterator[str]:
@@ -99,6 +105,30 @@ def check_model(model: Any, method: str, compiled: bool = True) -> None:
                 f"{type(model).__name__} overrides make_{kind}_function, which Keras's {method} compiles; workers call "
                 f"the model's {kind}_step themselves. Override {kind}_step instead."
             )
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Checks sizes and numbers of steps, by name. Keras takes some others, and trains on other batches, or on none.
+
+    Raises:
+        TypeError: one is not an integer.
+        ValueError: one is negative.
+    """
+    for name, value in numbers.items():
+        if value is None:
+            continue
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise TypeError(f"`{name}` must be an integer. Received: {name}={value!r}") from None
+        if number < 0:
+            raise ValueError(f"`{name}` must not be negative. Received: {name}={value!r}")
+
+
+def check_split(validation_split: float) -> None:
+    """Raises `ValueError` where Keras would train or validate on no data."""
+    if isinstance(validation_split, (int, float)) and not 0 <= validation_split <= 1:
+        raise ValueError(f"`validation_split` must be between 0 and 1. Received: validation_split={validation_split!r}")
 
 
 def check_apart(x: Any, validation_data: Any) -> None:

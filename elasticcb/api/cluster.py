@@ -16,6 +16,8 @@ from elasticcb.api.arguments import (
     ShowsModel,
     check_apart,
     check_model,
+    check_numbers,
+    check_split,
     cluster_settings,
     epoch_range,
     frequency,
@@ -28,7 +30,7 @@ from elasticcb.api.keras_jobs import KerasJobs, validated_here, with_own_method
 from elasticcb.api.processes import ClusterProcesses
 from elasticcb.api.remote import PerWorkerDataset, RemoteValue
 from elasticcb.data.batch_sources.adapt import split_validation
-from elasticcb.data.batches import BatchSource
+from elasticcb.data.batches import BatchSource, PassSource
 from elasticcb.errors import UsageError
 from elasticcb.keras_private import metrics_in_order
 from elasticcb.master.master import Master
@@ -250,10 +252,15 @@ class Cluster:
             RuntimeWarning: training succeeded, but its last checkpoint could not be written to `checkpoint_dir`.
         """
         check_model(model, "fit")
+        check_numbers(
+            batch_size=batch_size, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+        )  # fmt: skip
         epochs, epochs_of_job = epoch_range(epochs, initial_epoch)
         validation_freq = frequency(validation_freq)
         history, listed = with_keras_callbacks(callbacks, verbose)
         if validation_split and validation_data is None:
+            check_split(validation_split)
             (x, y, sample_weight), validation_data = split_validation(x, y, sample_weight, validation_split)
         size = validation_batch_size or batch_size
         if validation_data is not None and is_overridden(model, "evaluate"):
@@ -263,7 +270,7 @@ class Cluster:
         with self._call("fit") as call:
             training = call.adapt(
                 x, y, sample_weight, purpose="fit", batch_size=batch_size, shuffle=shuffle, class_weight=class_weight,
-                steps=steps_per_epoch,
+                steps=steps_per_epoch, epochs=epochs - initial_epoch,
             )  # fmt: skip
             training.first_epoch = initial_epoch
             sources: dict[str, BatchSource] = {Mode.TRAINING: training}
@@ -274,7 +281,9 @@ class Cluster:
                 )
             if getattr(training, "runs_python", False):
                 listed = [*listed, ShowsModel()]
-            params = {"verbose": verbose, "batch_size": batch_size or 32, "epochs": epochs}
+            params: dict[str, Any] = {"verbose": verbose, "batch_size": batch_size or 32, "epochs": epochs}
+            if isinstance(training, PassSource) and training.steps:
+                params["steps"] = training.steps  # also if the data has fewer batches, as in Keras
             model.history = history
             summary, _ = self._jobs.run(
                 Command.TRAIN, call, model, sources, listed, params, validation_freq=validation_freq, **epochs_of_job
@@ -304,6 +313,7 @@ class Cluster:
             ValueError, TypeError, ElasticCBError: as for `fit`.
         """
         check_model(model, "evaluate")
+        check_numbers(batch_size=batch_size, steps=steps)
         _, listed = with_keras_callbacks(callbacks, verbose, history=False)
         with self._call("evaluate") as call:
             source = call.adapt(x, y, sample_weight, batch_size=batch_size, steps=steps, purpose="evaluate")
@@ -328,6 +338,7 @@ class Cluster:
             ValueError, TypeError, ElasticCBError: as for `fit`.
         """
         check_model(model, "predict", compiled=False)
+        check_numbers(batch_size=batch_size, steps=steps)
         _, listed = with_keras_callbacks(callbacks, verbose, history=False)
         with self._call("predict") as call:
             source = call.adapt(x, batch_size=batch_size, steps=steps, purpose="predict")

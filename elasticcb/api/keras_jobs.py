@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import keras
 
+from elasticcb.api.arguments import check_keywords
 from elasticcb.api.data import MethodCall
 from elasticcb.api.job_folder import KeptFit
 from elasticcb.api.processes import ClusterProcesses
@@ -55,12 +56,17 @@ def with_own_method(method: Method) -> Method:
     """Wraps a method of `Cluster`, of the same name as one of `keras.Model`: for a model that overrides it, the model's
     own method is called, in which `super()` leads to the cluster."""
     name = method.__name__
+    keywords = list(inspect.signature(method).parameters)[1:]
+
+    def checked(cluster: Any, *args: Any, **kwargs: Any) -> Any:
+        check_keywords(f"Cluster.{name}", kwargs, keywords)
+        return method(cluster, *args, **kwargs)
 
     @functools.wraps(method)
     def call(cluster: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(model, keras.Model) or not is_overridden(model, name):
-            return method(cluster, model, *args, **kwargs)
-        with _replaced(name, model, functools.partial(method, cluster)) as calls:
+            return checked(cluster, model, *args, **kwargs)
+        with _replaced(name, model, functools.partial(checked, cluster)) as calls:
             result = getattr(model, name)(*args, **kwargs)
         if not calls:
             warnings.warn(

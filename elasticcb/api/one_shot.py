@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 
+from elasticcb.api.arguments import check_keywords
 from elasticcb.api.cluster import Cluster
 
 
@@ -28,7 +31,11 @@ def fit(
         job_dir: argument of `Cluster`.
         cluster: other arguments of `Cluster`.
         **kwargs: arguments of `Cluster.fit`.
+
+    Raises:
+        TypeError: a keyword argument is unknown; nothing was started.
     """
+    _check("fit", kwargs)
     with Cluster(num_workers, num_ps, **{"job_dir": job_dir, **(cluster or {})}) as own:
         return own.fit(model, *args, **kwargs)
 
@@ -42,6 +49,7 @@ def evaluate(
     **kwargs: Any,
 ) -> Any:
     """Like `fit`, with `Cluster.evaluate`."""
+    _check("evaluate", kwargs)
     with Cluster(num_workers, num_ps, **(cluster or {})) as own:
         return own.evaluate(model, *args, **kwargs)
 
@@ -55,5 +63,19 @@ def predict(
     **kwargs: Any,
 ) -> Any:
     """Like `fit`, with `Cluster.predict`."""
+    _check("predict", kwargs)
     with Cluster(num_workers, num_ps, **(cluster or {})) as own:
         return own.predict(model, *args, **kwargs)
+
+
+def _check(method: str, given: Mapping[str, Any]) -> None:
+    """Raises `TypeError` for keyword arguments that neither this function nor `Cluster`'s method has."""
+    of_method = list(inspect.signature(getattr(Cluster, method)).parameters)[1:]
+    own = [name for name in inspect.signature(globals()[method]).parameters if name not in ("args", "kwargs")]
+    for name, value in given.items():
+        if name not in of_method and name in inspect.signature(Cluster).parameters:
+            raise TypeError(
+                f"elasticcb.{method}() got an argument of Cluster, {name}={value!r}. Pass it as "
+                f"cluster={{{name!r}: {value!r}}}."
+            )
+    check_keywords(f"elasticcb.{method}", given, [*of_method, *own])

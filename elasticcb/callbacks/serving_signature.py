@@ -161,12 +161,19 @@ def _named_outputs(model: keras.Model, outputs: Any) -> dict[str, Any]:
     leaves = list(_leaves(outputs))
     if isinstance(outputs, Mapping):
         return {path.replace(" ", "_"): value for path, value in leaves}
-    symbolic = list(getattr(model, "outputs", None) or [])
-    names = []
-    for index in range(len(leaves)):
-        given = _name_by_user(symbolic[index]) if len(symbolic) == len(leaves) else ""
-        names.append(given or ("predictions" if len(leaves) == 1 else f"output_{index}"))
-    return dict(zip(_unique(names), (value for _, value in leaves), strict=True))
+    names = names_of_outputs(model)
+    if len(names) != len(leaves):
+        names = [""] if len(leaves) == 1 else [f"output_{index}" for index in range(len(leaves))]
+    return dict(zip([name or "predictions" for name in names], (value for _, value in leaves), strict=True))
+
+
+def names_of_outputs(model: keras.Model) -> list[str]:
+    """The names that the user gave to the model's output layers, in the order of the outputs; for others `output_0`,
+    `output_1`, …, and "" for an only output. Empty: the model has no symbolic outputs."""
+    outputs = list(getattr(model, "outputs", None) or [])
+    if len(outputs) == 1:
+        return [_name_by_user(outputs[0])]
+    return _unique([_name_by_user(output) or f"output_{index}" for index, output in enumerate(outputs)])
 
 
 def _name_by_user(output: Any) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,12 @@ def run_job(command: Command, given: GivenFlags, session: CommandRun) -> None:
     if backend_of(given["cluster"]).submits(given):
         end_with(submit(command, given))
     else:
+        if given["dry_run"]:
+            from elasticcb.cli.dry_run import dry_run  # not for other commands
+
+            with tempfile.TemporaryDirectory(prefix="elasticcb-dry-run-") as folder, _not_begun():
+                dry_run(build_settings(command, given, folder), given["job_dir"] or "")
+            return
         with _not_begun():
             settings = build_settings(command, given)
         run_settings(settings, session)
@@ -191,8 +198,11 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def build_settings(command: Command, given: GivenFlags) -> JobSettings:
+def build_settings(command: Command, given: GivenFlags, folder: str = "") -> JobSettings:
     """Checks the flags and makes the job's folder; all paths in the settings are absolute.
+
+    Args:
+        folder: the job's folder in place of the user's, for a dry run.
 
     Raises:
         UsageError: the message lists all problems.
@@ -208,7 +218,7 @@ def build_settings(command: Command, given: GivenFlags) -> JobSettings:
     directory = "" if store else settings.directory
     if POD_NAME in os.environ and store:  # a later pod looks there for what a killed master has left
         directory = f"{PRIVATE_FOLDER}/{name}"
-    directory = directory or str(new_folder(given.working_directory / JOBS, command, name))
+    directory = folder or directory or str(new_folder(given.working_directory / JOBS, command, name))
     make_private(Path(directory))
     if command is Command.PREDICT:
         wanted = names_predictions(given)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from elasticcb.cli.follow import FollowSettings
 from elasticcb.cluster.registry import backends
 from elasticcb.settings import Command, JobSettings
-from elasticcb.settings.definition import KUBERNETES, PANELS, Kind, Section, Setting, setting, settings_of
+from elasticcb.settings.definition import JOB, KUBERNETES, PANELS, Kind, Section, Setting, setting, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,10 @@ class SubmissionSettings(Section):
     )
     dry_run: bool = setting(
         False,
-        "Validate the job against the API server without starting anything. `--dry_run` without a value means true.",
+        "`train`: train one batch with one worker, without hooks of callbacks, show what the job would do, and keep "
+        "nothing. With --cluster=kubernetes: validate the job against the API server without starting anything. "
+        "`--dry_run` without a value means true.",
+        panel=JOB,
     )
 
 

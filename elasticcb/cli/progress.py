@@ -98,14 +98,15 @@ class PlainDisplay:
     """Plain lines, or JSON lines as in logs: one when the status changed, at most one per `interval` seconds.
 
     Args:
-        interval: seconds between two lines; a new phase is shown at once.
+        interval: seconds between two lines. Shown at once: a phase that the job is in for the first time, and that all
+            processes are there, and no others.
     """
 
     def __init__(
         self,
         name: str,
         stream: TextIO | None = None,
-        interval: float = 2.0,
+        interval: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
@@ -113,16 +114,21 @@ class PlainDisplay:
         self._interval = interval
         self._clock = clock
         self._lock = threading.Lock()
-        self._phase, self._shown = "", ""
+        self._phases, self._shown = set[str](), ""
+        self._was_complete = False
         self._shown_at = 0.0
 
     def update(self, status: JobSnapshot) -> None:
         now = self._clock()
         with self._lock:
             text = ", ".join(status_parts(status))
-            if status.phase == self._phase and (text == self._shown or now - self._shown_at < self._interval):
+            complete = all(each.up == each.planned for each in (status.workers, status.servers))
+            at_once = status.phase not in self._phases or (complete and not self._was_complete)
+            self._was_complete = complete
+            if not at_once and (text == self._shown or now - self._shown_at < self._interval):
                 return
-            self._phase, self._shown, self._shown_at = status.phase, text, now
+            self._phases.add(status.phase)
+            self._shown, self._shown_at = text, now
             self._write(f"[{self._name}] {status.phase}: {text}")
 
     def message(self, text: str) -> None:

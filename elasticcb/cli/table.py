@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -48,15 +49,15 @@ _VALUES_SHOWN = 8  # of a row
     help="Number of most frequently looked-up ids to show.",
 )
 @click.option("--table", "name", metavar="NAME", help="Show only the table of this layer.")
-@click.option("--id", type=click.IntRange(0, _LARGEST_ID), metavar="ID", help="Show the rows of this id.")
-@click.option("--text", metavar="TEXT", help="Show the rows of this string, in layers that take strings.")
+@click.option("--id", metavar="ID", help="Show the rows of this id: a number, or a string in layers that take strings.")
+@click.option("--text", metavar="TEXT", help="Show the rows of this string, even if it looks like a number.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON document, with bytes and counts as numbers.")
 @click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
 def table(
     source: str,
     top: int,
     name: str | None,
-    id: int | None,
+    id: str | None,
     text: str | None,
     as_json: bool,
     namespace: str | None,
@@ -72,6 +73,7 @@ def table(
     Examples:
       elasticcb table train-ctr-20260101-120000
       elasticcb table train-ctr-20260101-120000 --table users --id 42
+      elasticcb table train-ctr-20260101-120000 --id user_1
       elasticcb table ctr --namespace=training --top 20
       elasticcb table jobs/ctr/checkpoints/version-00001000
     """
@@ -82,7 +84,7 @@ def table(
         given = [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
         end_with(_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), source), given + ["--json"] * as_json))
         return
-    found = _read(source, top, id if text is None else _id_of(text))
+    found = _read(source, top, _id_of(id, text))
     tables: Any = _named(found.tables, name)
     found = dataclasses.replace(found, tables=tables)
     if as_json:
@@ -175,7 +177,22 @@ def _named(tables: tuple[Any, ...], name: str | None) -> tuple[Any, ...]:
     return tuple(tables[index] for index in found)
 
 
-def _id_of(text: str) -> int:
+def _id_of(id: str | None, text: str | None) -> int | None:
+    """The id to show, as a number; None: all tables."""
+    if id is None:
+        return None if text is None else _id_of_text(text)
+    if not re.fullmatch(r"[+-]?\d+", id):
+        return _id_of_text(id)
+    number = int(id)
+    if not 0 <= number <= _LARGEST_ID:
+        raise UsageError(
+            f"--id={id} is not an id. Expected a number from 0 to {_LARGEST_ID}. For a string that looks like a "
+            f"number: --text={id}"
+        )
+    return number
+
+
+def _id_of_text(text: str) -> int:
     """The id that embedding layers compute for a string."""
     os.environ.update(quiet_environment("INFO"))
     kept = os.dup(_STDERR)

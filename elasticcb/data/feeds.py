@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticcb.data.stacking import flatten
 from elasticcb.errors import DataError, ModelFileError
+
+if TYPE_CHECKING:
+    from elasticcb.data.reader import Reader
 
 # What a `feed` must not do, by TensorFlow's name of the dataset. Each task creates a new iterator.
 _REFUSED = {
@@ -43,14 +46,15 @@ def check_feed(raw: Any, fed: Any, what: str) -> None:
                 raise ModelFileError(f"{what} {why}.")
 
 
-def told_of(raw: Any, batches: bool = False) -> str:
-    """Describes the input of a feed: single records, or batches of them."""
+def told_of(raw: Any, reader: Reader, batches: bool = False) -> str:
+    """Describes the input of a feed: single records of a reader, or batches of them."""
     import keras
 
     record = keras.tree.map_structure(lambda spec: f"{spec.dtype.name} {list(spec.shape)}", raw.element_spec)
     lines = " (a line of text, or the bytes of a record)" if record == "string []" else ""
     lines = " (lines of text, or the bytes of records)" if record == "string [None]" else lines
-    return f"{'Its records are' if batches else 'Each record of its input dataset is'} {record}{lines}."
+    given = "Its records are" if batches else "Each record of its input dataset is"
+    return f"{given} {record}{lines}. {reader.told_of()}".rstrip()
 
 
 def keeps_order(raw: Any, fed: Any) -> bool:
@@ -71,7 +75,7 @@ def batched(raw: Any, fed: Any, size: int) -> Any:
     return fed.ragged_batch(size) if is_ragged else fed.batch(size)
 
 
-def batch_error(error: Any, what: str, ranges: Sequence[tuple[str, int, int]], has_header: bool = False) -> DataError:
+def batch_error(error: Any, what: str, ranges: Sequence[tuple[str, int, int]], reader: Reader) -> DataError:
     """The error for ranges of records that `what`, a feed, can't convert to batches.
 
     Has TensorFlow's message without names of nodes and operations, and advice if there is any. There is no traceback,
@@ -88,8 +92,9 @@ def batch_error(error: Any, what: str, ranges: Sequence[tuple[str, int, int]], h
             " All examples of `feed` must have the same shape. Pad them, or end `feed` with "
             "`dataset.ragged_batch(1).unbatch()` to get ragged batches."
         )
-    if any(start == 0 for _, start, _ in ranges) and not has_header and re.search("Field .*is not a valid", message):
-        message += " If the first line is a header, set the reader parameter `header`: header=true."
+    of_columns = re.search(r"Field \d+ in record .* is not a valid|Expect \d+ fields but have", message)
+    if of_columns and any(start == 0 for _, start, _ in ranges):
+        message = f"{message} {reader.told_of()}".rstrip()
     names = ", ".join(f"[{start}, {end}) of {name}" for name, start, end in ranges[:3])
     more = f" and {len(ranges) - 3} more ranges" if len(ranges) > 3 else ""
     return DataError(f"Records {names}{more} can't be converted to batches by {what}: {message}")

@@ -78,6 +78,11 @@ class Reader(ABC):
         """
         return stack_records(self.read(name, start, end), self.element_spec, name, start, size)
 
+    def told_of(self) -> str:
+        """What a person needs to know of the records when a feed fails: the names of the columns, if there are any."""
+        names = self.metadata.column_names
+        return f"The columns are: {', '.join(names)}." if names else ""
+
     def default_feed(self) -> Feed | None:
         """The feed for model files without one; None: columns become features and labels."""
         return None

@@ -22,6 +22,7 @@ from elasticcb.data.text_index import Dialect, index_records, line_in, line_of, 
 from elasticcb.errors import DataError, UsageError
 from elasticcb.process.wording import how_many
 
+_LONGEST_LINE = 200  # characters of a line that a message shows
 _TEXT_DTYPES = ("str", STRING, "bytes", "object")
 
 
@@ -151,6 +152,19 @@ class TextReader(FileReader):
                 pass
         finally:
             self._checks, self._checks_reads = before, False
+
+    def told_of(self) -> str:
+        """The names of the columns; without names, the first line, which may be a header that nobody announced."""
+        known = super().told_of()
+        if known or not self._dialect.delimiter:
+            return known
+        opened = self.first_opened()
+        line = bytes(next(self.read(opened.file.name, 0, 1))).decode("utf-8", "replace")
+        shown = line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…"
+        return (
+            f"The columns have no names (`metadata.column_names` is empty). The first line of {opened.file.name} is: "
+            f"{shown}\nIf that is a header, set the reader parameter header=true; else set `columns`."
+        )
 
     def _open(self, file: File, index: FileIndex | None, enough: int | None) -> _OpenedText:
         compression = compression_of(file) if index is None else index.compression

@@ -15,7 +15,7 @@ from elasticcb.master.task import RESUMABLE, TRANSITIONS, Lease, Task, TaskEvent
 
 _BY_EPOCH = ("records_trained", "records_dropped")
 _SPEED_SECONDS = 10.0  # window of the current speed
-_SMOOTHING_SECONDS = 30.0  # time constant of the smoothed speed
+_SMOOTHING_SECONDS = 60.0  # time constant of the smoothed speed
 _LEAST_SECONDS = 2.0  # minimum window of the smoothed speed
 
 
@@ -101,7 +101,7 @@ class Speed:
 
     @property
     def smoothed(self) -> float:
-        """Smoothed rate with a time constant of half a minute; 0 until two seconds have been observed."""
+        """Smoothed rate with a time constant of a minute; 0 until two seconds have been observed."""
         return self._records / self._seconds if self._seconds >= _LEAST_SECONDS else 0.0
 
 

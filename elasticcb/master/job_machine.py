@@ -201,6 +201,8 @@ class JobMachine:
         self.status = JobSnapshot()
         self.speed = Speed()
         self.speeds: dict[int, Speed] = {}  # batches per second of each worker, by id
+        # batches that each worker has trained of a task that counts no records before its end, by id
+        self.uncounted: dict[int, int] = {}
         self.history = JobHistory()
         self.evaluated_before = 0  # records, before the last round
         self.start_version = 0
@@ -449,6 +451,7 @@ class JobMachine:
     def _forget(self, worker: int) -> None:
         self.paces.forget(worker)
         self.speeds.pop(worker, None)
+        self.uncounted.pop(worker, None)
         member = self.roster.find(worker)
         if member is not None:
             self.history.left(member.index)
@@ -561,6 +564,8 @@ class JobMachine:
         self._note_pace(worker, timed_batches, batch_seconds, now)
         if not lease or self.queue is None:
             return Answer(True, "no task")
+        if not records_done:
+            self.uncounted[worker] = self.uncounted.get(worker, 0) + timed_batches
         is_held = servers >= self.newest_server
         answer = self.queue.report_progress(worker, lease, records_done, now, progressed, computing, is_held)
         member = self.roster.member(worker)
@@ -605,11 +610,12 @@ class JobMachine:
         if outcome.counts and task is not None:
             self.history.ended(lease, "done", task)
             self.totals.batches_skipped += result.batches_skipped
-            self._take_in(task, result)
+            self._take_in(worker, task, result)
         return outcome
 
-    def _take_in(self, task: Task, result: TaskResult) -> None:
+    def _take_in(self, worker: int, task: Task, result: TaskResult) -> None:
         if task.type is TaskType.TRAINING:
+            self.uncounted.pop(worker, None)
             if result.restarts:
                 self.epoch_states.forget(task.epoch)
                 self._effects.restarted.append(task.epoch)
@@ -727,7 +733,16 @@ class JobMachine:
             self.set_status(seconds_to_first_step=now - self.started)
             self.persist(first_step=now - self.started)
         if self.queue is not None:
-            self.speed.note(now, sum(self.queue.accounting.records_trained.values()))
+            self.speed.note(now, self.records_begun(self.queue))
+
+    def records_begun(self, queue: TaskQueue) -> int:
+        """An estimate of the records trained so far that also counts those of running tasks, which tasks with a
+        shuffling feed report only at their end."""
+        running = 0
+        for worker, held in queue.batches_left().items():
+            left = sum(entry.records - entry.reported for entry in held if entry.type is TaskType.TRAINING)
+            running += min(self.uncounted.get(worker, 0) * held[0].batch, left)
+        return sum(queue.accounting.records_trained.values()) + running
 
     # ------------------------------------------------------------ after another master
 

@@ -17,7 +17,7 @@ from elasticcb.callbacks import SavedModelExporter
 from elasticcb.callbacks.dispatch import Dispatcher
 from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.callbacks.placement import Place, holds_predictions, takes_predictions
-from elasticcb.callbacks.serving_signature import serving_inputs
+from elasticcb.callbacks.serving_signature import names_of_outputs, serving_inputs
 from elasticcb.callbacks.shared_attributes import check_hooks, shares_state, without_traces
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import find_latest
@@ -57,7 +57,7 @@ from elasticcb.optimizers.traits import (
     unwrapped,
 )
 from elasticcb.optimizers.variables import StepVariables, described, leaves_of
-from elasticcb.predictions.files import check, columns_of, names_of_outputs
+from elasticcb.predictions.files import check, columns_of
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Command, JobSettings, Mode, WhenFull
 from elasticcb.settings.table import TableOptions, read_table_options

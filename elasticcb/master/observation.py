@@ -15,6 +15,7 @@ from typing import Any
 from elasticcb.master.job_machine import JobMachine
 from elasticcb.master.members import PlaceState, Role
 from elasticcb.master.snapshot import JobSnapshot, ProcessCounts, ProcessSnapshot
+from elasticcb.master.task import TaskState
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.host import host_name
 from elasticcb.process.stats import TableSize, histograms, resident_bytes
@@ -88,11 +89,7 @@ def figures_of(queue: TaskQueue, state: JobMachine, now: float) -> dict[str, Any
         return {}
     accounting = queue.accounting
     values = {
-        "tasks": {
-            (kind.value.lower(), state.value.lower()): count
-            for kind, states in queue.counts().items()
-            for state, count in states.items()
-        },
+        "tasks": _tasks(queue),
         "tasks_retried": accounting.tasks_retried,
         "tasks_taken_over": accounting.tasks_taken_over,
         "tasks_split": accounting.tasks_split,
@@ -106,14 +103,29 @@ def figures_of(queue: TaskQueue, state: JobMachine, now: float) -> dict[str, Any
     }
     if settings.command is not Command.TRAIN:
         return values
-    done, total = sum(accounting.records_trained.values()), records_to_train(settings, queue)
-    smoothed = state.speed.smoothed
+    total, begun, smoothed = records_to_train(settings, queue), state.records_begun(queue), state.speed.smoothed
     return values | {
         "epoch": queue.epoch + 1,
         "epochs": settings.training.num_epochs,
         "records_total": total,
-        "records_per_second": state.speed.per_second(now, done),
-        "seconds_left": (total - done) / smoothed if smoothed else None,
+        "records_per_second": state.speed.per_second(now, begun),
+        "seconds_left": max(total - begun, 0) / smoothed if smoothed else None,
+    }
+
+
+def _tasks(queue: TaskQueue) -> dict[tuple[str, str], int]:
+    """The number of tasks, by type and state. A task that a worker has fetched ahead is still to do."""
+    counts = queue.counts()
+    busy: set[int] = set()
+    for lease in queue.leases():
+        if lease.worker in busy:
+            counts[lease.task.type][TaskState.DOING] -= 1
+            counts[lease.task.type][TaskState.TODO] += 1
+        busy.add(lease.worker)
+    return {
+        (kind.value.lower(), state.value.lower()): count
+        for kind, states in counts.items()
+        for state, count in states.items()
     }
 
 

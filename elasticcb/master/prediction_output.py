@@ -125,17 +125,28 @@ class PredictionOutput:
                 raise FileExistsError(None, "a file with this name has appeared; it was left unchanged")
 
         with durable.replacing(path, check) as unfinished:
-            WRITERS[self._format](unfinished, self._batches, self._shapes)
+            shapes: dict[str, set[tuple[int, ...] | None]] = {
+                name: {()} if name in self._numbers_only else found for name, found in self._shapes.items()
+            }
+            WRITERS[self._format](unfinished, self._batches, shapes)
+
+    @property
+    def _numbers_only(self) -> set[str]:
+        """Outputs of shape (n, 1), which are written as numbers. A width of 1 in some batches only is a list."""
+        return {name for name, shapes in self._shapes.items() if shapes == {(1,)}}
 
     def _batches(self) -> Iterator[tuple[int, list[Column]]]:
         """All batches in the order of the data. Raises `JobFailedError` when records are missing."""
-        position = 0
+        position, numbers = 0, self._numbers_only
         for part in sorted(self._folder.glob("part-*")):
             self._check_continues(position, int(part.name.removeprefix("part-")))
             for outputs in from_outputs(pb.ReportTaskRequest.FromString(part.read_bytes()).outputs):
                 columns = columns_of(outputs, self._output_names)
                 if columns[0].rows:
-                    yield position, columns
+                    yield (
+                        position,
+                        [each.without_unit_axis() if each.name in numbers else each for each in columns],
+                    )
                 position += columns[0].rows
         self._check_continues(position, self._records)
 

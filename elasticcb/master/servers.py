@@ -400,7 +400,7 @@ class Saves:
             state.warn(CallbackWarning("servers can't write recovery files", text))
         if self._waits_for_url and now - self._failing_since > job_copy.PATIENCE_SECONDS and not self._paused:
             self._paused = True
-            self._master.say(
+            self._master.print(
                 f"The parameter servers could not write their files for {now - self._failing_since:.0f} s. Training "
                 "pauses until they can."
             )
@@ -410,7 +410,7 @@ class Saves:
         self._failing_since = 0.0
         if self._paused:
             self._paused = False
-            self._master.say("The parameter servers can write their files again. Training continues.")
+            self._master.print("The parameter servers can write their files again. Training continues.")
             self._master.pause("servers", "")
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from elasticcb.settings import JobSettings, Mode
 
 Sources = list[tuple[str, int]]
 
+_FEW_RECORDS = 256  # in which a feed that drops records leaves some
 _UNKNOWN = 1 << 40  # batches in an epoch of unknown length: more than possible
 
 
@@ -163,6 +164,7 @@ class FeedPipeline:
         if isinstance(self.reader, FileReader):
             self.reader.find_index = find_index
         self._minibatch_size = settings.training.minibatch_size
+        self._reads_few = settings.dry_run
         self._predicts = mode is Mode.PREDICTION  # then the feed returns only features
         self._batches = RecordBatches(
             self.reader,
@@ -183,6 +185,11 @@ class FeedPipeline:
         return self._batches.dataset.element_spec
 
     def sources(self) -> Sources:
+        if self._reads_few:  # without scanning the data
+            few = self._minibatch_size if self.keeps_order else max(self._minibatch_size, _FEW_RECORDS)
+            for name, head in self._beginnings():
+                if count := head(few):
+                    return [(name, count)]
         return [(source.name, source.count) for source in checked_sources(self.reader)]
 
     def units_in(self, batch: Any) -> int:
@@ -198,7 +205,7 @@ class FeedPipeline:
         tried = 0
         for name, head in self._beginnings():
             count = 0
-            for records in (self._minibatch_size, 256, sys.maxsize):
+            for records in (self._minibatch_size, _FEW_RECORDS, sys.maxsize):
                 count = head(records)
                 if not count:
                     break

@@ -22,7 +22,7 @@ from elasticcb.errors import ModelFileError
 from elasticcb.model.metric_messages import unflatten_outputs
 
 RECORD = "record"  # the column with the record's position in the data, from 0
-_ONLY = "prediction"  # the name of the only output
+_ONLY = "prediction"  # the only output, if its layer has no name by the user
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,10 @@ class Column:
             values = values.astype(np.float32)
         return Column(self.name, values, self.splits)
 
+    def without_unit_axis(self) -> Column:
+        """A column of rows of one number, as a column of numbers."""
+        return Column(self.name, self.values[:, 0])
+
     def to_lists(self) -> list[Any]:
         """The rows as Python values or lists. Floats have the shortest representation that reads back equal."""
         values = self.values
@@ -78,11 +82,14 @@ def columns_of(outputs: Mapping[str, np.ndarray], output_names: Sequence[str] = 
     """The columns of a step's outputs for one batch (`flatten_outputs`).
 
     Args:
-        output_names: names of the model's outputs, used if their number matches a list of outputs.
+        output_names: names of the model's outputs, used if their number matches: of a list, or of the only output.
 
     Raises `ModelFileError` for outputs without one row per record.
     """
-    return [_column(name, leaf) for name, leaf in _named(unflatten_outputs(outputs), "", output_names)]
+    found = _named(unflatten_outputs(outputs), "", output_names)
+    if len(output_names) == 1 and [name for name, _ in found] == [_ONLY]:
+        found = [(output_names[0] or _ONLY, found[0][1])]
+    return [_column(name, leaf) for name, leaf in found]
 
 
 def _named(structure: Any, name: str, output_names: Sequence[str]) -> list[tuple[str, Any]]:
@@ -117,11 +124,6 @@ def _column(name: str, leaf: Any) -> Column:
             "outputs with the batch on axis 0, or process it in a callback's on_predict_batch_end."
         )
     return Column(name, values)
-
-
-def names_of_outputs(model: Any) -> Sequence[str]:
-    """The names of the outputs of a Keras model, if it has any."""
-    return tuple(getattr(model, "output_names", None) or ())
 
 
 Shapes = Mapping[str, set[tuple[int, ...] | None]]  # shapes of rows, by column
@@ -168,7 +170,7 @@ def _write_csv(path: Path, open_batches: Callable[[], Batches], shapes: Shapes) 
 
 def _csv_names(name: str, shapes: set[tuple[int, ...] | None]) -> list[str]:
     (shape,) = shapes if len(shapes) == 1 else (None,)
-    if shape is None or len(shape) != 1 or shape == (1,):
+    if shape is None or len(shape) != 1:
         return [name]
     return [f"{name}_{index}" for index in range(shape[0])]
 
@@ -178,7 +180,7 @@ def _csv_cells(column: Column, shapes: set[tuple[int, ...] | None]) -> list[list
     rows = column.to_lists()
     if shapes == {()}:
         return [rows]
-    if len(_csv_names(column.name, shapes)) > 1 or shapes == {(1,)}:
+    if len(_csv_names(column.name, shapes)) > 1:
         return [list(cells) for cells in zip(*rows, strict=True)]
     return [[json.dumps(row) for row in rows]]
 

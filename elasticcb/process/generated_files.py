@@ -6,7 +6,8 @@ import contextlib
 import os
 import sys
 
-_PREFIX = "__autograph_generated_file"  # of their modules
+from elasticcb.errors import GENERATED
+
 _modules = 0  # at the last check
 
 
@@ -18,7 +19,7 @@ def remove_generated_files() -> None:
         _modules = len(sys.modules)
         # A copy is made at once; a list is not, and other threads import meanwhile.
         for name, module in sys.modules.copy().items():
-            if name.startswith(_PREFIX) and module.__file__ is not None:
+            if name.startswith(GENERATED) and module.__file__ is not None:
                 for path in (module.__file__, module.__cached__):  # the source and its compiled file
                     with contextlib.suppress(OSError):
                         os.unlink(path)

@@ -112,6 +112,7 @@ def running_cluster(
     fork_server: ForkServer | None = None,
     since: float = 0.0,
     wait_seconds: float = _OLD_MASTER_SECONDS,
+    make_host: Callable[[JobSettings], Any] | None = None,
 ) -> Iterator[Callable[[JobSettings], JobSnapshot]]:
     """Context with a master in this process and the processes of its cluster, which run one job after another.
 
@@ -121,6 +122,7 @@ def running_cluster(
         settings: settings of the first job; all jobs must have the same `cluster` and `directory`.
         journal: opens the journal of the only job; None, and its result None: the job can't be resumed.
         wait_seconds: how long to wait for another master in this folder that is ending.
+        make_host: as in `Job`.
     """
     folder = Path(settings.directory)
     with contextlib.ExitStack() as until_end:
@@ -152,7 +154,7 @@ def running_cluster(
         def run(settings: JobSettings) -> JobSnapshot:
             goes_on_by = backend.resume_command(settings.name)
             master.server.show_printed = lambda text, is_error: display.message(text)
-            job = Job(settings, master, display, journal=opened, takeover=takeover, goes_on_by=goes_on_by)
+            job = Job(settings, master, display, make_host, journal=opened, takeover=takeover, goes_on_by=goes_on_by)
             try:
                 return job.run()
             finally:

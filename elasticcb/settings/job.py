@@ -283,6 +283,7 @@ class JobSettings(Section):
     callback_params: dict[str, Any] = field(default_factory=dict)  # additional `callback.params`
     keras_backend: str = ""  # the Keras backend of master and workers; set by the master
     store: str = ""  # the URL of --job_dir; "": it is a folder
+    dry_run: bool = False  # read only the first records of each data origin
 
     @property
     def keeps_recovery_files(self) -> bool:

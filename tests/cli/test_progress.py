@@ -65,17 +65,21 @@ class Clock:
         return self.now
 
 
-def test_plain_lines_come_at_intervals_when_something_changed_and_at_once_for_a_new_phase():
+def test_plain_lines_come_every_ten_seconds_and_at_once_for_a_new_phase_and_when_all_processes_are_up():
     clock, stream = Clock(), io.StringIO()
-    display = PlainDisplay("digits", stream, interval=2.0, clock=clock)
-    moments = [(0.0, 0), (1.0, 1), (2.5, 2), (5.0, 2), (9.0, 3)]
+    display = PlainDisplay("digits", stream, clock=clock)
+    moments = [(0.0, 0), (5.0, 1), (12.0, 2), (25.0, 2), (45.0, 3)]
     for clock.now, version in moments:
         display.update(dataclasses.replace(STATUS, version=version))
     lines = stream.getvalue().splitlines()
     assert [line.split("version ")[1].split(",")[0] for line in lines[1:]] == ["2", "3"]
     assert len(lines) == 3
     display.update(dataclasses.replace(STATUS, version=3, phase="evaluating"))
-    assert stream.getvalue().splitlines()[3].startswith("[digits] evaluating:")
+    display.update(dataclasses.replace(STATUS, version=4))  # the phases of each epoch would be many lines
+    assert [line.startswith("[digits] evaluating:") for line in stream.getvalue().splitlines()[3:]] == [True]
+    for up in (1, 2, 2):
+        display.update(dataclasses.replace(STATUS, version=4 + up, workers=ProcessCounts(up=up, planned=2)))
+    assert ["workers 2/2" in line for line in stream.getvalue().splitlines()[4:]] == [True]
 
 
 def test_a_plain_line_holds_all_figures():

@@ -128,7 +128,9 @@ def test_a_string_is_found_by_its_hash_and_an_id_is_given_once(tmp_path, capsys)
     folder = write_checkpoint(tmp_path, [FREE], [{0: state([id], 2, [4], [9], (), np.float16)}])
     assert run(capsys, folder, "--text=Gdańsk") == run(capsys, folder, f"--id={id}")
     assert "lookups         4" in run(capsys, folder, "--text=Gdańsk")
-    assert main(["table", str(folder), "--text=a", "--id=1"]) == ExitCode.WRONG_USAGE
+    assert run(capsys, folder, "--id=Gdańsk") == run(capsys, folder, f"--id={id}")
+    for wrong in (["--text=a", "--id=1"], ["--id=-1"], [f"--id={2**63}"]):
+        assert main(["table", str(folder), *wrong]) == ExitCode.WRONG_USAGE
     assert "exclude each other" in capsys.readouterr().err
 
 

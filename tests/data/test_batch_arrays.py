@@ -132,7 +132,9 @@ def test_shuffling_batches_keeps_rows_in_their_batch(tmp_path: Path) -> None:
 def test_epochs_of_steps_go_on_where_the_last_ended(tmp_path: Path) -> None:
     def source(steps: int) -> BatchSource:
         with pytest.warns(UserWarning, match="ran out of data"):
-            return adapt(np.arange(6), batch_size=2, steps=steps, shuffle=False, purpose="fit", folder=tmp_path, seed=1)
+            return adapt(
+                np.arange(6), batch_size=2, steps=steps, epochs=3, shuffle=False, purpose="fit", folder=tmp_path, seed=1
+            )
 
     assert [rows_in(all_batches(source(2), epoch)) for epoch in range(3)] == [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3]]
     assert rows_in(list(source(2).batches(2, 1, 99))) == [2, 3]

@@ -14,7 +14,6 @@ from elasticcb import Mode
 from elasticcb.data import Reader, open_reader
 from elasticcb.data.batch_sources.adapt import adapt
 from elasticcb.data.batch_sources.records import Records, read
-from elasticcb.data.feeds import batch_error
 from elasticcb.errors import DataError, ModelFileError
 from elasticcb.serialization import carry
 
@@ -133,17 +132,46 @@ def test_feeds_that_cannot_work_are_refused_in_words(reader: Reader, tmp_path: P
         Records(reader, 3)  # type: ignore[arg-type]
 
 
-def test_a_first_line_that_names_columns_is_told_of(tmp_path: Path) -> None:
+def test_a_header_that_was_not_announced_is_shown_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "songs.csv").write_text("user,plays\n1,0.5\n")
     reader = open_reader(str(tmp_path / "songs.csv"))
 
     def feed(dataset: tf.data.Dataset, *_: object) -> tf.data.Dataset:
         return dataset.map(lambda line: tuple(tf.io.decode_csv(line, [0, 0.0])))
 
-    with pytest.raises(DataError, match=r"int32: user\. If the first line") as raised:
+    hint = r"songs\.csv is: user,plays\nIf that is a header, set the reader parameter header=true"
+    with pytest.raises(DataError, match=rf"int32: user\.(?s:.*){hint}") as raised:
         adapted(Records(reader, feed), tmp_path).first_batch()
-    assert "the reader parameter `header`" in str(raised.value)
     assert "[[" not in str(raised.value)
+
+    def by_name(dataset: tf.data.Dataset, mode: str, metadata: Any) -> tf.data.Dataset:
+        return dataset.map(lambda line: dict(zip(metadata.column_names, [line, line], strict=False))["plays"])
+
+    with pytest.raises(ModelFileError, match=rf"raised KeyError: 'plays'(?s:.*){hint}"):
+        adapted(Records(reader, by_name), tmp_path).first_batch()
+
+
+def test_a_missing_column_is_an_error_with_the_columns_there_are_and_the_line_of_the_feed(tmp_path: Path) -> None:
+    (tmp_path / "songs.csv").write_text("user,plays\n1,0.5\n")
+    reader = open_reader(str(tmp_path / "songs.csv"), {"header": True})
+
+    def feed(dataset: tf.data.Dataset, mode: str, metadata: Any) -> tf.data.Dataset:
+        def parse(line: Any) -> Any:
+            values = dict(zip(metadata.column_names, tf.io.decode_csv(line, [0, 0.0]), strict=True))
+            if mode:  # AutoGraph converts this function
+                return values["price"]
+            return line
+
+        return dataset.map(parse)
+
+    expected = r"raised KeyError: 'price'(?s:.*)The columns are: user, plays\."
+    with pytest.raises(ModelFileError, match=expected) as raised:
+        adapted(Records(reader, feed), tmp_path).first_batch()
+    shown = raised.value.user_traceback
+    assert 'return values["price"]' in shown
+    assert shown.endswith("\nKeyError: 'price'\n")
+    assert "autograph" not in shown
+    assert shown.count("in parse") == 1
 
 
 def test_labels_beside_a_reader_are_refused_in_the_words_of_keras(reader: Reader, tmp_path: Path) -> None:
@@ -164,11 +192,3 @@ def test_lists_of_varying_length_are_ragged_in_each_batch(tmp_path: Path) -> Non
     dropping = Records(reader, lambda dataset, *_: dataset.filter(lambda row: row["y"] != 5))
     (rows,) = adapted(dropping, tmp_path).batches(0, 1, 2)
     assert rows["seen"].to_list() == [[4], [], [7]]
-
-
-@pytest.mark.parametrize(
-    ("start", "has_header", "advised"), [(0, False, True), (0, True, False), (100, False, False), (100, True, False)]
-)
-def test_a_field_that_is_no_number_may_be_the_header_only_where_none_is_known(start, has_header, advised):
-    error = tf.errors.InvalidArgumentError(None, None, "Field 2 in record 0 is not a valid int32: hour")
-    assert ("header=true" in str(batch_error(error, "`feed`", [("a.csv", start, 200)], has_header))) == advised

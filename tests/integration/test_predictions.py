@@ -119,7 +119,7 @@ def test_record_numbers_go_through_all_files_and_outputs_keep_their_names(tmp_pa
     summary, _ = predict(tmp_path, text, prediction=str(tmp_path / "*.npz"), output=str(path), output_format="jsonl")
     assert summary.predictions_path == str(path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert rows == [{"record": n, "first": [float(n)], "all": [[float(n), 0.0], [0.0, 0.0]]} for n in range(100)]
+    assert rows == [{"record": n, "first": float(n), "all": [[float(n), 0.0], [0.0, 0.0]]} for n in range(100)]
     assert not (tmp_path / "job" / "predictions").exists()
 
 

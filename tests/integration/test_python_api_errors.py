@@ -1,6 +1,7 @@
 """`elasticcb.Cluster` next to `keras.Model`: mistakes are answered in the same words, and all errors in some."""
 
 import re
+import warnings
 
 import keras
 import numpy as np
@@ -64,11 +65,53 @@ def test_mistake_is_answered_as_by_keras(name, cluster):
         ("validation_steps=None", lambda on: on.fit(make(), X, Y, validation_data=dataset().repeat())),
         ("`steps_per_epoch` must", lambda on: on.fit(make(), lambda context: dataset())),
         ("`validation_freq` must be at least 1", lambda on: on.fit(make(), X, Y, validation_freq=0)),
+        ("batch_size=-1", lambda on: on.fit(make(), X, Y, batch_size=-1)),
+        ("steps_per_epoch=-1", lambda on: on.fit(make(), dataset(), steps_per_epoch=-1)),
+        ("validation_split=-0.5", lambda on: on.fit(make(), X, Y, validation_split=-0.5)),
+        ("validation_split=2.0", lambda on: on.fit(make(), X, Y, validation_split=2.0)),
+        ("steps=-1", lambda on: on.predict(make(), X, steps=-1)),
     ],
 )
 def test_what_keras_lets_pass_or_never_ends_is_an_error_with_words(words, call, cluster):
     with pytest.raises(ValueError, match=re.escape(words)):
         call(cluster)
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("batch_size=16.0", lambda on: on.fit(make(), X, Y, batch_size=16.0)),
+        ("validation_steps=1.0", lambda on: on.fit(make(), X, Y, validation_data=(X, Y), validation_steps=1.0)),
+        ("steps='2'", lambda on: on.evaluate(make(), X, Y, steps="2")),
+    ],
+)
+def test_number_that_is_no_integer_is_an_error_that_names_the_argument(words, call, cluster):
+    with pytest.raises(TypeError, match=f"must be an integer. Received: {words}"):
+        call(cluster)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda on: on.fit(make(), X, Y, batch_size=0, steps_per_epoch=0, shuffle=False),
+        lambda on: on.fit(make(), (pair for pair in [(X, Y)] * 3), steps_per_epoch=0),
+        lambda on: on.fit(make(), X, Y, batch_size=16, steps_per_epoch=3, shuffle=False),
+        lambda on: on.fit(make(), X, Y, batch_size=16, steps_per_epoch=100, shuffle=False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_zero_and_many_steps_are_what_they_are_in_keras(call, cluster):
+    expected, given = call(Keras()), call(cluster)
+    assert given.history["loss"] == pytest.approx(expected.history["loss"], rel=1e-5)
+    assert expected.params["steps"] in (given.params["steps"], None)  # None: Keras has not seen the end of a generator
+
+
+def test_data_that_lasts_for_all_epochs_is_not_warned_of(cluster):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Your input ran out of data")
+        cluster.fit(make(), X, Y, batch_size=16, steps_per_epoch=3)
+        with pytest.raises(UserWarning, match="ran out of data"):
+            cluster.fit(make(), X, Y, batch_size=16, steps_per_epoch=3, epochs=2)
 
 
 @pytest.mark.parametrize(

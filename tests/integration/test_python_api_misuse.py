@@ -103,6 +103,21 @@ def test_argument_that_stands_in_a_group_now_is_told_with_its_place():
         elasticcb.Cluster(num_wokers=2)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda on: on.fit(make(), X, Y, epoch=2), r"Cluster\.fit\(\) got .* 'epoch'\. Did you mean 'epochs'\?"),
+        (lambda on: on.evaluate(make(), X, Y, batchsize=2), "Did you mean 'batch_size'"),
+        (lambda on: on.predict(make(), X, step=2), "Did you mean 'steps'"),
+        (lambda on: elasticcb.fit(make(), X, Y, num_worker=2), r"elasticcb\.fit\(\) .*Did you mean 'num_workers'"),
+        (lambda on: elasticcb.fit(make(), X, Y, updates="sync"), r"Pass it as cluster=\{'updates': 'sync'\}\."),
+    ],
+)
+def test_misspelled_argument_is_told_with_the_near_one(call, words, cluster):
+    with pytest.raises(TypeError, match=words):
+        call(cluster)
+
+
 def test_cluster_shows_what_it_has_and_does(cluster):
     one, seen = "<elasticcb.Cluster: 1 worker, 1 parameter server, inprocess", []
     fit(cluster, callbacks=[Calls(lambda: seen.append(repr(cluster)))])

@@ -64,6 +64,7 @@ def test_csv_has_a_column_for_each_number_and_json_where_there_are_more_dimensio
 
 def test_json_lines_parquet_and_numpy_keep_shapes_and_dtypes(tmp_path):
     expected = {name: value.tolist() for name, value in outputs(0, 8).items()}
+    expected["one"] = POSITIONS.tolist()  # of shape (8, 1)
     lines = [json.loads(line) for line in write(tmp_path / "l", "jsonl").read_text().splitlines()]
     table = pyarrow.parquet.read_table(write(tmp_path / "p", "parquet")).to_pydict()
     arrays = np.load(write(tmp_path / "n", "npz"))
@@ -107,6 +108,8 @@ def test_widths_that_differ_between_batches_are_lists_in_csv_and_refused_by_nump
 def test_outputs_of_a_list_have_the_names_of_the_model():
     names = [column.name for column in columns_of(flatten_outputs([np.ones(2), {"x": np.ones(2)}]), ("a", "b"))]
     assert names == ["a", "b.x"]
+    (only,) = columns_of(flatten_outputs(np.ones((2, 1))), ("click",))
+    assert only.name == "click"
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ from elasticcb.cli.progress import summary_lines
 from elasticcb.cli.status import state_lines
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import JobFailedError, JobInterrupted
-from elasticcb.master.job_machine import TaskResult
+from elasticcb.master.job_machine import JobMachine, TaskResult
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role, ServedCluster
+from elasticcb.master.observation import figures_of
 from elasticcb.master.prometheus import JobCollector
+from elasticcb.master.roster import Roster
 from elasticcb.master.state_document import document
 from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
@@ -103,6 +105,35 @@ def test_all_that_is_shown_of_a_job_has_the_same_numbers(seen):
         (0.5, state["loss"], metric("training_loss")),
     ]
     assert [found for found in same if len(set(found)) > 1] == []
+
+
+def test_time_left_does_not_jump_when_tasks_count_their_records_only_at_their_end():
+    """As with a feed that shuffles: two workers train a batch of 10 records a second, in tasks of 20 batches."""
+    state = JobMachine(Roster(2, 0, 5, 5), number=1, settings=SETTINGS)
+    state.queue = queue = TaskQueue(QueueSettings(records_per_task=200, minibatch_size=10), training=[("a", 4000)])
+    found = []
+    for task in range(10):
+        leases = [queue.get_task(worker, 20.0 * task).lease for worker in (1, 2)]
+        for second in range(1, 21):
+            now = 20.0 * task + second
+            for worker in (1, 2):
+                state.uncounted[worker] = second
+            state.note_progress(now)
+            if (left := figures_of(queue, state, now)["seconds_left"]) is not None:
+                found.append(now + left)
+        for worker, lease in zip((1, 2), leases, strict=True):
+            queue.report_done(worker, lease.id)
+            state.uncounted.pop(worker)
+    assert found[10:] == pytest.approx([200.0] * (len(found) - 10), abs=1.0)
+
+
+def test_task_that_is_fetched_ahead_is_still_to_do():
+    queue = TaskQueue(QueueSettings(records_per_task=10, minibatch_size=5), training=[("a", 90)])
+    first = queue.get_task(1, 0.0).lease
+    queue.get_task(1, 0.0, [first.id])
+    queue.get_task(2, 0.0)
+    tasks = figures_of(queue, JobMachine(Roster(2, 0, 5, 5), number=1, settings=SETTINGS), 0.0)["tasks"]
+    assert (tasks["training", "doing"], tasks["training", "todo"]) == (2, 7)
 
 
 def test_the_live_display_and_the_status_command_show_the_same_figures(seen):

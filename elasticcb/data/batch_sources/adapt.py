@@ -41,6 +41,7 @@ def adapt(
     shuffle: bool | str = True,
     class_weight: Mapping[int, float] | None = None,
     steps: int | None = None,
+    epochs: int = 1,
     purpose: Purpose,
     folder: Path,
     seed: int,
@@ -50,7 +51,8 @@ def adapt(
 
     Args:
       steps: batches in an epoch: `steps_per_epoch`, `validation_steps` or `steps`. In "fit", epochs are cut from the
-        endlessly repeated data; for other purposes it is a limit, because no record may count twice.
+        endlessly repeated data; for other purposes it is a limit, because no record may count twice. 0 is None.
+      epochs: number of epochs of "fit".
       shuffle: only for "fit".
       folder: folder for the data that workers read; on a disk that they share.
       service: serves the batches of a `tf.data.Dataset` or generator in "fit"; needed only for these.
@@ -59,7 +61,7 @@ def adapt(
     """
     if isinstance(x, BatchSource):
         return x
-    steps = keras_data.capped_steps(steps)
+    steps = keras_data.capped_steps(steps) or None
     fit = purpose == "fit"
     shuffle = shuffle if fit else False
     amount: dict[str, Any] = {"steps": steps} if fit else {"limit": steps}
@@ -89,8 +91,11 @@ def adapt(
             source = PyDatasetSource(x, class_weight=class_weight, **of_index)
         else:
             source = _iterated(adapter, steps, purpose, folder, service)
-    if steps and isinstance(source, PassSource) and (source.size % steps if fit else source.size < steps):
-        keras_data.warn_of_missing_data()
+    if steps and isinstance(source, PassSource):
+        # In `fit`, an epoch in which the data ends has fewer batches, unless it ends with the epoch.
+        is_short = source.size % steps and source.size < steps * epochs if fit else source.size < steps
+        if is_short:
+            keras_data.warn_of_missing_data()
     return source
 
 

@@ -68,7 +68,7 @@ class ServedSource(BatchSource):
         first_pass = iter(batches)
         first = next(first_pass, None)
         if first is None:
-            raise ValueError(f"The {type(batches).__name__} must yield at least one batch. Received an empty one.")
+            raise ValueError(f"{_kind(batches)} must yield at least one batch. Received an empty one.")
         first_batch = keras_data.to_batch(first)
         self._layout = Layout(first_batch)
         self._first = self._layout.arrays(first_batch)
@@ -183,13 +183,13 @@ class StoredSource(PassSource):
                 offsets.append(file.tell())
                 if limit is None and offsets[-1] >= _LARGE_BYTES > offsets[-2]:
                     _LOGGER.warning(
-                        "Wrote %d batches of %s to %s so far. If the data is endless, pass the number of steps.",
+                        "%s: wrote %d batches to %s so far. If the data is endless, pass the number of steps.",
+                        _kind(batches),
                         len(offsets) - 1,
-                        type(batches).__name__,
                         self._path,
                     )
         if len(offsets) == 1:
-            raise ValueError(f"The {type(batches).__name__} must yield at least one batch. Received an empty one.")
+            raise ValueError(f"{_kind(batches)} must yield at least one batch. Received an empty one.")
         self._offsets = np.array(offsets, np.int64)
         super().__init__(len(offsets) - 1)
 
@@ -265,3 +265,7 @@ def _parts(leaf: Any) -> list[Any]:
     if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
         return [part.numpy() for part in tf.nest.flatten(leaf, expand_composites=True)]
     return [np.asarray(leaf)]
+
+
+def _kind(batches: Any) -> str:
+    return "The tf.data.Dataset" if isinstance(batches, tf.data.Dataset) else "The generator or loader"

@@ -103,7 +103,7 @@ class RecordBatches:
             self._stream.raise_error()
             for each in ranges:
                 self._explain(*each)
-            raise batch_error(error, self._what, ranges, self.reader.has_header) from error
+            raise batch_error(error, self._what, ranges, self.reader) from error
 
     def _fed(
         self,
@@ -118,7 +118,7 @@ class RecordBatches:
         try:
             fed = call(feed, raw, str(mode), self.reader.metadata)
         except ModelFileError as error:
-            raise ModelFileError(f"{error}\n{told_of(raw)}", error.user_traceback) from error
+            raise ModelFileError(f"{error}\n{told_of(raw, self.reader)}", error.user_traceback) from error
         if not isinstance(fed, tf.data.Dataset):
             raise ModelFileError(f"{what} returned {type(fed).__name__}; expected a tf.data.Dataset.")
         check_feed(raw, fed, what)
@@ -158,7 +158,7 @@ class RecordBatches:
         except ModelFileError as error:
             if refused:
                 raise refused[0] from None
-            raise ModelFileError(f"{error}\n{told_of(raw, batches=True)}", error.user_traceback) from error
+            raise ModelFileError(f"{error}\n{told_of(raw, self.reader, batches=True)}", error.user_traceback) from error
 
 
 def _check_rows(result: Any, records: Any, mode: str, what: str) -> None:

@@ -13,7 +13,7 @@ from elasticcb.data.batches import PassSource, source_seed
 from elasticcb.data.formats import open_reader
 from elasticcb.data.reader import Reader, checked_sources
 from elasticcb.data.stream import Range
-from elasticcb.errors import ElasticCBError, ModelFileError, user_traceback
+from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.settings import Mode
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Records:
         except Exception as error:
             name = getattr(function, "__name__", repr(function))
             raise ModelFileError(
-                f"{name}() of {self} raised {type(error).__name__}: {error}", user_traceback(error)
+                f"{name}() of {self} raised {describe(error)}", user_traceback(error)
             ) from error
 
 
