@@ -97,9 +97,7 @@ class MasterHooks:
     def prepare(self, hook: str, *args: Any, learning_rate: float | None = None) -> None:
         """Runs a training hook that an earlier process of the job has run, for what it makes of its callback. Of its
         effects, only a request to stop is applied: the servers hold the others, and what was trained since.
-
-        Args:
-            learning_rate: the base rate that the hook saw then; None: the current one.
+        `learning_rate`: the base rate that the hook saw then; None: the current one.
         """
         if learning_rate is not None:
             self._set_learning_rate(learning_rate)
@@ -326,10 +324,6 @@ class EpochHooks:
             self._hooks.apply(effects)
         with self._master.state() as state:
             state.release_epoch(epoch)
-
-    def begin_again(self, epoch: int, learning_rate: float | None) -> None:
-        """An earlier master has begun it, according to the journal; `learning_rate`: the base rate before that."""
-        self._hooks.prepare("on_epoch_begin", epoch, {}, learning_rate=learning_rate)
 
     def end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Calls `on_epoch_end`, and `on_epoch_begin` of the next epoch unless training is done."""

@@ -107,7 +107,7 @@ class JobDriver:
             if callbacks.stop_requested:
                 self._master.stop_training(callbacks.stop_reason, before_batch=True)
             if memory.epoch_begun:
-                self._epochs.begin_again(initial_epoch, memory.learning_rate_before)
+                self._hooks.prepare("on_epoch_begin", initial_epoch, {}, learning_rate=memory.learning_rate_before)
             elif not (self._context.resumes and self.queue.training_done):
                 self._epochs.begin(initial_epoch)
             self._clock.begin(*self._progress())

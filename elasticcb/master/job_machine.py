@@ -153,10 +153,6 @@ class TaskResult:
     restarts: bool = False
 
 
-def _trains_in_step(settings: JobSettings) -> bool:
-    return settings.command is Command.TRAIN and settings.training.updates is Updates.SYNC
-
-
 class JobMachine:
     """The state of one job, and of the processes that run one job after another.
 
@@ -207,7 +203,8 @@ class JobMachine:
         self.evaluated_before = 0  # records, before the last round
         self.start_version = 0
         self.queue: TaskQueue | None = None
-        self.gathering = Gathering() if settings is not None and _trains_in_step(settings) else None
+        command, updates = (None, None) if settings is None else (settings.command, settings.training.updates)
+        self.gathering = Gathering() if command is Command.TRAIN and updates is Updates.SYNC else None
         self.epoch_version = 0  # of the model when the current epoch began
         self.shared_callbacks: SharedCallbacks | None = None
         self.cluster: ServedCluster | None = None
@@ -257,10 +254,6 @@ class JobMachine:
         """Adds these to what the journal gets: fields of `Memory`, by name."""
         self._effects.changed = True
         self._effects.facts.update(facts)
-
-    def compact_journal(self) -> None:
-        """Compacts the journal."""
-        self._effects.compacts = True
 
     def print(self, text: str) -> None:
         """Prints a line about the job to the user."""
@@ -685,7 +678,7 @@ class JobMachine:
         """The hooks of an epoch's end have run; `facts` as in `persist`."""
         self.epoch_states.end_before(epoch + 1)  # only now: the journal keeps them until the epoch has ended
         self.persist(ended_epochs=epoch + 1, epoch_begun=False, **facts)
-        self.compact_journal()
+        self._effects.compacts = True
 
     @event(Wake.NOBODY)
     def epoch_begins(self, **facts: Any) -> None:

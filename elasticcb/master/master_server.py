@@ -96,10 +96,6 @@ class MasterServer:
             finally:
                 state.changed(wakes)
 
-    def wait(self, seconds: float) -> JobMachine:
-        """Inside a block: waits for a change, at most `seconds`; returns the current job's state."""
-        return self._locked.wait(seconds)
-
     def wait_for(self, condition: Callable[[JobMachine], bool], seconds: float | None = None) -> JobMachine:
         """Inside a block: waits until `condition` holds, at most `seconds`; returns the current job's state."""
         return self._locked.wait_for(condition, seconds)
@@ -480,7 +476,7 @@ class MasterServer:
                         state.waits_for_task(worker, decision)
                     return decision
                 state.waiting.add(worker)
-                state = self.wait(min(left, _OTHERS_SECONDS) if decision.reason == OTHERS_FIRST else left)
+                state = self._locked.wait(min(left, _OTHERS_SECONDS) if decision.reason == OTHERS_FIRST else left)
                 state.waiting.discard(worker)
 
     def report_done(self, worker: int, lease: int, result: TaskResult) -> Outcome:

@@ -6,7 +6,7 @@ A slot is (role, index); a member is one process that occupies a slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -93,17 +93,14 @@ class Totals:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
-        saved = asdict(self)
-        longest, lost = saved.pop("longest_recovery"), saved.pop("updates_lost")
-        return {**saved, "recoveries": {"seconds": [longest], "updates_lost": lost}}
+        return {**vars(self), "stragglers": [*self.stragglers]}
 
     def count_earlier(self, saved: dict[str, Any]) -> None:
         """Adds the totals of an earlier master."""
-        earlier, recoveries = dict(saved), saved["recoveries"]
-        del earlier["recoveries"]
+        earlier = dict(saved)
+        self.recovered(earlier.pop("longest_recovery"), earlier.pop("updates_lost"))
         for name, value in earlier.items():
             setattr(self, name, value)
-        self.recovered(max(recoveries["seconds"], default=0.0), recoveries["updates_lost"])
 
 
 @dataclass

@@ -5,10 +5,11 @@ The replacement of a lost member takes its slot, with a new id: ids are never re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from elasticcb.errors import UsageError
 from elasticcb.master.members import Member, PlaceState, Role
@@ -89,6 +90,20 @@ class Sighting:
     reason: str
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _changing(method: Method) -> Method:
+    """Marks a method of `Roster` that changes what `to_dict` returns."""
+
+    @functools.wraps(method)
+    def change(roster: Roster, *args: Any, **kwargs: Any) -> Any:
+        roster.saved = None
+        return method(roster, *args, **kwargs)
+
+    return cast(Method, change)
+
+
 class Roster:
     """Which processes should run, were requested, and are up.
 
@@ -107,9 +122,11 @@ class Roster:
         self._present = Presence()
         self.next_id = 1
         self.lost_workers: list[int] = []
+        self.saved: dict[str, Any] | None = None  # most of `to_dict`, until something changes
 
     # ------------------------------------------------------------ observed
 
+    @_changing
     def register(self, role: Role, index: int, address: str, pid: int, host: str, now: float, job: int = 1) -> Member:
         """A process is up, and ready for a job.
 
@@ -154,11 +171,13 @@ class Roster:
         self._present.by_id[id].seen = max(now, self._present.by_id[id].seen)
         return Sighting(True, "up")
 
+    @_changing
     def idle(self, id: int) -> None:
         """A process has finished its job and waits for the next."""
         if id in self._present.by_id:
             self._present.by_id[id].idle = True
 
+    @_changing
     def left(self, id: int) -> Sighting:
         """A process deregisters; it is replaced only if it was to leave, and its slot is needed again."""
         leaves = id in self._present.by_id and self._present.by_id[id].leaves
@@ -170,6 +189,7 @@ class Roster:
             self._close(member.role, member.index, "")
         return Sighting(True, f"{member} left")
 
+    @_changing
     def lost(self, id: int, reason: str, taken_away: bool = False) -> LossDecision:
         """A process exited without deregistering, or sent no heartbeat for too long.
 
@@ -188,6 +208,7 @@ class Roster:
             raise UsageError(f"Process {id} was reported lost, but {why}.")
         return LossDecision(Consequence.IGNORE, gone.role, gone.index, why)
 
+    @_changing
     def asked_to_end(self, id: int, reason: str) -> LossDecision:
         """A process leaves through no fault of its own: it is replaced, and no restart is used up."""
         member = self._present.remove(id, reason)
@@ -197,6 +218,7 @@ class Roster:
             return self._close(member.role, member.index, f"{member} leaves: the job needs fewer")
         return self._decide(member.role, member.index, f"{member} leaves: {reason}", taken_away=True)
 
+    @_changing
     def place_lost(self, role: Role, index: int, reason: str, taken_away: bool = False) -> LossDecision:
         """The process started for a slot is gone, registered or not; see `lost`."""
         place = (role, index)
@@ -222,11 +244,13 @@ class Roster:
         """Slots for which a process must be started."""
         return [place for place, state in self._places.items() if state is PlaceState.PLANNED]
 
+    @_changing
     def requested(self, role: Role, index: int) -> None:
         """A process was requested for this slot."""
         if self._places.get((role, index)) is PlaceState.PLANNED:
             self._places[role, index] = PlaceState.REQUESTED
 
+    @_changing
     def resize(self, role: Role, size: int) -> list[int]:
         """Changes the planned number of processes; returns the removed slots whose processes were requested but must
         not join.
@@ -322,7 +346,7 @@ class Roster:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, for another master of the same processes. Of gone members only counts are saved."""
-        return {
+        self.saved = self.saved or {
             "sizes": {role.value: size for role, size in self._sizes.items()},
             "places": [[role.value, index, state.value] for (role, index), state in self._places.items()],
             "up": [
@@ -330,12 +354,12 @@ class Roster:
                 for present in self._present.by_id.values()
                 for m in (present.member,)
             ],
-            **self.losses.to_dict(),
             "released": sorted(id for id, present in self._present.by_id.items() if present.released),
             "lost_workers": list(self.lost_workers),
-            "next_id": self.next_id,
         }
+        return {**self.saved, **self.losses.to_dict(), "next_id": self.next_id}
 
+    @_changing
     def restore(self, saved: dict[str, Any], now: float) -> None:
         """Restores what `to_dict` saved. Requested processes must be requested again."""
         self._sizes = {Role(role): size for role, size in saved["sizes"].items()}

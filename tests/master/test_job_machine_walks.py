@@ -196,6 +196,10 @@ class Walk:
             self.machine.roster.asked_to_end(worker, "preempted")
         del self.workers[worker]
         self.settle()
+        for role, index in self.machine.roster.to_start():
+            self.machine.roster.requested(role, index)
+        self.machine.processes_checked()
+        self.read_journal()
         self.join(member.index)
 
     def lose_server(self) -> None:
