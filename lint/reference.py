@@ -116,7 +116,7 @@ def metrics_table() -> str:
         tasks={(kind.value.lower(), state.value.lower()): 0 for kind in TaskType for state in TaskState},
         free_disk_bytes=dict.fromkeys(("job", "checkpoint"), 0),
         processes=processes,
-        checkpoint_age=0.0,
+        checkpoint_age_seconds=0.0,
         metrics={"accuracy": 0.0},
         tables={"table": TableSize(0, 0)},
         histograms=histograms(),
