@@ -32,7 +32,6 @@ from elasticcb.master.job_history import JobHistory
 from elasticcb.master.job_machine import TaskResult
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role, ServedCluster
-from elasticcb.master.state_document import document
 from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.stats import PUSH, Stats, TableSize
@@ -79,7 +78,7 @@ class SimulatedJob(JobView):
     def _ask(self) -> tuple[dict[str, Any], dict[str, Any]]:
         self.pass_a_second()
         begun = time.thread_time()
-        status, past = document(self._simulated.observe()), self._simulated.past_after(self._known[1])
+        status, past = self._simulated.observe().to_json(), self._simulated.past_after(self._known[1])
         self.cpu_seconds += time.thread_time() - begun
         self.looks += 1
         return status, past

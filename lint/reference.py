@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client.samples import Sample
 
-from elasticcb.cli.options import BY_PATH, OPTIONS
+from elasticcb.cli.options import help_of, metavar_of
 from elasticcb.cluster.registry import backends
 from elasticcb.errors import ExitCode
 from elasticcb.master.members import Role
@@ -21,9 +21,9 @@ from elasticcb.master.prometheus import JobCollector
 from elasticcb.master.snapshot import JobSnapshot, ProcessSnapshot
 from elasticcb.master.task import TaskState, TaskType
 from elasticcb.process.stats import TableSize, histograms
-from elasticcb.settings import Command
-from elasticcb.settings.arguments import EVERYDAY, GROUPED, GROUPS, in_a_program
+from elasticcb.settings import Command, written
 from elasticcb.settings.definition import ALL, CLUSTER, PANELS, Setting, settings_of
+from elasticcb.settings.names import EVERYDAY, GROUPED, GROUPS, SETTINGS
 from elasticcb.settings.table import TableOptions
 
 _MEANINGS = {
@@ -48,17 +48,17 @@ def exit_codes_table() -> str:
 
 
 def _options_table(panel: str) -> str:
-    options = [option for option in OPTIONS if option.panel == panel]
+    options = [option for option in SETTINGS.values() if option.panel == panel]
     # A column only where the commands differ.
     differ = len({option.commands for option in options}) > 1
     intro = "" if differ or options[0].commands == ALL else f"For {_commands(options[0].commands)}.\n\n"
     rows = []
     for option in options:
-        value = option.metavar.replace("|", "\\|")
+        value = metavar_of(option).replace("|", "\\|")
         flags = ", ".join((f"`--{option.name}={value}`", *(f"`--{alias}`" for alias in option.aliases)))
-        default = option.default_text or ("" if option.default is None else f"`{option.default}`")
+        default = written(option.default_text, False) or ("" if option.default is None else f"`{option.default}`")
         commands = f" {'all' if option.commands == ALL else _commands(option.commands)} |" if differ else ""
-        rows.append(f"| {flags} | {default} |{commands} {option.help} |")
+        rows.append(f"| {flags} | {default} |{commands} {help_of(option)} |")
     titles = ["flag", "default", *(["commands"] if differ else []), "what it does"]
     return intro + "\n".join([f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *rows])
 
@@ -69,7 +69,7 @@ def _commands(commands: frozenset[Command]) -> str:
 
 def arguments_tables() -> str:
     """The arguments of `Cluster` as Markdown: the common ones, then the fields of each group."""
-    everyday = sorted((BY_PATH[each.path] for each in EVERYDAY.values()), key=lambda setting: setting.panel != CLUSTER)
+    everyday = sorted(EVERYDAY.values(), key=lambda setting: setting.panel != CLUSTER)
     return f"{_arguments_table(everyday)}\n\n{_groups_table()}"
 
 
@@ -85,21 +85,19 @@ def _groups_table() -> str:
 
 
 def _default(setting: Setting) -> str:
-    return in_a_program(setting.default_text, "`") or f"`{setting.initial!r}`"
+    return written(setting.default_text, True, "`") or f"`{setting.initial!r}`"
 
 
 def _arguments_table(settings: Sequence[Setting]) -> str:
     rows = []
     for setting in settings:
         name = setting.argument or setting.field
-        choices = " or ".join(f"`{choice!r}`" for choice in setting.choices if _is_for_programs(setting, choice))
-        text = f"{choices}. {setting.help}" if choices else setting.help
-        rows.append(f"| `{name}` | {_default(setting)} | {in_a_program(text, '`')} |")
+        names, text = list(setting.choices), written(setting.help, True, "`")
+        if setting.name == "cluster":
+            names, text = [each.name for each in backends().values() if each.in_programs], help_of(setting)
+        choices = " or ".join(f"`{name!r}`" for name in names)
+        rows.append(f"| `{name}` | {_default(setting)} | {choices}{'. ' if choices else ''}{text} |")
     return "\n".join(["| argument | default | what it does |", "|---|---|---|", *rows])
-
-
-def _is_for_programs(setting: Setting, choice: str) -> bool:
-    return setting.path != "cluster.kind" or backends()[choice].in_programs
 
 
 def table_settings() -> str:
@@ -118,7 +116,7 @@ def metrics_table() -> str:
         tasks={(kind.value.lower(), state.value.lower()): 0 for kind in TaskType for state in TaskState},
         free_disk_bytes=dict.fromkeys(("job", "checkpoint"), 0),
         processes=processes,
-        checkpoint_age=0.0,
+        checkpoint_age_seconds=0.0,
         metrics={"accuracy": 0.0},
         tables={"table": TableSize(0, 0)},
         histograms=histograms(),

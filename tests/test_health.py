@@ -83,5 +83,5 @@ def test_a_probe_reaches_nothing_else_and_sends_no_large_message():
 def test_a_port_that_is_taken_is_told():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConnectionLostError, match="Choose another --health_port"):
+        with pytest.raises(ConnectionLostError, match="Choose another health_port"):
             HealthServer("127.0.0.1", port, "elasticcb.Master", lambda: True)

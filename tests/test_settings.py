@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from elasticcb.settings import (
     DataSettings,
     EmbeddingOptions,
     ExchangeOptions,
+    Given,
     JobSettings,
     KubernetesSettings,
     LostUpdates,
@@ -18,11 +17,12 @@ from elasticcb.settings import (
     NonFinite,
     RecoveryOptions,
     TrainingSettings,
+    written,
 )
-from elasticcb.settings.arguments import GROUPS, Arguments, in_a_program
 from elasticcb.settings.checks import completed, problems_of
 from elasticcb.settings.choices import EXPECTED
-from elasticcb.settings.definition import settings_of
+from elasticcb.settings.names import GROUPS
+from elasticcb.settings.names import SETTINGS as ALL_SETTINGS
 
 SETTINGS = JobSettings(
     command=Command.TRAIN,
@@ -65,7 +65,7 @@ def test_single_values_are_checked_by_the_limits_of_their_fields():
         "exchange": ExchangeOptions(max_staleness=-1),
         "recovery": RecoveryOptions(lease_seconds=float("inf"), max_ps_restarts=-1),
     }
-    assert sorted(Arguments(given).problems) == [
+    assert sorted(Given.by_arguments(given).problems) == [
         "ExchangeOptions(max_staleness=-1) is invalid. Expected at least 0.",
         "RecoveryOptions(lease_seconds=inf) is invalid. Expected a finite number.",
         "RecoveryOptions(max_ps_restarts=-1) is invalid. Expected at least 0.",
@@ -76,42 +76,39 @@ def test_single_values_are_checked_by_the_limits_of_their_fields():
 
 def test_settings_of_tables_are_checked_by_the_limits_of_their_fields():
     tables = {"users": {"max_rows": np.int64(7), "max_age": -1, "rate": 3}, "items": None, 3: {}}
-    arguments = Arguments({"embedding": EmbeddingOptions(tables=tables)})
-    assert arguments.problems == []
-    age, rate, *others = problems_of(arguments.settings, arguments)
+    given = Given.by_arguments({"embedding": EmbeddingOptions(tables=tables)})
+    age, rate, *others = problems_of(given.settings(), given)
     assert age == f"EmbeddingOptions.tables, 'users': max_age=-1 is invalid. {EXPECTED}"
     assert rate.endswith("'rate'. Expected one of learning_rate_multiplier, min_count, max_age, max_rows, rows_dtype.")
     expected = "Expected the name of a table with its settings, such as {'users': {'min_count': 3}}."
     assert others == [f"EmbeddingOptions.tables, {name}: {expected}" for name in ("'items'", "3")]
-    assert Arguments({"embedding": EmbeddingOptions(tables=[])}).problems == [
-        "EmbeddingOptions(tables=[]) is invalid. Expected a mapping."
+    assert Given.by_arguments({"embedding": EmbeddingOptions(tables=[])}).problems == [
+        "EmbeddingOptions(tables=[]) is invalid. Expected a mapping, such as {users: {min_count: 3}}."
     ]
 
 
 def test_contradictions_are_told_by_the_names_of_arguments():
-    arguments = Arguments({"updates": "sync", "local_steps": 4})
-    assert arguments.problems == []
-    (problem,) = problems_of(arguments.settings, arguments)
+    given = Given.by_arguments({"updates": "sync", "local_steps": 4})
+    (problem,) = problems_of(given.settings(), given)
     assert problem.startswith("local_steps=4 can't be combined with updates='sync', which merges")
+    assert problem.endswith("Set updates='local' or updates='async', or remove local_steps.")
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "flags", "arguments"),
     [
-        ("or add --max_ps_restarts=1.", "or add RecoveryOptions.max_ps_restarts=1."),
+        ("{max_ps_restarts:1}.", "--max_ps_restarts=1.", "RecoveryOptions(max_ps_restarts=1)."),
         (
-            "Allow more (--embedding_memory_bytes), or more servers (--num_ps)",
-            "(EmbeddingOptions.memory_bytes), or more servers (num_ps)",
+            "({embedding_memory_bytes}, {num_ps})",
+            "(--embedding_memory_bytes, --num_ps)",
+            "(EmbeddingOptions.memory_bytes, num_ps)",
         ),
-        ("(--dashboard=false) can't", "(dashboard=False) can't"),
-        ("It continues: --callback_errors=warn.", "It continues: callback_errors='warn'."),
-        ("--checkpoint_dir=/data/points/", "checkpoint_dir='/data/points/'"),
-        ("No argument: --model_def, --no_such_flag", "No argument: --model_def, --no_such_flag"),
-        ("Run `elasticcb train --num_ps=2`.", "Run `elasticcb train --num_ps=2`."),
+        ("{dashboard:false} can't", "--dashboard=false can't", "dashboard=False can't"),
+        ("{checkpoint_dir:/points}", "--checkpoint_dir=/points", "checkpoint_dir='/points'"),
     ],
 )
-def test_messages_name_arguments_in_a_program(text, expected):
-    assert in_a_program(text).endswith(expected)
+def test_messages_name_settings_as_their_reader_does(text, flags, arguments):
+    assert (written(text, False), written(text, True)) == (flags, arguments)
 
 
 def test_the_help_of_groups_names_arguments():
@@ -119,17 +116,16 @@ def test_the_help_of_groups_names_arguments():
 
 
 def test_silence_follows_a_shorter_lease_unless_it_is_given():
-    arguments = Arguments({"recovery": RecoveryOptions(lease_seconds=20)})
-    assert completed(arguments.settings, arguments).cluster.silence_seconds == 20
-    arguments = Arguments({"recovery": RecoveryOptions(lease_seconds=20, silence_seconds=5)})
-    assert completed(arguments.settings, arguments).cluster.silence_seconds == 5
+    for options, seconds in (({}, 20), ({"silence_seconds": 5}, 5)):
+        given = Given.by_arguments({"recovery": RecoveryOptions(lease_seconds=20, **options)})
+        assert completed(given.settings(), given).cluster.silence_seconds == seconds
 
 
 def test_every_setting_says_what_it_does():
-    for each in settings_of(JobSettings):
+    for each in ALL_SETTINGS.values():
         assert each.help.endswith((".", "…"))
-        help_text = in_a_program(each.help) if each.owner in GROUPS.values() else each.help
-        assert f"{each.field}: {help_text}" in each.owner.__doc__
+        assert "--" not in each.help + each.default_text
+        assert f"{each.field}: {written(each.help, each.owner in GROUPS.values())}" in each.owner.__doc__
     assert "max_staleness: Embedding tables: how many batches" in ExchangeOptions.__doc__
 
 
@@ -170,12 +166,6 @@ def test_modes_and_the_flags_of_elasticdl_are_windows(given, updates, window):
     settings = TrainingSettings(**given)
     assert (settings.updates.value, settings.window) == (updates, window)
     assert JobSettings.from_json(JobSettings(command=Command.TRAIN, training=settings).to_json()).training == settings
-
-
-def test_settings_of_a_release_whose_lease_was_one_of_training_are_read():
-    settings = json.loads(JobSettings(command=Command.TRAIN).to_json())
-    settings["training"]["lease_seconds"] = settings["cluster"].pop("lease_seconds") / 10
-    assert JobSettings.from_json(json.dumps(settings)).cluster.lease_seconds == 30
 
 
 def test_settings_that_are_shown_hold_no_secrets():

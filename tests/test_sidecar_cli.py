@@ -120,7 +120,7 @@ def test_nothing_to_evaluate_in_time_is_no_error(place, capsys):
     [
         (["--follow=false", "--max_evaluations=2"], "--max_evaluations=2 applies only to --follow"),
         (["--follow=false", "--follow_timeout=2"], "Add --follow, or remove --follow_timeout"),
-        (["--follow_timeout=-1"], "--follow_timeout=-1.0 is invalid. Expected at least 0"),
+        (["--follow_timeout=-1"], "--follow_timeout=-1 is invalid. Expected at least 0"),
         (["--checkpoint_dir_for_init=one"], "a single checkpoint. --follow needs the folder that contains it"),
         (["--checkpoint_dir_for_init=data.npz"], "data.npz, which is not a folder"),
     ],

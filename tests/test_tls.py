@@ -93,7 +93,7 @@ def test_a_name_for_all_certificates_stands_for_their_addresses(call, tmp_path, 
 
 
 def test_a_plain_client_of_a_server_with_tls_is_told_at_once(call, tmp_path, never_again):
-    with pytest.raises(TLSError, match=r"it uses TLS, but this process does not. Add --tls_ca"):
+    with pytest.raises(TLSError, match=r"it uses TLS, but this process does not. Add tls_ca"):
         call(TLS.load(CA(tmp_path).issue()), None)
 
 

@@ -16,9 +16,9 @@ from elasticcb.data.batch_sources.py_dataset import has_hooks
 from elasticcb.errors import UsageError
 from elasticcb.keras_private import check_compiled
 from elasticcb.optimizers.step_logs import is_overridden
-from elasticcb.settings import JobSettings
-from elasticcb.settings.arguments import Arguments, where_now
+from elasticcb.settings import Given, JobSettings
 from elasticcb.settings.checks import completed, in_words, problems_of
+from elasticcb.settings.given import place_of
 from elasticcb.storage.remote_files import is_url, problem_of
 
 
@@ -31,12 +31,11 @@ def cluster_settings(
         TypeError: one of `others` never existed.
         UsageError: the message lists all problems.
     """
-    moved = {name: where_now(name, value) for name, value in others.items()}
+    moved = {name: place_of(name, value) for name, value in others.items()}
     check_keywords("Cluster.__init__", [name for name, place in moved.items() if not place], given)
-    arguments = Arguments(given)
-    settings = arguments.settings
-    problems = [*moved.values(), *arguments.problems, *problems_of(settings, arguments)]
-    problems += contradictions(settings, arguments)
+    read = Given.by_arguments(given)
+    settings = read.settings()
+    problems = [*moved.values(), *problems_of(settings, read), *contradictions(settings, read)]
     problems += [*missing_for(settings.cluster), *_unsupported(settings)]
     problems += _job_dir(settings, job_dir)
     for name, place in (("job_dir", os.fspath(job_dir or "")), ("checkpoint_dir", settings.checkpoint.directory)):
@@ -44,7 +43,7 @@ def cluster_settings(
             problems.append(f"{name}={place!r} {problem}")
     if problems:
         raise UsageError(in_words("Cluster", problems))
-    return completed(settings, arguments)
+    return completed(settings, read)
 
 
 def check_keywords(method: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -48,7 +48,7 @@ from elasticcb.settings import (
     TrainingSettings,
     Updates,
 )
-from elasticcb.settings.arguments import EVERYDAY, GROUPS
+from elasticcb.settings.names import EVERYDAY, GROUPS
 from elasticcb.settings.training import is_due
 from elasticcb.storage.remote_files import is_url
 
@@ -129,7 +129,7 @@ class Cluster:
         self._settings = cluster_settings(given, others, job_dir)
         self._folder = None if job_dir is None else JobFolder(job_dir, directory)
         local = None if job_dir is None or is_url(os.fspath(job_dir)) else job_dir
-        self._processes = ClusterProcesses(self._settings.cluster, directory or local, log_level)
+        self._processes = ClusterProcesses(self._settings.cluster, directory or local, self._settings.log_level)
         self._jobs = KerasJobs(self._settings, self._processes, rehearsal)
         self._functions = Functions(self._begin_functions, self._processes.stop)
         self._turn = Turn()

@@ -46,7 +46,6 @@ from elasticcb.model.metric_messages import Outputs
 from elasticcb.model.program import CallerSpec, Program
 from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.settings import CheckpointSettings, Command, JobSettings, Mode
-from elasticcb.settings.arguments import in_a_program
 from elasticcb.settings.training import is_due
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -307,7 +306,7 @@ class KerasJobs:
             return summary
         except LastCheckpointError as error:
             keep_results()
-            warnings.warn(in_a_program(str(error)), RuntimeWarning, stacklevel=5)  # where `fit` was called
+            warnings.warn(str(error), RuntimeWarning, stacklevel=5)  # where `fit` was called
             return cast(JobSnapshot, error.summary)
         except (ClusterLostError, ConnectionLostError):
             raise
@@ -328,7 +327,7 @@ class _Display:
         """Keras's progress bar shows it."""
 
     def message(self, text: str) -> None:
-        logger.info("%s", in_a_program(text))
+        logger.info("%s", text)
 
     def evaluated(self, text: str, of_epoch: bool) -> None:
         self.message(text)
@@ -374,7 +373,7 @@ def as_the_user_expects(error: BaseException, hint: str) -> BaseException:
     if not isinstance(error, ElasticCBError):
         return error
     shown = "" if isinstance(error, UsageError) else hint  # its message is all there is
-    parts = [in_a_program(str(error)), error.user_traceback.rstrip(), shown]
+    parts = [str(error), error.user_traceback.rstrip(), shown]
     return type(error)("\n\n".join(filter(None, parts)), error.user_traceback)
 
 

@@ -25,7 +25,6 @@ from elasticcb.roles.master import STOP_SECONDS
 from elasticcb.roles.run import run_role
 from elasticcb.security.socket_folder import check_temporary, make_private
 from elasticcb.settings import ClusterSettings
-from elasticcb.settings.arguments import in_a_program
 from elasticcb.storage.local_folders import TemporaryFolder
 
 logger = logging.getLogger(__name__)
@@ -82,9 +81,7 @@ class ClusterProcesses:
             context = BackendContext(self._settings, folder, self._log_level, _say, run_role)
             self._backend = make_backend(context)
             self._backend.prepare()
-            self._master = Master(
-                self._settings, self._backend, lambda text: _say(in_a_program(text)), self._backend.access
-            )
+            self._master = Master(self._settings, self._backend, _say, self._backend.access)
             self._master.add(self.data_service.frames())
             self._master.start()
             self._master.server.start_processes()

@@ -257,7 +257,7 @@ class Dispatcher:
         if self._on_error is CallbackErrors.STOP or is_essential:
             raise error from cause
         subject = f"{type(callback).__name__}.{hook} failed"
-        text = f"{error}\n{error.user_traceback}The job continues (--callback_errors=warn)."
+        text = f"{error}\n{error.user_traceback}The job continues (callback_errors=warn)."
         logger.error(error if subject in self._failures else text)  # a batch hook may fail with every batch
         self._failures.add(subject)
         self.warn(CallbackWarning(subject, text, errors=1))

@@ -31,7 +31,7 @@ from elasticcb.errors import UsageError
 from elasticcb.keras_private import KerasSaveable, KerasVariable, layers_of
 from elasticcb.serialization import own_modules
 from elasticcb.serialization.process_state import without_draws
-from elasticcb.settings import Command, JobSettings
+from elasticcb.settings import Command, JobSettings, written
 
 Key = tuple[int, str]  # number of the holder, and name
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
@@ -479,7 +479,7 @@ def _problems(each: Placed, settings: JobSettings) -> Iterator[str]:
     kept = worker.changes & worker.reads
     if kept and worker.sets and _has_several(settings):
         ways = [
-            f"use {'num_workers=1' if in_program else '--num_workers=1'}",
+            written("use {num_workers:1}", in_program),
             'compute it from logs["version"], the number of batches of all workers',
             "use a keras.optimizers.schedules.LearningRateSchedule, or hooks of epochs",
         ]

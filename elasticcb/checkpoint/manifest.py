@@ -136,7 +136,7 @@ def check_variables(manifest: Mapping[str, Any], specs: Sequence[VariableSpec], 
         raise CheckpointError(
             f"The checkpoint {folder} belongs to another model: {'; '.join(differences[:5])}{more}. Use the model "
             "that wrote it, with the same parameters. To initialize another model from matching variables, use "
-            "--init_from."
+            "init_from."
         )
 
 

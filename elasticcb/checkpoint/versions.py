@@ -50,7 +50,7 @@ def begin_version(directory: str | Path, version: int) -> Path:
         folder.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(
-            f"The checkpoint folder {folder} can't be created: {error}. Check --checkpoint_dir."
+            f"The checkpoint folder {folder} can't be created: {error}. Check checkpoint_dir."
         ) from error
     return folder
 

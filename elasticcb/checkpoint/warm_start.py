@@ -118,8 +118,8 @@ def warm_start(folder: Path, specs: Sequence[VariableSpec], init_map: str) -> Wa
         )
         kept = [each for each in (init_map, *(f"{specs[new].path}=" for new in misfits)) if each]
         raise CheckpointError(
-            f"--init_from={folder}: variables differ in shape or type: {shown}. To initialize them from scratch, add "
-            f'--init_map "{",".join(kept)}"; or use the shapes of the checkpoint.'
+            f"init_from={folder}: variables differ in shape or type: {shown}. To initialize them from scratch, add "
+            f'init_map "{",".join(kept)}"; or use the shapes of the checkpoint.'
         )
     return WarmStart(folder, specs, saved, taken)
 
@@ -164,7 +164,7 @@ class _Names:
             *(self._unknown(old, self.checkpoint, f"checkpoint {self.folder}") for old in renamed.values() if old),
         ]
         if any(problems):
-            raise CheckpointError("--init_map: " + " ".join(filter(None, problems)))
+            raise CheckpointError("init_map: " + " ".join(filter(None, problems)))
         places: dict[str, list[int]] = {}
         for index, path in enumerate(self.checkpoint):
             places.setdefault(path, []).append(index)
@@ -175,9 +175,9 @@ class _Names:
                 taken[index] = places[old].pop(0)
         if not taken:
             raise CheckpointError(
-                f"--init_from={self.folder}: the checkpoint contains no variable of the model. The model has "
+                f"init_from={self.folder}: the checkpoint contains no variable of the model. The model has "
                 f"{_some(self.model)}; the checkpoint has {_some(self.checkpoint)}. Give layers the same names, or "
-                "map their names: --init_map NEW=OLD."
+                "map their names: init_map NEW=OLD."
             )
         return taken
 

@@ -10,18 +10,16 @@ from typing import Any, TypeVar
 import rich_click as click
 from click.core import ParameterSource
 
-from elasticcb.cli.config import AgeText, ConfigFile, MappingText, OrAuto, Params, read_config
-from elasticcb.cli.given_flags import GivenFlags
-from elasticcb.cli.options import BASIC, BY_NAME, normalize, options_of, options_of_role
+from elasticcb.cli.options import BASIC, help_of, metavar_of, options_of
 from elasticcb.cluster.role import RoleProcess
-from elasticcb.settings import Command
+from elasticcb.settings import Command, Given, written
 from elasticcb.settings.definition import JOB, Kind, Setting
+from elasticcb.settings.given import normalize, read_config
+from elasticcb.settings.names import SETTINGS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CONFIG = "elasticcb.config"  # keys under which a context keeps the config file
-_UNREADABLE = "elasticcb.unreadable"  # messages about values that it could not parse, by flag
-_UNSET = "elasticcb.unset"  # names of flags whose value in the config file the command line removes
 _ALL_FLAGS = "elasticcb.all_flags"  # and whether --help-all was given
 
 # Flags accept both `-` and `_`; the help shows `_`, as ElasticDL does.
@@ -48,7 +46,7 @@ class JobCommand(click.RichCommand):
         params = super().get_params(ctx)
         if ctx.meta.get(_ALL_FLAGS, True):
             return params
-        return [param for param in params if param.name in BASIC or param.name not in BY_NAME]
+        return [param for param in params if param.name in BASIC or param.name not in SETTINGS]
 
 
 def job_options(commands: Iterable[Command], leave_out: frozenset[str] = frozenset()) -> Callable[[F], F]:
@@ -57,7 +55,7 @@ def job_options(commands: Iterable[Command], leave_out: frozenset[str] = frozens
     def decorate(function: F) -> F:
         options = [option for option in options_of(commands) if option.name not in leave_out]
         function = _help_all_option(len(options))(function)
-        function = _config_option(frozenset(option.name for option in options))(function)
+        function = _config_option(function)
         # click keeps decorators in their order above the function; the last one is applied first.
         for option in reversed(options):
             function = _click_option(option)(function)
@@ -70,9 +68,9 @@ def role_options(role: str) -> Callable[[F], F]:
     """Adds the settings that a manually started process takes to its click command."""
 
     def decorate(function: F) -> F:
-        for option in reversed(options_of_role(role)):
+        for option in reversed([each for each in SETTINGS.values() if role in each.roles]):
             default = option.default if option.default is not None else getattr(RoleProcess, option.name, None)
-            described: dict[str, Any] = {"help": option.help, "default": default}
+            described: dict[str, Any] = {"help": help_of(option), "default": default}
             if option.kind is Kind.TRUTH:
                 described |= {"is_flag": True, "default": False}
             else:
@@ -88,79 +86,33 @@ def _role_type(option: Setting) -> click.ParamType:
     return click.IntRange(**limits) if option.kind is Kind.INTEGER else click.STRING
 
 
-def given_values(context: click.Context) -> GivenFlags:
-    """The flags that the user gave to the command of `context`."""
-    names = [name for name in context.params if name in BY_NAME]
-    unreadable = context.meta.get(_UNREADABLE, {})
-    not_given = {*context.meta.get(_UNSET, ()), *unreadable}
-    sources = {name: context.get_parameter_source(name) for name in names if name not in not_given}
-    return GivenFlags(
-        values={name: context.params[name] for name in names},
-        explicit=frozenset(n for n, source in sources.items() if source is not ParameterSource.DEFAULT),
-        from_config=frozenset(n for n, source in sources.items() if source is ParameterSource.DEFAULT_MAP),
-        config=context.meta.get(_CONFIG),
-        unreadable=tuple(unreadable.values()),
-    )
-
-
-def config_file(context: click.Context | None) -> ConfigFile | None:
-    """The config file of a command, for messages."""
-    return context.meta.get(_CONFIG) if context is not None else None
-
-
-class _JobOption(click.RichOption):
-    """An option whose invalid value is reported together with all other problems.
-
-    An empty value on the command line removes the config file's value, if the option has none by default. Without a
-    config file it would be a mistake, such as a variable of the shell that is not set.
-    """
-
-    def process_value(self, ctx: click.Context, value: Any) -> Any:
-        name = self.name or ""
-        given_here = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if given_here and config_file(ctx) is not None and BY_NAME[name].default is None and not str(value).strip():
-            ctx.meta.setdefault(_UNSET, set()).add(name)
-            value = None
-        try:
-            return super().process_value(ctx, value)
-        except click.BadParameter as error:
-            config, text = config_file(ctx), error.format_message()
-            if config is not None and ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
-                text += f" (in {config.path})"
-            ctx.meta.setdefault(_UNREADABLE, {})[name] = text
-            return super().process_value(ctx, self.default)
+def given_values(context: click.Context, command: Command) -> Given:
+    """The settings that the user gave to the command of `context`."""
+    sources = {name: context.get_parameter_source(name) for name in context.params if name in SETTINGS}
+    flags = {n: str(context.params[n]) for n, source in sources.items() if source is ParameterSource.COMMANDLINE}
+    return Given.by_flags(command, flags, context.meta.get(_CONFIG))
 
 
 def _click_option(option: Setting) -> Callable[[F], F]:
-    kinds: dict[Kind, Any] = {
-        Kind.INTEGER: click.INT,
-        Kind.NUMBER: click.FLOAT,
-        Kind.TRUTH: click.BOOL,
-        Kind.PARAMS: Params(),
-        Kind.MAPPING: MappingText(),
-        Kind.AGE: AgeText(),
-        Kind.CHOICE: click.Choice(option.choices, case_sensitive=False),
-    }
     # `--flag` without a value, where that is meaningful.
     alone: dict[str, Any] = {"flag_value": "true"} if option.kind is Kind.TRUTH else {}
     return click.option(
         *(f"--{name}" for name in (option.name, *option.aliases)),
         option.name,
-        cls=_JobOption,
-        type=OrAuto(kinds[option.kind]) if option.may_be_auto else kinds.get(option.kind, click.STRING),
-        metavar=option.metavar,
+        type=click.STRING,  # `Given` reads it, and reports all problems together
+        metavar=metavar_of(option),
         default=option.default,
-        show_default=option.default_text or option.default is not None,
+        show_default=written(option.default_text, False) or option.default is not None,
         is_flag=False,
         **alone,
-        help=option.help,
+        help=help_of(option),
         panel=option.panel,
         callback=_note_log_level if option.name == "log_level" else None,
     )
 
 
 def _note_log_level(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    if value == "DEBUG" and isinstance(context.obj, CommandRun):
+    if value.upper() == "DEBUG" and isinstance(context.obj, CommandRun):
         context.obj.debug = True
     return value
 
@@ -176,14 +128,10 @@ def _help_all_option(count: int) -> Callable[[F], F]:
     return click.option("--help-all", is_flag=True, is_eager=True, expose_value=False, callback=show, help=text)
 
 
-def _config_option(names: frozenset[str]) -> Callable[[F], F]:
+def _config_option(function: F) -> F:
     def use_config(context: click.Context, parameter: click.Parameter, path: str | None) -> None:
-        if path is None:
-            return
-        config = read_config(Path(path).expanduser())
-        context.meta[_CONFIG] = config
-        # One file may serve all commands: flags of other commands are ignored.
-        context.default_map = {name: value for name, value in config.values.items() if name in names}
+        if path is not None:
+            context.meta[_CONFIG] = read_config(Path(path).expanduser())
 
     return click.option(
         "--config",
@@ -194,4 +142,4 @@ def _config_option(names: frozenset[str]) -> Callable[[F], F]:
         panel=JOB,
         help="YAML file with flags under the same names. Command-line flags override the file; an empty value, such as "
         "--output=, removes the file's. Paths in it are relative to the file.",
-    )
+    )(function)

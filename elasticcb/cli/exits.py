@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import rich_click as click
-from click.core import ParameterSource
 
-from elasticcb.cli.command import CommandRun, config_file
+from elasticcb.cli.command import CommandRun
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted
 from elasticcb.process.log_files import may_reach_nobody
 from elasticcb.process.system import describe_scarcity, is_scarcity
@@ -53,13 +52,7 @@ def _describe(error: ElasticCBError) -> str:
 
 
 def _describe_usage(error: click.ClickException) -> str:
-    """The message of an error of click, with the config file and the help to look at."""
-    text = error.format_message()
+    """The message of an error of click, with the help to look at."""
     context = getattr(error, "ctx", None)
-    parameter = getattr(error, "param", None)
-    config = config_file(context)
-    if context is not None and config is not None and parameter is not None:
-        from_config = context.get_parameter_source(parameter.name) is ParameterSource.DEFAULT_MAP
-        text += f" (in {config.path})" if from_config else ""
     command = context.command_path if context is not None else "elasticcb"
-    return f"Error: {text}\nRun `{command} --help` for usage."
+    return f"Error: {error.format_message()}\nRun `{command} --help` for usage."

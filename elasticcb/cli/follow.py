@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elasticcb.errors import ElasticCBError, JobInterrupted
 from elasticcb.process.log_files import print_line
 from elasticcb.process.wording import how_many
-from elasticcb.settings import JobSettings
-from elasticcb.settings.definition import CHECKPOINTS, EVALUATE, Section, setting
+from elasticcb.settings import FollowSettings, JobSettings
 from elasticcb.storage import durable
 
 if TYPE_CHECKING:
@@ -21,31 +20,6 @@ if TYPE_CHECKING:
     from elasticcb.sidecar.follower import Checkpoint
 
 RESULTS = "evaluations.jsonl"  # in the job's folder
-
-
-@dataclass(frozen=True, kw_only=True)
-class FollowSettings(Section):
-    """Whether and how long `evaluate` follows a folder of checkpoints."""
-
-    PANEL = CHECKPOINTS
-    COMMANDS = EVALUATE
-
-    enabled: bool = setting(
-        False,
-        "Evaluate each checkpoint in --checkpoint_dir_for_init, then each new one when it appears. `--follow` "
-        "without a value means true.",
-        name="follow",
-    )
-    timeout: float = setting(
-        0.0,
-        "With --follow: exit if no new checkpoint appears for this long; 0: no limit.",
-        name="follow_timeout",
-        unit="SECONDS",
-        minimum=0,
-    )
-    max_evaluations: int = setting(
-        0, "With --follow: exit after N checkpoints; 0: no limit.", unit="CHECKPOINTS", minimum=0
-    )
 
 
 def follow(settings: JobSettings, limits: FollowSettings) -> None:
@@ -65,7 +39,7 @@ def follow(settings: JobSettings, limits: FollowSettings) -> None:
     folder = settings.checkpoint.directory_for_init
     results = Path(settings.directory, RESULTS)
     follower = CheckpointFollower(folder, files=False)
-    display = _OneOfMany(make_display(settings))
+    display = make_display(settings)
     done, reason = 0, ""
     try:
         display.message(f"Following {folder}")
@@ -131,14 +105,3 @@ def _ending(done: int, results: Path) -> str:
     if not done:
         return "No checkpoint was evaluated."
     return f"Evaluated {how_many(done, 'checkpoint')}. Results: {results}"
-
-
-class _OneOfMany:
-    """A display for several consecutive jobs: it outlives each of them."""
-
-    def __init__(self, display: Display) -> None:
-        self.update, self.message, self.close = display.update, display.message, display.close
-        self.evaluated, self.epoch_ended = display.evaluated, display.epoch_ended
-
-    def finish(self, summary: JobSnapshot) -> None:
-        pass  # its metrics were shown as a message

@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from elasticcb.cli.command import CommandRun
 from elasticcb.cli.exits import exit_code
-from elasticcb.cli.from_flags import SaidByFlags, settings_from
-from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.cli.job_folders import JOBS, new_folder
 from elasticcb.cli.kubernetes.submit import kubernetes_settings, submit
-from elasticcb.cli.options import BY_NAME
 from elasticcb.cli.validation import names_predictions, prediction_format, validate
 from elasticcb.clients.local_job import has_unfinished
 from elasticcb.clients.running_master import command_runs, is_starting
 from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.kubernetes.pods import PRIVATE_FOLDER
-from elasticcb.cluster.registry import backend_of
+from elasticcb.cluster.registry import backend_of, backends
 from elasticcb.dashboard.beside import page_beside
 from elasticcb.errors import GO_ON, JobDoneError, JobFailedError, JobInterrupted, LostServerError, UsageError
 from elasticcb.process.host import POD_NAME
@@ -32,8 +29,9 @@ from elasticcb.process.log_files import may_reach_nobody, print_line
 from elasticcb.process.signals import sigterm_interrupts
 from elasticcb.process.system import show_as
 from elasticcb.security.socket_folder import make_private
-from elasticcb.settings import JOURNAL_FILE, Command, JobSettings
+from elasticcb.settings import JOURNAL_FILE, Command, Given, JobSettings
 from elasticcb.settings.checks import completed, earlier_flags
+from elasticcb.settings.names import SETTINGS
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 from elasticcb.storage.remote_files import is_url
 
@@ -41,24 +39,25 @@ if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer
 
 
-def run_job(command: Command, given: GivenFlags, session: CommandRun) -> None:
+def run_job(given: Given, session: CommandRun) -> None:
     """Checks the flags, then runs the job until it ends.
 
     Raises:
         UsageError: the flags are wrong; nothing was started.
         ElasticCBError: the job failed or was interrupted.
     """
-    if backend_of(given["cluster"]).submits(given):
-        end_with(submit(command, given))
+    backend = backends().get(given["cluster"])
+    if backend is not None and backend.submits(given):
+        end_with(submit(given))
     else:
         if given["dry_run"]:
             from elasticcb.cli.dry_run import dry_run  # not for other commands
 
             with tempfile.TemporaryDirectory(prefix="elasticcb-dry-run-") as folder, _not_begun():
-                dry_run(build_settings(command, given, folder), given["job_dir"] or "")
+                dry_run(build_settings(given, folder), given["job_dir"] or "")
             return
         with _not_begun():
-            settings = build_settings(command, given)
+            settings = build_settings(given)
         run_settings(settings, session)
 
 
@@ -198,7 +197,7 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def build_settings(command: Command, given: GivenFlags, folder: str = "") -> JobSettings:
+def build_settings(given: Given, folder: str = "") -> JobSettings:
     """Checks the flags and makes the job's folder; all paths in the settings are absolute.
 
     Args:
@@ -207,20 +206,19 @@ def build_settings(command: Command, given: GivenFlags, folder: str = "") -> Job
     Raises:
         UsageError: the message lists all problems.
     """
-    origins = validate(command, given)
-    said = SaidByFlags(command, given)
-    settings = completed(settings_from(command, given), said)
-    for line in earlier_flags(settings, said):
+    origins = validate(given)
+    settings = completed(given.settings(), given)
+    for line in earlier_flags(settings, given):
         _say(line)
-    data: dict[str, Any] = {BY_NAME[name].field: origin for name, origin in origins.items()}
+    data: dict[str, Any] = {SETTINGS[name].field: origin for name, origin in origins.items()}
     name = settings.name or _default_name(settings.model.definition)
     store = settings.directory if is_url(settings.directory) else ""
     directory = "" if store else settings.directory
     if POD_NAME in os.environ and store:  # a later pod looks there for what a killed master has left
         directory = f"{PRIVATE_FOLDER}/{name}"
-    directory = folder or directory or str(new_folder(given.working_directory / JOBS, command, name))
+    directory = folder or directory or str(new_folder(Path.cwd() / JOBS, settings.command, name))
     make_private(Path(directory))
-    if command is Command.PREDICT:
+    if settings.command is Command.PREDICT:
         wanted = names_predictions(given)
         settings = replace(
             settings,
@@ -233,7 +231,7 @@ def build_settings(command: Command, given: GivenFlags, folder: str = "") -> Job
         directory=directory,
         store=store,
         data=replace(settings.data, **data),
-        cluster=replace(settings.cluster, kubernetes=kubernetes_settings(command, given)),
+        cluster=replace(settings.cluster, kubernetes=kubernetes_settings(given)),
     )
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import Protocol, TextIO
 
 from rich.console import Console, ConsoleRenderable, Group, RenderableType, RenderHook
@@ -357,29 +358,29 @@ def _by_epoch(records: Sequence[int]) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-# Faults that a successful job may have had, by label. A count of 0 is not shown.
-FAULTS: Mapping[str, Callable[[JobSnapshot], int]] = {
-    "workers lost": lambda job: job.workers.lost,
-    "parameter servers lost": lambda job: job.servers.lost,
-    "updates lost with them": lambda job: job.updates_lost,
-    "task retries": lambda job: job.tasks_retried,
-    "duplicate records (at most)": lambda job: job.records_repeated,
-    "batches skipped (NaN or infinity)": lambda job: job.batches_skipped,
-    "checkpoints not written": lambda job: job.checkpoints_failed,
-    "recovery files not written": lambda job: job.recovery_files_failed,
-    "errors in callbacks": lambda job: job.callback_errors,
+# Faults that a successful job may have had: the field of the snapshot by label. A count of 0 is not shown.
+FAULTS: Mapping[str, str] = {
+    "workers lost": "workers.lost",
+    "parameter servers lost": "servers.lost",
+    "updates lost with them": "updates_lost",
+    "task retries": "tasks_retried",
+    "duplicate records (at most)": "records_repeated",
+    "batches skipped (NaN or infinity)": "batches_skipped",
+    "checkpoints not written": "checkpoints_failed",
+    "recovery files not written": "recovery_files_failed",
+    "errors in callbacks": "callback_errors",
 }
 
 
 def _faults(summary: JobSnapshot) -> Iterator[tuple[str, str]]:
-    for label, count_in in FAULTS.items():
-        count = count_in(summary)
+    for label, field in FAULTS.items():
+        count = attrgetter(field)(summary)
         if not count:
             continue
         if label == "workers lost":
             yield label, _lost(summary.workers)
         elif label == "parameter servers lost":
-            slowest = f", the slowest in {format_seconds(summary.longest_server_recovery)}"
+            slowest = f", the slowest in {format_seconds(summary.longest_recovery_seconds)}"
             yield label, _lost(summary.servers, slowest if summary.servers.replaced else "")
         else:
             yield label, format_count(count)

@@ -4,15 +4,13 @@ ps`: one process, joining a master.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import rich_click as click
 
 from elasticcb.cli.command import CONTEXT, JobCommand, given_values, job_options, role_options
-from elasticcb.cli.follow import FollowSettings, follow
-from elasticcb.cli.from_flags import values_of
+from elasticcb.cli.follow import follow
 from elasticcb.cli.job import build_settings, run_job, show_header
 from elasticcb.clients.running_master import command_runs
 from elasticcb.cluster.external import ExternalCluster
@@ -23,7 +21,7 @@ from elasticcb.process.signals import sigterm_interrupts
 from elasticcb.security.credentials import TOKEN_VARIABLE, Access, token_of_environment
 from elasticcb.security.socket_folder import is_folder
 from elasticcb.security.tls import FILES, TLS, tls_files
-from elasticcb.settings import Command
+from elasticcb.settings import Command, FollowSettings
 from elasticcb.settings.definition import ALL, JOB
 
 
@@ -46,7 +44,7 @@ def train(context: click.Context, /, **values: Any) -> None:
       elasticcb train --config model_zoo/iris/job.yaml \\
           --updates=sync
     """
-    run_job(Command.TRAIN, given_values(context), context.obj)
+    run_job(given_values(context, Command.TRAIN), context.obj)
 
 
 @click.command(cls=JobCommand, context_settings=CONTEXT)
@@ -65,12 +63,11 @@ def evaluate(context: click.Context, /, **values: Any) -> None:
       elasticcb evaluate --config model_zoo/digits/job.yaml \\
           --checkpoint_dir_for_init=checkpoints --follow --max_evaluations=1
     """
-    given = given_values(context)
+    given = given_values(context, Command.EVALUATE)
     if not given["follow"]:
-        run_job(Command.EVALUATE, given, context.obj)
+        run_job(given, context.obj)
         return
-    limits = FollowSettings(**values_of(Command.EVALUATE, given, "follow"))
-    settings = build_settings(Command.EVALUATE, given)
+    settings, limits = build_settings(given), FollowSettings(**given.of("follow"))
     show_header(settings)
     directory = settings.directory
     # same exit codes as other jobs
@@ -97,7 +94,7 @@ def predict(context: click.Context, /, **values: Any) -> None:
           --checkpoint_dir_for_init=checkpoints \\
           --output=predictions.parquet
     """
-    run_job(Command.PREDICT, given_values(context), context.obj)
+    run_job(given_values(context, Command.PREDICT), context.obj)
 
 
 @click.command(cls=JobCommand, context_settings=CONTEXT)
@@ -124,10 +121,8 @@ def master(context: click.Context, /, job_command: str, **values: Any) -> None:
       elasticcb ps     --master 10.0.0.1:50001 --tls_ca=ca.pem --host=10.0.0.2
       elasticcb worker --master 10.0.0.1:50001 --tls_ca=ca.pem
     """
-    given = given_values(context)
-    values = {**given.values, "cluster": ExternalCluster.name}
-    external = dataclasses.replace(given, values=values, explicit=given.explicit | {"cluster"})
-    run_job(Command(job_command), external, context.obj)
+    given = given_values(context, Command(job_command))
+    run_job(given.replaced("cluster", ExternalCluster.name), context.obj)
 
 
 _MASTER_HELP = "Address of the master; `elasticcb master` prints it. Required."

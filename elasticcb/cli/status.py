@@ -18,7 +18,7 @@ from elasticcb.clients.local_job import StoredJob, age, how_it_ended, master_of,
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.pods import JOB_LABEL, ROLE_LABEL
 from elasticcb.errors import UsageError
-from elasticcb.master.snapshot import JobSnapshot, ProcessCounts
+from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.storage.remote_files import is_url
 
 
@@ -72,29 +72,12 @@ def state_lines(document: dict[str, Any]) -> list[str]:
     """Formats the document as text."""
     from elasticcb.cli.figures import status_parts
 
-    records, tasks = document["records"], document["tasks"]
-    workers, servers = document["workers"], document["parameter_servers"]
-    seen = JobSnapshot(
-        phase=document["phase"],
-        epoch=document["epoch"],
-        epochs=document["epochs"],
-        records_per_epoch=(records["trained"],),
-        records_total=records["planned"],
-        records_per_second=records["per_second"],
-        version=document["version"],
-        loss=document["loss"],
-        metrics={name: value for name, value in document["metrics"].items() if value is not None},
-        workers=ProcessCounts(planned=workers["planned"], up=workers["up"]),
-        servers=ProcessCounts(planned=servers["planned"], up=servers["up"]),
-        stragglers=tuple(workers["stragglers"]),
-        tasks={("all", state): tasks[state] for state in ("todo", "doing")},
-        seconds_left=document["seconds_left"],
-    )
-    lines = [f"{document['name']} ({document['command']}): {seen.phase}", f"  {', '.join(status_parts(seen))}"]
-    for name, counts in (("workers", workers), ("parameter servers", servers)):
-        if counts["lost"]:
-            lines.append(f"  {name} lost: {counts['lost']}, replaced: {counts['replaced']}")
-    for condition in document["conditions"]:
+    seen = JobSnapshot.from_json(document)
+    lines = [f"{seen.name} ({document['command']}): {seen.phase}", f"  {', '.join(status_parts(seen))}"]
+    for name, counts in (("workers", seen.workers), ("parameter servers", seen.servers)):
+        if counts.lost:
+            lines.append(f"  {name} lost: {counts.lost}, replaced: {counts.replaced}")
+    for condition in seen.conditions:
         if condition["message"]:
             asked_for = seen.phase == "interrupted" and condition["type"] == "Failed"
             lines.append(f"  {'' if asked_for else condition['type'] + ': '}{condition['message']}")

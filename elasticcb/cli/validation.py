@@ -11,51 +11,49 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 
-from elasticcb.cli.from_flags import SaidByFlags, settings_from
-from elasticcb.cli.given_flags import GivenFlags, absolute
 from elasticcb.cli.model_file import ModelFile, check_zoo, find_model_file
-from elasticcb.cli.options import BY_NAME, OPTIONS, options_of
-from elasticcb.cluster.registry import backend_of, backends, contradictions, missing_for
+from elasticcb.cluster.registry import backends, contradictions, missing_for
 from elasticcb.data.files import expanded_glob
 from elasticcb.errors import UsageError
-from elasticcb.settings import Command, WorkerRange
+from elasticcb.settings import Command, Given
 from elasticcb.settings.checks import in_words, problems_of
 from elasticcb.settings.choices import PREDICTION_FORMATS
 from elasticcb.settings.definition import Kind
+from elasticcb.settings.names import SETTINGS
 from elasticcb.storage.local_folders import problem_of_folder
 from elasticcb.storage.remote_files import is_url, problem_of
 
 _ENDINGS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".npz": "npz"}
 
 
-def names_predictions(given: GivenFlags) -> bool:
+def names_predictions(given: Given) -> bool:
     """Whether `--output` is a file of predictions.
 
     In a config file shared with `train`, it is the folder of the SavedModel, which `predict` ignores.
     """
     if not given["output"]:
         return False
-    return "output" not in given.from_config or bool(prediction_format(given))
+    return "output" not in given.from_file or bool(prediction_format(given))
 
 
-def prediction_format(given: GivenFlags) -> str:
+def prediction_format(given: Given) -> str:
     """The format of the file; "" if unknown."""
     return given["output_format"] or _ENDINGS.get(PurePath(given["output"] or "").suffix.lower(), "")
 
 
-def check_prediction_output(command: Command, given: GivenFlags) -> Iterator[str]:
+def check_prediction_output(given: Given) -> Iterator[str]:
     """Messages about problems with the flags."""
-    if command is not Command.PREDICT:
+    if given.command is not Command.PREDICT:
         return
     if not names_predictions(given):
         if "output_format" in given:
-            flag = given.flag("output_format", with_value=True)
+            flag = given.shown("output_format")
             yield (
                 f"{flag} sets the format of --output, but --output is missing. Add --output=FILE, or remove "
                 "--output_format."
             )
         return
-    flag = given.flag("output", with_value=True)
+    flag = given.shown("output")
     format = prediction_format(given)
     if not format:
         yield (
@@ -68,11 +66,11 @@ def check_prediction_output(command: Command, given: GivenFlags) -> Iterator[str
         yield f"{flag} is a URL. Expected a local file. Copy it when the job is done."
 
 
-def check_prediction_file(command: Command, given: GivenFlags) -> Iterator[str]:
+def check_prediction_file(given: Given) -> Iterator[str]:
     """Messages about why the file can't be written."""
-    if command is not Command.PREDICT or not names_predictions(given) or is_url(given["output"]):
+    if given.command is not Command.PREDICT or not names_predictions(given) or is_url(given["output"]):
         return
-    path, flag = given.path("output"), given.flag("output")
+    path, flag = given.path("output"), given.name("output")
     assert path is not None
     if path.is_dir():
         yield f"{flag} names {path}, which is a folder. Expected a file for the predictions, such as {path}.csv."
@@ -91,112 +89,53 @@ def check_prediction_file(command: Command, given: GivenFlags) -> Iterator[str]:
 _GLOB = frozenset("*?[")
 
 
-def validate(command: Command, given: GivenFlags) -> dict[str, str]:
+def validate(given: Given) -> dict[str, str]:
     """Checks everything; returns the resolved data origins, by flag.
 
     Raises:
         UsageError: the message lists all problems, not only the first.
     """
-    problems: list[str] = []
-    for check in (*_FLAG_CHECKS, *_FILE_CHECKS):
-        problems.extend(check(command, given))
-    origins, found = _check_files(command, given)
+    problems = [problem for check in (*_FLAG_CHECKS, *_FILE_CHECKS) for problem in check(given)]
+    origins, found = _check_files(given)
     problems.extend(found)
     if problems:
-        raise UsageError(in_words(command.value, problems))
+        raise UsageError(in_words(given.command.value, problems))
     return origins
 
 
-def validate_flags(command: Command, given: GivenFlags, check_paths: Callable[[GivenFlags], Iterator[str]]) -> None:
+def validate_flags(given: Given, check_paths: Callable[[Given], Iterator[str]]) -> None:
     """Like `validate`, for a job whose paths are those of another machine: they are not opened."""
-    problems = [problem for check in _FLAG_CHECKS for problem in check(command, given)]
-    problems.extend(check_paths(given))
+    problems = [problem for check in (*_FLAG_CHECKS, check_paths) for problem in check(given)]
     if problems:
-        raise UsageError(in_words(command.value, problems))
-
-
-# ---------------------------------------------------------------- flags by themselves
-
-
-def _check_readable(command: Command, given: GivenFlags) -> Iterator[str]:
-    yield from given.unreadable
-
-
-def _check_needed(command: Command, given: GivenFlags) -> Iterator[str]:
-    for option in OPTIONS:
-        if command in option.needed and given[option.name] is None:
-            yield f"--{option.name} is missing: {option.what}. `{command.value}` needs it."
-
-
-def _check_meaning(command: Command, given: GivenFlags) -> Iterator[str]:
-    for name in sorted(given.explicit - given.from_config):
-        if command not in BY_NAME[name].commands:
-            places = ", ".join(sorted(place.value for place in BY_NAME[name].commands))
-            yield f"--{name} applies only to {places}, not to `{command.value}`. Remove it."
-
-
-def _check_empty(command: Command, given: GivenFlags) -> Iterator[str]:
-    for name in sorted(given.explicit):
-        value = given[name]
-        if isinstance(value, str) and not value.strip():
-            default = BY_NAME[name].default
-            instead = "remove the flag" if default is None else f"{default!r}, its default"
-            yield f'{given.flag(name)} is empty (""). Expected {_expected(name)}; or {instead}.'
-
-
-def _expected(name: str) -> str:
-    kind = BY_NAME[name].kind
-    words = {
-        Kind.DATA: "a file, folder, glob or URL",
-        Kind.FOLDER: "a folder",
-        Kind.FILE: "a file",
-        Kind.NAME: "a name",
-    }
-    return words.get(kind, "a value")
-
-
-def _check_limits(command: Command, given: GivenFlags) -> Iterator[str]:
-    for option in options_of([command]):
-        value = given[option.name]
-        expected = "" if value is None else option.beyond_limits(value)
-        if expected:
-            yield f"{given.flag(option.name, with_value=True)} is invalid. {expected}"
+        raise UsageError(in_words(given.command.value, problems))
 
 
 # ---------------------------------------------------------------- flags that contradict each other
 
 
-def _check_contradictions(command: Command, given: GivenFlags) -> Iterator[str]:
-    settings, said = settings_from(command, given), SaidByFlags(command, given)
-    yield from problems_of(settings, said)
-    yield from contradictions(settings, said)
+def _check_settings(given: Given) -> Iterator[str]:
+    settings = given.settings()
+    yield from problems_of(settings, given)
+    yield from contradictions(settings, given)
 
 
-def _check_autoscale(command: Command, given: GivenFlags) -> Iterator[str]:
-    if command not in BY_NAME["autoscale"].commands:
-        return
-    try:
-        WorkerRange.of(given["autoscale"] or "1..1")
-    except UsageError as error:
-        yield f"{given.flag('autoscale', with_value=True)}: {error}"
+def _check_cluster(given: Given) -> Iterator[str]:
+    backend = backends().get(given["cluster"])
+    if backend is None:
+        return  # already reported
+    by_panel = {each.panel: each for each in backends().values() if each.panel}
+    for name in sorted(given.values.keys() - given.from_file):
+        needed = by_panel.get(SETTINGS[name].panel, backend)
+        if needed is not backend:
+            yield f"{given.shown(name)} applies only to --cluster={needed.name}."
+    yield from backend.mistakes(given)
 
 
-def _check_cluster(command: Command, given: GivenFlags) -> Iterator[str]:
-    by_panel = {backend.panel: backend.name for backend in backends().values() if backend.panel}
-    for name in sorted(given.explicit - given.from_config):
-        needed = by_panel.get(BY_NAME[name].panel, given["cluster"])
-        if needed != given["cluster"]:
-            yield f"{given.flag(name, with_value=True)} applies only to --cluster={needed}."
-    yield from backend_of(given["cluster"]).mistakes(given)
-
-
-def _check_follow(command: Command, given: GivenFlags) -> Iterator[str]:
-    if command is Command.EVALUATE and not given["follow"]:
+def _check_follow(given: Given) -> Iterator[str]:
+    if given.command is Command.EVALUATE and not given["follow"]:
         for name in ("follow_timeout", "max_evaluations"):
             if name in given:
-                yield (
-                    f"{given.flag(name, with_value=True)} applies only to --follow. Add --follow, or remove --{name}."
-                )
+                yield (f"{given.shown(name)} applies only to --follow. Add --follow, or remove --{name}.")
 
 
 # ---------------------------------------------------------------- files and folders
@@ -206,47 +145,47 @@ _INITIAL = ("checkpoint_dir_for_init", "init_from")  # initial checkpoints
 _MAY_BE_REMOTE = frozenset({"checkpoint_dir", *_INITIAL})  # and the folder of a training job
 
 
-def _check_folders(command: Command, given: GivenFlags) -> Iterator[str]:
+def _check_folders(given: Given) -> Iterator[str]:
     for name, hint in (
         ("checkpoint_dir", ""),
         ("output", " To send the export elsewhere, add elasticcb.callbacks.ModelUploader to the callbacks."),
         ("job_dir", ""),
         *((name, "") for name in _INITIAL),
     ):
-        if name == "output" and command is not Command.TRAIN:
+        if name == "output" and given.command is not Command.TRAIN:
             continue
-        may_be_remote = name in _MAY_BE_REMOTE or (name == "job_dir" and command is Command.TRAIN)
+        may_be_remote = name in _MAY_BE_REMOTE or (name == "job_dir" and given.command is Command.TRAIN)
         if may_be_remote and is_url(given[name] or ""):
             problem = problem_of(given[name])
             if problem:
-                yield f"{given.flag(name)} names a URL that {problem}"
+                yield f"{given.name(name)} names a URL that {problem}"
             elif name == "job_dir" and not given["checkpoint_interval"]:
                 yield (
-                    f"{given.flag(name, with_value=True)} is a URL, from which other machines resume the job, but "
-                    f"{given.flag('checkpoint_interval', with_value=True)} keeps nothing to resume from. Remove one of "
+                    f"{given.shown(name)} is a URL, from which other machines resume the job, but "
+                    f"{given.shown('checkpoint_interval')} keeps nothing to resume from. Remove one of "
                     "the two."
                 )
             elif given["follow"]:
-                yield f"{given.flag(name, with_value=True)} is a URL. --follow needs a local folder."
+                yield f"{given.shown(name)} is a URL. --follow needs a local folder."
         elif is_url(given[name] or ""):
-            yield f"{given.flag(name, with_value=True)} is a URL. Expected a local folder.{hint}"
-        elif name not in _INITIAL and command in BY_NAME[name].commands:
-            path = given.path(name) or (given.working_directory / "jobs" if name == "job_dir" else None)
+            yield f"{given.shown(name)} is a URL. Expected a local folder.{hint}"
+        elif name not in _INITIAL and given.command in SETTINGS[name].commands:
+            path = given.path(name) or (Path.cwd() / "jobs" if name == "job_dir" else None)
             problem = "" if path is None else problem_of_folder(path)
             if problem:
-                yield f"{given.flag(name)} names {path}, which {problem}. Choose another folder."
+                yield f"{given.name(name)} names {path}, which {problem}. Choose another folder."
             elif path is not None and name == "output" and problem_of_folder(path.parent):
                 # The export is written next to its folder, and then replaces it.
-                yield f"{given.flag(name)} names {path}, but {path.parent} {problem_of_folder(path.parent)}."
-    output = given.path("output") if command is Command.TRAIN else None
+                yield f"{given.name(name)} names {path}, but {path.parent} {problem_of_folder(path.parent)}."
+    output = given.path("output") if given.command is Command.TRAIN else None
     if output is not None and output.is_dir() and "://" not in given["output"]:
         yield from _check_replaceable(given, output)
 
 
-def _check_replaceable(given: GivenFlags, output: Path) -> Iterator[str]:
+def _check_replaceable(given: Given, output: Path) -> Iterator[str]:
     if any(output.iterdir()) and not (output / "saved_model.pb").exists():
         yield (
-            f"{given.flag('output')} names {output}, which contains files but no SavedModel. The export replaces its "
+            f"{given.name('output')} names {output}, which contains files but no SavedModel. The export replaces its "
             f"folder, so they would be lost. Choose a new folder, such as {output / 'saved_model'}."
         )
     checkpoints = given.path("checkpoint_dir")
@@ -257,23 +196,23 @@ def _check_replaceable(given: GivenFlags, output: Path) -> Iterator[str]:
         )
 
 
-def _check_machine(command: Command, given: GivenFlags) -> Iterator[str]:
-    yield from missing_for(settings_from(command, given).cluster)
+def _check_machine(given: Given) -> Iterator[str]:
+    yield from missing_for(given.settings().cluster)
 
 
-def _check_initial(command: Command, given: GivenFlags) -> Iterator[str]:
+def _check_initial(given: Given) -> Iterator[str]:
     for name in _INITIAL:
-        if command in BY_NAME[name].commands:
-            yield from _check_initial_folder(name, command, given)
+        if given.command in SETTINGS[name].commands:
+            yield from _check_initial_folder(name, given)
 
 
-def _check_initial_folder(name: str, command: Command, given: GivenFlags) -> Iterator[str]:
+def _check_initial_folder(name: str, given: Given) -> Iterator[str]:
     path = given.path(name)
     if path is None or "://" in given[name]:
         return
-    flag = given.flag(name)
+    flag = given.name(name)
     expected = "Expected a folder written by `train --checkpoint_dir`."
-    if command is Command.EVALUATE and given["follow"]:
+    if given.command is Command.EVALUATE and given["follow"]:
         # The training job may not have written anything yet.
         if path.exists() and not path.is_dir():
             yield f"{flag} names {path}, which is not a folder. {expected}"
@@ -290,55 +229,55 @@ def _check_initial_folder(name: str, command: Command, given: GivenFlags) -> Ite
 MANIFEST = "manifest.json"
 
 
-def _check_files(command: Command, given: GivenFlags) -> tuple[dict[str, str], list[str]]:
+def _check_files(given: Given) -> tuple[dict[str, str], list[str]]:
     """The model file and the data; the second list has messages about problems."""
     problems: list[str] = []
     model: ModelFile | None = None
     zoo = given.path("model_zoo")
     if zoo is not None:
         try:
-            check_zoo(zoo, given.flag("model_zoo"))
+            check_zoo(zoo, given.name("model_zoo"))
             if given["model_def"]:
-                model = find_model_file(zoo, given["model_def"], given.flag("model_def", with_value=True))
+                model = find_model_file(zoo, given["model_def"], given.shown("model_def"))
         except UsageError as error:
             problems.append(str(error))
     if model is not None:
-        problems.extend(_check_model_names(command, given, model))
+        problems.extend(_check_model_names(given, model))
     # If the file can't be read, it is unknown whether it has a reader, which may accept other names than paths.
     custom_reader = "custom_data_reader" in given if model is None else model.may_define(given["custom_data_reader"])
     origins: dict[str, str] = {}
-    for option in OPTIONS:
+    for option in SETTINGS.values():
         origin = given[option.name]
-        if option.kind is not Kind.DATA or command not in option.commands or not (origin and origin.strip()):
+        if option.kind is not Kind.DATA or given.command not in option.commands or not (origin and origin.strip()):
             continue
-        resolved, wrong = _resolve_origin(origin, given.base(option.name), given.flag(option.name), custom_reader)
+        resolved, wrong = _resolve_origin(origin, given.base(option.name), given.name(option.name), custom_reader)
         origins[option.name] = resolved
         problems.extend(wrong)
     return origins, problems
 
 
-def _check_model_names(command: Command, given: GivenFlags, model: ModelFile) -> Iterator[str]:
+def _check_model_names(given: Given, model: ModelFile) -> Iterator[str]:
     name = given["model_def"].rpartition(".")[2]
     if not model.may_define(name):
-        yield model.complaint(name, given.flag("model_def", with_value=True))
-    if command is Command.TRAIN:
+        yield model.complaint(name, given.shown("model_def"))
+    if given.command is Command.TRAIN:
         yield from _check_trainable(given, model)
     takers = (given["callbacks"], "PredictionOutputsProcessor")
-    if command is Command.PREDICT and not names_predictions(given) and not any(map(model.may_define, takers)):
+    if given.command is Command.PREDICT and not names_predictions(given) and not any(map(model.may_define, takers)):
         yield (
             f"The predictions would be lost: {model.path} has no `{given['callbacks']}`, and --output is missing. Add "
             "--output=FILE, such as --output=predictions.csv, or define callbacks in the model file."
         )
     # A default name may be missing (a compiled model needs no `loss`); an explicitly given one may not.
-    for option in OPTIONS:
+    for option in SETTINGS.values():
         if option.kind is Kind.NAME and option.name in given and given[option.name]:
-            if given[option.name] == option.default or command not in option.commands:
+            if given[option.name] == option.default or given.command not in option.commands:
                 continue
             if not model.may_define(given[option.name]):
-                yield model.complaint(given[option.name], given.flag(option.name))
+                yield model.complaint(given[option.name], given.name(option.name))
 
 
-def _check_trainable(given: GivenFlags, model: ModelFile) -> Iterator[str]:
+def _check_trainable(given: Given, model: ModelFile) -> Iterator[str]:
     loss, optimizer = given["loss"], given["optimizer"]
     if "optimizer" not in given and not model.may_define(optimizer) and not model.can_compile():
         yield (
@@ -352,19 +291,13 @@ def _check_trainable(given: GivenFlags, model: ModelFile) -> Iterator[str]:
         )
 
 
-_FLAG_CHECKS: tuple[Callable[[Command, GivenFlags], Iterator[str]], ...] = (
-    _check_readable,
-    _check_needed,
-    _check_meaning,
-    _check_empty,
-    _check_limits,
-    _check_contradictions,
-    _check_autoscale,
+_FLAG_CHECKS: tuple[Callable[[Given], Iterator[str]], ...] = (
+    _check_settings,
     _check_follow,
     check_prediction_output,
     _check_cluster,
 )
-_FILE_CHECKS: tuple[Callable[[Command, GivenFlags], Iterator[str]], ...] = (
+_FILE_CHECKS: tuple[Callable[[Given], Iterator[str]], ...] = (
     _check_folders,
     check_prediction_file,
     _check_machine,
@@ -389,8 +322,8 @@ def _resolve_origin(origin: str, base: Path, flag: str, custom_reader: bool) -> 
         problem = f"{flag}={origin!r} is empty or has an empty part."
         return origin, [f"{problem} Expected a path, folder, glob or URL, or several of these separated by commas."]
     # A file name may contain a comma.
-    if os.path.isfile(absolute(base, origin)):  # not Path.exists, which fails for a long list of files
-        return str(absolute(base, origin)), []
+    if os.path.isfile(_absolute(base, origin)):  # not Path.exists, which fails for a long list of files
+        return str(_absolute(base, origin)), []
     resolved, problems = [], []
     for part in parts:
         try:
@@ -403,7 +336,7 @@ def _resolve_origin(origin: str, base: Path, flag: str, custom_reader: bool) -> 
 def _resolve_part(part: str, base: Path, flag: str, custom_reader: bool) -> str:
     if "://" in part:
         return part
-    path = absolute(base, part)
+    path = _absolute(base, part)
     try:
         if path.is_file():
             return str(path)
@@ -429,6 +362,10 @@ def _resolve_part(part: str, base: Path, flag: str, custom_reader: bool) -> str:
         f"{problem} Expected a file, folder, glob or URL, or several of these separated by commas. (Other names need "
         "a `custom_data_reader` in the model file.)"
     )
+
+
+def _absolute(base: Path, text: str) -> Path:
+    return Path(os.path.abspath(base / Path(text).expanduser()))
 
 
 def _nearest(path: Path) -> str:

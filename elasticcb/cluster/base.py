@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from elasticcb.cluster.role import Place, RoleProcess
 from elasticcb.security.credentials import OPEN
-from elasticcb.settings import ClusterSettings, JobSettings
+from elasticcb.settings import ClusterSettings, Given, JobSettings
 
 if TYPE_CHECKING:
     from elasticcb.cluster.local.fork_server import ForkServer
@@ -80,25 +80,12 @@ class MasterRun:
     begun: Callable[[], None]
 
 
-class Given(Protocol):
-    """Flags of a command or arguments of a function, with their names for messages."""
-
-    def __getitem__(self, name: str) -> Any:
-        """The value; None if there is none."""
-
-    def flag(self, name: str, with_value: bool = False) -> str:
-        """Its name for messages: "--num_ps=0"."""
-
-    def folder(self, name: str) -> str:
-        """The absolute path of a file or folder; "" if none was given."""
-
-
 class ClusterBackend(ABC):
     """Starts, stops and observes processes. The class attributes describe the backend."""
 
     name = ""  # name for --cluster and `Cluster(kind=...)`
     summary = ""  # description after the name, in help texts
-    settings: frozenset[str] = frozenset()  # paths of settings that apply only to it
+    settings: frozenset[str] = frozenset()  # names of settings that apply only to it
     panel = ""  # the help panel that contains only its flags
     in_programs = True  # whether `Cluster` can use it, besides commands
     watches = True  # whether `poll` reports every process that ends

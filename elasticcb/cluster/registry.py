@@ -23,8 +23,7 @@ from elasticcb.dashboard.beside import missing_libraries
 from elasticcb.errors import UsageError, describe
 from elasticcb.security.credentials import Access, token_of_environment
 from elasticcb.security.tls import TLS, make_ca, tls_files
-from elasticcb.settings import ClusterSettings, JobSettings
-from elasticcb.settings.checks import Said
+from elasticcb.settings import ClusterSettings, Given, JobSettings
 from elasticcb.settings.cluster import INSECURE_RISK
 
 GROUP = "elasticcb.clusters"
@@ -58,23 +57,20 @@ def backend_of(name: str) -> type[ClusterBackend]:
         raise UsageError(f"There is no cluster {name!r}. Expected one of {known}.") from None
 
 
-def contradictions(settings: JobSettings, said: Said) -> Iterator[str]:
+def contradictions(settings: JobSettings, given: Given) -> Iterator[str]:
     """Messages about settings that the job's cluster does not support."""
     kind = settings.cluster.kind
     backend = backends().get(kind)
     if backend is None:
-        yield f"{said.with_value('cluster.kind')} is invalid. Expected one of {', '.join(map(repr, backends()))}."
+        yield f"{given.shown('cluster')} is invalid. Expected one of {', '.join(map(repr, backends()))}."
         return
     if settings.cluster.autoscale.most and not backend.scales:
-        yield (
-            f"{said.with_value('cluster.autoscale')} is not supported with {said.as_given('cluster.kind', kind)}. "
-            "Remove one of the two."
-        )
-    for name, other in backends().items():
-        for path in sorted(other.settings) if name != kind else ():
-            if path in said:
-                only = said.as_given("cluster.kind", name)
-                yield f"{said.with_value(path)} applies only to {only}. Add that, or remove this."
+        yield f"{given.shown('autoscale')} is not supported with {given.shown('cluster')}. Remove one of the two."
+    for other in backends().values():
+        for name in sorted(other.settings) if other is not backend else ():
+            if name in given:
+                only = given.written(f"{{cluster:{other.name}}}")
+                yield f"{given.shown(name)} applies only to {only}. Add that, or remove this."
 
 
 def missing_for(cluster: ClusterSettings) -> Iterator[str]:
@@ -118,7 +114,7 @@ def _tls(context: BackendContext) -> TLS | None:
         if not has_ports:
             return None
         if cluster.insecure:
-            context.say(f"The processes of this job run without TLS (--insecure): {INSECURE_RISK}.")
+            context.say(f"The processes of this job run without TLS: {INSECURE_RISK}.")
             return None
         return make_ca(context.directory)
     return TLS.load(files)

@@ -76,8 +76,8 @@ def check_is_of_servers() -> None:
     if found != OF_SERVERS:
         raise UsageError(
             f"Keras runs on {found!r} in this process, but parameter servers need {OF_SERVERS!r}, so they can't be "
-            "threads of it, as with the cluster 'inprocess'. Use processes (--cluster=local, Cluster(kind='local')), "
-            f"or set {VARIABLE}={OF_SERVERS}."
+            "threads of it, as with the cluster 'inprocess'. Use processes (the cluster 'local'), or set "
+            f"{VARIABLE}={OF_SERVERS}."
         )
 
 

@@ -184,7 +184,7 @@ class Failure:
 
 
 _GIVEN_UP = {
-    TaskEvent.RETRIES_USED_UP: "its retries are used up; raise --max_task_retries to allow more",
+    TaskEvent.RETRIES_USED_UP: "its retries are used up; raise max_task_retries to allow more",
     TaskEvent.LOSSES_USED_UP: "too many workers died while running it; see their logs",
     TaskEvent.REPORTED_FATAL: "the worker reported that retrying can't help",
 }

@@ -29,7 +29,6 @@ from elasticcb.checkpoint.manifest import MANIFEST
 from elasticcb.clients.running_master import forget_earlier_job
 from elasticcb.errors import ReplacedError, StoreError, UsageError
 from elasticcb.master.snapshot import JobSnapshot
-from elasticcb.master.state_document import document
 from elasticcb.process.host import host_name
 from elasticcb.settings import FIT_FILE, HISTORY_FILE, JOB_FILE, JOURNAL_FILE, JOURNALS, RECOVERY_FOLDER, STATUS_FILE
 from elasticcb.storage import durable
@@ -298,7 +297,7 @@ class JobCopy:
         if number > self.owner:
             raise ReplacedError(f"Another master took over the job in {self.url}; this one exits.")
         self._store.put(f"{OWNERS}/{self.owner:08d}", _owner(self._folder, self._holder))
-        status = {**document(observe()), "written": time.time()}
+        status = {**observe().to_json(), "written": time.time()}
         self._store.put(STATUS_FILE, json.dumps(status).encode())
 
     def _send(self) -> None:

@@ -29,7 +29,7 @@ from elasticcb.master.snapshot import EpochEnd, format_metric
 from elasticcb.master.task import Milestone, MilestoneKind, TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizers.traits import may_serve_rows
-from elasticcb.settings import Command, Mode
+from elasticcb.settings import Command, Mode, written
 
 
 class Pace(NamedTuple):
@@ -172,10 +172,9 @@ class JobDriver:
         if self.queue.training_done:
             return "Training has ended, so the number of parameter servers can't change any more."
         if not self._settings.keeps_recovery_files:
-            return (
-                "The number of parameter servers changes by their recovery files, which --checkpoint_interval=0 turns "
-                "off."
-            )
+            text = "The number of parameter servers changes by their recovery files, "
+            text += "which {checkpoint_interval:0} turns off."
+            return written(text, self._settings.in_program)
         optimizers = self._host.optimizers
         tables = any(spec.table for spec in self._host.variables)
         if tables and not all(may_serve_rows(each, servers) for each in optimizers):

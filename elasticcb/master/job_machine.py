@@ -301,7 +301,7 @@ class JobMachine:
         raise ClusterLostError(
             f"{how_many(tasks, 'prediction task')} must be repeated, but no worker is left. A worker was lost before "
             "the `on_predict_end` hooks of its callbacks ran, the other workers have finished, and all restarts are "
-            "used up. Run the job again with more restarts (--max_worker_restarts)."
+            "used up. Run the job again with more restarts (max_worker_restarts)."
         )
 
     def check_is_present(self, job: int) -> None:

@@ -72,7 +72,7 @@ class MetricsServer:
             self._server = _Server(host.strip("[]"), port)
         except OSError as error:
             raise ConnectionLostError(
-                f"Could not serve metrics on {host}:{port}: {error}. Choose another --metrics_port, or 0 for any that "
+                f"Could not serve metrics on {host}:{port}: {error}. Choose another metrics_port, or 0 for any that "
                 "is free."
             ) from error
         self._metrics = make_wsgi_app(registry)

@@ -18,7 +18,7 @@ from elasticcb.master.snapshot import JobSnapshot, ProcessCounts, ProcessSnapsho
 from elasticcb.master.task import TaskState
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.host import host_name
-from elasticcb.process.stats import TableSize, histograms, resident_bytes
+from elasticcb.process.stats import SECONDS, Histogram, TableSize, histograms, resident_bytes
 from elasticcb.settings import Command, JobSettings
 from elasticcb.storage.remote_files import is_url
 
@@ -40,7 +40,7 @@ def observe(state: JobMachine, refused: Mapping[str, int], now: float) -> JobSna
         workers=_counts(state, Role.WORKER),
         servers=_counts(state, Role.PS),
         servers_restoring=len(state.lost_ps),
-        longest_server_recovery=totals.longest_recovery,
+        longest_recovery_seconds=totals.longest_recovery,
         updates_lost=totals.updates_lost,
         recovery_files_failed=totals.recovery_files_failed,
         stragglers=tuple(process.index for process in processes if process.straggler),
@@ -67,7 +67,7 @@ def _of_settings(state: JobMachine, settings: JobSettings | None, now: float) ->
         return {}
     values = {"command": settings.command, "name": settings.name, "directory": settings.directory}
     due = settings.checkpoint.directory and settings.checkpoint.steps
-    return {**values, "checkpoint_age": now - state.checkpoint_written if due else None}
+    return {**values, "checkpoint_age_seconds": now - state.checkpoint_written if due else None}
 
 
 def free_disk_bytes(settings: JobSettings | None) -> dict[str, int]:
@@ -137,7 +137,17 @@ def _added_up(state: JobMachine, refused: Mapping[str, int]) -> dict[str, Any]:
         refusals.update(stats.refused_calls)
         for name, histogram in stats.histograms.items():
             total[name].add(histogram)
-    return {"rows_looked_up": rows, "refused_calls": dict(refusals), "histograms": total}
+    latencies = {name: _latency(total[name]) for name in SECONDS}
+    return {"rows_looked_up": rows, "refused_calls": dict(refusals), "histograms": total, "latencies": latencies}
+
+
+def _latency(histogram: Histogram) -> dict[str, float | None]:
+    calls = sum(histogram.counts)
+    return {
+        "calls": calls,
+        "mean_seconds": histogram.sum / calls if calls else None,
+        "p95_seconds": histogram.quantile(0.95),
+    }
 
 
 def _tables(state: JobMachine) -> dict[str, TableSize]:

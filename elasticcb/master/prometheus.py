@@ -62,8 +62,8 @@ def _job(seen: JobSnapshot) -> Iterator[Metric]:
     yield _counter("batches_skipped", "Batches skipped because of NaN or infinity.", seen.batches_skipped)
     yield _counter("callback_errors", "Callback errors after which the job continued.", seen.callback_errors)
     yield _counter("checkpoints_failed", "Checkpoints that could not be written.", seen.checkpoints_failed)
-    age = {} if seen.checkpoint_age is None else {(): seen.checkpoint_age}
-    text = "Time since the newest checkpoint, or since the job started; only with --checkpoint_steps."
+    age = {} if seen.checkpoint_age_seconds is None else {(): seen.checkpoint_age_seconds}
+    text = "Time since the newest checkpoint, or since the job started; only with checkpoint_steps."
     yield _gauge("checkpoint_age_seconds", text, age)
     unwritten = seen.recovery_files_failed
     yield _counter("recovery_files_failed", "Times that a server could not write its recovery files.", unwritten)

@@ -457,8 +457,8 @@ class Losses:
                 story += f"; restart {self._restarts[role]} of {most}"
             self._vacated.add((role, index))
             return LossDecision(Consequence.RESTART, role, index, story)
-        flag = "--max_ps_restarts" if role is Role.PS else "--max_worker_restarts"
-        story += f"; all restarts ({flag}={most}) are used up"
+        name = "max_ps_restarts" if role is Role.PS else "max_worker_restarts"
+        story += f"; all restarts ({name}={most}) are used up"
         if role is Role.PS:
             return LossDecision(Consequence.FAIL, role, index, story)
         if others:

@@ -19,7 +19,6 @@ from elasticcb.master.master_server import MasterServer
 from elasticcb.master.members import Role
 from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.snapshot import JobSnapshot
-from elasticcb.master.state_document import document
 from elasticcb.master.task import DecisionKind, Lease
 from elasticcb.model.metric_messages import from_metric_states, from_outputs
 from elasticcb.process.host import host_name
@@ -217,7 +216,7 @@ class MasterServicer:
         return answer
 
     def Status(self, request: Any, context: Any) -> pb.StatusResponse:
-        answer = pb.StatusResponse(status=json.dumps(document(self._observe())))
+        answer = pb.StatusResponse(status=json.dumps(self._observe().to_json()))
         if request.HasField("past_after"):
             answer.past = json.dumps(self._past_after(request.past_after))
         return answer

@@ -37,7 +37,7 @@ class ShardLayout:
         if records_per_task < 1 or minibatch_size < 1:
             raise UsageError(
                 f"records_per_task={records_per_task} and minibatch_size={minibatch_size} are invalid: both must be at "
-                "least 1. Set --minibatch_size and --num_minibatches_per_task."
+                "least 1. Set minibatch_size and num_minibatches_per_task."
             )
         for name, count in sources:
             if count < 0:

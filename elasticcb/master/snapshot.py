@@ -1,6 +1,7 @@
-"""The state of a job at one moment. Everything shown to users and machines is derived from it.
+"""The state of a job at one moment, which all displays render.
 
-`observation.py` creates it; the display, the summary, `elasticcb status --json` and the metrics read it.
+`observation.py` creates it. The terminal, the summary and the metrics read its fields; `elasticcb status`, the
+dashboard and `status.json` its JSON document, whose keys are the fields.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from elasticcb.clients.history import finite
+from elasticcb.errors import JobInterrupted
 from elasticcb.settings import Command
 
 if TYPE_CHECKING:
@@ -71,12 +75,14 @@ class EpochEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSnapshot:
-    """The job at one moment. Unknown or inapplicable fields have their defaults."""
+    """The job at one moment. Unknown or inapplicable fields have their defaults. docs/operations.md lists them."""
 
     command: Command | None = None  # None: no job yet
     name: str = ""
     directory: str = ""
-    phase: str = "starting"  # current activity: "training", "evaluating"
+    phase: str = "starting"  # current activity: "training", "evaluating"; at the end one of `_ENDS`
+    error: str = ""  # that ended the job; "": none
+    error_type: str = ""  # its class
     ready: bool = False  # the servers hold the model and tasks are handed out
     seconds: float = 0.0  # since the job started
     seconds_left: float | None = None  # estimate
@@ -105,14 +111,14 @@ class JobSnapshot:
     callback_errors: int = 0  # with --callback_errors=warn
     checkpoints_failed: int = 0  # that could not be written; training continued
     # seconds since the newest checkpoint, or the start; None: no regular checkpoints
-    checkpoint_age: float | None = None
+    checkpoint_age_seconds: float | None = None
     recovery_files_failed: int = 0  # failed writes of servers; training continued
     free_disk_bytes: Mapping[str, int] = field(default_factory=dict)  # of the folders "job" and "checkpoint", if local
     refused_calls: Mapping[str, int] = field(default_factory=dict)  # by master and servers, by reason (text)
     workers: ProcessCounts = ProcessCounts()
     servers: ProcessCounts = ProcessCounts()
     servers_restoring: int = 0  # lost servers whose replacements don't hold the model yet
-    longest_server_recovery: float = 0.0  # seconds from a loss until the replacement held its part
+    longest_recovery_seconds: float = 0.0  # of a server, from a loss until the replacement held its part
     updates_lost: int = 0  # updates to the parts of lost servers
     stragglers: tuple[int, ...] = ()  # indexes of workers much slower than the others
     stragglers_ever: tuple[int, ...] = ()  # indexes of workers that were stragglers at any time
@@ -125,6 +131,8 @@ class JobSnapshot:
     saved_model_inputs: tuple[SavedModelInput, ...] = ()  # (): unknown, the summary shows how to list them
     predictions_path: str = ""  # "": predictions went only to callbacks
     checkpoint_path: str = ""  # newest checkpoint; "": none
+    # of workers' calls to all servers, by name: "calls", "mean_seconds", "p95_seconds"
+    latencies: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 
     @property
     def records_trained(self) -> int:
@@ -138,6 +146,82 @@ class JobSnapshot:
         for (_, state), count in self.tasks.items():
             counts[state] += count
         return counts
+
+    @property
+    def conditions(self) -> list[dict[str, str]]:
+        """In the form of Kubernetes conditions."""
+        over, failed = self.phase in _ENDS, bool(self.error_type)
+        counts = {
+            "workers missing": self.workers.planned - self.workers.up,
+            "parameter servers missing": self.servers.planned - self.servers.up,
+            "parameter servers restoring": self.servers_restoring,
+            "workers straggling": len(self.stragglers),
+        }
+        troubles = [f"{what}: {count}" for what, count in counts.items() if count > 0] if self.ready else []
+
+        def condition(kind: str, holds: bool, reason: str, message: str = "") -> dict[str, str]:
+            return {"type": kind, "status": str(holds), "reason": reason, "message": message}
+
+        return [
+            condition("Ready", self.ready, "TasksAreHandedOut" if self.ready else "JobIsOver" if over else "JobStarts"),
+            condition("Degraded", bool(troubles), "Processes" if troubles else "AsExpected", ", ".join(troubles)),
+            condition("Complete", over and not failed, "JobIsOver" if over else "JobRuns"),
+            condition("Failed", failed, self.error_type or "NoError", self.error.partition("\n")[0]),
+        ]
+
+    def ended(self, error: BaseException | None) -> JobSnapshot:
+        """At the end of the job; `error` ended it, None: it succeeded."""
+        interrupted = isinstance(error, (JobInterrupted, KeyboardInterrupt))
+        return replace(
+            self,
+            phase="done" if error is None else "interrupted" if interrupted else "failed",
+            error="" if error is None else str(error),
+            error_type="" if error is None else type(error).__name__,
+            ready=False,
+            seconds_left=None,
+            records_per_second=0.0,
+            checkpoint_age_seconds=None,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The document: the fields as JSON values, and what follows from them; numbers that JSON lacks are null."""
+        tasks: dict[str, dict[str, int]] = {}
+        for (kind, state), count in self.tasks.items():
+            tasks.setdefault(kind, {})[state] = count
+        shown = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "histograms"}
+        computed = {"records_trained": self.records_trained, "conditions": self.conditions}
+        document: dict[str, Any] = _json({**shown, "tasks": tasks, **computed})
+        return document
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> JobSnapshot:
+        """The snapshot of a document, without processes, tables and histograms."""
+        left_out = {"processes", "tables", "histograms", "saved_model_inputs"}
+        values = {each.name: document[each.name] for each in fields(cls) if each.name not in left_out}
+        return cls(**values | {
+            "command": Command(values["command"]) if values["command"] else None,
+            "metrics": {name: value for name, value in values["metrics"].items() if value is not None},
+            "tasks": {(kind, state): n for kind, states in values["tasks"].items() for state, n in states.items()},
+            "workers": ProcessCounts(**values["workers"]),
+            "servers": ProcessCounts(**values["servers"]),
+        })  # fmt: skip
+
+
+_ENDS = ("done", "interrupted", "failed")
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if hasattr(value, "_asdict"):  # a named tuple
+        return value._asdict()
+    if is_dataclass(value):
+        return {each.name: _json(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _json(each) for name, each in value.items()}
+    return [_json(each) for each in value] if isinstance(value, (tuple, list)) else finite(value)
 
 
 def format_metric(value: Any) -> str:

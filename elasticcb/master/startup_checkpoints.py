@@ -15,7 +15,7 @@ from elasticcb.master.job_context import JobContext
 from elasticcb.master.keras_host import ModelHost
 from elasticcb.process.wording import how_many
 from elasticcb.settings import INITIAL_FOLDER, Command
-from elasticcb.settings.arguments import as_user_writes
+from elasticcb.settings.names import SETTINGS
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 from elasticcb.storage.remote_files import is_url
 
@@ -27,7 +27,8 @@ def own_checkpoints(context: JobContext) -> None:
     folder = context.settings.checkpoint.directory
     if context.settings.command is not Command.TRAIN or not folder or is_url(folder):
         return
-    lock = FolderLock(Path(folder), f"--checkpoint_dir={folder}", ENDING_SECONDS, ".checkpoints.lock")
+    given = SETTINGS["checkpoint_dir"].written(context.settings.in_program, folder)
+    lock = FolderLock(Path(folder), given, ENDING_SECONDS, ".checkpoints.lock")
     context.until_end.callback(lock.release)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,7 @@ def warn_of_later_versions(context: JobContext, version: int) -> None:
     if version_of(newest) > version:
         context.display.message(
             f"{folder} already contains the checkpoint {newest}. `evaluate` and `predict` would use it instead "
-            "of earlier versions of this job. Choose another --checkpoint_dir, or pass them one version."
+            "of earlier versions of this job. Choose another checkpoint_dir, or pass them one version."
         )
 
 
@@ -104,7 +105,6 @@ def warm_start_of(context: JobContext, host: ModelHost) -> WarmStart | None:
     try:
         loaded = warm_start(Path(start.folder), host.variables, settings.init_map)
     except CheckpointError as error:
-        text = str(error).replace(start.folder, start.place)
-        raise CheckpointError(as_user_writes(text, context.settings)) from error
+        raise CheckpointError(str(error).replace(start.folder, start.place)) from error
     context.display.message(loaded.summary())
     return loaded

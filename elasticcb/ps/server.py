@@ -118,7 +118,7 @@ class PSServer:
             training=settings.training,
             make_optimizers=make_optimizers,
             access=self._access,
-            limits=TableLimits(table.memory_bytes, table.when_full, self._store),
+            limits=TableLimits(table.memory_bytes, table.when_full, self._store, settings.in_program),
             lost_workers=self._lost_workers,
             scratch=folder if settings.keeps_recovery_files else None,
         )

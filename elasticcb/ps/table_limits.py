@@ -10,7 +10,7 @@ import numpy as np
 
 from elasticcb.errors import TableError
 from elasticcb.rpc.tensors import Array
-from elasticcb.settings.choices import WhenFull
+from elasticcb.settings import WhenFull, written
 
 if TYPE_CHECKING:
     from elasticcb.storage.cold_store import ColdStore
@@ -72,11 +72,13 @@ class TableLimits:
         when_full: what happens to a new id when a limit is reached. When memory is short, counts of ids without a row
             are dropped in any case, least recently used first.
         store: where rows go with `WhenFull.DISK`; else None.
+        in_program: how messages name settings.
     """
 
     memory_bytes: int = 0
     when_full: WhenFull = WhenFull.ERROR
     store: ColdStore | None = None
+    in_program: bool = False
     tables: list[Limited] = field(default_factory=list, init=False, repr=False, compare=False)
     # By table if its max_rows is reached; None: the total memory is reached.
     _chosen: dict[Limited | None, _Chosen] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -143,13 +145,15 @@ class TableLimits:
         return TableError(
             f"The embedding tables of a parameter server are full: they hold {self.bytes:,} bytes, {rows:,} new rows "
             f"need {rows * table.row_bytes:,} more, and {self.memory_bytes:,} are allowed. "
-            + self._advice("Allow more (--embedding_memory_bytes), start more parameter servers (--num_ps)")
+            + self._advice("Allow more ({embedding_memory_bytes}), start more parameter servers ({num_ps})")
         )
 
     def _advice(self, more: str) -> str:
         if self.when_full in (WhenFull.EVICT, WhenFull.DISK):
-            return f"All rows that could be evicted were evicted. {more}, or use smaller batches."
-        return f"{more}, or set --embedding_when_full to 'disk', 'evict' or 'initial'."
+            text = f"All rows that could be evicted were evicted. {more}, or use smaller batches."
+        else:
+            text = f"{more}, or set {{embedding_when_full}} to 'disk', 'evict' or 'initial'."
+        return written(text, self.in_program)
 
     def _evict(
         self, losing: Sequence[Evictable], needed_bytes: int, most_bytes: int, table: Limited, keep: Array | None

@@ -241,10 +241,8 @@ def _remove_rows_on_disk(settings: JobSettings) -> None:
 
 def _keep_status(path: Path, master: Master, failure: BaseException | None) -> None:
     """Records how a job has ended."""
-    from elasticcb.master.state_document import document
-
     try:
-        durable.write_document(path, document(master.observe(), failure, over=True))
+        durable.write_document(path, master.observe().ended(failure).to_json())
         durable.write_document(path.with_name(HISTORY_FILE), master.past_after(0))
     except OSError as error:
         logger.warning("The final status of the job can't be saved: %s", error)

@@ -46,7 +46,7 @@ class HealthServer:
             self._end()
             raise ConnectionLostError(
                 f"Could not serve health checks on {host}:{port}: another process uses the port, or {host} is not an "
-                "address of this machine. Choose another --health_port, or 0 for any free one."
+                "address of this machine. Choose another health_port, or 0 for any free one."
             ) from error
         self.address = f"{host}:{bound}"
 

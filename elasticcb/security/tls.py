@@ -212,7 +212,7 @@ class TLS:
         except ssl.SSLError as error:
             if "ALERT" in (error.reason or ""):
                 return f"it refuses this process's certificate: {_words(error)}"
-            return "it does not use TLS. Either all processes of a job must use TLS, or all must have --insecure"
+            return "it does not use TLS. Either all processes of a job must use TLS, or none (insecure)"
 
 
 def make_ca(job: str) -> TLS:
@@ -263,7 +263,7 @@ def diagnose(address: str, tls: TLS | None) -> str:
         if tls is not None:
             return tls.diagnose(host, connection)
         if _speaks_tls(connection):
-            return "it uses TLS, but this process does not. Add --tls_ca, or certificates, to this process"
+            return "it uses TLS, but this process does not. Add tls_ca, or certificates, to this process"
     return ""
 
 

@@ -1,7 +1,7 @@
 """Settings: typed and frozen, in seconds and bytes. Each is defined once; every process receives all of them.
 
-Only the command line knows flags. To add a setting, add a field to a section in job.py, training.py, cluster.py or
-kubernetes.py, and the line that reads it.
+To add a setting, add a field to a section in job.py, training.py, cluster.py or kubernetes.py, and the line that reads
+it. `Given` reads what a user gave: flags, a config file, or arguments of `Cluster`.
 """
 
 from elasticcb.settings.choices import (
@@ -18,6 +18,8 @@ from elasticcb.settings.choices import (
     WorkerRange,
 )
 from elasticcb.settings.cluster import ClusterSettings, NetworkOptions, RecoveryOptions
+from elasticcb.settings.command_line import FollowSettings, SubmissionSettings
+from elasticcb.settings.given import Given
 from elasticcb.settings.job import (
     FIT_FILE,
     FORK_LOG,
@@ -36,6 +38,7 @@ from elasticcb.settings.job import (
     ModelSettings,
 )
 from elasticcb.settings.kubernetes import KubernetesSettings
+from elasticcb.settings.names import written
 from elasticcb.settings.training import EmbeddingOptions, ExchangeOptions, TrainingSettings
 
 __all__ = [
@@ -58,6 +61,8 @@ __all__ = [
     "DataSettings",
     "EmbeddingOptions",
     "ExchangeOptions",
+    "FollowSettings",
+    "Given",
     "JobSettings",
     "KubernetesSettings",
     "LostUpdates",
@@ -67,9 +72,11 @@ __all__ = [
     "NonFinite",
     "RecoveryOptions",
     "RowsDtype",
+    "SubmissionSettings",
     "TrainingSettings",
     "Updates",
     "WhenFull",
     "WireDtype",
     "WorkerRange",
+    "written",
 ]

@@ -16,6 +16,7 @@ class NetworkOptions(Section):
     """How processes connect to each other, and how others reach the master."""
 
     PANEL = CLUSTER
+    GROUP = "network"
 
     # "": the address of this machine that its own processes use
     host: str = setting(
@@ -24,8 +25,8 @@ class NetworkOptions(Section):
         unit="ADDRESS",
         pattern=r"[^/\s]+",
         expected="an address like 0.0.0.0, without a port",
-        default_text="a folder of Unix sockets; 127.0.0.1 with --port, --tls, --tls_ca or --cluster=external; "
-        "with --cluster=ray its node's",
+        default_text="a folder of Unix sockets; 127.0.0.1 with {port}, {tls}, {tls_ca} or {cluster:external}; "
+        "with {cluster:ray} its node's",
         roles=("ps",),
     )
     port: int = setting(0, "Port to listen on; 0: any free port.", unit="PORT", minimum=0, maximum=65535, roles=("ps",))
@@ -48,14 +49,14 @@ class NetworkOptions(Section):
     )
     ray_address: str = setting(
         "",
-        "With --cluster=ray: address of the Ray cluster. Run the command on one of its nodes.",
+        "With {cluster:ray}: address of the Ray cluster. Run the command on one of its nodes.",
         unit="HOST:PORT",
         default_text="RAY_ADDRESS, or the Ray cluster of this machine",
     )
     tls: bool = setting(
         False,
         "Use TLS also between processes of one machine, which otherwise use Unix sockets. Processes that listen on "
-        "ports always use TLS unless --insecure is given, with a CA created for the job (in `tls` in its folder).",
+        "ports always use TLS unless {insecure} is given, with a CA created for the job (in `tls` in its folder).",
     )
     insecure: bool = setting(
         False,
@@ -69,7 +70,7 @@ class NetworkOptions(Section):
         roles=("ps", "worker"),
     )
     tls_key: str = setting(
-        "", "PEM file with the private key of --tls_cert, without a password.", kind=Kind.FILE, roles=("ps", "worker")
+        "", "PEM file with the private key of {tls_cert}, without a password.", kind=Kind.FILE, roles=("ps", "worker")
     )
     tls_ca: str = setting(
         "",
@@ -92,6 +93,7 @@ class RecoveryOptions(Section):
     """When a process counts as lost, and how it is replaced."""
 
     PANEL = CLUSTER
+    GROUP = "recovery"
 
     lost_updates: LostUpdates = setting(
         LostUpdates.REPEAT,
@@ -121,8 +123,8 @@ class RecoveryOptions(Section):
     )
     silence_seconds: float = setting(
         30.0,
-        "Heartbeat timeout: a parameter server that is silent for this long is replaced; with --cluster=external, a "
-        "worker as well. At most --lease_seconds.",
+        "Heartbeat timeout: a parameter server that is silent for this long is replaced; with {cluster:external}, a "
+        "worker as well. At most {lease_seconds}.",
         unit="SECONDS",
         above=0,
     )
@@ -155,7 +157,7 @@ class ClusterSettings(NetworkOptions, RecoveryOptions):
     )
     autoscale: WorkerRange = setting(
         WorkerRange(),
-        "Scale workers between MIN and MAX by measured throughput, e.g. 1..8. The job starts with --num_workers, or "
+        "Scale workers between MIN and MAX by measured throughput, e.g. 1..8. The job starts with {num_workers}, or "
         "with MIN.",
         unit="MIN..MAX",
         commands=TRAIN,

@@ -1,4 +1,7 @@
-"""Settings are fields of sections; their metadata defines flags, arguments, checks and tables of the docs."""
+"""Settings are fields of sections; their metadata defines flags, arguments, checks and tables of the docs.
+
+In help texts, `{num_ps}` and `{updates:local}` stand for other settings, by name (`names.py`).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,23 @@ import operator
 import os
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from elasticcb.settings.choices import EXPECTED, Command, read_age
+from elasticcb.errors import UsageError
+from elasticcb.settings.choices import EXPECTED, Command, WorkerRange, read_age
+from elasticcb.settings.texts import (
+    check_params,
+    parse_integer,
+    parse_mapping,
+    parse_number,
+    parse_params,
+    parse_truth,
+)
 
 TRAIN = frozenset({Command.TRAIN})
 TRAIN_AND_EVALUATE = frozenset({Command.TRAIN, Command.EVALUATE})
@@ -50,9 +63,29 @@ class Kind(Enum):
     DATA = "DATA"
     MAPPING = "YAML"  # of mappings
     AGE = "VERSIONS|TIME"
+    RANGE = "MIN..MAX"
 
 
-_KIND_OF = {bool: Kind.TRUTH, int: Kind.INTEGER, float: Kind.NUMBER, dict: Kind.PARAMS}
+_KIND_OF = {bool: Kind.TRUTH, int: Kind.INTEGER, float: Kind.NUMBER, dict: Kind.PARAMS, WorkerRange: Kind.RANGE}
+_PARSERS: dict[Kind, Callable[[str], Any]] = {
+    Kind.TRUTH: parse_truth,
+    Kind.INTEGER: parse_integer,
+    Kind.NUMBER: parse_number,
+    Kind.PARAMS: parse_params,
+    Kind.MAPPING: parse_mapping,
+}
+_EXPECTED = {
+    Kind.TRUTH: "true or false",
+    Kind.INTEGER: "a whole number",
+    Kind.NUMBER: "a number",
+    Kind.NAME: "a name",
+    Kind.PARAMS: "a mapping",
+    Kind.MAPPING: "a mapping, such as {users: {min_count: 3}}",
+    Kind.DATA: "a file, folder, glob or URL",
+    Kind.FOLDER: "a folder",
+    Kind.FILE: "a file",
+}
+ONLY_NAME = object()  # no value
 
 
 class Section:
@@ -60,11 +93,7 @@ class Section:
 
     PANEL: ClassVar[str] = ""  # the heading of its flags in the help
     COMMANDS: ClassVar[frozenset[Command]] = ALL  # commands that take them
-
-    def __init_subclass__(cls) -> None:
-        fields = {name: each for name, each in vars(cls).items() if isinstance(each, dataclasses.Field)}
-        texts = [f"    {name}: {each.metadata['setting']['help']}" for name, each in fields.items() if each.metadata]
-        cls.__doc__ = "\n".join([f"{cls.__doc__}\n\nAttributes:", *texts])
+    GROUP: ClassVar[str] = ""  # the argument of `Cluster` that takes its own fields
 
 
 def setting(default: Any, help: str, **more: Any) -> Any:
@@ -87,7 +116,7 @@ class Setting:
     panel: str
     commands: frozenset[Command]  # that take it
     help: str
-    name: str  # of the flag, and in config files
+    name: str  # of the flag and in config files; settings are identified by it
     aliases: tuple[str, ...] = ()  # of the flag
     unit: str = ""  # placeholder of the value in the help
     choices: tuple[str, ...] = ()
@@ -102,6 +131,23 @@ class Setting:
     what: str = ""  # what it is, for the message that it is missing
     roles: tuple[str, ...] = ()  # roles whose commands, for manually started processes, take it as well
     argument: str = ""  # of `Cluster`, if it is not in a group
+
+    @property
+    def group(self) -> str:
+        """The argument of `Cluster` that takes it; "": it is an argument of its own, or only a flag."""
+        return "" if self.argument else vars(self.owner).get("GROUP", "")
+
+    def written(self, in_program: bool, value: Any = ONLY_NAME) -> str:
+        """How a user writes it: "--num_ps=2" or "num_ps=2"; without a value, its name."""
+        value = _plain(value)
+        if not in_program:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            return f"--{self.name}" if value is ONLY_NAME else f"--{self.name}={shown}"
+        if self.group:
+            group = self.owner.__name__
+            return f"{group}.{self.field}" if value is ONLY_NAME else f"{group}({self.field}={value!r})"
+        name = self.argument or self.field
+        return name if value is ONLY_NAME else f"{name}={value!r}"
 
     @property
     def may_be_auto(self) -> bool:
@@ -140,35 +186,62 @@ class Setting:
             return ""
         return f"Expected {expected}.{' ' if self.because else ''}{self.because}"
 
-    def read(self, value: Any) -> tuple[Any, str]:
-        """Converts a value from Python for the field, and says what is expected instead; "" if it is valid.
+    def read(self, value: Any, base: Path | None = None) -> tuple[Any, str]:
+        """Converts a value for the field, and says what is expected instead; "" if it is valid.
 
-        Choices become their text, and paths absolute.
+        Args:
+            value: from Python; or text, as on the command line.
+            base: of relative paths in text; None: `value` is from Python.
         """
         if self.initial is None and (value is None or (self.may_be_auto and value == AUTO)):
             return None, ""
+        try:
+            if base is not None and isinstance(value, str) and self.kind in _PARSERS:
+                value = _PARSERS[self.kind](value)
+            return self._converted(value, base or Path())
+        except UsageError as error:
+            return value, str(error)
+
+    def _converted(self, value: Any, base: Path) -> tuple[Any, str]:
+        unlike = f"Expected {self.what_it_takes}."
         if self.kind is Kind.CHOICE:
-            text = _plain(value)
-            expected = f"Expected one of {', '.join(map(repr, self.choices))}."
-            return text, "" if text in self.choices else expected
+            text = str(_plain(value)).lower()
+            choice = next((each for each in self.choices if each.lower() == text), None)
+            return (value, unlike) if choice is None else (choice, "")
         if self.kind is Kind.TRUTH:
-            return value, "" if isinstance(value, bool) else "Expected True or False."
+            return value, "" if isinstance(value, bool) else unlike
         if self.kind in (Kind.INTEGER, Kind.NUMBER):
-            whole = self.kind is Kind.INTEGER
             try:
-                number: float = operator.index(value) if whole else float(operator.pos(value))
+                number: float = operator.index(value) if self.kind is Kind.INTEGER else float(operator.pos(value))
             except (TypeError, ValueError):
-                return value, f"Expected a {'whole ' if whole else ''}number."
-            return number, "Expected a number." if isinstance(value, bool) else self.beyond_limits(number)
+                return value, unlike
+            return number, unlike if isinstance(value, bool) else self.beyond_limits(number)
         if self.kind is Kind.AGE:
             age = read_age(value)
             return (value, EXPECTED) if age is None else (age, "")
-        if self.kind in (Kind.FILE, Kind.FOLDER) and value and isinstance(value, (str, os.PathLike)):
+        if self.kind is Kind.RANGE:
+            return (value if isinstance(value, WorkerRange) else WorkerRange.of(value)), ""
+        if self.kind in (Kind.PARAMS, Kind.MAPPING):
+            if self.kind is Kind.PARAMS and isinstance(value, Mapping):
+                check_params(value)
+            return value, "" if isinstance(value, Mapping) else unlike
+        if not isinstance(value, (str, os.PathLike)) or (self.kind not in _PATHS and not isinstance(value, str)):
+            return value, "Expected text."
+        if self.kind in _PATHS and value:
             path = os.fspath(value)
-            return (path if "://" in path else os.path.abspath(path)), ""
-        if self.kind is Kind.MAPPING:
-            return value, "" if isinstance(value, Mapping) else "Expected a mapping."
-        return value, self.beyond_limits(value) if isinstance(value, str) else "Expected text."
+            return (path if "://" in path else os.path.abspath(base / Path(path).expanduser())), ""
+        return value, self.beyond_limits(value)
+
+    @property
+    def what_it_takes(self) -> str:
+        """The values that it takes, for messages."""
+        choices = f"one of {', '.join(map(repr, self.choices))}"
+        return (choices if self.choices else _EXPECTED.get(self.kind, "a value")) + (
+            f", or {AUTO}" if self.may_be_auto else ""
+        )
+
+
+_PATHS = (Kind.FILE, Kind.FOLDER)
 
 
 @cache

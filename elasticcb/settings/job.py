@@ -58,7 +58,7 @@ class ModelSettings(Section):
     )
     params: dict[str, Any] = setting(
         dict,
-        'Arguments for the function of --model_def, e.g. "units=64;rate=1e-3". Values that look like numbers, true, '
+        'Arguments for the function of {model_def}, e.g. "units=64;rate=1e-3". Values that look like numbers, true, '
         "false or null are parsed as such; all others are text.",
         name="model_params",
     )
@@ -134,6 +134,7 @@ class CheckpointOptions(Section):
 
     PANEL = CHECKPOINTS
     COMMANDS = TRAIN
+    GROUP = "checkpoint"
 
     steps: int = setting(
         0,
@@ -166,7 +167,7 @@ class CheckpointOptions(Section):
     )
     init_map: str = setting(
         "",
-        "Names of variables or layers in the model and in the checkpoint of --init_from, separated by commas; NEW= "
+        "Names of variables or layers in the model and in the checkpoint of {init_from}, separated by commas; NEW= "
         "initializes one from scratch.",
         unit="NEW=OLD,…",
     )
@@ -242,7 +243,7 @@ class JobSettings(Section):
         panel=CHECKPOINTS,
         kind=Kind.CHOICE,
         choices=PREDICTION_FORMATS,
-        default_text="from the file extension of --output",
+        default_text="from the file extension of {output}",
         commands=PREDICT,
     )
     cluster: ClusterSettings = ClusterSettings()
@@ -254,7 +255,7 @@ class JobSettings(Section):
         pattern=r"[A-Za-z0-9][A-Za-z0-9._-]*",
         expected="letters, digits, dots, dashes and underscores, starting with a letter or a digit, because it names a "
         "folder",
-        default_text="from --model_def",
+        default_text="from {model_def}",
     )
     directory: str = setting(
         "",  # absolute; of a URL, the folder on this machine
@@ -286,6 +287,11 @@ class JobSettings(Section):
     dry_run: bool = False  # read only the first records of each data origin
 
     @property
+    def in_program(self) -> bool:
+        """Whether it is a job of a `Cluster`, whose user knows arguments, or of a command, with flags."""
+        return not self.model.definition
+
+    @property
     def keeps_recovery_files(self) -> bool:
         """Whether the parameter servers change their part of the model, and write it."""
         return self.command in (Command.TRAIN, Command.CALL) and self.checkpoint.interval_seconds > 0
@@ -310,11 +316,7 @@ class JobSettings(Section):
     def from_json(cls, text: str) -> JobSettings:
         """Raises `UsageError` if another release wrote `text`."""
         try:
-            values = json.loads(text)
-            lease = values.get("training", {}).pop("lease_seconds", None)  # its place in earlier releases
-            if lease is not None:
-                values.setdefault("cluster", {}).setdefault("lease_seconds", lease)
-            settings: JobSettings = build(cls, values)
+            settings: JobSettings = build(cls, json.loads(text))
             return settings
         except (AttributeError, TypeError, ValueError, KeyError) as error:
             raise UsageError(

@@ -99,5 +99,5 @@ class KubernetesSettings(Section):
     )
     master_pod: bool = setting(
         True,
-        "Run the master in a pod. false: run it as a process on this machine, at a --host that the pods can reach.",
+        "Run the master in a pod. false: run it as a process on this machine, at a {host} that the pods can reach.",
     )

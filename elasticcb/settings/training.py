@@ -36,6 +36,7 @@ class ExchangeOptions(Section):
 
     PANEL = TRAINING
     COMMANDS = TRAIN
+    GROUP = "exchange"
 
     max_staleness: int = setting(
         0,
@@ -71,14 +72,14 @@ class TrainingSettings(ExchangeOptions):
     updates: Updates = setting(
         Updates.LOCAL,
         "When the movement (weight change) of a worker that trains alone is merged into the model. local: after "
-        "--local_steps batches, with those of the other workers. sync: after each batch, with those of all others: the "
-        "mean. async: after each batch, or --local_steps, when it arrives; nobody waits.",
+        "{local_steps} batches, with those of the other workers. sync: after each batch, with those of all others: the "
+        "mean. async: after each batch, or {local_steps}, when it arrives; nobody waits.",
         argument="updates",
     )
     local_steps: int | None = setting(
         None,
         "Number of batches that a worker trains on before its movement is merged; it is also merged at the end of a "
-        "task. auto: with --updates=local 4 to 64, so that merging takes about 5 % of the time; else 1.",
+        "task. auto: with {updates:local} 4 to 64, so that merging takes about 5 % of the time; else 1.",
         unit="BATCHES",
         minimum=1,
         default_text=AUTO,
@@ -87,17 +88,17 @@ class TrainingSettings(ExchangeOptions):
     # ElasticDL's flags, which become others (settings/checks.py).
     use_async: bool | None = setting(
         None,
-        "ElasticDL's flag: true is --updates=async, false is --updates=sync.",
+        "ElasticDL's flag: true is {updates:async}, false is {updates:sync}.",
     )
     grads_to_wait: int | None = setting(
         None,
-        "ElasticDL's flag: --updates=sync, whose rounds wait for one batch of each worker.",
+        "ElasticDL's flag: {updates:sync}, whose rounds wait for one batch of each worker.",
         unit="GRADIENTS",
         minimum=1,
     )
     get_model_steps: int | None = setting(
         None,
-        "ElasticDL's flag: --updates=async --local_steps=N.",
+        "ElasticDL's flag: {updates:async} {local_steps:N}.",
         unit="BATCHES",
         minimum=1,
     )
@@ -193,6 +194,7 @@ class EmbeddingOptions(Section):
 
     PANEL = EMBEDDING
     COMMANDS = TRAIN
+    GROUP = "embedding"
 
     threshold_bytes: int = setting(
         2 << 20,
@@ -212,7 +214,7 @@ class EmbeddingOptions(Section):
     )
     when_full: WhenFull = setting(
         WhenFull.ERROR,
-        "What to do when --embedding_memory_bytes, or max_rows of a table, is reached: fail the job, remove the "
+        "What to do when {embedding_memory_bytes}, or max_rows of a table, is reached: fail the job, remove the "
         "least recently used rows, move them to disk, or let new ids keep their initial value.",
         name="embedding_when_full",
     )

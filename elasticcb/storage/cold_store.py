@@ -47,7 +47,7 @@ class ColdStore:
     def __init__(self, parent: Path | None = None) -> None:
         missing = missing_library()
         if missing:
-            raise ElasticCBError(f"Rows of embedding tables can't go to disk (--embedding_when_full=disk): {missing}")
+            raise ElasticCBError(f"Rows of embedding tables can't go to disk: {missing}")
         self._library = importlib.import_module(_LIBRARY)
         self._parent = parent
         self._folder: TemporaryFolder | None = None
@@ -180,6 +180,6 @@ class ColdStore:
             folder = self._folder.path if self._folder is not None else self._parent
             raise TableError(
                 f"Rows of embedding tables that don't fit in memory can't be {what} {folder}: {error}. Free space on "
-                "that disk, allow more memory (--embedding_memory_bytes), or start more parameter servers "
-                "(--num_ps); then start the job again from its last checkpoint."
+                "that disk, allow more memory for them, or start more parameter servers; then "
+                " start the job again from its last checkpoint."
             ) from error

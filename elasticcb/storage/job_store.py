@@ -115,7 +115,7 @@ class JobStore:
         raise StoreError(
             f"{self.url} can't be a job's folder: two masters could write there at the same time, because its file "
             "system has no conditional writes, or is that of one process. Expected another, such as s3://, gs:// or "
-            "sftp://, or a local folder; checkpoints can go to any URL (--checkpoint_dir)."
+            "sftp://, or a local folder; checkpoints can go to any URL (checkpoint_dir)."
         )
 
     def get(self, name: str) -> bytes:

@@ -246,7 +246,7 @@ def _check_size(task: Any, outputs: Sequence[Outputs], packed: Sequence[Array]) 
         raise ModelFileError(
             f"The outputs of one task ({task.shard.end - task.shard.start} records or batches) take {size / 2**30:.1f} "
             f"GiB, but a message can hold at most {_MOST_OUTPUTS / 2**30:.1f} GiB. Use a smaller batch, or "
-            "smaller tasks (`elasticcb train --num_minibatches_per_task`)."
+            "smaller tasks (num_minibatches_per_task)."
         )
 
 

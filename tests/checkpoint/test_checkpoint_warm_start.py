@@ -121,7 +121,7 @@ def test_an_embedding_may_move_to_the_servers_and_back_and_have_more_ids(folder)
         (
             (SAVED[2], spec("user/rows", 0, 5, table=ANY)),
             "hidden/bias=",
-            r'float32\[any, 5\] .* float32\[any, 2\].*--init_map "hidden/bias=,user/rows="',
+            r'float32\[any, 5\] .* float32\[any, 2\].*init_map "hidden/bias=,user/rows="',
         ),
         ((spec("user/rows", 10, 2, table=TableSpec(10).to_json()),), "", r"float32\[10, 2\]"),
         ((spec("hidden/bias", 3, dtype="int32"),), "", r"int32\[3\] in the model, and float32\[3\]"),

@@ -58,7 +58,7 @@ class Workplace:
         """What the command would run with."""
         click_command = COMMANDS[command]
         with click_command.make_context(command.value, list(arguments), obj=CommandRun()) as context:
-            return build_settings(command, given_values(context))
+            return build_settings(given_values(context, command))
 
 
 @pytest.fixture

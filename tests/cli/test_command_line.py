@@ -14,7 +14,7 @@ from reference import TABLES, update
 import elasticcb
 from elasticcb.cli.main import elasticcb as group
 from elasticcb.cli.main import main
-from elasticcb.cli.options import BASIC, options_of
+from elasticcb.cli.options import BASIC, help_of, metavar_of, options_of
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted, ModelFileError
 from elasticcb.settings.definition import ALL
 
@@ -90,8 +90,8 @@ def test_help_is_grouped_and_states_every_flag_with_its_default(command, capsys,
         assert f"─ {option.panel} ─" in text
         start = re.compile(rf"│ +--{option.name}[ ,]")
         line = next(line for line in text.splitlines() if start.match(line))
-        assert option.metavar in line
-        assert option.help[:40] in line
+        assert metavar_of(option) in line
+        assert help_of(option)[:40] in line
         if option.default is not None:
             assert f"[default: {option.default}]" in line
 

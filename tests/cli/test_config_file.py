@@ -78,8 +78,8 @@ def test_an_empty_value_on_the_command_line_removes_that_of_the_file(workplace, 
     [
         ("--training_data=", "--training_data is missing: the records to train on."),
         ("--loss=", "--loss is empty (\"\"). Expected a name; or 'loss', its default."),
-        ("--num_epochs=", "'' is not a valid integer"),
-        ("--updates=", "'' is not one of"),
+        ("--num_epochs=", '--num_epochs is empty (""). Expected a whole number; or 1, its default.'),
+        ("--updates=", "--updates is empty (\"\"). Expected one of 'local', 'sync', 'async'; or 'local', its default."),
     ],
 )
 def test_a_flag_that_a_job_needs_or_that_has_a_default_can_not_be_empty(workplace, job, complaint, flag, expected):
@@ -98,14 +98,14 @@ def test_a_flag_of_another_command_is_passed_over(workplace, job, complaint):
         ("config: other.yaml", "unknown flag 'config'"),
         ("num_epochs: [1, 2]", "job.yaml:10: num_epochs is a list. Expected one value."),
         ("validation_data: {a: b}", "is a mapping. Expected a path, or a list of paths"),
-        ("num_epochs: 2.5", "'2.5' is not a valid integer. (in "),
+        ("num_epochs: 2.5", "job.yaml) is invalid. Expected a whole number."),
         ("num_epochs: 0", "job.yaml) is invalid. Expected at least 1."),
         ('validation_data: ""', "job.yaml) is empty"),
         ("data_reader_params: {1: 2}", "1 is not a valid argument name"),
         ("data_reader_params: {a: !!binary aGk=}", "'a' contains b'hi'. Expected text, numbers"),
         ("embedding_tables: [users]", "embedding_tables is a list. Expected a mapping."),
-        ("embedding_tables: users", "'users' is not a mapping. Expected YAML such as '{users: {min_count: 3}}'."),
-        ("embedding_tables: '{a: ]'", "is not valid YAML"),
+        ("embedding_tables: users", "--embedding_tables=users (in "),
+        ("embedding_tables: '{a: ]'", "is invalid. It is not valid YAML: "),
         ("x: [1", "invalid YAML"),
     ],
 )

@@ -315,7 +315,7 @@ def test_a_fault_of_servers_tells_how_long_the_slowest_recovery_took():
     job = JobSnapshot(
         command=Command.TRAIN,
         servers=ProcessCounts(lost=2, replaced=1),
-        longest_server_recovery=2.5,
+        longest_recovery_seconds=2.5,
         updates_lost=1200,
     )
     lines = summary_lines(job)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import re
 
-from elasticcb.cli.options import OPTIONS
 from elasticcb.settings import (
     CheckpointSettings,
     ClusterSettings,
@@ -13,6 +12,7 @@ from elasticcb.settings import (
     Updates,
     WorkerRange,
 )
+from elasticcb.settings.names import SETTINGS
 
 
 def test_only_the_needed_flags_give_the_defaults_of_the_settings(workplace):
@@ -35,7 +35,7 @@ def test_autoscaled_job_begins_with_the_least_workers_unless_it_is_told_otherwis
 
 
 def test_no_two_settings_have_one_flag():
-    spellings = [name for option in OPTIONS for name in (option.name, *option.aliases)]
+    spellings = [name for option in SETTINGS.values() for name in (option.name, *option.aliases)]
     assert len(set(spellings)) == len(spellings)
 
 

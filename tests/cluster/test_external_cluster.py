@@ -57,7 +57,7 @@ def test_a_token_that_the_user_has_chosen_is_in_no_file(lines_of, tmp_path, monk
 
 def test_without_tls_only_the_token_is_to_be_copied(lines_of, tmp_path):
     warned, copied, _, server, worker = lines_of(insecure=True)
-    assert "run without TLS (--insecure)" in warned
+    assert "run without TLS: " in warned
     assert f"scp -pr {tmp_path}/token MACHINE:" in copied
     assert server.endswith("--insecure")
     assert worker.endswith("--insecure")

@@ -1,17 +1,16 @@
 import pytest
 
-from elasticcb.cli.options import BY_NAME
 from elasticcb.cluster.base import BackendContext
 from elasticcb.cluster.registry import backend_of, contradictions, make_backend
 from elasticcb.errors import UsageError
-from elasticcb.settings import ClusterSettings, NetworkOptions
-from elasticcb.settings.arguments import Arguments
+from elasticcb.settings import ClusterSettings, Given, NetworkOptions
 from elasticcb.settings.checks import problems_of
+from elasticcb.settings.cluster import INSECURE_RISK
 
 
-def found(**given):
-    arguments = Arguments(given)
-    return list(contradictions(arguments.settings, arguments))
+def found(**arguments):
+    given = Given.by_arguments(arguments)
+    return list(contradictions(given.settings(), given))
 
 
 def test_a_cluster_that_nobody_knows_is_refused_in_words():
@@ -47,8 +46,7 @@ def test_processes_with_ports_use_tls_unless_told_otherwise(given, encrypted, tm
     lines = []
     context = BackendContext(ClusterSettings(**given), str(tmp_path), "INFO", lines.append, lambda process: None)
     access = make_backend(context).access
-    risk = BY_NAME["insecure"].help.removeprefix("Turn TLS off: ")
-    assert lines == [f"The processes of this job run without TLS (--insecure): {risk}"] * ("insecure" in given)
+    assert lines == [f"The processes of this job run without TLS: {INSECURE_RISK}."] * ("insecure" in given)
     assert (access.tls is not None) is encrypted
     assert (tmp_path / "tls" / "ca.pem").exists() is encrypted
     assert len(access.token) == 32
@@ -56,8 +54,8 @@ def test_processes_with_ports_use_tls_unless_told_otherwise(given, encrypted, tm
 
 def test_what_turns_tls_off_contradicts_what_asks_for_it():
     def told(**network):
-        arguments = Arguments({"network": NetworkOptions(**network)})
-        return problems_of(arguments.settings, arguments)
+        given = Given.by_arguments({"network": NetworkOptions(**network)})
+        return problems_of(given.settings(), given)
 
     assert told(insecure=True) == []
     assert told(tls=True) == []

@@ -43,7 +43,7 @@ class BatchCluster(ClusterBackend):
     @classmethod
     def mistakes(cls, given):
         if given["num_workers"] > 8:
-            yield f"{given.flag('num_workers', with_value=True)}: the queue takes 8."
+            yield f"{given.shown('num_workers')}: the queue takes 8."
 
     def start(self, role, index, master_address):
         process = RoleProcess(role=role, master=master_address, index=index, access=self.access)

@@ -310,7 +310,7 @@ def callbacks():
         assert "OSError: no room for batch" in of_batch
         assert 'raise OSError(f"no room for batch {batch}")' in of_batch
         assert 'return logs["accuracy"]' in of_epoch
-        assert "--callback_errors=warn" in of_batch
+        assert "callback_errors=warn" in of_batch
         (slow,) = [message for message in display.messages if "every(n)" in message]
         assert "Slow.on_train_batch_end" in slow
         assert sum(len(calls(tmp_path, "ended", f"worker-{index}")) for index in range(2)) == 1

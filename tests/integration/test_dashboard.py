@@ -117,12 +117,12 @@ def shows(page: Page, said: dict) -> bool:
         "version": said["version"],
         "loss": said["loss"],
         "epoch": said["epoch"],
-        "records": said["records"]["trained"],
+        "records": said["records_trained"],
         "workers": said["workers"]["up"],
-        "servers": said["parameter_servers"]["up"],
-        "tasks-to-do": said["tasks"]["todo"],
+        "servers": said["servers"]["up"],
+        "tasks-to-do": sum(states["todo"] for states in said["tasks"].values()),
         "processes-lost": said["workers"]["lost"],
-        "records-repeated": said["records"]["repeated"],
+        "records-repeated": said["records_repeated"],
     }
     if any(each["batches"] is None for each in said["processes"] if each["role"] == "worker"):
         return False  # it has just joined

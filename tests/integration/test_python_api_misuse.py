@@ -13,8 +13,8 @@ import pytest
 import elasticcb
 from elasticcb import ExchangeOptions, NetworkOptions, RecoveryOptions
 from elasticcb.errors import ConnectionLostError, JobFailedError, UsageError
-from elasticcb.settings.arguments import EVERYDAY, GROUPS
 from elasticcb.settings.definition import AUTO
+from elasticcb.settings.names import EVERYDAY, GROUPS
 
 X = np.linspace(0, 1, 64, dtype="float32")[:, None]
 Y = 2 * X

@@ -122,7 +122,7 @@ def test_job_fails_when_tasks_come_back_and_all_workers_that_are_left_have_ended
     lines = []
     master, (_, second) = predicting_master(0, lines)
     master.server.lost(second, "killed by SIGKILL")
-    with pytest.raises(ClusterLostError, match=r"2 prediction tasks .*--max_worker_restarts"):
+    with pytest.raises(ClusterLostError, match=r"2 prediction tasks .*max_worker_restarts"):
         master.server.tend()
 
 

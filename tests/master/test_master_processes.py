@@ -127,7 +127,7 @@ def test_lost_parameter_server_is_replaced(registered):
     assert "restart 1 of 1" in job.lines[0]
     job.processes.start_missing("master:1")
     job.ends("ps", reason="killed by SIGKILL", failed=False)
-    with pytest.raises(JobFailedError, match=r"parameter server 0 .*killed by SIGKILL.*--max_ps_restarts.* used up"):
+    with pytest.raises(JobFailedError, match=r"parameter server 0 .*killed by SIGKILL.*max_ps_restarts.* used up"):
         job.processes.check()
 
 

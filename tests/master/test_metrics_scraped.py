@@ -117,5 +117,5 @@ def test_probes_are_answered_beside_the_metrics(master, monkeypatch):
 def test_a_port_that_is_taken_is_told_before_anything_starts(master):
     port = int(master.metrics_address.rpartition(":")[2])
     settings = replace(SETTINGS.cluster, metrics_port=port)
-    with pytest.raises(ConnectionLostError, match="Choose another --metrics_port"):
+    with pytest.raises(ConnectionLostError, match="Choose another metrics_port"):
         Master(settings, ExternalCluster(print), print)

@@ -22,7 +22,6 @@ from elasticcb.master.members import Role, ServedCluster
 from elasticcb.master.observation import figures_of
 from elasticcb.master.prometheus import JobCollector
 from elasticcb.master.roster import Roster
-from elasticcb.master.state_document import document
 from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.stats import Stats
@@ -68,35 +67,41 @@ def numbers_of(lines):
 
 
 def test_all_that_is_shown_of_a_job_has_the_same_numbers(seen):
-    state, summary = document(seen), numbers_of(summary_lines(seen))
+    state, summary = seen.to_json(), numbers_of(summary_lines(seen))
     registry = CollectorRegistry()
     registry.register(JobCollector(lambda: seen))
 
     def metric(name, **labels):
         return registry.get_sample_value(f"elasticcb_{name}", labels)
 
-    records, tasks, workers, servers = (state[key] for key in ("records", "tasks", "workers", "parameter_servers"))
+    workers = state["workers"]
+    tasks = {each: sum(states[each] for states in state["tasks"].values()) for each in ("todo", "doing", "done")}
     same = [  # what it must be, and how each tells it
-        (15, records["trained"], summary["records trained"], metric("records_total", type="training")),
-        (7, records["evaluated"], summary["records evaluated, once each"], metric("records_total", type="evaluation")),
-        (90, records["planned"], metric("records_planned")),
-        (0, records["repeated"], metric("records_repeated_total")),
-        (17, records["looked_up_rows"], metric("lookup_rows_total")),
+        (15, state["records_trained"], summary["records trained"], metric("records_total", type="training")),
+        (
+            7,
+            state["records_evaluated"],
+            summary["records evaluated, once each"],
+            metric("records_total", type="evaluation"),
+        ),
+        (90, state["records_total"], metric("records_planned")),
+        (0, state["records_repeated"], metric("records_repeated_total")),
+        (17, state["rows_looked_up"], metric("lookup_rows_total")),
         (7, tasks["todo"], metric("tasks", type="training", state="todo")),
         (1, tasks["doing"], metric("tasks", type="training", state="doing")),
         (2, tasks["done"], sum(metric("tasks", type=kind, state="done") for kind in ("training", "evaluation"))),
-        (0, tasks["retried"], metric("tasks_retried_total")),
+        (0, state["tasks_retried"], metric("tasks_retried_total")),
         (2, workers["planned"]),
         (1, workers["up"], metric("processes", role="worker", state="up")),
         (1, workers["lost"], summary["workers lost"], metric("processes_lost_total", role="worker")),
         (0, workers["replaced"], metric("recoveries_total", role="worker")),
-        (2.5, servers["longest_recovery_seconds"]),
-        (19, servers["updates_lost"], summary["updates lost with them"], metric("updates_lost_total")),
+        (2.5, state["longest_recovery_seconds"]),
+        (19, state["updates_lost"], summary["updates lost with them"], metric("updates_lost_total")),
         (4, state["batches_skipped"], summary["batches skipped (NaN or infinity)"], metric("batches_skipped_total")),
         (22, state["callback_errors"], summary["errors in callbacks"], metric("callback_errors_total")),
         (23, state["checkpoints_failed"], summary["checkpoints not written"], metric("checkpoints_failed_total")),
         (24, state["recovery_files_failed"], metric("recovery_files_failed_total")),
-        (seen.checkpoint_age, state["checkpoint_age_seconds"], metric("checkpoint_age_seconds")),
+        (seen.checkpoint_age_seconds, state["checkpoint_age_seconds"], metric("checkpoint_age_seconds")),
         (seen.free_disk_bytes["job"], state["free_disk_bytes"]["job"], metric("free_disk_bytes", folder="job")),
         (21, state["refused_calls"]["malformed"], metric("refused_calls_total", reason="malformed")),
         (21, summary["calls refused"]),
@@ -148,22 +153,22 @@ def test_the_live_display_and_the_status_command_show_the_same_figures(seen):
         "servers 1/1",
         "tasks 7 to do, 1 running",
     ]
-    assert ", ".join(status_parts(seen)) in state_lines(document(seen))[1]
+    assert ", ".join(status_parts(seen)) in state_lines(seen.to_json())[1]
 
 
 def test_checkpoint_is_as_old_as_the_last_one_that_was_written(seen, tmp_path):
     master = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
     settings = replace(SETTINGS, directory=str(tmp_path), checkpoint=CheckpointSettings())
     master.server.begin_job(settings)
-    assert master.observe().checkpoint_age is None
+    assert master.observe().checkpoint_age_seconds is None
     assert master.observe().free_disk_bytes.keys() == {"job"}
     master.server.begin_job(SETTINGS, started=-1000.0)
     before = master.observe()
     master.server.checkpoint_written()
     after = master.observe()
     master.stop()
-    assert before.checkpoint_age >= 1000
-    assert after.checkpoint_age < 1000
+    assert before.checkpoint_age_seconds >= 1000
+    assert after.checkpoint_age_seconds < 1000
     assert after.free_disk_bytes.keys() == {"job", "checkpoint"}
 
 
@@ -192,11 +197,11 @@ def conditions_of(state):
 
 
 def test_the_state_of_a_job_that_runs_names_what_is_missing(master):
-    state = json.loads(json.dumps(document(master.observe()), allow_nan=False))
+    state = json.loads(json.dumps(master.observe().to_json(), allow_nan=False))
     assert conditions_of(state) == {"Ready": True, "Degraded": True, "Complete": False, "Failed": False}
     assert (state["name"], state["version"], state["loss"], state["epochs"]) == ("ratings", 3, None, 1)
-    assert (state["records"]["trained"], state["records"]["planned"]) == (5, 30)
-    assert (state["tasks"]["todo"], state["tasks"]["doing"]) == (2, 1)
+    assert (state["records_trained"], state["records_total"]) == (5, 30)
+    assert (state["tasks"]["training"]["todo"], state["tasks"]["training"]["doing"]) == (2, 1)
     assert (state["workers"]["planned"], state["workers"]["up"]) == (2, 1)
     assert [(each["role"], each["index"], each["state"], each["pid"]) for each in state["processes"]] == [
         ("worker", 0, "planned", None),
@@ -213,7 +218,7 @@ def test_the_state_of_a_job_that_runs_names_what_is_missing(master):
     [(None, "done"), (JobInterrupted("Ctrl-C"), "interrupted"), (JobFailedError("why\nhow"), "failed")],
 )
 def test_the_state_of_a_job_that_is_over_tells_how_it_ended(master, error, phase):
-    state = document(master.observe(), error, over=True)
+    state = master.observe().ended(error).to_json()
     assert state["phase"] == phase
     assert conditions_of(state) == {
         "Ready": False,
@@ -229,15 +234,16 @@ def test_the_state_of_a_job_that_is_over_tells_how_it_ended(master, error, phase
 def test_the_documented_keys_are_those_of_the_document(master):
     table = re.search(r"<!-- begin state -->(.*)<!-- end state -->", PAGE.read_text(), re.DOTALL)[1]
     rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
-    state = document(master.observe())
+    state = master.observe().to_json()
     assert [key for keys, _ in rows for key in re.findall(r"`(\w+)`", keys)] == list(state)
-    described = {keys.strip(" `"): set(re.findall(r"`(\w+)`", text)) for keys, text in rows}
-    for key in ("records", "tasks", "workers", "parameter_servers"):
+    described = {key: set(re.findall(r"`(\w+)`", text)) for keys, text in rows for key in re.findall(r"`(\w+)`", keys)}
+    for key in ("workers", "servers"):
         assert set(state[key]) <= described[key], key
+    assert set(state["tasks"]["training"]) <= described["tasks"]
     assert set(state["processes"][0]) <= described["processes"]
     assert set(state["conditions"][0]) <= described["conditions"]
 
 
 def test_before_there_is_a_job_there_is_a_state_with_the_same_keys(master):
     empty = Master(SETTINGS.cluster, ExternalCluster(lambda line: None), lambda line: None)
-    assert document(empty.observe()).keys() == document(master.observe()).keys()
+    assert empty.observe().to_json().keys() == master.observe().to_json().keys()

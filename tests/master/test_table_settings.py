@@ -48,7 +48,7 @@ def test_the_end_of_a_path_is_enough_where_no_other_table_has_it():
 
 
 def test_rows_go_to_disk_only_where_something_limits_them():
-    with pytest.raises(UsageError, match="--embedding_memory_bytes, or max_"):
+    with pytest.raises(UsageError, match=r"EmbeddingOptions\.memory_bytes, or max_"):
         resolved({}, when_full=WhenFull.DISK)
     assert resolved({}, when_full=WhenFull.DISK, memory_bytes=1000)
     assert resolved({"users": {"max_rows": 9}}, when_full=WhenFull.DISK)

@@ -104,4 +104,4 @@ def test_nobody_is_missed_when_the_job_is_over(end):
 def test_silent_server_without_a_restart_left_ends_the_job():
     watched = Watched(max_ps_restarts=0)
     watched.look(10.0, 20.0, 30.0)
-    assert "--max_ps_restarts=0" in str(state_of(watched.master).error)
+    assert "max_ps_restarts=0" in str(state_of(watched.master).error)

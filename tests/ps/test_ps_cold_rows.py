@@ -285,7 +285,7 @@ def test_disk_that_can_not_be_written_is_an_error_that_says_what_to_do(tmp_path)
     limits = TableLimits(5 * ROW_BYTES, WhenFull.DISK, ColdStore(tmp_path / "file"))
     table = make_table(limits)
     table.lookup(np.arange(4), True)
-    with pytest.raises(ElasticCBError, match=r"can't be written to .*file.*Free space.*--embedding_memory_bytes"):
+    with pytest.raises(ElasticCBError, match=r"can't be written to .*file.*Free space.*allow more memory"):
         table.lookup(np.arange(4, 8), True)
     assert table.ids().tolist() == [0, 1, 2, 3]
 

@@ -11,10 +11,7 @@ from typing import Any
 
 import yaml
 
-from elasticcb.cli.from_flags import settings_from
-from elasticcb.cli.given_flags import GivenFlags
 from elasticcb.cli.kubernetes.job import follow_job
-from elasticcb.cli.options import options_of
 from elasticcb.cli.validation import validate_flags
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.backend import read_cluster_spec
@@ -38,8 +35,9 @@ from elasticcb.security import certificates
 from elasticcb.security.credentials import TOKEN_VARIABLE, token_of_environment
 from elasticcb.security.tls import FILES as TLS_FLAGS
 from elasticcb.security.tls import TLS, TLSFiles, tls_files
-from elasticcb.settings import Command, KubernetesSettings
+from elasticcb.settings import Command, Given, KubernetesSettings
 from elasticcb.settings.definition import Kind
+from elasticcb.settings.names import SETTINGS
 from elasticcb.storage import durable
 from elasticcb.storage.remote_files import is_url
 
@@ -47,23 +45,23 @@ LOCAL_FILES = frozenset({"yaml", "cluster_spec", *TLS_FLAGS})  # paths on this m
 _NAME_SIGNS = 33  # and seven more that make it unique
 
 
-def submit(command: Command, given: GivenFlags) -> int:
+def submit(given: Given) -> int:
     """Submits a job and follows it; returns the exit code.
 
     Raises:
         UsageError: the flags are wrong; the message lists all problems.
         KubernetesError: the API server refused it; the objects created so far were deleted.
     """
-    validate_flags(command, given, check_paths)
-    settings = kubernetes_settings(command, given)
+    validate_flags(given, check_paths)
+    settings = kubernetes_settings(given)
     name = given["job_name"] or unlike_others(given["model_def"])
     directory = given["job_dir"] or f"{PRIVATE_FOLDER}/{name}"
     plan = PodPlan(name, settings, common_environment(given["log_level"]), TOKEN_VARIABLE)
-    manifests = job_manifests(command, given, plan, directory)
+    manifests = job_manifests(given, plan, directory)
     kept = kept_paths(manifests[-1])
     _check_kept(given, kept)
     if given["yaml"]:
-        path = given.folder("yaml")
+        path = given["yaml"]
         _write(path, manifests)
         say(
             f"The job {name} was written to {path}, including its token and private key. To start it: kubectl apply "
@@ -80,7 +78,7 @@ def submit(command: Command, given: GivenFlags) -> int:
     create_all(api, manifests)
     say(f"Job {name} was submitted to the namespace {settings.namespace} of {api.server}.")
     kept_job = is_url(directory) or any(_is_below(directory, path) for path in kept)
-    if command is Command.TRAIN and not kept_job:
+    if given.command is Command.TRAIN and not kept_job:
         say(
             "Its folder is lost with its pods: if the master's pod is lost, training restarts from the beginning, and "
             "a lost parameter server restarts from the newest checkpoint. To avoid that, set --job_dir to a URL, such "
@@ -89,10 +87,9 @@ def submit(command: Command, given: GivenFlags) -> int:
     return follow_job(api, name)
 
 
-def kubernetes_settings(command: Command, given: GivenFlags) -> KubernetesSettings:
+def kubernetes_settings(given: Given) -> KubernetesSettings:
     """Settings from checked flags."""
-    settings = settings_from(command, given).cluster.kubernetes
-    path = given.folder("cluster_spec")
+    settings, path = given.settings().cluster.kubernetes, given["cluster_spec"]
     return replace(settings, cluster_spec=read_cluster_spec(path)) if path else settings
 
 
@@ -102,16 +99,16 @@ def unlike_others(definition: str) -> str:
     return f"{safe_name('-'.join(parts), _NAME_SIGNS)}-{secrets.token_hex(3)}"
 
 
-def job_manifests(command: Command, given: GivenFlags, plan: PodPlan, directory: str) -> list[dict[str, Any]]:
+def job_manifests(given: Given, plan: PodPlan, directory: str) -> list[dict[str, Any]]:
     """The objects of a job in the order in which they are created; the Job is last."""
     token = token_of_environment() or secrets.token_hex(16)
     names, certificates = _certificates(given)
-    config = _config(command, given, plan.job)
+    config = _config(given, plan.job)
     ports = config["metrics_port"], config["health_port"]
     files = {CONFIG: yaml.safe_dump(config, sort_keys=False).encode(), **certificates}
     if plan.settings.cluster_spec:
         files[SPEC] = yaml.safe_dump(dict(plan.settings.cluster_spec), sort_keys=False).encode()
-    arguments = [command.value, f"--config={FILES}/{CONFIG}", f"{JOB_DIR_FLAG}{directory}", f"--host=$({POD_IP})"]
+    arguments = [given.command.value, f"--config={FILES}/{CONFIG}", f"{JOB_DIR_FLAG}{directory}", f"--host=$({POD_IP})"]
     return [
         plan.secret(token, files),
         plan.service(),
@@ -177,29 +174,25 @@ def kept_paths(job: Mapping[str, Any]) -> list[str]:
     return [each["mountPath"] for each in mounts if each["name"] not in passing and not each.get("readOnly")]
 
 
-def check_paths(given: GivenFlags) -> Iterator[str]:
+def check_paths(given: Given) -> Iterator[str]:
     """Checks paths in pods that flags name: they must be absolute."""
-    for option in options_of(Command):
-        value = given[option.name]
-        if option.name not in given or option.name in LOCAL_FILES or not value:
+    for name in given.values:
+        kind, value = SETTINGS[name].kind, given.raw[name]
+        if name in LOCAL_FILES or kind not in (Kind.FOLDER, Kind.FILE, Kind.DATA) or value.startswith("/"):
             continue
-        if option.kind in (Kind.FOLDER, Kind.FILE):
-            relative = not value.startswith("/") and not is_url(value)
-        else:
-            relative = option.kind is Kind.DATA and not value.startswith("/") and ":" not in value
-        if relative:
+        if ":" not in value if kind is Kind.DATA else not is_url(value):
             yield (
-                f"{given.flag(option.name, with_value=True)} is a relative path. On Kubernetes, paths are paths in "
-                "the pods. Give an absolute path in the image or a --volume."
+                f"{given.shown(name)} is a relative path. On Kubernetes, paths are paths in the pods. Give an absolute "
+                "path in the image or a --volume."
             )
 
 
-def _check_kept(given: GivenFlags, kept: Sequence[str]) -> None:
+def _check_kept(given: Given, kept: Sequence[str]) -> None:
     for name in ("output", "checkpoint_dir"):
         path = given[name]
         if path and not is_url(path) and not any(_is_below(path, each) for each in kept):
             raise UsageError(
-                f"{given.flag(name, with_value=True)} is not on a writable volume and would be lost with its pod. "
+                f"{given.shown(name)} is not on a writable volume and would be lost with its pod. "
                 f"Expected a path below one of these: {', '.join(kept) or 'there are none, add --volume'}."
             )
 
@@ -208,11 +201,10 @@ def _is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
-def _config(command: Command, given: GivenFlags, name: str) -> dict[str, Any]:
+def _config(given: Given, name: str) -> dict[str, Any]:
     """The flags of the job, in the form of the master's config file."""
     left_out = LOCAL_FILES | {"dry_run", "tls", "insecure", "tls_name", "host", "port", "job_name", "job_dir"}
-    explicit = [option.name for option in options_of([command]) if option.name in given]
-    config = {each: given[each] for each in explicit if each not in left_out and given[each] is not None}
+    config = {each: value for each, value in given.values.items() if each not in left_out and value is not None}
     config["job_name"] = name
     for port, usual in (("metrics_port", METRICS_PORT), ("health_port", HEALTH_PORT)):
         config[port] = config.get(port) or usual  # 0 (any free port) is as good: all ports of a pod are free
@@ -221,11 +213,11 @@ def _config(command: Command, given: GivenFlags, name: str) -> dict[str, Any]:
     return config
 
 
-def _certificates(given: GivenFlags) -> tuple[list[str], dict[str, bytes]]:
+def _certificates(given: Given) -> tuple[list[str], dict[str, bytes]]:
     """TLS flags in a pod, and its files by name."""
     if given["insecure"]:
         return ["--insecure"], {}
-    files = tls_files({each: str(given.path(each) or "") for each in TLS_FLAGS} | {"tls_name": given["tls_name"] or ""})
+    files = tls_files({each: given[each] for each in (*TLS_FLAGS, "tls_name")})
     own = TLSFiles(TLS_FLAGS["tls_ca"])
     tls = TLS(own, {"tls_ca": certificates.make_ca()}) if files is None else TLS.load(files)
     return tls.at(FILES).files.flags, tls.contents

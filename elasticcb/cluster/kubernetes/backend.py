@@ -70,18 +70,18 @@ def mistakes(given: Given) -> Iterator[str]:
             try:
                 parse(given[name])
             except UsageError as error:
-                yield f"{given.flag(name)}: {error}"
+                yield f"{given.name(name)}: {error}"
     yield from _check_resources(given)
     if given["cluster_spec"]:
         try:
-            read_cluster_spec(given.folder("cluster_spec"))
+            read_cluster_spec(given["cluster_spec"])
         except UsageError as error:
-            yield f"{given.flag('cluster_spec')}: {error}"
+            yield f"{given.name('cluster_spec')}: {error}"
     if given["job_name"]:
         try:
             job_name(given["job_name"])
         except UsageError as error:
-            yield f"{given.flag('job_name')}: {error}"
+            yield f"{given.name('job_name')}: {error}"
     if given["master_pod"] is False and is_loopback(given["host"] or "127.0.0.1"):
         yield "--master_pod=false needs --host: an address of this machine that the pods can reach."
 
@@ -96,8 +96,8 @@ def _check_resources(given: Given) -> Iterator[str]:
         for resource in request.keys() & limit.keys():
             if amount(request[resource]) > amount(limit[resource]):
                 yield (
-                    f"{given.flag(names[0])} requests {resource}={request[resource]}, more than the limit "
-                    f"{limit[resource]} in {given.flag(names[1])}. Lower the request, or raise the limit."
+                    f"{given.name(names[0])} requests {resource}={request[resource]}, more than the limit "
+                    f"{limit[resource]} in {given.name(names[1])}. Lower the request, or raise the limit."
                 )
 
 

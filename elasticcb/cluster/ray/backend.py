@@ -62,7 +62,7 @@ class RayCluster(ClusterBackend):
 
     name = "ray"
     summary = "on the nodes of a Ray cluster"
-    settings = frozenset({"cluster.ray_address"})
+    settings = frozenset({"ray_address"})
     where_logs_are = ", on their nodes"
 
     def __init__(self, directory: str, log_level: str, address: str, say: Callable[[str], None]) -> None:
@@ -169,8 +169,8 @@ class RayCluster(ClusterBackend):
             self._told_unshared = True
             self._say(
                 f"Node {launched.node} does not see the job's folder {self._directory} on this machine. Recovery "
-                "files of a parameter server there are lost with the node. Put --job_dir on a disk that all nodes "
-                "share."
+                "files of a parameter server there are lost with the node. Put the job's folder on a disk that "
+                "all nodes share."
             )
 
     def pending(self) -> dict[Place, str]:
@@ -236,7 +236,7 @@ def _why_unreachable(address: str, error: Exception) -> str:
     return (
         f"No connection to the Ray cluster {where} ({describe(error).splitlines()[0]}). Start a cluster with `ray "
         "start --head`, and run the command on one of its nodes; choose another cluster with "
-        "--ray_address=HOST:PORT. If the cluster requires a token, set RAY_AUTH_MODE=token and copy its "
+        "ray_address=HOST:PORT. If the cluster requires a token, set RAY_AUTH_MODE=token and copy its "
         "~/.ray/auth_token here."
     )
 

@@ -32,14 +32,7 @@ function setText(element, text) {
 
 // ---------------------------------------------------------------- messages of the server
 
-// The document of a job that ended with an earlier release lacks newer fields.
-function completed(status) {
-  const none = { tables: {}, batches: null, records_per_second: null, seconds_per_batch: null };
-  return status && { tables: {}, latencies: {}, ...status, processes: status.processes.map(each => ({ ...none, ...each })) };
-}
-
 function takeIn(message) {
-  message.status = completed(message.status);
   if (message.whole) for (const name of Object.keys(MOST)) job[name] = [];
   for (const name of Object.keys(MOST)) {
     for (const [, entry] of message.past[name]) job[name].push(entry);
@@ -144,11 +137,12 @@ function showHeader(status) {
   const mood = { done: "good", failed: "bad", interrupted: "warn" }[status.phase];
   $("phase").className = `badge ${mood || (degraded.status === "True" ? "warn" : "")}`;
   $("phase").title = degraded.message;
-  const { trained, planned } = status.records, share = planned ? Math.min(1, trained / planned) : 0;
+  const { records_trained: trained, records_total: planned } = status, share = planned ? Math.min(1, trained / planned) : 0;
   $("bar").hidden = !planned;
   $("bar").setAttribute("aria-valuenow", Math.round(share * 100));
   $("done").style.width = `${share * 100}%`;
-  const { workers, parameter_servers: servers, tasks, records } = status;
+  const { workers, servers } = status;
+  const tasks = state => Object.values(status.tasks).reduce((total, states) => total + (states[state] || 0), 0);
   const lost = workers.lost + servers.lost;
   // name: [text, the value of the document that it shows]
   const figures = {
@@ -156,16 +150,16 @@ function showHeader(status) {
     "epoch": status.epochs && [`${status.epoch} of ${status.epochs}`, status.epoch],
     "time left": status.seconds_left !== null && [duration(status.seconds_left), status.seconds_left],
     "records": trained && [`${short(trained)} of ${short(planned)}`, trained],
-    "evaluated": records.evaluated && [whole(records.evaluated), records.evaluated],
-    "predicted": records.predicted && [whole(records.predicted), records.predicted],
-    "records/s": records.per_second && [short(records.per_second), records.per_second],
+    "evaluated": status.records_evaluated && [whole(status.records_evaluated), status.records_evaluated],
+    "predicted": status.records_predicted && [whole(status.records_predicted), status.records_predicted],
+    "records/s": status.records_per_second && [short(status.records_per_second), status.records_per_second],
     "version": [whole(status.version), status.version],
     "loss": status.loss !== null && [digits(status.loss), status.loss],
     "workers": [`${workers.up} of ${workers.planned}`, workers.up],
     "servers": [`${servers.up} of ${servers.planned}`, servers.up],
-    "tasks to do": [`${whole(tasks.todo)}, ${tasks.doing} running`, tasks.todo],
+    "tasks to do": [`${whole(tasks("todo"))}, ${tasks("doing")} running`, tasks("todo")],
     "processes lost": lost && [`${lost}, ${workers.replaced + servers.replaced} replaced`, lost],
-    "records repeated": records.repeated && [`at most ${whole(records.repeated)}`, records.repeated],
+    "records repeated": status.records_repeated && [`at most ${whole(status.records_repeated)}`, status.records_repeated],
     "last checkpoint": status.checkpoint_age_seconds !== null && [`${duration(Math.floor(status.checkpoint_age_seconds))} ago`, status.checkpoint_age_seconds],
   };
   for (const [name, value] of Object.entries(figures)) {
@@ -197,7 +191,7 @@ function showCurves(status) {
   charts.push.show([times, column(7)]);
   charts.crew.show([times, column(5), column(6)]);
   setText($("loss-now"), status.loss === null ? "" : digits(status.loss));
-  setText($("rate-now"), status.records.per_second ? `${short(status.records.per_second)} records/s` : "");
+  setText($("rate-now"), status.records_per_second ? `${short(status.records_per_second)} records/s` : "");
   const push = status.latencies.push;
   setText($("push-now"), push && push.calls ? `95 % within ${duration(push.p95_seconds)}` : "");
   const names = [...new Set([...Object.keys(status.metrics), ...job.evaluations.flatMap(each => Object.keys(each[2]))])];
@@ -220,7 +214,7 @@ function showStream(status) {
   const runs = [...job.tasks, ...job.running], span = Number($("window").value);
   const last = runs.reduce((latest, run) => Math.max(latest, run[2] || run[1]), job.points.length ? job.points[job.points.length - 1][0] : 0);
   const places = status.processes.filter(each => each.role === "worker").map(each => each.index);
-  stream.draw(runs, job.events, places, status.workers.stragglers, last || Date.now() / 1000, span);
+  stream.draw(runs, job.events, places, status.stragglers, last || Date.now() / 1000, span);
   const { tasks } = status;
   setText($("tasks-now"), `${whole(tasks.done)} done, ${tasks.doing} running, ${whole(tasks.todo)} to do` +
     (tasks.taken_over ? `, ${tasks.taken_over} taken over` : "") + (tasks.retried ? `, ${tasks.retried} retried` : ""));
@@ -272,8 +266,7 @@ function showServers(status) {
       duration(each.cpu_seconds), bytes(each.resident_bytes), where(each)].forEach((text, at) => setText(row.cells[at], String(text)));
   }
   keepRows(body, new Set(servers.map(each => String(each.index))));
-  const { parameter_servers: counts } = status;
-  setText($("servers-now"), `${counts.up} of ${counts.planned} up` + (counts.updates_lost ? `, updates lost: ${counts.updates_lost}` : ""));
+  setText($("servers-now"), `${status.servers.up} of ${status.servers.planned} up` + (status.updates_lost ? `, updates lost: ${status.updates_lost}` : ""));
   const tables = Object.entries(status.tables);
   $("tables-part").hidden = !tables.length;
   $("count").disabled = job.over;
@@ -334,7 +327,7 @@ async function act(path, body) {
 
 $("scale").addEventListener("click", () => {
   $("scale-workers").value = job.status.workers.planned;
-  $("scale-servers").value = job.status.parameter_servers.planned;
+  $("scale-servers").value = job.status.servers.planned;
   $("scale-dialog").showModal();
 });
 $("scale-dialog").addEventListener("close", event => {
@@ -342,7 +335,7 @@ $("scale-dialog").addEventListener("close", event => {
   event.target.returnValue = "";
   const wanted = { workers: Number($("scale-workers").value), ps: Number($("scale-servers").value) };
   if (wanted.workers === job.status.workers.planned) delete wanted.workers;
-  if (wanted.ps === job.status.parameter_servers.planned) delete wanted.ps;
+  if (wanted.ps === job.status.servers.planned) delete wanted.ps;
   if (Object.keys(wanted).length) act("/api/scale", wanted);
 });
 $("stop").addEventListener("click", () => $("stop-dialog").showModal());

@@ -113,9 +113,7 @@ class Records:
             raise
         except Exception as error:
             name = getattr(function, "__name__", repr(function))
-            raise ModelFileError(
-                f"{name}() of {self} raised {describe(error)}", user_traceback(error)
-            ) from error
+            raise ModelFileError(f"{name}() of {self} raised {describe(error)}", user_traceback(error)) from error
 
 
 class RecordSource(PassSource):
