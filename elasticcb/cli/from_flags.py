@@ -41,7 +41,7 @@ def settings_from(command: Command, given: GivenFlags) -> JobSettings:
     return settings
 
 
-_BESIDE = ("follow.", "submission.")  # sections that are not part of a job's settings
+_BESIDE = ("follow.", "submission.", "export.")  # sections that are not part of a job's settings
 
 
 class SaidByFlags:

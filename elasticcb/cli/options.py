@@ -11,7 +11,17 @@ from dataclasses import dataclass, replace
 from elasticcb.cli.follow import FollowSettings
 from elasticcb.cluster.registry import backends
 from elasticcb.settings import Command, JobSettings
-from elasticcb.settings.definition import KUBERNETES, PANELS, Kind, Section, Setting, setting, settings_of
+from elasticcb.settings.definition import (
+    CHECKPOINTS,
+    KUBERNETES,
+    PANELS,
+    TRAIN,
+    Kind,
+    Section,
+    Setting,
+    setting,
+    settings_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +41,20 @@ class SubmissionSettings(Section):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(Section):
+    """How the model is exported."""
+
+    PANEL = CHECKPOINTS
+    COMMANDS = TRAIN
+
+    numbered: bool = setting(
+        False,
+        "Export to the next number below --output, such as 3, as TensorFlow Serving expects. `--numbered` without a "
+        "value means true.",
+    )
+
+
 def _with_clusters(option: Setting) -> Setting:
     """The choices of --cluster are the installed backends."""
     if option.path != "cluster.kind":
@@ -43,6 +67,7 @@ OPTIONS: tuple[Setting, ...] = (
     *map(_with_clusters, settings_of(JobSettings)),
     *settings_of(FollowSettings, "follow."),
     *settings_of(SubmissionSettings, "submission."),
+    *settings_of(ExportSettings, "export."),
 )
 
 # Flags that most jobs need; --help shows these, --help-all shows all.

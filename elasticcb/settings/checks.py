@@ -128,7 +128,8 @@ def _autoscale(settings: JobSettings, said: Said) -> Iterator[str]:
 
 
 def _checkpoints(settings: JobSettings, said: Said) -> Iterator[str]:
-    if not settings.checkpoint.directory:
+    has_folder = settings.model.definition and (settings.directory or settings.cluster.kind != "kubernetes")
+    if not settings.checkpoint.directory and not has_folder:
         for path in ("checkpoint.steps", "checkpoint.keep_max"):
             if path in said:
                 yield (

@@ -178,9 +178,11 @@ class CheckpointSettings(CheckpointOptions):
 
     directory: str = setting(
         "",
-        "Folder or URL (s3://, gs://, sftp://, …) to write checkpoints to. Without it, no checkpoints are written.",
+        "Folder or URL (s3://, gs://, sftp://, …) to write checkpoints to; the last one is the trained model. A "
+        "program without it writes none.",
         name="checkpoint_dir",
         kind=Kind.FOLDER,
+        default_text="`model` in the job's folder",
         argument="checkpoint_dir",
     )
     directory_for_init: str = setting(
@@ -206,6 +208,7 @@ _SECRET_NAMES = re.compile(
 )
 
 JOB_FILE = "job.json"  # the settings of training
+MODEL_FOLDER = "model"  # checkpoints of a command's training job that was given no other folder for them
 INITIAL_FOLDER = "initial-checkpoint"  # downloaded from a remote folder
 STATUS_FILE = "status.json"  # of a finished job
 HISTORY_FILE = "history.json"  # of a finished job: its history, for the dashboard
@@ -283,6 +286,11 @@ class JobSettings(Section):
     callback_params: dict[str, Any] = field(default_factory=dict)  # additional `callback.params`
     keras_backend: str = ""  # the Keras backend of master and workers; set by the master
     store: str = ""  # the URL of --job_dir; "": it is a folder
+
+    @property
+    def keeps_model_in_folder(self) -> bool:
+        """Whether its checkpoints are in the job's folder, because no other was given."""
+        return self.checkpoint.directory == f"{self.store or self.directory}/{MODEL_FOLDER}"
 
     @property
     def keeps_recovery_files(self) -> bool:
