@@ -8,7 +8,7 @@ from health_probe import NOT_SERVING, SERVING, check
 from ps_clients import TrainingControl
 
 from elasticcb.cluster.external import ExternalCluster
-from elasticcb.errors import ConnectionLostError
+from elasticcb.errors import UsageError
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.master import Master
 from elasticcb.master.members import ServedCluster
@@ -83,5 +83,5 @@ def test_a_probe_reaches_nothing_else_and_sends_no_large_message():
 def test_a_port_that_is_taken_is_told():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConnectionLostError, match="Choose another health_port"):
+        with pytest.raises(UsageError, match="Choose another health_port"):
             HealthServer("127.0.0.1", port, "elasticcb.Master", lambda: True)

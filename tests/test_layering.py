@@ -48,7 +48,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"roles": "the main functions of a job's processes"},
     {
         "api": "the Python API: `Cluster`, `fit`, `evaluate`, `predict`",
-        "sidecar": "evaluates the checkpoints of a job during training",
+        "sidecar": "evaluates and exports checkpoints of a job, also during training",
     },
     {"cli": "the command line; no TensorFlow until a job starts"},
     {"launch": "the process that imports TensorFlow once and forks the others"},

@@ -16,6 +16,7 @@ from elasticcb.errors import (
     HandlerError,
     ModelFileError,
     NonFiniteError,
+    UsageError,
     WireError,
 )
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -124,7 +125,7 @@ def test_a_call_waits_for_a_server_that_starts_late():
 def test_a_port_that_is_taken_is_an_error_in_words():
     server = Server()
     server.start()
-    with pytest.raises(ConnectionLostError, match="another process holds the port"):
+    with pytest.raises(UsageError, match="another process holds the port"):
         Server(port=server.port)
     server.stop()
 

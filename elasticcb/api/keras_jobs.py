@@ -35,6 +35,7 @@ from elasticcb.errors import (
     LastCheckpointError,
     ModelFileError,
     UsageError,
+    describe,
     is_users_own,
 )
 from elasticcb.layers.table_layers import rows_in
@@ -254,10 +255,12 @@ class KerasJobs:
                 summary = self._run(settings, call, master, model, sources, callbacks)
             with master.server.state() as state:
                 return summary, state.take_predictions()
-        except JobInterrupted:
+        except JobInterrupted as error:
+            self._processes.note(str(error))
             self._processes.stop()
             raise KeyboardInterrupt from None
         except BaseException as error:
+            self._processes.note(f"{settings.command.value} failed: {describe(error)}")
             self._processes.stop()
             raise as_the_user_expects(error, self._processes.where_logs_are) from None
 
@@ -293,7 +296,9 @@ class KerasJobs:
             return hosts[0]
 
         journal = None if call.fit is None else call.fit.journal
-        job = Job(settings, master, _Display(), make_host, serialized, journal, "run the program again")
+        job = Job(
+            settings, master, _Display(self._processes.note), make_host, serialized, journal, "run the program again"
+        )
 
         def keep_results() -> None:
             state = job.model_state() if settings.command is Command.TRAIN else None
@@ -321,19 +326,28 @@ class KerasJobs:
 
 
 class _Display:
-    """Shows messages of a job besides Keras's progress bar."""
+    """Shows messages of a job besides Keras's progress bar, and writes them to the master's log.
+
+    Args:
+        note: writes a line to the log.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
 
     def update(self, status: JobSnapshot) -> None:
         """Keras's progress bar shows it."""
 
     def message(self, text: str) -> None:
         logger.info("%s", text)
+        self._note(text)
 
     def evaluated(self, text: str, of_epoch: bool) -> None:
         self.message(text)
 
     def epoch_ended(self, end: EpochEnd) -> None:
         """Keras's progress bar shows it."""
+        self._note(end.text)
 
 
 def _described(settings: JobSettings, sources: Mapping[str, BatchSource], host: ModelHost) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from elasticcb.cluster.registry import backend_of, make_backend
 from elasticcb.dashboard.beside import page_beside
 from elasticcb.data.batch_sources.service import DataService
 from elasticcb.master.master import Master
+from elasticcb.process.log_files import close_log, log_to
 from elasticcb.process.signals import end_as_by_sigterm
 from elasticcb.roles.master import STOP_SECONDS
 from elasticcb.roles.run import run_role
@@ -48,7 +49,8 @@ class ClusterProcesses:
         self._temporary: TemporaryFolder | None = None
         self._master: Master | None = None
         self._backend: ClusterBackend | None = None
-        self._page = contextlib.ExitStack()  # of the cluster, until it is closed
+        self._until_stopped = contextlib.ExitStack()
+        self._log: logging.Logger | None = None  # of the master, for `elasticcb logs`
         self.data_service = DataService()
 
     @property
@@ -81,12 +83,12 @@ class ClusterProcesses:
             context = BackendContext(self._settings, folder, self._log_level, _say, run_role)
             self._backend = make_backend(context)
             self._backend.prepare()
-            self._master = Master(self._settings, self._backend, _say, self._backend.access)
+            self._log = log_to(Path(folder, "logs", "master.log"), "master")
+            self._master = Master(self._settings, self._backend, self.warn, self._backend.access)
             self._master.add(self.data_service.frames())
             self._master.start()
             self._master.server.start_processes()
-            if self._settings.dashboard:
-                self._show_page(self._master, self._backend)
+            self._publish(self._master, self._backend)
             return self._master
         except BaseException:
             self.close()
@@ -96,11 +98,24 @@ class ClusterProcesses:
         """Ends the processes."""
         master, self._master = self._master, None
         backend, self._backend = self._backend, None
-        self._page.close()
+        self._until_stopped.close()
         if master is not None:
             master.shut_down(STOP_SECONDS)
         elif backend is not None:
             backend.stop(STOP_SECONDS)
+        if self._log is not None:
+            close_log(self._log)
+            self._log = None
+
+    def note(self, text: str) -> None:
+        """Writes a line to the master's log."""
+        if self._log is not None:
+            self._log.info("%s", text)
+
+    def warn(self, text: str) -> None:
+        """Shows the user of the program a line, and writes it to the master's log."""
+        _say(text)
+        self.note(text)
 
     def close(self) -> None:
         """Ends the processes, and removes everything that `start` created."""
@@ -110,11 +125,12 @@ class ClusterProcesses:
                 self._temporary = self._directory = None
             self.stop()
 
-    def _show_page(self, master: Master, backend: ClusterBackend) -> None:
+    def _publish(self, master: Master, backend: ClusterBackend) -> None:
+        """Lets commands find the master, and shows the page."""
         folder = Path(self.directory)
         running = RunningMaster.of(master.address, backend.access, master.metrics_address, master.health_address)
-        self._page.enter_context(published(folder, running))
-        self._page.enter_context(page_beside(folder, wanted=True))
+        self._until_stopped.enter_context(published(folder, running))
+        self._until_stopped.enter_context(page_beside(folder, wanted=self._settings.dashboard))
 
     def _make_directory(self) -> Path:
         if self._directory is None:

@@ -23,13 +23,14 @@ from elasticcb.callbacks.placement import (
     TABLE,
     Place,
     hooks_at,
+    library_of,
     needs_optimizer_state,
     overridden_hooks,
     place_of,
     reads_model,
     stock,
 )
-from elasticcb.callbacks.warning import CallbackWarning
+from elasticcb.callbacks.warning import CallbackWarning, shown
 from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.process import forwarded_logs
 from elasticcb.settings import CallbackErrors
@@ -218,7 +219,7 @@ class Dispatcher:
     def _guarded(self, callback: Any, hook: str, method: Callable[..., Any], args: tuple[Any, ...]) -> None:
         started = time.perf_counter()
         try:
-            with self._output(), self._logging():
+            with self._output(), self._logging(), self._warnings(callback):
                 method(*args)
             self._refuse_to_stop()
         except CallbackError as error:  # messages of built-in callbacks need no traceback
@@ -242,6 +243,11 @@ class Dispatcher:
                 slow += "."
                 logger.warning(slow)
                 self.warn(CallbackWarning(f"{name} is slow", slow))
+
+    def _warnings(self, callback: Any) -> contextlib.AbstractContextManager[None]:
+        if self._in_program or self._place is not Place.MASTER:
+            return contextlib.nullcontext()
+        return shown(type(callback).__name__, self.warn)
 
     def _refuse_to_stop(self) -> None:
         for name, advice in _REFUSED.items():
@@ -382,6 +388,33 @@ class _Copied:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def check_monitors(callbacks: Iterable[Any]) -> None:
+    """Checks the callbacks of a job that does not evaluate. After a callback of the user's with `on_epoch_end`, which
+    may add metrics to `logs`, nothing is known.
+
+    Raises `ModelFileError` for a callback that would never act.
+    """
+    for callback in callbacks:
+        hook = overridden_hooks(callback).get("on_epoch_end")
+        if hook is not None and not library_of(hook):
+            return
+        monitored = str(getattr(callback, "monitor", ""))
+        if _acts_by_metric(callback) and monitored.startswith("val_"):
+            raise ModelFileError(
+                f"{type(callback).__name__} monitors {monitored!r}, but the job has no validation data, so the "
+                f"callback would never act. Add validation data, or let it monitor a metric of the training, such as "
+                f"{monitored.removeprefix('val_')!r}."
+            )
+
+
+def _acts_by_metric(callback: Any) -> bool:
+    import keras
+
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return bool(callback.save_best_only)
+    return isinstance(callback, (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau))
 
 
 _ATTRIBUTE = "_elasticcb_every"

@@ -153,9 +153,16 @@ def newest_of_run(directory: str | Path, run: str) -> str:
     """The newest undamaged version in `directory` that a given training wrote; "": there is none."""
     for folder in reversed(find_versions(directory)):
         with contextlib.suppress(CheckpointError):
-            if read_manifest(folder).get("extra", {}).get("run") == run:
+            if _run_of(folder) == run:
                 verify(folder)
                 return str(folder)
+    return ""
+
+
+def _run_of(folder: Path) -> str:
+    """The training that wrote a version; "": unknown."""
+    with contextlib.suppress(CheckpointError):
+        return str(read_manifest(folder).get("extra", {}).get("run", ""))
     return ""
 
 
@@ -195,16 +202,19 @@ def _finished_versions(directory: str | Path) -> list[Path]:
     return versions
 
 
-def prune(directory: str | Path, keep_max: int) -> list[Path]:
-    """Deletes all but the newest `keep_max` versions (0: none) and unfinished leftovers; returns what was deleted.
+def prune(directory: str | Path, keep_max: int, run: str = "") -> list[Path]:
+    """Deletes all but the newest `keep_max` versions (0: none), those of other trainings than `run` ("": any), and
+    unfinished leftovers; returns what was deleted.
 
     The last written version is kept as well: a job that started from an older version has damaged or unwanted newer
     ones.
     """
     versions = find_versions(directory)
+    foreign = [folder for folder in versions if run and _run_of(folder) != run]
+    versions = [folder for folder in versions if folder not in foreign]
     last = max(versions, key=_finished_at, default=None)
     old = [folder for folder in versions[:-keep_max] if folder != last] if keep_max > 0 else []
-    old += [path for path in Path(directory).glob(f"{TEMPORARY}version-*") if path.is_dir()]
+    old += [*foreign, *(path for path in Path(directory).glob(f"{TEMPORARY}version-*") if path.is_dir())]
     for folder in old:
         # Without its manifest, a partly deleted folder is not a checkpoint.
         with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ from elasticcb.cli.job_folders import JOBS
 from elasticcb.errors import UsageError
 from elasticcb.master.snapshot import EpochEnd, JobSnapshot, format_metric
 from elasticcb.process.log_files import print_line
-from elasticcb.settings import CheckpointSettings, ClusterSettings, Command, JobSettings, Mode
+from elasticcb.settings import MODEL_FOLDER, CheckpointSettings, ClusterSettings, Command, JobSettings, Mode
 
 _KIND = "local"  # the cluster that it runs on
 _WRITTEN_BY = ("filepath", "filename", "log_dir", "backup_dir")  # attributes of callbacks that name what they write
@@ -184,7 +184,8 @@ def _written(callbacks: Sequence[Any], settings: JobSettings, host: Any, job_dir
     if checkpoint.directory:
         when = f"every {format_count(checkpoint.steps)} versions and at the end" if checkpoint.steps else "at the end"
         kept = f"the newest {checkpoint.keep_max}" if checkpoint.keep_max else "all"
-        yield "checkpoints", f"{checkpoint.directory}: {when}; {kept} are kept"
+        place = f"{MODEL_FOLDER} in the job's folder" if settings.keeps_model_in_folder else checkpoint.directory
+        yield "checkpoints", f"{place}: {when}; {kept} are kept"
     if settings.output:
         inputs = ", ".join(f"{each.name} {each.dtype}" for each in host.saved_model_inputs())
         yield "SavedModel", f"{settings.output}{f', with the inputs {inputs}' if inputs else ''}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticcb.cli.command import CommandRun
 from elasticcb.cli.exits import exit_code
-from elasticcb.cli.job_folders import JOBS, new_folder
+from elasticcb.cli.job_folders import JOBS, new_folder, remove_unbegun
 from elasticcb.cli.kubernetes.submit import kubernetes_settings, submit
 from elasticcb.cli.validation import names_predictions, prediction_format, validate
 from elasticcb.clients.local_job import has_unfinished
@@ -23,16 +23,25 @@ from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.kubernetes.pods import PRIVATE_FOLDER
 from elasticcb.cluster.registry import backend_of, backends
 from elasticcb.dashboard.beside import page_beside
-from elasticcb.errors import GO_ON, JobDoneError, JobFailedError, JobInterrupted, LostServerError, UsageError
+from elasticcb.errors import (
+    GO_ON,
+    ExitCode,
+    JobDoneError,
+    JobFailedError,
+    JobInterrupted,
+    LostServerError,
+    UsageError,
+)
 from elasticcb.process.host import POD_NAME
 from elasticcb.process.log_files import may_reach_nobody, print_line
 from elasticcb.process.signals import sigterm_interrupts
 from elasticcb.process.system import show_as
 from elasticcb.security.socket_folder import make_private
-from elasticcb.settings import JOURNAL_FILE, Command, Given, JobSettings
+from elasticcb.settings import JOURNAL_FILE, MODEL_FOLDER, Command, Given, JobSettings
 from elasticcb.settings.checks import completed, earlier_flags
 from elasticcb.settings.names import SETTINGS
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
+from elasticcb.storage.local_folders import next_numbered
 from elasticcb.storage.remote_files import is_url
 
 if TYPE_CHECKING:
@@ -56,9 +65,16 @@ def run_job(given: Given, session: CommandRun) -> None:
             with tempfile.TemporaryDirectory(prefix="elasticcb-dry-run-") as folder, _not_begun():
                 dry_run(build_settings(given, folder), given["job_dir"] or "")
             return
+        there = bool(given["job_dir"]) and Path(given["job_dir"]).exists()
         with _not_begun():
             settings = build_settings(given)
-        run_settings(settings, session)
+        try:
+            run_settings(settings, session)
+        except (UsageError, SystemExit) as error:
+            code = error.code if isinstance(error, SystemExit) else error.exit_code
+            if code == ExitCode.WRONG_USAGE and not there:
+                remove_unbegun(Path(settings.directory))
+            raise
 
 
 def end_with(code: int) -> None:
@@ -225,11 +241,21 @@ def build_settings(given: Given, folder: str = "") -> JobSettings:
             output=settings.output if wanted else "",
             output_format=prediction_format(given) if wanted else settings.output_format,
         )
+    if given["numbered"] and settings.output:
+        settings = replace(settings, output=str(next_numbered(settings.output)))
+    checkpoint = settings.checkpoint
+    if (
+        settings.command is Command.TRAIN
+        and not checkpoint.directory
+        and (store or not directory.startswith(PRIVATE_FOLDER))
+    ):
+        checkpoint = replace(checkpoint, directory=f"{store or directory}/{MODEL_FOLDER}")
     return replace(
         settings,
         name=name,
         directory=directory,
         store=store,
+        checkpoint=checkpoint,
         data=replace(settings.data, **data),
         cluster=replace(settings.cluster, kubernetes=kubernetes_settings(given)),
     )

@@ -15,7 +15,7 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
 from elasticcb.clients.local_job import StoredJob
-from elasticcb.clients.running_master import COMMAND_LOCK, holds_job, refuse_cluster
+from elasticcb.clients.running_master import COMMAND_LOCK, MASTER_FILE, holds_job, is_of_cluster, refuse_cluster
 from elasticcb.errors import ElasticCBError, UsageError
 from elasticcb.process.wording import how_many
 from elasticcb.security import socket_folder
@@ -47,6 +47,37 @@ def new_folder(parent: Path, command: Command, name: str) -> Path:
             raise UsageError(f"The job's folder {path} can't be created: {error}. Choose another --job_dir.") from error
         return path
     raise UsageError(f"No unused folder name like {parent / stamp} was found. Choose a --job_dir.")
+
+
+def remove_unbegun(folder: Path) -> None:
+    """Removes the folder that a command created for a job, which was refused before it began."""
+    from elasticcb.master.journal import Journal
+
+    journal = folder / JOURNAL_FILE
+    with contextlib.suppress(OSError, ElasticCBError):
+        if journal.exists() and journal.stat().st_size and Journal(journal).memory.begun:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.parent == Path.cwd() / JOBS:
+            folder.parent.rmdir()  # unless it has other jobs
+
+
+def known_jobs(parent: Path) -> list[tuple[Path, float]]:
+    """The folders of jobs and of Python programs in `parent`, newest first, each with when it was last started or
+    resumed, in seconds since 1970."""
+    try:
+        entries = [entry for entry in parent.iterdir() if entry.is_dir()]
+    except OSError:
+        return []
+    begun = {entry: found for entry in entries if (found := _begun(entry) or _begun_by_program(entry)) is not None}
+    return [(entry, begun[entry][0]) for entry in sorted(begun, key=begun.__getitem__, reverse=True)]
+
+
+def _begun_by_program(folder: Path) -> tuple[float, int] | None:
+    for name in (MASTER_FILE, "logs") if is_of_cluster(folder) else ():
+        with contextlib.suppress(OSError):
+            return (folder / name).stat().st_mtime, 1
+    return None
 
 
 def find_job(job: str, only_training: bool = False) -> Path:
@@ -83,11 +114,7 @@ def find_job(job: str, only_training: bool = False) -> Path:
 
 def _newest_first(parent: Path) -> list[Path]:
     """The folders of commands' jobs there, by when a command last started or resumed the job."""
-    try:
-        begun = {entry: found for entry in parent.iterdir() if (found := _begun(entry)) is not None}
-    except OSError:
-        return []
-    return sorted(begun, key=begun.__getitem__, reverse=True)
+    return [folder for folder, _ in known_jobs(parent) if not is_of_cluster(folder)]
 
 
 def _begun(folder: Path) -> tuple[float, int] | None:

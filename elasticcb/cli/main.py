@@ -11,6 +11,7 @@ import rich_click as click
 from elasticcb import __version__
 from elasticcb.cli.command import CONTEXT, CommandRun
 from elasticcb.cli.exits import exit_code
+from elasticcb.cli.export import export
 from elasticcb.cli.job_folders import clean
 from elasticcb.cli.resume import resume
 from elasticcb.cli.run import evaluate, master, predict, ps, train, worker
@@ -26,9 +27,23 @@ from elasticcb.process.system import allow_many_files
 @click.group(context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="elasticcb")
 @click.command_panel(
-    "Jobs", commands=["train", "resume", "status", "dashboard", "logs", "scale", "stop", "evaluate", "predict", "clean"]
+    "Jobs",
+    commands=[
+        "train",
+        "resume",
+        "jobs",
+        "status",
+        "dashboard",
+        "logs",
+        "scale",
+        "stop",
+        "evaluate",
+        "predict",
+        "export",
+        "clean",
+    ],
 )
-@click.command_panel("Jobs on Kubernetes", commands=["zoo", "jobs"])
+@click.command_panel("Jobs on Kubernetes", commands=["zoo"])
 @click.command_panel("Inspecting embedding tables", commands=["table"])
 @click.command_panel("Single processes, to start manually on several machines", commands=["master", "ps", "worker"])
 def elasticcb() -> None:
@@ -42,7 +57,8 @@ def elasticcb() -> None:
 
 
 for _command in (
-    train, resume, status, dashboard, scale, evaluate, predict, zoo, jobs, logs, stop, clean, table, master, ps, worker
+    train, resume, status, dashboard, scale, evaluate, predict, export, zoo, jobs, logs, stop, clean, table,
+    master, ps, worker,
 ):  # fmt: skip
     elasticcb.add_command(_command)
 

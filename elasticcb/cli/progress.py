@@ -324,7 +324,10 @@ def summary_lines(summary: JobSnapshot) -> list[str]:
     if summary.predictions_path:
         lines += ["", f"Predictions, one row per record in the order of the data: {summary.predictions_path}"]
     if summary.checkpoint_path:
-        lines += ["", f"Newest checkpoint: {summary.checkpoint_path}"]
+        lines += ["", f"The model, as a checkpoint: {summary.checkpoint_path}"]
+        if not summary.saved_model_path:
+            job = shlex.quote(summary.directory)
+            lines.append(f"Export it with: elasticcb export {job} --output=FOLDER")
     for part in (_accounting(summary), _faults(summary)):
         rows = [f"  {label:<{_LABEL_WIDTH}}{value}" for label, value in part]
         lines += ["", *rows] if rows else []

@@ -109,6 +109,10 @@ def resumed_settings(folder: Path) -> JobSettings:
         raise UsageError(f"{folder} contains no {JOURNAL_FILE}: {why}, so there is nothing to resume. Start a new job.")
     if settings.directory != str(folder):
         raise UsageError(f"{folder} was at {settings.directory} when the job started. Move it back there.")
+    from elasticcb.master.journal import Journal
+
+    if Journal(folder / JOURNAL_FILE).memory.over:
+        raise JobDoneError(f"The job in {settings.store or folder} is done; there is nothing to continue.")
     return settings
 
 

@@ -1,9 +1,11 @@
-"""`elasticcb status`: the status of a job; `elasticcb jobs`: the jobs on Kubernetes."""
+"""`elasticcb status`: the status of a job; `elasticcb jobs`: all jobs."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +14,14 @@ from typing import Any
 import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
-from elasticcb.cli.job_folders import find_job
-from elasticcb.cli.kubernetes.job import KubernetesJob, namespace_option, state_of, why_no_master
+from elasticcb.cli.job_folders import JOBS, find_job, known_jobs
+from elasticcb.cli.kubernetes.job import KubernetesJob, state_of, why_no_master
 from elasticcb.clients.local_job import StoredJob, age, how_it_ended, master_of, wait_for_start
+from elasticcb.clients.running_master import can_resume, is_of_cluster, is_starting
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.pods import JOB_LABEL, ROLE_LABEL
-from elasticcb.errors import UsageError
-from elasticcb.master.snapshot import JobSnapshot
+from elasticcb.errors import ConnectionLostError, UsageError
+from elasticcb.master.snapshot import JobSnapshot, format_metric
 from elasticcb.storage.remote_files import is_url
 
 
@@ -80,7 +83,8 @@ def state_lines(document: dict[str, Any]) -> list[str]:
     for condition in seen.conditions:
         if condition["message"]:
             asked_for = seen.phase == "interrupted" and condition["type"] == "Failed"
-            lines.append(f"  {'' if asked_for else condition['type'] + ': '}{condition['message']}")
+            message = document["error"] if condition["type"] == "Failed" else condition["message"]
+            lines.append(f"  {'' if asked_for else condition['type'] + ': '}{message}")
     if "written" in document:
         lines.append(f"  as its master wrote {age(document):.0f} s ago")
     return lines
@@ -122,25 +126,83 @@ def _progress(job: KubernetesJob) -> dict[str, Any] | None:
 
 
 @click.command(context_settings=CONTEXT)
-@namespace_option
-def jobs(namespace: str) -> None:
-    """List the jobs in a Kubernetes namespace, with their state and number of running processes.
+@click.argument("folder", metavar="[FOLDER]", default=JOBS)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON document: a list.")
+@click.option("--namespace", metavar="NAME", help="List the jobs in this Kubernetes namespace instead.")
+def jobs(folder: str, as_json: bool, namespace: str | None) -> None:
+    """List jobs, newest first: name, command, state, start, last metrics, folder.
+
+    FOLDER contains the folders of jobs, and of Python programs with a Cluster; by default `jobs` of the working
+    directory.
 
     \b
-    Example:
+    Examples:
+      elasticcb jobs
+      elasticcb jobs --json
       elasticcb jobs --namespace=training
     """
-    api = KubernetesAPI(namespace)
-    rows = [("JOB", "STATE", "WORKERS", "SERVERS", "SINCE")]
+    if namespace:
+        found = _kubernetes_jobs(KubernetesAPI(namespace))
+    else:
+        found = [_listed(path, begun) for path, begun in known_jobs(Path(folder).expanduser().absolute())]
+    if as_json:
+        print(json.dumps(found, indent=2))
+    elif found:
+        print("\n".join(table_lines([tuple(map(str.upper, found[0])), *(tuple(each.values()) for each in found)])))
+    else:
+        where = f"the namespace {namespace}" if namespace else str(Path(folder).expanduser().absolute())
+        print(f"There are no jobs in {where}.")
+
+
+def _listed(folder: Path, begun: float) -> dict[str, str]:
+    """A job on this machine, as text by column."""
+    state, document = _state_of(folder)
+    values = {} if document["loss"] is None else {"loss": document["loss"]}
+    values |= {f"val_{name}": value for name, value in document["metrics"].items() if value is not None}
+    return {
+        "job": document["name"] or folder.name,
+        "command": document["command"] or "-",
+        "state": state,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begun)),
+        "metrics": ", ".join(f"{name} {format_metric(value)}" for name, value in values.items()) or "-",
+        "folder": os.path.relpath(folder),
+    }
+
+
+def _state_of(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The phase of a job, or why it is unknown; and its document, as far as it is known."""
+    unknown: dict[str, Any] = {"name": "", "command": folder.name.partition("-")[0], "loss": None, "metrics": {}}
+    try:
+        ended = how_it_ended(folder)
+        if ended is not None:
+            return str(ended["phase"]), ended
+        if is_starting(folder):
+            return "starting", unknown
+        with master_of(folder) as master:
+            document = master.status()
+            return str(document["phase"]), document
+    except (UsageError, ConnectionLostError):
+        if is_of_cluster(folder):
+            return "ended", {**unknown, "name": folder.name, "command": "program"}
+        return ("not finished" if can_resume(folder) else "lost"), unknown
+
+
+def _kubernetes_jobs(api: KubernetesAPI) -> list[dict[str, str]]:
     running = Counter(
         (pod["metadata"]["labels"][JOB_LABEL], pod["metadata"]["labels"][ROLE_LABEL])
         for pod in api.list("Pod", JOB_LABEL, "status.phase=Running")["items"]
     )
-    for job in api.list("Job", JOB_LABEL)["items"]:
-        name = job["metadata"]["name"]
-        counts = (str(running[name, role]) for role in ("worker", "ps"))
-        rows.append((name, state_of(job), *counts, job["metadata"]["creationTimestamp"]))
-    print("\n".join(table_lines(rows)))
+    found = [
+        {
+            "job": job["metadata"]["name"],
+            "state": state_of(job),
+            "workers": str(running[job["metadata"]["name"], "worker"]),
+            "servers": str(running[job["metadata"]["name"], "ps"]),
+            "since": job["metadata"]["creationTimestamp"],
+        }
+        for job in api.list("Job", JOB_LABEL)["items"]
+    ]
+    return sorted(found, key=lambda job: job["since"], reverse=True)
 
 
 def table_lines(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -23,7 +23,7 @@ from elasticcb.clients.local_job import how_it_ended, master_of, wait_for_start
 from elasticcb.clients.running_master import holds_job
 from elasticcb.cluster.kubernetes.api import KubernetesAPI
 from elasticcb.errors import ElasticCBError, UsageError
-from elasticcb.process.log_files import quiet_environment, say
+from elasticcb.process.log_files import quiet_environment, say, without_native_messages
 from elasticcb.process.wording import how_many
 from elasticcb.settings import JOB_FILE, JobSettings
 from elasticcb.storage import durable
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from elasticcb.checkpoint.table_report import IdInTable, IdReport, LiveTable, TableReport, TablesReport
 
 _LARGEST_ID = 2**63 - 1
-_STDERR = 2  # its file descriptor
 _LABEL_WIDTH = 16  # width of the first column, in characters
 _QUANTILES = ("least", "25 %", "median", "75 %", "99 %", "most")
 _VALUES_SHOWN = 8  # of a row
@@ -97,7 +96,7 @@ def _read(source: str, top: int, id: int | None) -> TablesReport | IdReport:
     """Reports on all tables; or, with `id`, on its rows."""
     from elasticcb.checkpoint.manifest import MANIFEST
 
-    if _is_checkpoint(source):
+    if is_checkpoint(source):
         return _of_checkpoint(source, top, id)
     try:
         folder = find_job(source, only_training=True)
@@ -119,7 +118,8 @@ def _read(source: str, top: int, id: int | None) -> TablesReport | IdReport:
     return _of_checkpoint(checkpoints, top, id)
 
 
-def _is_checkpoint(source: str) -> bool:
+def is_checkpoint(source: str) -> bool:
+    """Whether it is the folder or URL of a version or of versions, not a job's."""
     from elasticcb.checkpoint.manifest import MANIFEST
     from elasticcb.checkpoint.versions import find_versions
     from elasticcb.storage.job_store import JobStore
@@ -151,7 +151,7 @@ def _of_running_job(folder: Path, top: int, id: int | None) -> TablesReport | Id
             answer = master.tables(top, id)
     except UsageError as error:
         checkpoints = _checkpoints_of(folder)
-        there = checkpoints and _is_checkpoint(checkpoints)
+        there = checkpoints and is_checkpoint(checkpoints)
         instead = f" To see its newest checkpoint: elasticcb table {shlex.quote(checkpoints)}" if there else ""
         raise UsageError(f"{error}{instead}") from None
     return tables_of(str(folder), answer, top) if id is None else id_of(str(folder), answer, id)
@@ -195,16 +195,10 @@ def _id_of(id: str | None, text: str | None) -> int | None:
 def _id_of_text(text: str) -> int:
     """The id that embedding layers compute for a string."""
     os.environ.update(quiet_environment("INFO"))
-    kept = os.dup(_STDERR)
-    try:
-        with open(os.devnull, "wb") as nowhere:  # no setting silences TensorFlow's first lines
-            os.dup2(nowhere.fileno(), _STDERR)
+    with without_native_messages():
         from elasticcb.layers.ids import id_of_text
 
         return id_of_text(text)
-    finally:
-        os.dup2(kept, _STDERR)
-        os.close(kept)
 
 
 def _on_kubernetes(job: KubernetesJob, flags: list[str]) -> int:

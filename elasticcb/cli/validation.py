@@ -178,12 +178,20 @@ def _check_folders(given: Given) -> Iterator[str]:
                 # The export is written next to its folder, and then replaces it.
                 yield f"{given.name(name)} names {path}, but {path.parent} {problem_of_folder(path.parent)}."
     output = given.path("output") if given.command is Command.TRAIN else None
+    if given["numbered"] and output is None:
+        yield f"{given.name('numbered')} needs --output=FOLDER, below which the numbered folders are made."
     if output is not None and output.is_dir() and "://" not in given["output"]:
         yield from _check_replaceable(given, output)
 
 
 def _check_replaceable(given: Given, output: Path) -> Iterator[str]:
-    if any(output.iterdir()) and not (output / "saved_model.pb").exists():
+    if given["numbered"]:
+        if (output / "saved_model.pb").exists():
+            yield (
+                f"{given.name('output')} names {output}, which is a SavedModel itself. With --numbered, choose a "
+                "folder for numbered SavedModels."
+            )
+    elif any(output.iterdir()) and not (output / "saved_model.pb").exists():
         yield (
             f"{given.name('output')} names {output}, which contains files but no SavedModel. The export replaces its "
             f"folder, so they would be lost. Choose a new folder, such as {output / 'saved_model'}."

@@ -184,11 +184,6 @@ def log_lines(folder: Path, process: str, lines: int, follow: bool) -> Iterator[
 
 def _no_log(folder: Path, process: str) -> UsageError:
     logs = ", ".join(sorted(log.stem for log in (folder / "logs").glob("*.log"))) or "none"
-    if process == "master" and is_of_cluster(folder):
-        return UsageError(
-            f"{folder} belongs to an elasticcb.Cluster, whose master is the Python program and logs to the program's "
-            f"output. Pass --worker=N or --ps=N; logs: {logs}."
-        )
     return UsageError(
         f"The job in {folder} has no log of {process}; logs: {logs}. Processes that were started manually, or on other "
         "machines, write their logs where they run."

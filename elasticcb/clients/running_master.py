@@ -132,17 +132,16 @@ def holds_job(folder: Path) -> bool:
 
 def is_of_cluster(folder: Path) -> bool:
     """Whether it is the `job_dir` or `directory` of a `Cluster`."""
-    begun = (folder / "logs" / FORK_LOG).exists() or any(folder.glob(f"fit-*/{FIT_FILE}"))
-    return begun and not _has_any(folder, ("logs/master.log", *_OF_COMMANDS))
+    begun = _has_any(folder, ("logs/master.log", f"logs/{FORK_LOG}")) or any(folder.glob(f"fit-*/{FIT_FILE}"))
+    return begun and not _has_any(folder, _OF_COMMANDS)
 
 
 def refuse_cluster(folder: Path) -> None:
-    """Raises `UsageError` for the folder of a `Cluster` without a master that others can call."""
+    """Raises `UsageError` for the folder of a `Cluster`, whose program does not run."""
     if is_of_cluster(folder):
         raise UsageError(
-            f"{folder} belongs to an elasticcb.Cluster, not to a job of an `elasticcb` command. The program with the "
-            "Cluster shows its progress, also as a live page with Cluster(dashboard=True); run it again to resume a "
-            "`fit` with job_dir."
+            f"{folder} belongs to an elasticcb.Cluster, and its Python program does not run it now. See its log: "
+            f"elasticcb logs {shlex.quote(str(folder))}. Run the program again to resume a `fit` with job_dir."
         )
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from elasticcb.checkpoint import remote
-from elasticcb.checkpoint.versions import begin_version, finish_version, prune
+from elasticcb.checkpoint.shard_file import Part, SavedFile, write_part
+from elasticcb.checkpoint.versions import begin_version, finish_version, prune, server_file
 from elasticcb.errors import CheckpointError
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.settings import JobSettings
+from elasticcb.sharding.partition import Slice, partition
 from elasticcb.storage.remote_files import is_url
 
 logger = logging.getLogger(__name__)
@@ -38,6 +42,12 @@ class CheckpointWriter:
         self._job = settings.name
         self._settings = settings.checkpoint
         self._control, self._master, self._say, self._resumed = control, master, say, resumed
+        # The user has asked for no place that all processes see; the master can write what it holds anyway.
+        self._is_of_job = settings.keeps_model_in_folder
+        self._may_write_here = (
+            self._is_of_job and not settings.store and settings.cluster.kind not in ("local", "inprocess")
+        )
+        self._shown = json.loads(settings.to_show())
         self._missing: CheckpointError | None = None  # why the last one is not on disk
         self._due = self._next(control.client.version)
         self.wanted = bool(self._settings.directory)
@@ -45,7 +55,7 @@ class CheckpointWriter:
 
     def is_due(self, version: int) -> bool:
         """Whether the model has reached the version of the next checkpoint."""
-        return bool(self._settings.steps) and version >= self._due
+        return self.wanted and bool(self._settings.steps) and version >= self._due
 
     def write(self, version: int, tasks: dict[str, Any], again: bool = False) -> None:
         """Writes a checkpoint of the current weights, slots and `tasks`, and prunes old ones.
@@ -85,15 +95,15 @@ class CheckpointWriter:
         folder, keep_max = self._settings.directory, self._settings.keep_max
         place = remote.place_of(folder, version) if is_url(folder) else str(begin_version(folder, version))
         try:
-            files = self._control.save(place, f"-{secrets.token_hex(4)}" if is_url(folder) else "")
+            files, parts = self._files_in(place)
             version = files[0].version
             self._master.check_is_ours()
             content: dict[str, Any] = {
                 "version": version,
                 "specs": self._control.servers.specs,
-                "parts": self._control.servers.partition,
+                "parts": parts,
                 "files": files,
-                "extra": {"job": self._job, "run": self._control.run, "tasks": tasks},
+                "extra": {"job": self._job, "run": self._control.run, "tasks": tasks, "settings": self._shown},
             }
             if is_url(folder):
                 remote.finish(place, keep_max, **content)
@@ -103,8 +113,30 @@ class CheckpointWriter:
             if not is_url(folder):
                 shutil.rmtree(place, ignore_errors=True)
         with contextlib.suppress(OSError):  # the next checkpoint retries it
-            prune(folder, keep_max)
+            prune(folder, keep_max, self._control.run if self._is_of_job else "")
         return str(path), version
+
+    def _files_in(self, place: str) -> tuple[list[SavedFile], Sequence[Sequence[Slice]]]:
+        """Lets the servers write their files; returns them, and the slices in each."""
+        servers = self._control.servers
+        try:
+            files = self._control.save(place, f"-{secrets.token_hex(4)}" if is_url(place) else "")
+            if not self._may_write_here or all(Path(place, each.name).is_file() for each in files):
+                return files, servers.partition
+        except CheckpointError:
+            if not self._may_write_here:
+                raise
+        if any(spec.table for spec in servers.specs):
+            self.wanted = False
+            raise CheckpointError(
+                "The parameter servers do not share the job's folder with the master, so the model can't be kept "
+                "there. Start the job with --checkpoint_dir, a folder or a URL that all of its processes can write to."
+            )
+        state, (everything,) = self._control.export(), partition(servers.specs, 1, split=False)
+        part, optimizer = Part(state.version, dict(enumerate(state.weights))), state.optimizer
+        part.slots, part.extras, part.shared = optimizer.slots, optimizer.extras, optimizer.shared
+        part.optimizer = ", ".join(optimizer.optimizers)
+        return [write_part(Path(place, server_file(0, 1)), part)], [everything]
 
     def finish(self, version: int, tasks: dict[str, Any], retry: bool = True) -> None:
         """Raises `CheckpointError` when the last checkpoint could not be written, nor can be now.

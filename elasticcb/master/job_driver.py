@@ -363,7 +363,9 @@ class JobDriver:
         assert finished is not None
         logs = self._host.round_logs(collection.merged(), finished.version)
         metrics = self._host.metrics.in_order(logs)
-        self._master.set_status(metrics=metrics)
+        with self._master.state() as state:
+            state.set_status(metrics=metrics)
+            state.history.evaluated(finished.version, metrics)
         shown = ", ".join(f"{name} {format_metric(value)}" for name, value in metrics.items())
         text = f"Evaluation at version {finished.version}: {shown}"
         self._context.display.evaluated(text, of_epoch=finished.epoch is not None and bool(self._waiting_logs))

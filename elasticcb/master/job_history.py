@@ -32,7 +32,7 @@ class JobHistory:
         self._free_since: dict[int, float] = {}  # by slot, when its last task ended
         self._unfinished: set[int] = set()  # tasks that their last worker did not finish
         self._pushes = (0, 0.0)
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, float | None] = {}
 
     def record_event(self, kind: str, text: str) -> None:
         """`kind` as in `Event`."""
@@ -65,6 +65,11 @@ class JobHistory:
         elif len(self._unfinished) < _MOST_LEFT:
             self._unfinished.add(run.task)
 
+    def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation pass of this version has ended."""
+        self._metrics = _finite(metrics)
+        self._history.add(EvaluationPoint(self.clock(), version, self._metrics))
+
     def left(self, place: int) -> None:
         """The worker in a slot is gone; its tasks are requeued."""
         for lease in [lease for lease, run in self._running.items() if run.worker == place]:
@@ -80,10 +85,8 @@ class JobHistory:
         for lease in self._running.keys() - set(leases):
             self.ended(lease, "back")
         now = self.clock()
-        if seen.metrics and seen.metrics != self._metrics:
-            self._metrics = dict(seen.metrics)
-            metrics = {name: finite(value) for name, value in self._metrics.items()}
-            self._history.add(EvaluationPoint(now, seen.version, metrics))
+        if seen.metrics and _finite(seen.metrics) != self._metrics:  # of an earlier master
+            self.evaluated(seen.version, seen.metrics)
         if self._history.wants_point(now):
             more, took = pushes[0] - self._pushes[0], pushes[1] - self._pushes[1]
             self._pushes = pushes
@@ -102,3 +105,7 @@ class JobHistory:
             for run in self._running.values()
         ]
         return {**self._history.after(number), "run": self._run, "running": running}
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: finite(value) for name, value in metrics.items()}

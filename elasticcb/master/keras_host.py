@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from elasticcb.callbacks import SavedModelExporter
-from elasticcb.callbacks.dispatch import Dispatcher
+from elasticcb.callbacks.dispatch import Dispatcher, check_monitors
 from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.callbacks.placement import Place, holds_predictions, takes_predictions
 from elasticcb.callbacks.serving_signature import names_of_outputs, serving_inputs
@@ -129,6 +129,8 @@ class ModelHost:
                 one_worker=shares_state(settings),
             )
             check_hooks(self.callbacks.callbacks, settings)
+            if self.trains and not self.in_program and Mode.EVALUATION not in pipelines:
+                check_monitors(self.callbacks.callbacks)
             self.shared_callbacks = SharedCallbacks(self.callbacks.callbacks, settings, self.model, bool(self.tables))
             self.metrics.give_directions(self.callbacks.callbacks)
             # Callbacks on workers may hold results until their hooks have ended.

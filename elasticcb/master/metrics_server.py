@@ -11,7 +11,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from elasticcb.errors import ConnectionLostError
+from elasticcb.errors import UsageError
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.rpc.services import LIVE_PATH, READY_PATH
 
@@ -57,7 +57,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 class MetricsServer:
     """Answers scrapes, in its own threads, and the checks at `LIVE_PATH` and `READY_PATH`.
 
-    Raises `ConnectionLostError` when the port is taken.
+    Raises `UsageError` when the port is taken.
     """
 
     def __init__(self, observe: Callable[[], JobSnapshot], ready: Callable[[], bool], host: str, port: int) -> None:
@@ -71,7 +71,7 @@ class MetricsServer:
         try:
             self._server = _Server(host.strip("[]"), port)
         except OSError as error:
-            raise ConnectionLostError(
+            raise UsageError(
                 f"Could not serve metrics on {host}:{port}: {error}. Choose another metrics_port, or 0 for any that "
                 "is free."
             ) from error

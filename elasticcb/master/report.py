@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elasticcb.master.master import Master
+from elasticcb.master.snapshot import EpochEnd
 from elasticcb.process.stats import PUSH
 from elasticcb.process.wording import how_many
 from elasticcb.settings import JobSettings
@@ -63,8 +64,12 @@ class KeptDisplay:
     """A display whose messages are also recorded for the job's page."""
 
     def __init__(self, display: Any, happened: Callable[[str, str], None]) -> None:
-        self.update, self.epoch_ended = display.update, display.epoch_ended
+        self.update = display.update
         self._display, self._happened = display, happened
+
+    def epoch_ended(self, end: EpochEnd) -> None:
+        self._happened("note", end.text)
+        self._display.epoch_ended(end)
 
     def message(self, text: str) -> None:
         self._happened("note", text)

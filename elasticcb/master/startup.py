@@ -7,6 +7,7 @@ weights and the epoch; the queue is created, and workers get tasks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.callbacks.shared_attributes import left_on_workers
+from elasticcb.callbacks.warning import shown
 from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.errors import JobFailedError
 from elasticcb.master.autoscaler import Autoscaler, Sight
@@ -136,7 +138,8 @@ def _build_model(context: JobContext) -> ModelOrigin:
     settings = context.settings.checkpoint
     start = found(context, settings.directory_for_init)  # before the model is built, which needs its tables
     initial = replace(settings, directory_for_init=start.folder)
-    host = context.make_host(replace(context.settings, checkpoint=initial))
+    with contextlib.nullcontext() if context.make_program else shown("The model", context.server.warn, False):
+        host = context.make_host(replace(context.settings, checkpoint=initial))
     if context.make_program is None:  # else readers bring their own indexes
         with context.server.state() as state:
             state.find_index = host.find_index

@@ -40,8 +40,8 @@ def own_checkpoints(context: JobContext) -> None:
 
 def warn_of_later_versions(context: JobContext, version: int) -> None:
     """Warns of checkpoints that other commands would choose instead of those of this job."""
-    folder = context.settings.checkpoint.directory
-    if context.settings.command is not Command.TRAIN or not folder:
+    settings, folder = context.settings, context.settings.checkpoint.directory
+    if settings.command is not Command.TRAIN or not folder or settings.keeps_model_in_folder:
         return
     newest = ""
     with contextlib.suppress(OSError, CheckpointError):  # writing checkpoints will report it

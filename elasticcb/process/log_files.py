@@ -84,6 +84,24 @@ def setup_logging(role: str, level: str, *handlers: logging.Handler) -> None:
         tagged.propagate = False
 
 
+def log_to(path: Path, role: str) -> logging.Logger:
+    """A logger for the lines of a job in a process that has loggers of its own: it is none of theirs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = LogFile(str(path))
+    handler.setFormatter(_JSONFormatter() if _as_json() else _UTCFormatter(_FORMAT))
+    handler.addFilter(_RoleFilter(role))
+    own = logging.Logger(LOGGERS[0])
+    own.addHandler(handler)
+    return own
+
+
+def close_log(log: logging.Logger) -> None:
+    """Closes the file of `log_to`."""
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+
+
 def print_line(text: str, stream: TextIO | None = None) -> None:
     """Prints a command's messages about its job; as JSON log lines if that is the format and there is no terminal."""
     stream = sys.stdout if stream is None else stream
@@ -142,6 +160,20 @@ def native_messages_to(log: LogFile) -> Iterator[None]:
     finally:
         sys.stderr.close()
         sys.stderr = original
+
+
+@contextlib.contextmanager
+def without_native_messages() -> Iterator[None]:
+    """Drops what is written to standard error meanwhile: no setting silences TensorFlow's first lines."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 _LOOK_SECONDS = 5.0  # seconds between checks of printed output, which no handler sees

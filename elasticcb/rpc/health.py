@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from elasticcb.errors import ConnectionLostError
+from elasticcb.errors import UsageError
 
 _OPTIONS = [
     ("grpc.so_reuseport", 0),
@@ -32,7 +32,7 @@ _OPTIONS = [
 class HealthServer:
     """Starts answering `Check`.
 
-    Raises `ConnectionLostError` when the port is taken.
+    Raises `UsageError` when the port is taken.
     """
 
     def __init__(self, host: str, port: int, service: str, ready: Callable[[], bool]) -> None:
@@ -44,7 +44,7 @@ class HealthServer:
             self._server, bound = self._run(_started(f"{host}:{port}", {"": lambda: True, service: ready}))
         except RuntimeError as error:
             self._end()
-            raise ConnectionLostError(
+            raise UsageError(
                 f"Could not serve health checks on {host}:{port}: another process uses the port, or {host} is not an "
                 "address of this machine. Choose another health_port, or 0 for any free one."
             ) from error

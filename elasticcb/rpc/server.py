@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from elasticcb.errors import ConnectionLostError, ElasticCBError
+from elasticcb.errors import ElasticCBError, UsageError
 from elasticcb.process.system import most_connections
 from elasticcb.rpc.admission import CallThreads, Gate, RefusedCalls
 from elasticcb.rpc.call_errors import abort, call_error_of
@@ -34,7 +34,7 @@ class Server:
         access: credentials that calls must carry, and by which the server identifies itself.
         largest_message: maximum size of a message in bytes; -1: the limit of gRPC.
 
-    Raises `ConnectionLostError` when the port is taken, or other users can access the folder.
+    Raises `UsageError` when the port is taken, or other users can access the folder.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Server:
         try:
             self.port = self._bind(host, port, access)
         except OSError as error:
-            raise ConnectionLostError(f"Can't listen on {address_of(host, port)}: {error}.") from error
+            raise UsageError(f"Can't listen on {address_of(host, port)}: {error}.") from error
         except RuntimeError as error:
-            raise ConnectionLostError(
+            raise UsageError(
                 f"Can't listen on {host}:{port}: another process holds the port, or {host} is not an address of this "
                 "machine. Choose another port, or 0 for any that is free."
             ) from error

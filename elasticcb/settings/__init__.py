@@ -18,7 +18,7 @@ from elasticcb.settings.choices import (
     WorkerRange,
 )
 from elasticcb.settings.cluster import ClusterSettings, NetworkOptions, RecoveryOptions
-from elasticcb.settings.command_line import FollowSettings, SubmissionSettings
+from elasticcb.settings.command_line import ExportSettings, FollowSettings, SubmissionSettings
 from elasticcb.settings.given import Given
 from elasticcb.settings.job import (
     FIT_FILE,
@@ -29,6 +29,7 @@ from elasticcb.settings.job import (
     JOB_FILE,
     JOURNAL_FILE,
     JOURNALS,
+    MODEL_FOLDER,
     RECOVERY_FOLDER,
     STATUS_FILE,
     CheckpointOptions,
@@ -50,6 +51,7 @@ __all__ = [
     "JOB_FILE",
     "JOURNALS",
     "JOURNAL_FILE",
+    "MODEL_FOLDER",
     "MOST_WORKERS",
     "RECOVERY_FOLDER",
     "STATUS_FILE",
@@ -61,6 +63,7 @@ __all__ = [
     "DataSettings",
     "EmbeddingOptions",
     "ExchangeOptions",
+    "ExportSettings",
     "FollowSettings",
     "Given",
     "JobSettings",

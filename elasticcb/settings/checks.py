@@ -108,7 +108,8 @@ def _autoscale(settings: JobSettings, given: Given) -> Iterator[str]:
 
 
 def _checkpoints(settings: JobSettings, given: Given) -> Iterator[str]:
-    if not settings.checkpoint.directory:
+    has_folder = settings.model.definition and (settings.directory or settings.cluster.kind != "kubernetes")
+    if not settings.checkpoint.directory and not has_folder:
         for name in ("checkpoint_steps", "keep_checkpoint_max"):
             if name in given:
                 add = given.written("Add {checkpoint_dir}")

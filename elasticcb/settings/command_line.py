@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elasticcb.settings.definition import CHECKPOINTS, EVALUATE, JOB, KUBERNETES, Kind, Section, setting
+from elasticcb.settings.definition import CHECKPOINTS, EVALUATE, JOB, KUBERNETES, TRAIN, Kind, Section, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,4 +49,18 @@ class SubmissionSettings(Section):
         "nothing. With {cluster:kubernetes}: validate the job against the API server without starting anything. "
         "`{dry_run}` without a value means true.",
         panel=JOB,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(Section):
+    """How the model is exported."""
+
+    PANEL = CHECKPOINTS
+    COMMANDS = TRAIN
+
+    numbered: bool = setting(
+        False,
+        "Export to the next number below {output}, such as 3, as TensorFlow Serving expects. `{numbered}` without a "
+        "value means true.",
     )

@@ -17,7 +17,7 @@ from elasticcb.settings.job import JobSettings
 from elasticcb.settings.names import EVERYDAY, GROUPED, GROUPS, SETTINGS, written
 from elasticcb.settings.texts import CoreLoader
 
-_ALSO = ("follow.", "submission.")  # sections of a command that are not part of its job
+_ALSO = ("follow.", "submission.", "export.")  # sections of a command that are not part of its job
 _READ_LATER = frozenset({"cluster_spec"})  # the file's content is the setting
 _SPELLINGS = {spelling: each.name for each in SETTINGS.values() for spelling in (each.name, *each.aliases)}
 _NULL = "tag:yaml.org,2002:null"

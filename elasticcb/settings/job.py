@@ -179,9 +179,11 @@ class CheckpointSettings(CheckpointOptions):
 
     directory: str = setting(
         "",
-        "Folder or URL (s3://, gs://, sftp://, …) to write checkpoints to. Without it, no checkpoints are written.",
+        "Folder or URL (s3://, gs://, sftp://, …) to write checkpoints to; the last one is the trained model. A "
+        "program without it writes none.",
         name="checkpoint_dir",
         kind=Kind.FOLDER,
+        default_text="`model` in the job's folder",
         argument="checkpoint_dir",
     )
     directory_for_init: str = setting(
@@ -207,6 +209,7 @@ _SECRET_NAMES = re.compile(
 )
 
 JOB_FILE = "job.json"  # the settings of training
+MODEL_FOLDER = "model"  # checkpoints of a command's training job that was given no other folder for them
 INITIAL_FOLDER = "initial-checkpoint"  # downloaded from a remote folder
 STATUS_FILE = "status.json"  # of a finished job
 HISTORY_FILE = "history.json"  # of a finished job: its history, for the dashboard
@@ -290,6 +293,11 @@ class JobSettings(Section):
     def in_program(self) -> bool:
         """Whether it is a job of a `Cluster`, whose user knows arguments, or of a command, with flags."""
         return not self.model.definition
+
+    @property
+    def keeps_model_in_folder(self) -> bool:
+        """Whether its checkpoints are in the job's folder, because no other was given."""
+        return self.checkpoint.directory == f"{self.store or self.directory}/{MODEL_FOLDER}"
 
     @property
     def keeps_recovery_files(self) -> bool:

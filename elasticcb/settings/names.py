@@ -6,7 +6,7 @@ from pathlib import Path
 from string import Formatter
 
 from elasticcb.settings.cluster import NetworkOptions, RecoveryOptions
-from elasticcb.settings.command_line import FollowSettings, SubmissionSettings
+from elasticcb.settings.command_line import ExportSettings, FollowSettings, SubmissionSettings
 from elasticcb.settings.definition import ONLY_NAME, Section, Setting, settings_of
 from elasticcb.settings.job import CheckpointOptions, JobSettings
 from elasticcb.settings.training import EmbeddingOptions, ExchangeOptions
@@ -17,6 +17,7 @@ SETTINGS: dict[str, Setting] = {
         *settings_of(JobSettings),
         *settings_of(FollowSettings, "follow."),
         *settings_of(SubmissionSettings, "submission."),
+        *settings_of(ExportSettings, "export."),
     )
 }
 GROUPS: dict[str, type[Section]] = {

@@ -219,6 +219,31 @@ class ForeignCheckpointError(CheckpointError):
     """A checkpoint belongs to another model, so later ones would fail as well."""
 
 
+def load_version(model: keras.Model, folder: Path) -> None:
+    """Sets the weights of a built model to those of a version of a job, or of its recovery files.
+
+    Raises:
+        ForeignCheckpointError: it belongs to another model; the message names the variables.
+        CheckpointError: it is damaged or was deleted meanwhile. The model may have some of its weights.
+    """
+    manifest = read_manifest(folder)
+    saved = enumerate(manifest["variables"][: len(model.weights)])
+    tables = {index: TableSpec.from_json(variable["table"]) for index, variable in saved if variable.get("table")}
+    specs = variable_specs(model, tables=tables)
+    try:
+        check_variables(manifest, specs, folder)
+    except CheckpointError as error:
+        raise ForeignCheckpointError(str(error)) from error
+    (everything,) = partition(specs, 1, split=False)
+    part = load_slices(folder, specs, everything)
+    for index, variable in enumerate(model.weights):
+        if index in part.tables:
+            table = whole(part.tables[index])
+            install(model, index, table.ids, table.rows)
+        else:
+            variable.assign(part.weights[index])
+
+
 class _WeightsLoader:
     """Loads checkpoints into one model.
 
@@ -239,31 +264,12 @@ class _WeightsLoader:
             CheckpointError: it is damaged or was deleted meanwhile. The model may have some of its weights.
         """
         if checkpoint.kind is CheckpointKind.VERSION:
-            self._load_version(checkpoint.content)
+            load_version(self._model, checkpoint.content)
         else:
             self._load_file(checkpoint)
         iterations = getattr(getattr(self._model, "optimizer", None), "iterations", None)
         if iterations is not None and checkpoint.version is not None:
             iterations.assign(checkpoint.version)
-
-    def _load_version(self, folder: Path) -> None:
-        manifest = read_manifest(folder)
-        count = len(self._model.weights)
-        saved = enumerate(manifest["variables"][:count])
-        tables = {index: TableSpec.from_json(variable["table"]) for index, variable in saved if variable.get("table")}
-        specs = variable_specs(self._model, tables=tables)
-        try:
-            check_variables(manifest, specs, folder)
-        except CheckpointError as error:
-            raise ForeignCheckpointError(str(error)) from error
-        (everything,) = partition(specs, 1, split=False)
-        part = load_slices(folder, specs, everything)
-        for index, variable in enumerate(self._model.weights):
-            if index in part.tables:
-                table = whole(part.tables[index])
-                install(self._model, index, table.ids, table.rows)
-            else:
-                variable.assign(part.weights[index])
 
     def _load_file(self, checkpoint: Checkpoint) -> None:
         self._check_file(checkpoint)

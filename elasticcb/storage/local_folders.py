@@ -78,3 +78,10 @@ def problem_of_folder(path: Path) -> str:
     finally:
         shutil.rmtree(trial, ignore_errors=True)
     return ""
+
+
+def next_numbered(folder: str | Path) -> Path:
+    """The path of the next numbered version in a folder: TensorFlow Serving loads the highest number."""
+    there = Path(folder)
+    names = [entry.name for entry in there.iterdir()] if there.is_dir() else []
+    return there / str(max((int(name) for name in names if name.isdecimal()), default=0) + 1)

@@ -4,6 +4,7 @@ import keras
 import pytest
 
 from elasticcb.callbacks import Dispatcher, Place
+from elasticcb.callbacks.dispatch import check_monitors
 from elasticcb.callbacks.hook_logs import HookLogs
 from elasticcb.errors import CallbackError, ConnectionLostError, ModelFileError
 from elasticcb.settings import CallbackErrors
@@ -271,3 +272,40 @@ def test_what_needs_the_export_goes_after_it_in_whichever_order(model) -> None:
     dispatcher.call("on_train_end", {}, after_export=True)
     dispatcher.call("on_train_end", {}, after_export=False)
     assert order[2:] == ["late", "early"]
+
+
+def test_what_a_hook_on_the_master_of_a_command_warns_of_is_shown_with_the_name_of_its_callback(model, recwarn) -> None:
+    shown: list[str] = []
+    stopping = keras.callbacks.EarlyStopping("val_loss")
+    dispatcher = Dispatcher([stopping], Place.MASTER, {}, model, warn=lambda warning: shown.append(warning.text))
+    dispatcher.call("on_train_begin", {})
+    dispatcher.call("on_epoch_end", 0, {"loss": 1.0})
+    assert len(shown) == 1
+    assert shown[0].startswith(
+        "EarlyStopping warns: Early stopping conditioned on metric `val_loss` which is not available"
+    )
+
+
+class Validates(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        logs["val_own"] = 1.0
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "refused"),
+    [
+        ([keras.callbacks.EarlyStopping("val_loss")], "EarlyStopping monitors 'val_loss'"),
+        ([keras.callbacks.History(), keras.callbacks.ReduceLROnPlateau("val_auc")], "ReduceLROnPlateau monitors"),
+        ([keras.callbacks.ModelCheckpoint("best.keras", save_best_only=True)], "ModelCheckpoint monitors"),
+        ([keras.callbacks.ModelCheckpoint("last.keras")], ""),
+        ([keras.callbacks.EarlyStopping("loss")], ""),
+        ([Validates(), keras.callbacks.EarlyStopping("val_own")], ""),
+        ([keras.callbacks.EarlyStopping("val_own"), Validates()], "EarlyStopping monitors"),
+    ],
+)
+def test_a_callback_that_would_never_act_without_validation_data_is_refused(callbacks, refused) -> None:
+    if not refused:
+        check_monitors(callbacks)
+        return
+    with pytest.raises(ModelFileError, match=f"{refused}.*no validation data.*Add --validation_data"):
+        check_monitors(callbacks)

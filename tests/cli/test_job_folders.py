@@ -1,12 +1,14 @@
 """How commands find the folder of a job."""
 
+import json
+
 import pytest
 
 from elasticcb.cli.job_folders import find_job, new_folder
 from elasticcb.cli.main import main
 from elasticcb.clients.running_master import command_runs
 from elasticcb.errors import UsageError
-from elasticcb.settings import JOB_FILE, Command
+from elasticcb.settings import JOB_FILE, STATUS_FILE, Command
 from elasticcb.storage import durable
 
 
@@ -78,3 +80,29 @@ def test_who_names_no_job_is_told_of_those_that_there_are(jobs, monkeypatch):
     monkeypatch.chdir(jobs / "elsewhere")
     with pytest.raises(UsageError, match=r"There is no latest job: .*jobs contains no jobs"):
         find_job("latest")
+
+
+def test_jobs_are_listed_newest_first_with_what_is_known_of_them(jobs, capsys):
+    failed = {
+        "name": "mnist",
+        "command": "train",
+        "phase": "failed",
+        "loss": 0.25,
+        "metrics": {"auc": 0.5, "bad": None},
+    }
+    durable.write_document(jobs / "jobs" / "train-mnist-20260102-120000" / STATUS_FILE, failed)
+    (jobs / "jobs" / "notes").mkdir()
+    assert main(["jobs", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(job["state"], job["started"], job["metrics"]) for job in listed] == [
+        ("lost", "2026-01-02 12:00:00", "-"),
+        ("failed", "2026-01-02 12:00:00", "loss 0.2500, val_auc 0.5000"),
+        ("lost", "2026-01-01 12:00:00", "-"),
+    ]
+    assert listed[1]["folder"] == "jobs/train-mnist-20260102-120000"
+    assert main(["jobs"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == [
+        "JOB", "COMMAND", "STATE", "STARTED", "METRICS", "FOLDER",
+    ]  # fmt: skip
+    assert main(["jobs", "elsewhere"]) == 0
+    assert capsys.readouterr().out == f"There are no jobs in {jobs}/elsewhere.\n"

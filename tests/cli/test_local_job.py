@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 from types import SimpleNamespace
 
@@ -41,34 +42,22 @@ def test_who_asks_about_the_folder_of_a_cluster_is_told_who_shows_its_progress(t
     (tmp_path / holds).parent.mkdir()
     (tmp_path / holds).write_text("{}")
     assert main([command, str(tmp_path)]) == 2
-    assert f"{tmp_path} belongs to an elasticcb.Cluster, not to a job" in capsys.readouterr().err
+    assert f"{tmp_path} belongs to an elasticcb.Cluster, and its Python program does not run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("serves_a_page", [True, False])
-def test_the_logs_of_a_cluster_are_those_of_its_workers_and_servers(tmp_path, monkeypatch, capsys, serves_a_page):
+def test_a_program_that_has_ended_is_told_from_a_job(tmp_path, monkeypatch, capsys):
     logs = tmp_path / "jobs" / "mine" / "logs"
     logs.mkdir(parents=True)
     (logs / "zygote.log").write_text("")
-    (logs / "worker-0.log").write_text("one\ntwo\n")
-    if serves_a_page:
-        (logs.parent / MASTER_FILE).write_text("{}")
+    (logs / "master.log").write_text("one\ntwo\n")
     monkeypatch.chdir(tmp_path)
-    assert main(["logs", "mine", "--worker=0", "--lines=1"]) == 0
+    assert main(["logs", "mine", "--lines=1"]) == 0
     assert capsys.readouterr().out == "two\n"
-    assert main(["logs", "mine"]) == 2
-    message = capsys.readouterr().err
-    assert "whose master is the Python program" in message
-    assert "Pass --worker=N or --ps=N; logs: worker-0, zygote." in message
-    assert main(["resume", "mine"]) == 2
-    assert "run it again to resume a `fit`" in capsys.readouterr().err
-
-
-def test_a_job_dir_below_jobs_is_known_for_what_it_is(tmp_path, monkeypatch, capsys):
-    (tmp_path / "jobs" / "mine" / "fit-1").mkdir(parents=True)
-    (tmp_path / "jobs" / "mine" / "fit-1" / "fit.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    assert main(["logs", "mine"]) == 2
-    assert f"{tmp_path}/jobs/mine belongs to an elasticcb.Cluster" in capsys.readouterr().err
+    for command in ("resume", "status"):
+        assert main([command, "mine"]) == 2
+        assert "Run the program again to resume a `fit`" in capsys.readouterr().err
+    assert main(["jobs"]) == 0
+    assert re.search(r"^mine +program +ended +[-\d]+ [:\d]+ +- +jobs/mine$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_job_whose_master_never_started_is_not_taken_for_a_cluster(tmp_path, capsys):

@@ -272,7 +272,7 @@ def test_the_summary_has_metrics_and_paths_first_then_the_accounting_then_faults
     assert lines[0] == "Training is done, in 1:01."
     assert lines[2:4] == ["Metrics of the last evaluation:", "  accuracy  0.9500"]
     assert lines[5] == "SavedModel: /tmp/my export"
-    assert lines[lines.index("Newest checkpoint: /tmp/checkpoints/version-47") + 1 :] == [
+    assert lines[lines.index("The model, as a checkpoint: /tmp/checkpoints/version-47") + 1 :] == [
         "",
         "  records trained                   3,000 (2 epochs of 1,500)",
         "  records evaluated, once each      297",

@@ -19,7 +19,7 @@ def test_only_the_needed_flags_give_the_defaults_of_the_settings(workplace):
     settings = workplace.settings(*workplace.train)
     assert settings.command is Command.TRAIN
     assert settings.training == TrainingSettings()
-    assert settings.checkpoint == CheckpointSettings()
+    assert settings.checkpoint == CheckpointSettings(directory=f"{settings.directory}/model")
     assert settings.cluster == ClusterSettings()
     assert settings.model.zoo == str(workplace.root / "zoo")
     assert settings.model.definition == "linear.linear.custom_model"

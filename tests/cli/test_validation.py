@@ -127,7 +127,6 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         (["--ray_address=10.0.0.1:6379"], "--ray_address=10.0.0.1:6379 applies only to --cluster=ray"),
         (["--cluster=ray", "--ray_address=ray://10.0.0.1:10001"], "Run the command on a node of the cluster"),
         (["--cluster=ray", "--ray_address=10.0.0.1"], "Expected HOST:PORT, such as 10.0.0.1:6379"),
-        (["--checkpoint_steps=5"], "Add --checkpoint_dir, or remove --checkpoint_steps"),
         (["--output=s3://bucket/model"], "is a URL. Expected a local folder. To send the export"),
         (["--output=data/train.csv"], "which is not a folder"),
         (["--output=data/train.csv/model"], "train.csv is not a folder. Choose another folder."),

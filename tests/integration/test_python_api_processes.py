@@ -73,6 +73,32 @@ def test_killed_worker_is_replaced_and_every_record_counts(cluster):
     assert history.history["count"][0] == history.history["count"][2] == len(X)
 
 
+class Asks(keras.callbacks.Callback):
+    """Asks at the end of the second epoch, as somebody in another terminal would."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.answers = folder, {}
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            for command in ("status", "logs", "jobs"):
+                where = os.path.dirname(self.folder) if command == "jobs" else self.folder
+                arguments = [sys.executable, "-m", "elasticcb", command, where]
+                done = subprocess.run(arguments, capture_output=True, text=True)
+                self.answers[command] = done.stdout + done.stderr
+
+
+def test_commands_see_the_epochs_of_a_program_that_runs(tmp_path):
+    asks = Asks(str(tmp_path / "mine"))
+    with elasticcb.Cluster(num_workers=1, directory=asks.folder) as cluster:
+        cluster.fit(make(), X, Y, epochs=3, batch_size=100, verbose=0, callbacks=[asks])
+    assert "(train): training" in asks.answers["status"]
+    assert "epoch 2/3" in asks.answers["status"]
+    assert re.search(r"Epoch 1/3 is done in [\d.]+ s: count 2000\.0000, loss ", asks.answers["logs"])
+    assert re.search(r"^fit-\S+ +train +training .* loss .*mine$", asks.answers["jobs"], re.MULTILINE)
+
+
 def test_fit_runs_in_another_thread(cluster):
     found = []
     thread = threading.Thread(target=lambda: found.append(cluster.fit(make(), X, Y, batch_size=100, verbose=0)))

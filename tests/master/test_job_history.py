@@ -131,3 +131,10 @@ def test_points_are_json_whatever_the_loss_and_have_the_pushes_since_the_one_bef
 
 def test_the_past_that_another_release_has_kept_is_left_out(clock):
     assert JobHistory(clock, {"points": [[1, ["of", "another", "release"]]]}).after(0)["points"] == []
+
+
+def test_an_evaluation_is_in_the_history_before_the_next_look():
+    history = JobHistory(lambda: 5.0)
+    history.evaluated(7, {"auc": 0.5, "bad": float("nan")})
+    history.note(JobSnapshot(version=9, metrics={"auc": 0.5, "bad": float("nan")}), [], (0, 0.0))
+    assert [entry for _, entry in history.after(0)["evaluations"]] == [[5.0, 7, {"auc": 0.5, "bad": None}]]

@@ -9,7 +9,7 @@ import pytest
 from master_state import report_progress, settings_of, state_of
 
 from elasticcb.cluster.external import ExternalCluster
-from elasticcb.errors import ConnectionLostError
+from elasticcb.errors import UsageError
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
 from elasticcb.master.task import QueueSettings
@@ -117,5 +117,5 @@ def test_probes_are_answered_beside_the_metrics(master, monkeypatch):
 def test_a_port_that_is_taken_is_told_before_anything_starts(master):
     port = int(master.metrics_address.rpartition(":")[2])
     settings = replace(SETTINGS.cluster, metrics_port=port)
-    with pytest.raises(ConnectionLostError, match="Choose another metrics_port"):
+    with pytest.raises(UsageError, match="Choose another metrics_port"):
         Master(settings, ExternalCluster(print), print)

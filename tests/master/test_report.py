@@ -32,7 +32,11 @@ def test_messages_and_evaluations_are_kept_and_shown():
     both.evaluated("Evaluation at version 3: loss 0.5", of_epoch=True)
     both.epoch_ended(end)
     both.update(JobSnapshot())
-    assert kept == [("note", "A worker is lost."), ("note", "Evaluation at version 3: loss 0.5")]
+    assert kept == [
+        ("note", "A worker is lost."),
+        ("note", "Evaluation at version 3: loss 0.5"),
+        ("note", "Epoch 1/2 is done in 3.0 s: loss 0.5000"),
+    ]
     assert display.calls == [
         ("message", "A worker is lost."),
         ("evaluated", "Evaluation at version 3: loss 0.5", True),

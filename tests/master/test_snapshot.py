@@ -228,7 +228,7 @@ def test_the_state_of_a_job_that_is_over_tells_how_it_ended(master, error, phase
     }
     assert state["error"] == str(error or "")
     label = "Failed: " if phase == "failed" else ""
-    assert not error or state_lines(state)[-1] == f"  {label}{str(error).splitlines()[0]}"
+    assert not error or "\n".join(state_lines(state)).endswith(f"  {label}{error}")
 
 
 def test_the_documented_keys_are_those_of_the_document(master):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from elasticcb.checkpoint.manifest import MANIFEST
 from elasticcb.checkpoint.versions import find_versions, version_folder
 from elasticcb.master.startup_checkpoints import warn_of_later_versions
-from elasticcb.settings import Command
+from elasticcb.settings import CheckpointSettings, Command, JobSettings
 
 
 def test_later_versions_are_told_apart_by_their_numbers(tmp_path):
@@ -17,7 +17,7 @@ def test_later_versions_are_told_apart_by_their_numbers(tmp_path):
     (tmp_path / "version-1").mkdir()
     assert [path.name for path in find_versions(tmp_path)] == ["version-99999999", "version-100000000"]
     told = []
-    settings = SimpleNamespace(command=Command.TRAIN, checkpoint=SimpleNamespace(directory=str(tmp_path)))
+    settings = JobSettings(command=Command.TRAIN, checkpoint=CheckpointSettings(directory=str(tmp_path)))
     order = SimpleNamespace(settings=settings, display=SimpleNamespace(message=told.append))
     warn_of_later_versions(order, 100_000_000)
     assert not told

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import rich_click as click
-
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.fate import CONTAINER, ENDED, HELD_UP, HOPELESS, Fate, PodVerdict, verdict
 from elasticcb.cluster.kubernetes.flags import parse_name
@@ -118,13 +116,6 @@ def state_of(job: Mapping[str, Any]) -> str:
         if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
             return "done" if condition["type"] == "Complete" else "failed"
     return "running" if job["spec"].get("parallelism", 1) else "stopped"
-
-
-def namespace_option(function: Any) -> Any:
-    """Adds --namespace to a click command, for jobs on Kubernetes."""
-    return click.option(
-        "--namespace", metavar="NAME", default="default", show_default=True, help="Kubernetes namespace of the job."
-    )(function)
 
 
 _PAUSE_SECONDS = 0.5

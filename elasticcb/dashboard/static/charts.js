@@ -8,6 +8,8 @@ function clockTime(seconds, withSeconds = true) {
   return new Date(seconds * 1000).toLocaleTimeString("en-GB", format);
 }
 
+const SHORTEST_SECONDS = 10; // of the time axis
+
 // A chart of curves over time; `series`: [label, color, stepped].
 class Chart {
   constructor(element, series, format) {
@@ -58,13 +60,20 @@ class Chart {
     const line = { stroke: color("muted"), grid: { stroke: color("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     const times = (plot, values) => {
       const span = plot.scales.x.max - plot.scales.x.min;
-      return values.map(value => clockTime(value, span < 600));
+      const labels = values.map(value => clockTime(value, span < 600));
+      return labels.map((label, at) => (label === labels[at - 1] ? "" : label));
+    };
+    // Of a single time, uPlot would show a day.
+    const range = (plot, from, to) => {
+      const [first, last] = [plot.data[0][0], plot.data[0][plot.data[0].length - 1]];
+      return first === last ? [first - SHORTEST_SECONDS / 2, first + SHORTEST_SECONDS / 2]
+        : [from, Math.max(to, from + SHORTEST_SECONDS)];
     };
     return {
       ...this.size(),
       cursor: { y: false, points: { size: 5 } },
       padding: [6, 28, 0, 0],
-      scales: { x: { time: true }, y: this.log ? { distr: 3 } : {} },
+      scales: { x: { time: true, range }, y: this.log ? { distr: 3 } : {} },
       axes: [
         { ...line, values: times, space: 80, size: 24 },
         { ...line, values: (plot, values) => values.map(value => (value === null ? "" : this.format(value))), size: 62, space: 28 },
@@ -72,7 +81,7 @@ class Chart {
       series: [
         { label: "time", value: (plot, value) => (value === null ? "" : clockTime(value)) },
         ...this.series.map(([label, name, stepped]) => ({
-          label, stroke: color(name), width: 1.5, spanGaps: true, points: { show: false },
+          label, stroke: color(name), width: 1.5, spanGaps: true, points: { show: (plot, at) => plot.data[at].filter(value => value !== null).length === 1, size: 6 },
           value: (plot, value) => (value === null || value === undefined ? "" : this.format(value)),
           ...(stepped && { paths: uPlot.paths.stepped({ align: 1 }) }),
         })),

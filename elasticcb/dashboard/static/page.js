@@ -297,7 +297,7 @@ async function showLog() {
   const process = $("process").value, log = $("log");
   if (!process || document.hidden || (job.over && job.trouble)) return;
   try {
-    const text = (await ask(`/api/log?process=${encodeURIComponent(process)}`)).lines.join("");
+    const text = (await ask(`/api/log?process=${encodeURIComponent(process)}`)).lines.join("") || "The log is empty.";
     const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 30;
     if (log.textContent === text) return;
     log.textContent = text;

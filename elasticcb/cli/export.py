@@ -1,0 +1,154 @@
+"""`elasticcb export`: makes a SavedModel or a `.keras` file from a checkpoint, or from what a job has saved so far."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import rich_click as click
+
+from elasticcb.cli.command import CONTEXT
+from elasticcb.cli.job_folders import find_job
+from elasticcb.cli.table import is_checkpoint
+from elasticcb.clients.local_job import StoredJob
+from elasticcb.compute.registry import keep_backend
+from elasticcb.errors import CheckpointError, ElasticCBError, UsageError
+from elasticcb.process.devices import hide_gpus
+from elasticcb.process.log_files import quiet_environment, without_native_messages
+from elasticcb.settings import JOB_FILE, JOURNAL_FILE, RECOVERY_FOLDER, JobSettings
+from elasticcb.storage import durable
+from elasticcb.storage.local_folders import next_numbered
+from elasticcb.storage.remote_files import is_url
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("source", metavar="JOB|CHECKPOINT")
+@click.option("--output", metavar="PATH", required=True, help="Folder of the SavedModel, or a file NAME.keras.")
+@click.option(
+    "--numbered",
+    is_flag=True,
+    help="Export to the next number below --output, such as 3, as TensorFlow Serving expects.",
+)
+def export(source: str, output: str, numbered: bool) -> None:
+    """Export the model of a job as a SavedModel or a .keras file.
+
+    JOB is the folder or the name of a training job, as for `resume`. Of a job that runs, or was stopped, the weights
+    are those that its servers saved last, at most some seconds ago. CHECKPOINT is the folder or URL of one version, or
+    of all versions, of which the newest is exported. The model file and the training data must be where they were when
+    the job started.
+
+    \b
+    Examples:
+      elasticcb export latest --output=exported/clicks
+      elasticcb export latest --output=exported/clicks --numbered
+      elasticcb export checkpoints/version-00001000 --output=clicks.keras
+    """
+    target = Path(output).expanduser().absolute()
+    if is_url(output):
+        raise UsageError(f"--output={output} is a URL. Export to a local folder, and copy it.")
+    if numbered and target.suffix == ".keras":
+        raise UsageError(
+            f"--numbered makes folders for TensorFlow Serving, but --output={output} is a file. Remove one."
+        )
+    with _snapshot(source) as (settings, folder):
+        if not settings.model.definition:
+            raise UsageError(
+                f"{source} was written by a Python program with a Cluster, and its model is in that program: save it "
+                "there with model.save or model.export."
+            )
+        os.environ.update(quiet_environment("INFO"))
+        hide_gpus(os.environ)  # they may be busy with the job
+        keep_backend(settings.keras_backend)
+        with without_native_messages():
+            from elasticcb.sidecar.export import export_model
+
+        version = _version(folder)
+        target = next_numbered(target) if numbered else target
+        export_model(settings, folder, target)
+    kind = "model" if target.suffix == ".keras" else "SavedModel"
+    print(f"The {kind} of version {version:,} of the job {settings.name} is in {target}")
+
+
+@contextlib.contextmanager
+def _snapshot(source: str) -> Iterator[tuple[JobSettings, Path]]:
+    """The settings of the job, and the folder of a snapshot on this disk."""
+    from elasticcb.checkpoint.remote import local_copy
+    from elasticcb.checkpoint.versions import find_latest
+
+    if is_checkpoint(source):
+        with local_copy(source if is_url(source) else str(Path(source).expanduser().absolute())) as folder:
+            found = find_latest(folder)
+            yield _settings_of(found), found
+    elif is_url(source):
+        settings = StoredJob(source).settings()
+        with local_copy(settings.checkpoint.directory) as folder:
+            yield settings, find_latest(folder)
+    else:
+        job = find_job(source, only_training=True)
+        settings = _settings_in(job)
+        saved = _saved_by(job)
+        with contextlib.ExitStack() as until_end:
+            if saved is None and is_url(settings.checkpoint.directory):
+                saved = find_latest(until_end.enter_context(local_copy(settings.checkpoint.directory)))
+            saved = saved or _checkpoint_of(settings, job)
+            if saved is None:
+                raise UsageError(
+                    f"The job in {job} has saved nothing of its model: its servers do so a second after training "
+                    "begins. If it runs, try again then."
+                )
+            yield settings, saved
+
+
+def _settings_of(checkpoint: Path) -> JobSettings:
+    from elasticcb.checkpoint.manifest import read_manifest
+
+    return JobSettings.from_json(json.dumps(read_manifest(checkpoint)["extra"].get("settings", {})))
+
+
+def _settings_in(job: Path) -> JobSettings:
+    try:
+        return JobSettings.from_json(json.dumps(durable.read_document(job / JOB_FILE)))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{job} contains no training job whose model can be exported: {JOB_FILE}: {error}. Pass the folder of an "
+            "`elasticcb train` job, or a checkpoint."
+        ) from None
+
+
+def _saved_by(job: Path) -> Path | None:
+    """The recovery files of a job that has not finished, unless a checkpoint of it is newer; None: there are none."""
+    recovery = job / RECOVERY_FOLDER
+    with contextlib.suppress(ElasticCBError):
+        from elasticcb.checkpoint.manifest import read_manifest
+
+        manifest = read_manifest(recovery)
+        if manifest["extra"].get("run") == _run_of(job):
+            return recovery
+    return None
+
+
+def _checkpoint_of(settings: JobSettings, job: Path) -> Path | None:
+    from elasticcb.checkpoint.versions import find_latest, newest_of_run
+
+    run = _run_of(job)
+    with contextlib.suppress(CheckpointError):
+        directory = settings.checkpoint.directory
+        return Path(newest_of_run(directory, run) or find_latest(directory)) if run else find_latest(directory)
+    return None
+
+
+def _run_of(job: Path) -> str:
+    """The name of its training in snapshots; "": unknown."""
+    from elasticcb.master.journal import Journal
+
+    path = job / JOURNAL_FILE
+    return Journal(path).memory.run if path.is_file() else ""
+
+
+def _version(folder: Path) -> int:
+    from elasticcb.checkpoint.manifest import read_manifest
+
+    return int(read_manifest(folder)["version"])

@@ -1,0 +1,68 @@
+"""Exports the model of a job from a checkpoint, or from the recovery files of a job that runs or was stopped."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import keras
+
+from elasticcb.callbacks import SavedModelExporter
+from elasticcb.compute.registry import backend
+from elasticcb.errors import CheckpointError
+from elasticcb.model.input_pipeline import open_pipeline
+from elasticcb.model.model_file import ModelSpec
+from elasticcb.settings import JobSettings, Mode
+from elasticcb.sidecar.evaluator import ForeignCheckpointError, load_version
+
+_TRIES = 5  # while servers replace the recovery files
+
+
+def export_model(settings: JobSettings, snapshot: Path, output: Path) -> None:
+    """Builds the model of a training job as the job does, with the first batch of its data, and exports it.
+
+    Args:
+        snapshot: folder of one version, or of recovery files.
+        output: folder for a SavedModel, or a file that ends in `.keras`.
+
+    Raises:
+        ModelFileError, DataError: the model can't be built.
+        CheckpointError: the snapshot can't be read, or belongs to another model.
+        CallbackError: the model can't be exported.
+    """
+    spec = ModelSpec(settings.model)
+    model = spec.build_model()
+    pipeline = open_pipeline(settings, spec, Mode.TRAINING)
+    backend().build(spec, model, pipeline.first_batch(), Mode.TRAINING)
+    _load(model, snapshot)
+    if output.suffix == ".keras":
+        _save(model, output)
+        return
+    element = pipeline.element_spec
+    exporter = SavedModelExporter(output)
+    exporter.set_model(model)
+    exporter.set_params({"features_spec": element[0] if isinstance(element, tuple) else element})
+    exporter.on_train_begin()
+    exporter.on_train_end()
+
+
+def _load(model: keras.Model, snapshot: Path) -> None:
+    for tries in range(1, _TRIES + 1):
+        try:
+            load_version(model, snapshot)
+            return
+        except ForeignCheckpointError:
+            raise
+        except CheckpointError:
+            if tries == _TRIES:
+                raise
+
+
+def _save(model: keras.Model, output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    fresh = output.with_name(f".{secrets.token_hex(4)}-{output.name}")
+    try:
+        model.save(fresh)
+        fresh.replace(output)
+    finally:
+        fresh.unlink(missing_ok=True)

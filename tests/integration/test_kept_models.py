@@ -1,0 +1,125 @@
+"""The model of a job is kept, and exported when the job is done, while it runs, and after it was stopped."""
+
+import json
+import re
+import socket
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from elasticcb.checkpoint.versions import find_versions
+from elasticcb.cli.main import main
+from elasticcb.master.checkpoint_writer import CheckpointWriter
+from elasticcb.roles.master import run_master
+from elasticcb.sidecar.evaluator import load_version
+from elasticcb.storage import durable
+from jobs import (
+    LINEAR_MODEL,
+    RecordingDisplay,
+    job_settings,
+    linear_data,
+    offsets_job,
+    open_gate,
+    train_flags,
+    write_model_file,
+)
+
+X = np.eye(4, dtype="float32")
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """The working directory, with records of a linear function, and a model file for them."""
+    monkeypatch.chdir(tmp_path)
+    write_model_file(tmp_path, LINEAR_MODEL, "linear")
+    linear_data(tmp_path, train=800, test=80)
+    return tmp_path
+
+
+def flags(folder, model="linear", **more):
+    given = train_flags(folder, model, **{"num_workers": 1, "num_ps": 2, **more})
+    return ["train", *(flag for flag in given if not flag.startswith("--job_dir=") or "job_dir" in more)]
+
+
+def served(folder):
+    """What a SavedModel answers for `X`."""
+    answer = tf.saved_model.load(str(folder)).signatures["serving_default"](features=tf.constant(X))
+    return next(iter(answer.values())).numpy()
+
+
+def test_a_job_keeps_its_model_and_a_refused_one_leaves_nothing(start_job, data, capsys):
+    job = start_job(*flags(data, output="served", numbered="true"))
+    assert job.finish() == 0, job.output
+    kept = re.search(r"The model, as a checkpoint: (.+/model/version-\d+)$", job.output, re.MULTILINE)[1]
+    assert main(["export", "latest", "--output=served", "--numbered"]) == 0
+    assert "served/2" in capsys.readouterr().out
+    assert main(["export", kept, "--output=linear.keras"]) == 0
+    expected = served("served/1")
+    np.testing.assert_allclose(served("served/2"), expected, rtol=1e-6)
+    np.testing.assert_allclose(keras.saving.load_model("linear.keras", compile=False)(X), expected, rtol=1e-6)
+
+    latest = json.loads(_output(capsys, "jobs", "--json"))
+    assert [(each["command"], each["state"]) for each in latest] == [("train", "done")]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        refused = start_job(*flags(data, metrics_port=taken.getsockname()[1]))
+        assert refused.finish() == 2
+        assert "Choose another --metrics_port" in refused.output
+    assert main(["resume", "latest"]) == 2
+    assert "is done; there is nothing to continue" in capsys.readouterr().err
+    assert json.loads(_output(capsys, "jobs", "--json")) == latest
+
+
+def test_a_job_that_runs_or_was_stopped_is_exported(start_job, tmp_path, capsys):
+    offsets_job(tmp_path, 50, gate=60, train=1_200, test=80)
+    tables = {"embedding_threshold_bytes": 1, "checkpoint_interval": 0.2, "num_epochs": 3, "job_dir": tmp_path / "job"}
+    job = start_job(*flags(tmp_path, "offsets", **tables))
+    job.wait_for_line("training: .*version")
+    while not (tmp_path / "job" / "recovery" / "manifest.json").exists():
+        time.sleep(0.1)
+    assert main(["export", str(tmp_path / "job"), f"--output={tmp_path / 'running'}"]) == 0
+    assert tf.saved_model.load(str(tmp_path / "running")).signatures
+    open_gate(tmp_path)
+    job.interrupt()
+    assert job.finish() == 130, job.output
+    (saved,) = find_versions(tmp_path / "job" / "model")
+    assert main(["export", str(tmp_path / "job"), f"--output={tmp_path / 'stopped'}"]) == 0
+    assert f"version {int(saved.name[8:]):,} of" in capsys.readouterr().out
+
+
+def _output(capsys, *arguments):
+    capsys.readouterr()
+    assert main([*arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_without_a_folder_that_servers_share_the_master_writes_the_model(data, monkeypatch):
+    folder = data / "job"
+    settings = job_settings(
+        data / "linear.py", folder, training=str(data / "train.npz"), minibatch_size=16, num_ps=2,
+        directory=str(folder / "model"),
+    )  # fmt: skip
+    init = CheckpointWriter.__init__
+
+    def elsewhere(writer, *arguments):
+        init(writer, *arguments)
+        writer._may_write_here, save = True, writer._control.save
+        monkeypatch.setattr(writer._control, "save", lambda place, suffix: save(str(_made(data / "elsewhere")), suffix))
+
+    monkeypatch.setattr(CheckpointWriter, "__init__", elsewhere)
+    run_master(settings, RecordingDisplay())
+    (version,) = find_versions(folder / "model")
+    assert [path.name for path in version.glob("*.safetensors")] == ["server-00000-of-00001.safetensors"]
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    load_version(model, version)
+    assert durable.read_document(version / "manifest.json")["extra"]["settings"]["name"] == "linear"
+    assert np.any(model.get_weights()[0])
+
+
+def _made(folder):
+    folder.mkdir(exist_ok=True)
+    return folder
