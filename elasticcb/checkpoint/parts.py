@@ -18,8 +18,7 @@ from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import AGES, EXTRA, SHARED, SLOT, WEIGHT, by_index, kind_of
 from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec
-from elasticcb.sharding.table_spec import JoinedTable, TableSource
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import JoinedTable, TableSource, TableState
 
 logger = logging.getLogger(__name__)
 

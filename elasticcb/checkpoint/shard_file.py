@@ -36,8 +36,7 @@ from elasticcb.sharding.array_names import (
     named,
     of_kind,
 )
-from elasticcb.sharding.table_spec import TableSource
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import TableSource, TableState
 from elasticcb.storage import durable
 
 _SIZE = struct.Struct("<Q")  # of the header

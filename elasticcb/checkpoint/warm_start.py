@@ -17,8 +17,7 @@ from elasticcb.optimizers.state import Key, ModelState
 from elasticcb.rpc.tensors import dtype_of
 from elasticcb.settings.choices import read_init_map
 from elasticcb.sharding.partition import VariableSpec, partition
-from elasticcb.sharding.table_spec import whole
-from elasticcb.sharding.table_state import TableState, overlaid
+from elasticcb.sharding.table_state import TableState, overlaid, whole
 
 _SHOWN = 6  # names in a message
 _OF_HALF_A_STEP = {"accumulated_gradients"}  # slots that are meaningless at the first step of a job

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.errors import ConnectionLostError, ElasticCBError
 from elasticcb.optimizers.state import OptimizerState, from_tensors
 from elasticcb.process.signals import each, in_other_thread
@@ -23,7 +22,7 @@ from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.sharding.array_names import EXTRAS, SHARED, SLOTS, STATE, TABLE, WEIGHTS, by_index, only
 from elasticcb.sharding.flat_blocks import PlacedBlocks, kept
-from elasticcb.sharding.partition import Slice, VariableSpec, partition
+from elasticcb.sharding.partition import Places, ServerPlace, Slice, VariableSpec, partition
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,8 @@ from elasticcb.callbacks.attribute_use import Variable, use_of
 from elasticcb.callbacks.placement import overridden_hooks
 from elasticcb.callbacks.shared_attributes import Change, Key, Placed, SharedAttributes, is_same, shares_state, sharing
 from elasticcb.callbacks.shared_state import SharedState, SharedVariables
-from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, read_part, write_part
-from elasticcb.errors import CheckpointError, UsageError
+from elasticcb.errors import CallbackWarning, CheckpointError, UsageError
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import JobSettings
 

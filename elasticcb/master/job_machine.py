@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from elasticcb.callbacks.warning import CallbackWarning
-from elasticcb.clients.ps_places import ServerPlace
+from elasticcb.errors import CallbackWarning
+from elasticcb.sharding.partition import ServerPlace
 from elasticcb.errors import ClusterLostError, ElasticCBError, JobFailedError, JobOverError, UsageError
 from elasticcb.master.accounting import IllegalTransitionError, Speed
 from elasticcb.master.batch_log import BatchEvent, BatchLog

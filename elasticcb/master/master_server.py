@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from elasticcb.callbacks.warning import CallbackWarning
-from elasticcb.clients.ps_places import ServerPlace
+from elasticcb.errors import CallbackWarning
+from elasticcb.sharding.partition import ServerPlace
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import (
     CallbackError,

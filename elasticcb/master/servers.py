@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from elasticcb.callbacks.warning import CallbackWarning
+from elasticcb.errors import CallbackWarning
 from elasticcb.clients.ps import PSClient
-from elasticcb.clients.ps_places import Places, ServerPlace
+from elasticcb.sharding.partition import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.errors import CheckpointError, ConnectionLostError, ElasticCBError, StoreError
 from elasticcb.master import job_copy

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from elasticcb.callbacks.warning import CallbackWarning
+from elasticcb.errors import CallbackWarning
 from elasticcb.data.mode import MODES
 from elasticcb.errors import WireError
 from elasticcb.master.batch_log import BatchEvent

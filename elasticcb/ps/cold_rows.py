@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ class ColdRows:
 
     def read(self, ids: Array) -> tuple[Array, TableState]:
         """(ids found among `ids`, int64 [n]; their rows)."""
-        return self._found(ids, self._store.get)
+        return self._found(ids, None)
 
     def remove(self, state: TableState) -> None:
         """Removes rows returned by `read`."""
@@ -98,8 +99,7 @@ class ColdRows:
 
     def snapshot(self) -> ReadRows:
         """A `read` function for the current rows, unaffected by later changes; it uses disk space until dropped."""
-        snapshot = self._store.snapshot()
-        return lambda ids: self._found(ids, lambda keys: self._store.get_at(snapshot, keys))
+        return partial(self._found, snapshot=self._store.snapshot())
 
     def hold(self, since: int | None = None) -> HeldColdRows:
         """The current rows, to be read one after another; only those trained after `since`."""
@@ -110,9 +110,10 @@ class ColdRows:
         places = iter(range(len(ids)))
         return HeldColdRows(len(ids), lambda count: read(ids[list(islice(places, count))])[1])
 
-    def _found(self, ids: Array, get: Callable[[list[bytes]], list[bytes | None]]) -> tuple[Array, TableState]:
+    def _found(self, ids: Array, snapshot: Any) -> tuple[Array, TableState]:
         order = np.argsort(ids)  # neighbours in the files are read together
-        records = get(self._row_keys(ids[order]))
+        keys = self._row_keys(ids[order])
+        records = self._store.get(keys) if snapshot is None else self._store.get_at(snapshot, keys)
         found = order[[record is not None for record in records]]
         return found, self._record.unpacked(ids[found], [record for record in records if record is not None])
 

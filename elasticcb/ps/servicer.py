@@ -23,8 +23,7 @@ from elasticcb.errors import CheckpointError, ElasticCBError, WireError
 from elasticcb.optimizers.state import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.embedding_table import EmbeddingTable
-from elasticcb.ps.holder import Holder, ServerOptions
-from elasticcb.ps.served_model import Exported, Kept, MoveGate, ServedModel, values_of
+from elasticcb.ps.holder import Exported, Holder, Kept, MoveGate, ServedModel, ServerOptions, values_of
 from elasticcb.ps.table_rows import OVERHEAD_BYTES
 from elasticcb.ps.update_policy import PushName
 from elasticcb.rpc.frame_service import Handler
@@ -180,7 +179,7 @@ class _TrainingCalls:
             )
         if model.has(name):
             return
-        push = model.reader.read(Push.decode(request, widened(tensors, model.parameters.specs)))
+        push = model.parameters.checked(Push.decode(request, widened(tensors, model.parameters.specs)))
         model.parameters.optimizers.check(from_tensors(push.optimizers))
         if push.batches:
             model.policy.come(name)

@@ -85,7 +85,7 @@ class Push:
     def decode(cls, header: pb.ExchangeRequest, arrays: Mapping[str, Array]) -> Push:
         """The inverse of `encode`.
 
-        Raises `WireError` for unknown arrays. `PushReader` checks whether they fit the model.
+        Raises `WireError` for unknown arrays. `Parameters.checked` checks whether they fit the model.
         """
         pairs: dict[int, dict[str, Array]] = {}
         for (index, what), array in by_index_and_name(ROWS, arrays).items():

@@ -14,8 +14,7 @@ from elasticcb.checkpoint.warm_start import warm_start
 from elasticcb.errors import CheckpointError
 from elasticcb.optimizers.state import ModelState, OptimizerState
 from elasticcb.sharding.partition import ShardMap, VariableSpec, partition
-from elasticcb.sharding.table_spec import TableSpec
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import TableSpec, TableState
 
 ANY = TableSpec(None).to_json()
 SLOTS = {(index, name) for index in range(9) for name in "ms"}

@@ -25,7 +25,7 @@ from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import ClusterSettings, WireDtype
 from elasticcb.sharding.partition import VariableSpec, pack, partition
 from elasticcb.sharding.push import narrowed
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableSpec
 from helpers_ps import SPECS, alone, initial_values, movements, push_frame, server_settings, sgd
 from mutations import ALLOWED, changed_bytes, changed_frame
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticcb.clients.ps_places import ServerPlace
+from elasticcb.sharding.partition import ServerPlace
 from elasticcb.errors import UsageError
 from elasticcb.master.accounting import IllegalTransitionError
 from elasticcb.master.evaluation import EvaluationRounds

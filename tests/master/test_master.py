@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from master_state import report_progress, settings_of, state_of
 
-from elasticcb.callbacks.warning import CallbackWarning
+from elasticcb.errors import CallbackWarning
 from elasticcb.clients.master import MasterClient
-from elasticcb.clients.ps_places import ServerPlace
+from elasticcb.sharding.partition import ServerPlace
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.errors import JobFailedError, JobOverError, UsageError

@@ -222,19 +222,19 @@ def three_versions(tmp_path):
 )
 def test_a_damaged_version_is_passed_over_with_its_fault(three_versions, damage, fault):
     damage(three_versions / "version-00000030")
-    warnings = []
-    assert find_undamaged(three_versions, warnings.append).name == "version-00000020"
-    (warning,) = warnings
+    folder, skipped = find_undamaged(three_versions)
+    assert folder.name == "version-00000020"
+    (warning,) = skipped
     assert re.match(f"Skipped version-00000030: .*{fault}", warning)
 
 
 def test_each_damaged_version_is_named_on_the_way_to_a_whole_one(three_versions):
-    assert find_undamaged(three_versions, pytest.fail).name == "version-00000030"
+    assert find_undamaged(three_versions) == (three_versions / "version-00000030", [])
     flip(three_versions / "version-00000020")
     delete(three_versions / "version-00000030")
-    warnings = []
-    assert find_undamaged(three_versions, warnings.append).name == "version-00000010"
-    assert [warning.partition(": ")[0] for warning in warnings] == [
+    folder, skipped = find_undamaged(three_versions)
+    assert folder.name == "version-00000010"
+    assert [fault.partition(": ")[0] for fault in skipped] == [
         "Skipped version-00000030",
         "Skipped version-00000020",
     ]
@@ -243,28 +243,24 @@ def test_each_damaged_version_is_named_on_the_way_to_a_whole_one(three_versions)
 def test_damaged_versions_alone_are_an_error_that_names_each_with_its_fault(three_versions):
     for folder, damage in zip(find_versions(three_versions), (empty_manifest, delete, flip), strict=True):
         damage(folder)
-    warnings = []
     with pytest.raises(CheckpointError) as caught:
-        find_undamaged(three_versions, warnings.append)
+        find_undamaged(three_versions)
     first, *faults = str(caught.value).splitlines()
     assert str(three_versions) in first
     assert [fault.partition(": ")[0] for fault in faults] == [f"version-000000{number}" for number in (30, 20, 10)]
     for fault, words in zip(faults, ("is damaged", "No such file", "JSONDecodeError"), strict=True):
         assert words in fault
-    assert warnings == []
 
 
 def test_a_damaged_version_that_was_named_has_no_replacement(three_versions):
     folder = three_versions / "version-00000030"
     flip(folder)
-    warnings = []
-    assert find_undamaged(folder, warnings.append) == folder
+    assert find_undamaged(folder) == (folder, ())
     with pytest.raises(CheckpointError, match=rf"{file_of(folder).name} is damaged.*another version"):
         restored(folder, 2, None, SPECS)
     shutil.rmtree(folder)
     with pytest.raises(CheckpointError, match="There is no complete checkpoint in"):
-        find_undamaged(folder, warnings.append)
-    assert warnings == []
+        find_undamaged(folder)
 
 
 def test_a_file_that_the_master_does_not_see_is_no_part_of_a_checkpoint(tmp_path):

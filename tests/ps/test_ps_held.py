@@ -13,8 +13,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import table_snapshot
 from elasticcb.rpc import frame_pieces
 from elasticcb.rpc.tensors import Frame
-from elasticcb.sharding.table_spec import whole
-from elasticcb.sharding.table_state import joined
+from elasticcb.sharding.table_state import joined, whole
 from helpers_ps import assert_same, exported
 
 TABLE = 3

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from elasticcb.clients.live_tables import id_of, tables_of
+from elasticcb.checkpoint.table_report import id_of, tables_of
 from elasticcb.errors import WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import servicer

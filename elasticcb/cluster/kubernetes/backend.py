@@ -194,7 +194,7 @@ class KubernetesCluster(ClusterBackend):
     @classmethod
     def run_master(cls, run: MasterRun) -> None:
         if runs_in_pod():
-            keep_in_pod(run.settings, lambda goes_on, since: run.here(run.resumed or goes_on, since))
+            keep_in_pod(run)
         else:
             super().run_master(run)
 
