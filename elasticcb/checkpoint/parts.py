@@ -12,7 +12,7 @@ import numpy as np
 
 from elasticcb.checkpoint.manifest import WrittenPart, check_variables, map_in, read_manifest, written_parts
 from elasticcb.checkpoint.remote import Files
-from elasticcb.checkpoint.shard_file import Part, SavedFile, SavedTable, check_file, opened, tables_in
+from elasticcb.checkpoint.shard_file import Part, SavedFile, SavedTable, check_file, opened, optimizers_in, tables_in
 from elasticcb.errors import CheckpointError, StoreError
 from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array, dtype_of
@@ -115,13 +115,13 @@ def _put_together(
             for part in wanted:
                 for name, slot in by_variable.get(part.variable, []):
                     if kind_of(name) == EXTRA:
-                        result.extras[part.variable, slot] = file.get_tensor(name)
+                        result.optimizers.extras[part.variable, slot] = file.get_tensor(name)
                     else:
                         assemblies[part.variable].fill(slot, part, file, name)
             if place == scalars_from:
-                result.optimizer = metadata.get("optimizer", "")
+                result.optimizers.optimizers = optimizers_in(metadata)
                 shared = [name for name in names if kind_of(name) == SHARED]
-                result.shared = {name.partition("/")[2]: file.get_tensor(name) for name in shared}
+                result.optimizers.shared = {name.partition("/")[2]: file.get_tensor(name) for name in shared}
                 ages = {name: file.get_tensor(name) for name in names if kind_of(name) == AGES}
                 result.ages = by_index(AGES, ages)
     result.tables = {number: JoinedTable(sources) for number, sources in tables.items() if sources}
@@ -220,7 +220,7 @@ class _Assembly:
             if not slot:
                 part.weights[variable] = array
             elif not missing:  # else it was saved before a movement had reached all servers
-                part.slots[variable, slot] = array
+                part.optimizers.slots[variable, slot] = array
         if variable not in part.weights:
             raise CheckpointError(f"The weights of {self._spec.path!r} are missing.")
 

@@ -188,8 +188,6 @@ def opened(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"The file {path} can't be read: {error}.") from error
 
 
-Key = tuple[int, str]  # variable, name
-
 FORMAT = 1
 
 
@@ -211,20 +209,11 @@ class Part:
 
     version: int
     weights: dict[int, Array] = field(default_factory=dict)
-    slots: dict[Key, Array] = field(default_factory=dict)  # with the rows of their variable
-    extras: dict[Key, Array] = field(default_factory=dict)  # of other shapes; only for complete variables
-    shared: dict[str, Array] = field(default_factory=dict)  # iterations, learning rate, …
-    optimizer: str = ""  # class names, separated by commas; "": none
+    optimizers: OptimizerState = field(default_factory=OptimizerState)  # extras only for complete variables
     tables: Mapping[int, TableSource] = field(default_factory=dict)  # by variable; slots are within
     held: Mapping[int, ReadableTable] = field(default_factory=dict)  # tables that are trained meanwhile
     gone: Mapping[int, Array] = field(default_factory=dict)  # by table, ids whose rows in earlier files were removed
     ages: Mapping[int, Array] = field(default_factory=dict)  # by table whose rows age by time, of `RowAges`
-
-    @property
-    def optimizers(self) -> OptimizerState:
-        """The state of the optimizers."""
-        names = tuple(name for name in self.optimizer.split(", ") if name)
-        return OptimizerState(self.slots, self.extras, self.shared, names)
 
     def release(self) -> None:
         """Releases the state."""
@@ -254,9 +243,10 @@ def write_part(path: Path, part: Part, answered: Mapping[int, int] = {}) -> Save
 
     Raises `CheckpointError` if that fails.
     """
-    tensors = named(WEIGHT, part.weights) | named(SLOT, part.slots) | named(EXTRA, part.extras)
-    tensors |= named(SHARED, part.shared) | named(AGES, part.ages) | named(GONE, part.gone)
-    metadata = {"format": str(FORMAT), "version": str(part.version), "optimizer": part.optimizer}
+    state = part.optimizers
+    tensors = named(WEIGHT, part.weights) | named(SLOT, state.slots) | named(EXTRA, state.extras)
+    tensors |= named(SHARED, state.shared) | named(AGES, part.ages) | named(GONE, part.gone)
+    metadata = {"format": str(FORMAT), "version": str(part.version), "optimizer": ", ".join(state.optimizers)}
     metadata["answered"] = json.dumps(dict(answered))
     try:
         with durable.replacing(path) as unfinished, TensorFile(unfinished) as file:
@@ -291,13 +281,20 @@ def read_part(path: Path) -> Part:
     return Part(
         int(metadata["version"]),
         by_index(WEIGHT, tensors),
-        by_index_and_name(SLOT, tensors),
-        by_index_and_name(EXTRA, tensors),
-        of_kind(SHARED, tensors),
-        metadata["optimizer"],
+        OptimizerState(
+            by_index_and_name(SLOT, tensors),
+            by_index_and_name(EXTRA, tensors),
+            of_kind(SHARED, tensors),
+            optimizers_in(metadata),
+        ),
         {number: SavedTable(number, [path]) for number in tables_in(names)},
         ages=by_index(AGES, tensors),
     )
+
+
+def optimizers_in(metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """The class names of the optimizers in the metadata of a file; none: unknown."""
+    return tuple(name for name in metadata.get("optimizer", "").split(", ") if name)
 
 
 def check_file(path: Path, saved: SavedFile) -> None:

@@ -214,14 +214,10 @@ class Parameters:
 
     def dense(self) -> Part:
         """This server's part of a checkpoint without tables, as arrays that are never written again."""
-        state = self.optimizers.state()
         return Part(
             version=self.version,
             weights={**self._arrays(True), **self._arrays(False)},
-            slots=state.slots,
-            extras=state.extras,
-            shared=state.shared,
-            optimizer=", ".join(state.optimizers),
+            optimizers=self.optimizers.state(),
             ages=self.tables.ages(),
         )
 

@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
         weights = {part.variable: array(*SAVED[part.variable].shape) for part in slices}
         slots = {(variable, "m"): 10 * weight for variable, weight in weights.items()}
         slots |= {(variable, "s"): array(len(weight), 1) for variable, weight in weights.items()}
-        part = Part(50, weights, slots, {}, {"iterations": np.array(50)}, "Adam")
+        part = Part(50, weights, OptimizerState(slots, {}, {"iterations": np.array(50)}, ("Adam",)))
         part.tables = {number: table.part(index, shard_map) for number, table in tables.items()}
         files.append(write_part(unfinished / server_file(index, 2), part))
     return finish_version(unfinished, version=50, specs=SAVED, parts=parts, files=files)

@@ -133,7 +133,7 @@ def test_export_is_of_the_version_at_its_beginning(losing, monkeypatch):
         for own in slices:
             assert own.elements == servers.master.servers.specs[own.variable].elements  # else the arrays are to be cut
             np.testing.assert_array_equal(state.weights[own.variable], part.weights[own.variable])
-        for key, slot in part.slots.items():
+        for key, slot in part.optimizers.slots.items():
             np.testing.assert_array_equal(state.optimizer.slots[key], slot)
     for index in range(2):
         assert servers.model(index).exported is None

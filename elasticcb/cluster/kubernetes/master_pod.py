@@ -68,17 +68,10 @@ def check_rights(api: KubernetesAPI, rights: Sequence[Right]) -> None:
         )
 
 
-def service_address(api: KubernetesAPI, job: str, say: Callable[[str], None]) -> str:
-    """The address of a submitted job's master that does not depend on its pod; "" if there is no Service."""
-    try:
-        service = api.read("Service", job)
-    except KubernetesError as error:
-        say(
-            f"{error} Workers and servers use the address of this pod instead, which will change if the pod is "
-            "replaced."
-        )
-        return ""
-    address = service["spec"].get("clusterIP", "")
+def service_address(api: KubernetesAPI, job: str) -> str:
+    """The address of a submitted job's master that does not depend on its pod; "": its Service has none. Raises
+    `KubernetesError` if there is no Service."""
+    address = api.read("Service", job)["spec"].get("clusterIP", "")
     host = f"[{address}]" if ":" in address else address
     return f"{host}:{PORT}" if address and address != "None" else f"{job}.{api.namespace}:{PORT}"
 
