@@ -62,10 +62,10 @@ def served(mode: str, wire_dtype: str, count: int) -> Iterator[list[Worker]]:
     import keras
 
     from elasticcb.ps.server import PSServer
-    from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
+    from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings, WireDtype
     from elasticcb.sharding.partition import ServerPlace
 
-    training = TrainingSettings(updates=mode)  # type: ignore[arg-type]
+    training = TrainingSettings(updates=mode, wire_dtype=WireDtype(wire_dtype))  # type: ignore[arg-type]
     settings = JobSettings(command=Command.TRAIN, name="wire", directory="", model=ModelSettings(), training=training)
     server = PSServer(settings, lambda count: [keras.optimizers.Adagrad(0.05) for _ in range(count)])
     server.start()

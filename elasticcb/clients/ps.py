@@ -50,7 +50,7 @@ class PSClient:
     Args:
         client_id: id of the worker, part of the name of each push.
         measures: statistics of call durations and looked-up rows.
-        wire_dtype: of movements, and of embedding rows for training, on the wire.
+        wire_dtype: of movements on the wire; the servers send embedding rows for training likewise.
 
     Attributes:
         version: version of the model on the first server.
@@ -234,7 +234,6 @@ class PSClient:
     def _requests(self, pull: bool = False, create_rows: bool = False, **more: Any) -> list[pb.ExchangeRequest]:
         """The headers of a request, by server."""
         pull = pull or self.servers.has_moved
-        rows_dtype = (self._wire_dtype if create_rows else WireDtype.SAME).value
         return [
             pb.ExchangeRequest(
                 worker_id=self._client_id,
@@ -243,7 +242,6 @@ class PSClient:
                 known_state_version=server.state_version,
                 map_version=self.servers.shard_map.version,
                 create_rows=create_rows,
-                rows_dtype=rows_dtype,
                 **more,
             )
             for server in self.servers.known

@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -234,6 +234,12 @@ class Holder:
                 "been restarted."
             )
         return self.model
+
+    @contextlib.contextmanager
+    def locked_model(self) -> Iterator[ServedModel]:
+        """The model, under its lock. Raises the errors of `present`."""
+        with self.lock:
+            yield self.present()
 
     def initialize(self, frame: Frame[pb.InitializeRequest]) -> Frame[Any]:
         """Handles `Initialize`: serves the model in the request, or the one it refers to."""

@@ -225,19 +225,6 @@ def widened(arrays: Mapping[str, Array], specs: Sequence[VariableSpec]) -> dict[
     return found
 
 
-def wire_dtype_of(name: str, what: str) -> WireDtype:
-    """The requested precision; "" is `SAME`. Raises `WireError` for an unknown name.
-
-    Args:
-        what: the requested arrays, as text.
-    """
-    try:
-        return WireDtype(name or WireDtype.SAME.value)
-    except ValueError:
-        known = ", ".join(repr(each.value) for each in WireDtype)
-        raise WireError(f"A request has invalid dtype {name!r} for {what}; expected one of {known}.") from None
-
-
 def _is_rows(name: str) -> bool:
     """Whether an array contains rows [n, ...], or their gradients."""
     kind, _, key = name.partition("/")
