@@ -16,7 +16,7 @@ from elasticcb.checkpoint.shard_file import Part, SavedFile, SavedTable, check_f
 from elasticcb.errors import CheckpointError, StoreError
 from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.sharding.array_names import AGES, EXTRA, SHARED, SLOT, WEIGHT, by_index, kind_of
+from elasticcb.sharding.array_names import AGES, EXTRAS, SHARED, SLOTS, WEIGHT, by_index, kind_of
 from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec
 from elasticcb.sharding.table_state import JoinedTable, TableSource, TableState
 
@@ -114,7 +114,7 @@ def _put_together(
             by_variable = _by_variable(names)
             for part in wanted:
                 for name, slot in by_variable.get(part.variable, []):
-                    if kind_of(name) == EXTRA:
+                    if kind_of(name) == EXTRAS:
                         result.optimizers.extras[part.variable, slot] = file.get_tensor(name)
                     else:
                         assemblies[part.variable].fill(slot, part, file, name)
@@ -240,7 +240,7 @@ def _by_variable(names: Sequence[str]) -> dict[int, list[tuple[str, str]]]:
     found: dict[int, list[tuple[str, str]]] = {}
     for name in names:
         kind, _, rest = name.partition("/")
-        if kind in (WEIGHT, SLOT, EXTRA):
+        if kind in (WEIGHT, SLOTS, EXTRAS):
             variable, _, slot = rest.partition("/")
             found.setdefault(int(variable), []).append((name, slot))
     return found

@@ -19,15 +19,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from elasticcb.errors import CheckpointError
-from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state import OptimizerState, to_tensors
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding import table_state
 from elasticcb.sharding.array_names import (
     AGES,
-    EXTRA,
+    EXTRAS,
     GONE,
     SHARED,
-    SLOT,
+    SLOTS,
     TABLE,
     WEIGHT,
     by_index,
@@ -243,10 +243,9 @@ def write_part(path: Path, part: Part, answered: Mapping[int, int] = {}) -> Save
 
     Raises `CheckpointError` if that fails.
     """
-    state = part.optimizers
-    tensors = named(WEIGHT, part.weights) | named(SLOT, state.slots) | named(EXTRA, state.extras)
-    tensors |= named(SHARED, state.shared) | named(AGES, part.ages) | named(GONE, part.gone)
-    metadata = {"format": str(FORMAT), "version": str(part.version), "optimizer": ", ".join(state.optimizers)}
+    tensors = named(WEIGHT, part.weights) | to_tensors(part.optimizers)
+    tensors |= named(AGES, part.ages) | named(GONE, part.gone)
+    metadata = {"format": str(FORMAT), "version": str(part.version), "optimizer": ", ".join(part.optimizers.optimizers)}
     metadata["answered"] = json.dumps(dict(answered))
     try:
         with durable.replacing(path) as unfinished, TensorFile(unfinished) as file:
@@ -282,8 +281,8 @@ def read_part(path: Path) -> Part:
         int(metadata["version"]),
         by_index(WEIGHT, tensors),
         OptimizerState(
-            by_index_and_name(SLOT, tensors),
-            by_index_and_name(EXTRA, tensors),
+            by_index_and_name(SLOTS, tensors),
+            by_index_and_name(EXTRAS, tensors),
             of_kind(SHARED, tensors),
             optimizers_in(metadata),
         ),

@@ -20,7 +20,7 @@ from elasticcb.errors import CheckpointError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array, from_message
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.array_names import SLOT, TABLE, kind_of
+from elasticcb.sharding.array_names import SLOTS, TABLE, kind_of
 from elasticcb.sharding.partition import ShardMap, VariableSpec
 from elasticcb.sharding.table_counts import Spread, TableCounts, Top
 from elasticcb.sharding.table_state import TableSpec, TableState, from_tensors
@@ -275,7 +275,7 @@ class SavedTables(NamedTuple):
 
     def _counted(self, file: Any, names: Mapping[str, str], top: int) -> TableCounts:
         counts, ids = TableCounts(Top(top)), file.get_tensor(names["ids"])
-        slots = [part for part in names if kind_of(part) == SLOT]
+        slots = [part for part in names if kind_of(part) == SLOTS]
         counts.rows, counts.row_bytes = len(ids), _bytes_of(file, names["rows"])
         counts.slots = [part.partition("/")[2] for part in slots]
         counts.slot_bytes = sum(_bytes_of(file, names[part]) for part in slots)
@@ -285,7 +285,7 @@ class SavedTables(NamedTuple):
 
 
 def _by_table(file: Any, specs: Mapping[int, VariableSpec]) -> dict[int, dict[str, str]]:
-    """For each table, the names of its arrays in a file, by part: "ids", "slot/NAME"."""
+    """For each table, the names of its arrays in a file, by part: "ids", "slots/NAME"."""
     found: dict[int, dict[str, str]] = {}
     for name in file.keys():  # noqa: SIM118 -- not a mapping
         kind, _, rest = name.partition("/")
@@ -309,7 +309,7 @@ def _row_at(file: Any, names: Mapping[str, str], place: int) -> TableState:
     return TableState(
         read("ids"),
         read("rows"),
-        {part.partition("/")[2]: read(part) for part in names if kind_of(part) == SLOT},
+        {part.partition("/")[2]: read(part) for part in names if kind_of(part) == SLOTS},
         read("hits") if "hits" in names else None,
         read("used") if "used" in names else None,
     )

@@ -16,7 +16,7 @@ from elasticcb.errors import WireError
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings.definition import build
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.array_names import SLOT, TABLE, by_index_and_name, named, of_kind
+from elasticcb.sharding.array_names import SLOTS, TABLE, by_index_and_name, named, of_kind
 from elasticcb.sharding.partition import ShardMap
 
 
@@ -122,7 +122,7 @@ def overlaid(states: Sequence[TableState]) -> TableState:
 
 
 def to_tensors(tables: Mapping[int, TableState]) -> dict[str, Array]:
-    """Arrays with wire names: "table/I/ids", "table/I/rows", "table/I/slot/NAME", "table/I/hits", "table/I/used"."""
+    """Arrays with wire names: "table/I/ids", "table/I/rows", "table/I/slots/NAME", "table/I/hits", "table/I/used"."""
     return named(TABLE, {(i, name): array for i, state in tables.items() for name, array in _arrays_of(state).items()})
 
 
@@ -130,7 +130,7 @@ def _arrays_of(state: TableState) -> dict[str, Array]:
     arrays = {"ids": state.ids, "rows": state.rows}
     counts = {"hits": state.hits, "used": state.used}
     arrays |= {name: count for name, count in counts.items() if count is not None}
-    return arrays | named(SLOT, state.slots)
+    return arrays | named(SLOTS, state.slots)
 
 
 def from_tensors(tensors: Mapping[str, Array]) -> dict[int, TableState]:
@@ -148,7 +148,7 @@ def _state_of(index: int, arrays: Mapping[str, Array]) -> TableState:
     state = TableState(
         arrays["ids"],
         arrays["rows"],
-        of_kind(SLOT, arrays),
+        of_kind(SLOTS, arrays),
         arrays.get("hits"),
         arrays.get("used"),
     )
@@ -157,7 +157,7 @@ def _state_of(index: int, arrays: Mapping[str, Array]) -> TableState:
         wrong += ["ids", "rows"]
     wrong += [name for name in arrays if name in ("ids", "hits", "used") and arrays[name].dtype != np.int64]
     wrong += [name for name in arrays if name in ("hits", "used") and arrays[name].shape != rows[:1]]
-    wrong += [name for name, slot in named(SLOT, state.slots).items() if slot.shape[:1] != rows[:1]]
+    wrong += [name for name, slot in named(SLOTS, state.slots).items() if slot.shape[:1] != rows[:1]]
     if wrong:
         shown = ", ".join(
             f"{name} {arrays[name].dtype.name}{list(arrays[name].shape)}" for name in dict.fromkeys(wrong)

@@ -189,7 +189,7 @@ def empty_manifest(folder):
 
 
 def manifest_without_files(folder):
-    (folder / MANIFEST).write_text(json.dumps({"format": 3, "version": 30}))
+    (folder / MANIFEST).write_text(json.dumps({"format": 4, "version": 30}))
 
 
 def manifest_of_something_else(folder):
