@@ -169,7 +169,7 @@ def newest_usable(
 
     Raises `CheckpointError` if there is none; the message lists each version with its fault.
     """
-    faults = []
+    faults: list[str] = []
     for name in reversed(versions):
         try:
             return checked(name), [f"Skipped {fault}" for fault in faults]

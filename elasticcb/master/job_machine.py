@@ -18,7 +18,6 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from elasticcb.errors import CallbackWarning
-from elasticcb.sharding.partition import ServerPlace
 from elasticcb.errors import ClusterLostError, ElasticCBError, JobFailedError, JobOverError, UsageError
 from elasticcb.master.accounting import IllegalTransitionError, Speed
 from elasticcb.master.batch_log import BatchEvent, BatchLog
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from elasticcb.master.prediction_output import PredictionOutput
     from elasticcb.model.metric_messages import Outputs, States
     from elasticcb.process.stats import Stats
+    from elasticcb.sharding.partition import ServerPlace
 
 logger = logging.getLogger(__name__)
 

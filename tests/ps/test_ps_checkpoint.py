@@ -98,13 +98,13 @@ def test_state_that_is_not_of_a_variables_shape_moves_with_its_variable(tmp_path
     after = restored(save(tmp_path, before, SPECS), 3, adam, SPECS, split=False)
     held = [part.parameters.dense() for part in after if (1, "r") in part.parameters.dense().optimizers.extras]
     assert [1 in part.weights for part in held] == [True]
-    np.testing.assert_array_equal(held[0].extras[1, "r"], extras[1, "r"])
+    np.testing.assert_array_equal(held[0].optimizers.extras[1, "r"], extras[1, "r"])
 
 
 def test_a_slot_that_was_saved_before_it_had_reached_all_servers_is_left_out(tmp_path):
     before = trained(2)
     held = before[1].parameters.dense()
-    del held.slots[0, "momentum"]
+    del held.optimizers.slots[0, "momentum"]
     before[1].parameters.dense = lambda: held
     (after,) = restored(save(tmp_path, before), 1)
     slots = after.parameters.dense().optimizers.slots

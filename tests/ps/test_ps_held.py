@@ -25,9 +25,12 @@ def small_pieces(monkeypatch):
 
 
 def assert_same_parts(one, other):
-    assert (one.version, one.optimizer) == (other.version, other.optimizer)
-    for held in ("weights", "slots", "extras", "shared"):
-        arrays, expected = getattr(one, held), getattr(other, held)
+    assert (one.version, one.optimizers.optimizers) == (other.version, other.optimizers.optimizers)
+    pairs = [(getattr(one, held), getattr(other, held)) for held in ("weights",)]
+    pairs += [
+        (getattr(one.optimizers, held), getattr(other.optimizers, held)) for held in ("slots", "extras", "shared")
+    ]
+    for arrays, expected in pairs:
         assert arrays.keys() == expected.keys()
         for key in arrays:
             np.testing.assert_array_equal(arrays[key], expected[key], strict=True)

@@ -69,7 +69,7 @@ def test_what_was_read_stays_as_it_was():
         part.push(movements(step), slots=slots)
     assert all(np.array_equal(copies[dtype], snapshot.weights[dtype]) for dtype in copies)
     np.testing.assert_array_equal(exported.weights[1], kernel)
-    np.testing.assert_array_equal(exported.slots[1, "momentum"], 1.0)
+    np.testing.assert_array_equal(exported.optimizers.slots[1, "momentum"], 1.0)
     np.testing.assert_array_equal(part.parameters.dense().optimizers.slots[1, "momentum"], 3.0)
     assert snapshot.version == 1
 
