@@ -130,7 +130,7 @@ def _top_of(parts: Sequence[TableCounts], size: int) -> tuple[tuple[int, int], .
 
 
 def _live(options: TableOptions, parts: Sequence[TableCounts]) -> LiveTable:
-    flows = [part.growth for part in parts if part.growth.seconds > 0]
+    flows = [part for part in parts if part.seconds > 0]
     return LiveTable(
         bytes=sum(part.bytes for part in parts),
         max_rows=options.max_rows or 0,
@@ -138,8 +138,8 @@ def _live(options: TableOptions, parts: Sequence[TableCounts]) -> LiveTable:
         waiting=sum(part.waiting for part in parts),
         removed=sum(part.removed for part in parts),
         seconds=max((flow.seconds for flow in flows), default=0.0),
-        made_per_minute=sum(60 * flow.made / flow.seconds for flow in flows),
-        removed_per_minute=sum(60 * flow.removed / flow.seconds for flow in flows),
+        made_per_minute=sum(60 * flow.made_lately / flow.seconds for flow in flows),
+        removed_per_minute=sum(60 * flow.removed_lately / flow.seconds for flow in flows),
     )
 
 

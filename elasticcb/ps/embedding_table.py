@@ -24,7 +24,6 @@ from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.settings.choices import WhenFull
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.table_counts import Growth
 from elasticcb.sharding.table_state import TableSource, TableState, joined
 
 WINDOW_SECONDS = 60.0
@@ -46,10 +45,10 @@ class RowFlow:
             while len(self._marks) > 1 and self._marks[1][0] <= now - WINDOW_SECONDS:
                 self._marks.popleft()
 
-    def lately(self, now: float) -> Growth:
-        """Rows created and removed in the last minute, or since the last tick if that is longer ago."""
+    def lately(self, now: float) -> tuple[float, int, int]:
+        """(seconds, rows created, rows removed): in the last minute, or since the last tick if that is longer ago."""
         begun, made, removed = self._marks[0] if self._marks else (now, 0, 0)
-        return Growth(now - begun, self.made - made, self.removed - removed)
+        return now - begun, self.made - made, self.removed - removed
 
 
 InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]

@@ -205,7 +205,7 @@ class Servicer:
     def finish_training(self, frame: Frame[pb.FinishTrainingRequest]) -> Frame[Any]:
         with self.holder.locked_model() as model:
             model.flush()
-            return Frame(pb.FinishTrainingResponse(version=model.parameters.version), {})
+            return Frame(pb.VersionResponse(version=model.parameters.version), {})
 
     def set_learning_rate(self, frame: Frame[pb.SetLearningRateRequest]) -> Frame[Any]:
         rate = frame.header.learning_rate
@@ -214,7 +214,7 @@ class Servicer:
         with self.holder.locked_model() as model:
             model.parameters.optimizers.set_learning_rate(rate)
             model.rate_version += 1
-        return Frame(pb.SetLearningRateResponse(), {})
+            return Frame(pb.VersionResponse(version=model.parameters.version), {})
 
     # -------------------------------------------------------------- the whole state
 
@@ -227,11 +227,11 @@ class Servicer:
                 released = model.snapshots.pop(evaluation_round, None)
                 for table in (released.tables if released and released.tables else {}).values():
                     table.release()
-                return Frame(pb.SnapshotResponse(version=model.parameters.version), {})
+                return Frame(pb.VersionResponse(version=model.parameters.version), {})
             if frame.tensors or evaluation_round not in model.snapshots:
                 dense = model.given_snapshot(frame.tensors) if frame.tensors else model.parameters.snapshot()
                 model.snapshots[evaluation_round] = dense._replace(tables=model.parameters.tables.snapshot())
-            return Frame(pb.SnapshotResponse(version=model.snapshots[evaluation_round].version), {})
+            return Frame(pb.VersionResponse(version=model.snapshots[evaluation_round].version), {})
 
     def save(self, frame: Frame[pb.SaveRequest]) -> Frame[Any]:
         request = frame.header
@@ -348,7 +348,8 @@ def count_table(table: EmbeddingTable, version: int, top: int, lock: AbstractCon
         slot_bytes = table.row_bytes - OVERHEAD_BYTES - table.value_bytes
         counts.rows, counts.row_bytes, counts.slot_bytes = rows, rows * table.value_bytes, rows * slot_bytes
         counts.slots, counts.bytes, counts.waiting = tuple(sorted(table.slots)), table.bytes, len(table.candidates)
-        counts.removed, counts.growth = table.flow.removed, table.flow.lately(time.monotonic())
+        counts.removed = table.flow.removed
+        counts.seconds, counts.made_lately, counts.removed_lately = table.flow.lately(time.monotonic())
     return counts
 
 
