@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import AGES, EXTRAS, SHARED, SLOTS, WEIGHT, by_index, kind_of
 from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec
-from elasticcb.sharding.table_state import JoinedTable, TableSource, TableState
+from elasticcb.sharding.table_state import JoinedTable, TableSource
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def _put_together(
                 answered[int(worker)] = max(last, answered.get(int(worker), 0))
             if has_ids:
                 for number in tables_in(names):
-                    tables[number].append(_OfServer(SavedTable(number, files), place, written_by))
+                    tables[number].append(SavedTable(number, files, (place, written_by)))
             by_variable = _by_variable(names)
             for part in wanted:
                 for name, slot in by_variable.get(part.variable, []):
@@ -146,37 +146,6 @@ def _undamaged(folder: Files, files: Sequence[SavedFile]) -> list[SavedFile]:
             break
         found.append(saved)
     return found
-
-
-class _OfServer:
-    """A `TableSource` of one server's file. Every row must belong to that server: an id in two files would have two
-    rows.
-    """
-
-    def __init__(self, table: SavedTable, server: int, shard_map: ShardMap) -> None:
-        self._table, self._server, self._shard_map = table, server, shard_map
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def ages(self) -> Iterator[tuple[Array, Array | None]]:
-        for ids, used in self._table.ages():
-            self._check(ids)
-            yield ids, used
-
-    def pieces(self) -> Iterator[TableState]:
-        for piece in self._table.pieces():
-            self._check(piece.ids)
-            yield piece
-
-    def _check(self, ids: Array) -> None:
-        foreign = np.flatnonzero(~self._shard_map.owns(self._server, ids))
-        if len(foreign):
-            owner = self._shard_map.server_of(ids[foreign[:1]])[0]
-            raise CheckpointError(
-                f"{self._table.files[0]} contains a row of the id {ids[foreign[0]]}, which belongs in the file of "
-                f"server {owner}, so the id may have two rows. The files are not from one model."
-            )
 
 
 class _Assembly:

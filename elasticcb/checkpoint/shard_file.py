@@ -36,6 +36,7 @@ from elasticcb.sharding.array_names import (
     named,
     of_kind,
 )
+from elasticcb.sharding.partition import ShardMap
 from elasticcb.sharding.table_state import TableSource, TableState
 from elasticcb.storage import durable
 
@@ -110,11 +111,13 @@ class SavedTable:
     Args:
         files: files of `write_part`, in the order in which they were written; later rows override earlier ones, also by
             being gone. Memory holds one piece, and the ids of all files but the first. Checksums are not verified.
+        owner: the server that wrote them, and the map by which it has rows: an id in the files of two servers would
+            have two rows, so reading raises `CheckpointError` for ids of others.
     """
 
-    def __init__(self, number: int, files: Sequence[Path]) -> None:
+    def __init__(self, number: int, files: Sequence[Path], owner: tuple[int, ShardMap] | None = None) -> None:
         self._prefix, self.files = f"{TABLE}/{number}/", tuple(files)
-        self._number = number
+        self._number, self._owner = number, owner
 
     def __len__(self) -> int:
         if len(self.files) > 1:
@@ -125,11 +128,25 @@ class SavedTable:
     def ages(self) -> Iterator[tuple[Array, Array | None]]:
         ids, used = self._prefix + "ids", self._prefix + "used"
         for tensors in self._read((ids, used)):
+            self._check(tensors[ids])
             yield tensors[ids], tensors.get(used)
 
     def pieces(self) -> Iterator[TableState]:
         for tensors in self._read():
+            self._check(tensors[self._prefix + "ids"])
             yield table_state.from_tensors(tensors)[self._number]
+
+    def _check(self, ids: Array) -> None:
+        if self._owner is None:
+            return
+        server, shard_map = self._owner
+        foreign = np.flatnonzero(~shard_map.owns(server, ids))
+        if len(foreign):
+            owner = shard_map.server_of(ids[foreign[:1]])[0]
+            raise CheckpointError(
+                f"{self.files[0]} contains a row of the id {ids[foreign[0]]}, which belongs in the file of server "
+                f"{owner}, so the id may have two rows. The files are not from one model."
+            )
 
     def _read(self, wanted: Sequence[str] = ()) -> Iterator[dict[str, Array]]:
         """Yields pieces of the arrays by name, of the `wanted` ones or all; the newest file first."""
