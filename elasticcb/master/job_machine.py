@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from elasticcb.errors import CallbackWarning
-from elasticcb.errors import ClusterLostError, ElasticCBError, JobFailedError, JobOverError, UsageError
+from elasticcb.errors import CallbackWarning, ClusterLostError, ElasticCBError, JobFailedError, JobOverError, UsageError
 from elasticcb.master.accounting import IllegalTransitionError, Speed
 from elasticcb.master.batch_log import BatchEvent, BatchLog
 from elasticcb.master.evaluation import EpochStates, EvaluationRounds

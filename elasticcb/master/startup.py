@@ -16,7 +16,6 @@ from typing import Any
 
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.callbacks.shared_attributes import left_on_workers
-from elasticcb.sharding.partition import ServerPlace
 from elasticcb.errors import JobFailedError
 from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.callback_driver import EpochHooks, MasterHooks
@@ -42,6 +41,7 @@ from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.wording import how_many
 from elasticcb.settings import Command, Mode, WorkerRange
+from elasticcb.sharding.partition import ServerPlace
 
 logger = logging.getLogger(__name__)
 
