@@ -38,13 +38,12 @@ def serve(pipe: Any, folder: str) -> None:
 
 def measured(rows: int, given: argparse.Namespace) -> str:
     from elasticcb.clients.ps import PSClient
-    from elasticcb.clients.ps_places import Places, ServerPlace
     from elasticcb.clients.ps_servers import ServerGroup
     from elasticcb.master.initial_model import InitialModel
     from elasticcb.master.ps_admin import PSControl
     from elasticcb.master.recovery_files import RecoveryFiles
     from elasticcb.master.server_scaling import Pause
-    from elasticcb.sharding.partition import ShardMap
+    from elasticcb.sharding.partition import Places, ServerPlace, ShardMap
     from elasticcb.sharding.push import Movement
 
     context = multiprocessing.get_context("spawn")

@@ -95,7 +95,7 @@ def specs_of(dim: int) -> list[Any]:
     import keras
 
     from elasticcb.sharding.partition import VariableSpec
-    from elasticcb.sharding.table_spec import TableSpec
+    from elasticcb.sharding.table_state import TableSpec
 
     initializer = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))
     table = TableSpec(None, initializer, 7).to_json()
@@ -176,14 +176,13 @@ def main() -> None:
     pipe, server, address = start(folder)
 
     from elasticcb.clients.ps import PSClient
-    from elasticcb.clients.ps_places import Places, ServerPlace
     from elasticcb.clients.ps_servers import ServerGroup
     from elasticcb.master.initial_model import InitialModel
     from elasticcb.master.job_copy import RecoveryCopy
     from elasticcb.master.ps_admin import PSControl
     from elasticcb.master.recovery_files import RecoveryFiles
     from elasticcb.proto import elasticcb_pb2 as pb
-    from elasticcb.sharding.partition import ShardMap
+    from elasticcb.sharding.partition import Places, ServerPlace, ShardMap
 
     specs, places = specs_of(given.dim), Places([ServerPlace(address, 0)], ShardMap(1))
     place = f"{given.url}/{Path(folder).name}" if given.url else folder

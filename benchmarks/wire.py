@@ -61,11 +61,11 @@ def served(mode: str, wire_dtype: str, count: int) -> Iterator[list[Worker]]:
     """Workers of a server."""
     import keras
 
-    from elasticcb.clients.ps_places import ServerPlace
     from elasticcb.ps.server import PSServer
-    from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings
+    from elasticcb.settings import Command, JobSettings, ModelSettings, TrainingSettings, WireDtype
+    from elasticcb.sharding.partition import ServerPlace
 
-    training = TrainingSettings(updates=mode)  # type: ignore[arg-type]
+    training = TrainingSettings(updates=mode, wire_dtype=WireDtype(wire_dtype))  # type: ignore[arg-type]
     settings = JobSettings(command=Command.TRAIN, name="wire", directory="", model=ModelSettings(), training=training)
     server = PSServer(settings, lambda count: [keras.optimizers.Adagrad(0.05) for _ in range(count)])
     server.start()
@@ -84,7 +84,7 @@ def variables() -> list[Any]:
     from models import deepfm
 
     from elasticcb.sharding.partition import VariableSpec
-    from elasticcb.sharding.table_spec import TableSpec
+    from elasticcb.sharding.table_state import TableSpec
 
     initializer = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))
     specs = []
@@ -99,9 +99,8 @@ def variables() -> list[Any]:
 
 
 def _group(place: Any, specs: list[Any]) -> Any:
-    from elasticcb.clients.ps_places import Places
     from elasticcb.clients.ps_servers import ServerGroup
-    from elasticcb.sharding.partition import ShardMap
+    from elasticcb.sharding.partition import Places, ShardMap
 
     return ServerGroup(Places([place], ShardMap(1)), specs, True)
 

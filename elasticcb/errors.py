@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import traceback
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,12 @@ def _frames_of_source(frames: list[Any], translated: Any) -> list[Any]:
     called = itertools.takewhile(lambda frame: GENERATED not in frame.filename, frames)
     inner = (traceback.FrameSummary(at.filename, at.lineno, at.function_name, line=at.code) for at in translated[::-1])
     return [*called, *inner]
+
+
+@dataclass(frozen=True)
+class CallbackWarning:
+    """A warning about a callback, shown once, even if several processes send it."""
+
+    subject: str  # identifies duplicates: "Watch.on_test_end failed"
+    text: str
+    errors: int = 0  # errors of a hook after which the job continues

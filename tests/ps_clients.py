@@ -8,13 +8,12 @@ from typing import Any
 
 from elasticcb.checkpoint.shard_file import Part, write_part
 from elasticcb.clients.ps import PSClient
-from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.master.recovery_files import RecoveryFiles
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import WireDtype
-from elasticcb.sharding.partition import ShardMap, Slice
+from elasticcb.sharding.partition import Places, ServerPlace, ShardMap, Slice
 
 
 def client_of(

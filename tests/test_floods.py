@@ -20,7 +20,7 @@ from elasticcb.master import metrics_server
 from elasticcb.master.master import Master
 from elasticcb.rpc import server as rpc_server
 from elasticcb.rpc.connection import Connection
-from elasticcb.rpc.health import HealthServer
+from elasticcb.rpc.server import HealthServer
 from elasticcb.security.credentials import Access
 from elasticcb.settings import ClusterSettings
 from metrics_scrapes import Scrape

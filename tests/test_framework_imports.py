@@ -32,8 +32,7 @@ TENSORFLOW = {
     "serialization.process_state": "seeds and switches",
     # Servers apply Keras's optimizers to rows of tables in compiled functions.
     "ps.holder": "frees what TensorFlow keeps of variables that are gone",
-    "ps.row_optimizer": "the rows that an optimizer updates are a variable",
-    "ps.table_update": "compiles the update of an embedding table",
+    "ps.table_update": "the rows that an optimizer updates are a variable; compiles the update of an embedding table",
     "ps.tables": "draws the rows of new ids",
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
-from elasticcb.rpc.health import HealthServer
+from elasticcb.rpc.server import HealthServer
 from elasticcb.security.credentials import Access
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 from elasticcb.sharding.partition import VariableSpec

@@ -1,6 +1,6 @@
 """Broken messages to the health service; `python tests/fuzzing/fuzz.py` sends more of them."""
 
-from elasticcb.rpc.health import HealthServer
+from elasticcb.rpc.server import HealthServer
 from health_calls import HealthFuzzer
 
 

@@ -80,7 +80,6 @@ PURE = (
     "elasticcb.master.task_queue",
     "elasticcb.ps.embedding_table",
     "elasticcb.ps.id_index",
-    "elasticcb.ps.stored_table",
     "elasticcb.ps.table_limits",
     "elasticcb.ps.table_rows",
     "elasticcb.ps.table_snapshot",

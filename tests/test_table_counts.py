@@ -7,7 +7,7 @@ import pytest
 
 from elasticcb.errors import WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.sharding.table_counts import QUANTILES, Growth, Spread, TableCounts, Top
+from elasticcb.sharding.table_counts import QUANTILES, Spread, TableCounts, Top
 
 generator = np.random.default_rng(0)
 MANY = {
@@ -62,7 +62,8 @@ def test_top_of_all_pieces_is_that_of_the_whole_and_of_equal_ids_the_smaller_com
 
 
 def test_counts_arrive_as_they_were():
-    counts = TableCounts(Top(2), 3, 48, 96, ("m", "v"), bytes=500, waiting=4, removed=5, growth=Growth(1.5, 6, 7))
+    lately = {"seconds": 1.5, "made_lately": 6, "removed_lately": 7}
+    counts = TableCounts(Top(2), 3, 48, 96, ("m", "v"), bytes=500, waiting=4, removed=5, **lately)
     counts.count(np.array([1, 2, 3]), np.array([7, 9, 8]), np.array([90, 101, 50]), version=100)
     message = pb.TableCounts.FromString(counts.to_message(4).SerializeToString())
     assert message.variable == 4
@@ -70,8 +71,7 @@ def test_counts_arrive_as_they_were():
     assert arrived.top.ids.tolist() == [2, 3]
     assert arrived.ages.quantiles() == counts.ages.quantiles()
     assert (arrived.ages.least, arrived.ages.most, arrived.hits.sum) == (0, 50, 24)
-    assert arrived.growth == counts.growth
-    plain = ("rows", "row_bytes", "slot_bytes", "slots", "bytes", "waiting", "removed")
+    plain = ("rows", "row_bytes", "slot_bytes", "slots", "bytes", "waiting", "removed", *lately)
     assert [getattr(arrived, name) for name in plain] == [getattr(counts, name) for name in plain]
 
 

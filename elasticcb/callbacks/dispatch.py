@@ -30,9 +30,9 @@ from elasticcb.callbacks.placement import (
     reads_model,
     stock,
 )
-from elasticcb.callbacks.warning import CallbackWarning, shown
-from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError, describe, user_traceback
+from elasticcb.errors import CallbackError, CallbackWarning, ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.process import forwarded_logs
+from elasticcb.process.forwarded_logs import shown
 from elasticcb.settings import CallbackErrors
 
 logger = logging.getLogger(__name__)
@@ -461,3 +461,29 @@ def every(n: int) -> Callable[[Target], Target]:
 def batches_between(callback: Any) -> int:
     """Number of batches from one call of a batch hook to the next."""
     return getattr(callback, _ATTRIBUTE, 1)
+
+
+class HookLogs(dict[str, Any]):
+    """What Keras passes to a hook. More values are available by key, but loops over `logs` do not see them.
+
+    Example:
+
+        logs = HookLogs({"loss": 0.5}, version=12)
+        assert logs["version"] == 12 and list(logs) == ["loss"]
+    """
+
+    def __init__(self, logs: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), **more: Any) -> None:
+        super().__init__(logs)
+        self._more = more
+
+    def __missing__(self, name: str) -> Any:
+        return self._more[name]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._more
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(name, self._more.get(name, default))
+
+    def copy(self) -> HookLogs:
+        return HookLogs(self, **self._more)

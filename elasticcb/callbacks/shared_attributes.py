@@ -26,8 +26,7 @@ import numpy as np
 
 from elasticcb.callbacks.attribute_use import Slot, Use, in_words, use_of
 from elasticcb.callbacks.placement import TABLE, Place, hooks_at, overridden_hooks, place_of
-from elasticcb.callbacks.warning import CallbackWarning
-from elasticcb.errors import UsageError
+from elasticcb.errors import CallbackWarning, UsageError
 from elasticcb.keras_private import KerasSaveable, KerasVariable, layers_of
 from elasticcb.serialization import own_modules
 from elasticcb.serialization.process_state import without_draws

@@ -16,7 +16,7 @@ from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec
 from elasticcb.storage import durable
 
 MANIFEST = "manifest.json"
-_FORMAT = 3  # 1: rows were spread over the files in other ways; 2: each server had one file
+_FORMAT = 4  # 1: rows were spread over the files in other ways; 2: each server had one file; 3: other names of slots
 
 
 def write_manifest(

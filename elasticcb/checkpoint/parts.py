@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,14 +12,13 @@ import numpy as np
 
 from elasticcb.checkpoint.manifest import WrittenPart, check_variables, map_in, read_manifest, written_parts
 from elasticcb.checkpoint.remote import Files
-from elasticcb.checkpoint.shard_file import Part, SavedFile, SavedTable, check_file, opened, tables_in
+from elasticcb.checkpoint.shard_file import Part, SavedFile, SavedTable, check_file, opened, optimizers_in, tables_in
 from elasticcb.errors import CheckpointError, StoreError
 from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.sharding.array_names import AGES, EXTRA, SHARED, SLOT, WEIGHT, by_index, kind_of
+from elasticcb.sharding.array_names import AGES, EXTRAS, SHARED, SLOTS, WEIGHT, by_index, kind_of
 from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec
-from elasticcb.sharding.table_spec import JoinedTable, TableSource
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import JoinedTable, TableSource
 
 logger = logging.getLogger(__name__)
 
@@ -111,18 +110,18 @@ def _put_together(
                 answered[int(worker)] = max(last, answered.get(int(worker), 0))
             if has_ids:
                 for number in tables_in(names):
-                    tables[number].append(_OfServer(SavedTable(number, files), place, written_by))
+                    tables[number].append(SavedTable(number, files, (place, written_by)))
             by_variable = _by_variable(names)
             for part in wanted:
                 for name, slot in by_variable.get(part.variable, []):
-                    if kind_of(name) == EXTRA:
-                        result.extras[part.variable, slot] = file.get_tensor(name)
+                    if kind_of(name) == EXTRAS:
+                        result.optimizers.extras[part.variable, slot] = file.get_tensor(name)
                     else:
                         assemblies[part.variable].fill(slot, part, file, name)
             if place == scalars_from:
-                result.optimizer = metadata.get("optimizer", "")
+                result.optimizers.optimizers = optimizers_in(metadata)
                 shared = [name for name in names if kind_of(name) == SHARED]
-                result.shared = {name.partition("/")[2]: file.get_tensor(name) for name in shared}
+                result.optimizers.shared = {name.partition("/")[2]: file.get_tensor(name) for name in shared}
                 ages = {name: file.get_tensor(name) for name in names if kind_of(name) == AGES}
                 result.ages = by_index(AGES, ages)
     result.tables = {number: JoinedTable(sources) for number, sources in tables.items() if sources}
@@ -147,37 +146,6 @@ def _undamaged(folder: Files, files: Sequence[SavedFile]) -> list[SavedFile]:
             break
         found.append(saved)
     return found
-
-
-class _OfServer:
-    """A `TableSource` of one server's file. Every row must belong to that server: an id in two files would have two
-    rows.
-    """
-
-    def __init__(self, table: SavedTable, server: int, shard_map: ShardMap) -> None:
-        self._table, self._server, self._shard_map = table, server, shard_map
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def ages(self) -> Iterator[tuple[Array, Array | None]]:
-        for ids, used in self._table.ages():
-            self._check(ids)
-            yield ids, used
-
-    def pieces(self) -> Iterator[TableState]:
-        for piece in self._table.pieces():
-            self._check(piece.ids)
-            yield piece
-
-    def _check(self, ids: Array) -> None:
-        foreign = np.flatnonzero(~self._shard_map.owns(self._server, ids))
-        if len(foreign):
-            owner = self._shard_map.server_of(ids[foreign[:1]])[0]
-            raise CheckpointError(
-                f"{self._table.files[0]} contains a row of the id {ids[foreign[0]]}, which belongs in the file of "
-                f"server {owner}, so the id may have two rows. The files are not from one model."
-            )
 
 
 class _Assembly:
@@ -221,7 +189,7 @@ class _Assembly:
             if not slot:
                 part.weights[variable] = array
             elif not missing:  # else it was saved before a movement had reached all servers
-                part.slots[variable, slot] = array
+                part.optimizers.slots[variable, slot] = array
         if variable not in part.weights:
             raise CheckpointError(f"The weights of {self._spec.path!r} are missing.")
 
@@ -241,7 +209,7 @@ def _by_variable(names: Sequence[str]) -> dict[int, list[tuple[str, str]]]:
     found: dict[int, list[tuple[str, str]]] = {}
     for name in names:
         kind, _, rest = name.partition("/")
-        if kind in (WEIGHT, SLOT, EXTRA):
+        if kind in (WEIGHT, SLOTS, EXTRAS):
             variable, _, slot = rest.partition("/")
             found.setdefault(int(variable), []).append((name, slot))
     return found

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import posixpath
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,18 +139,18 @@ def newest_of_run(url: str, run: str) -> str:
     return ""
 
 
-def fetch(url: str, to: Path, warn: Callable[[str], None]) -> Path:
-    """Copies the newest undamaged version below `url` to disk.
+def fetch(url: str, to: Path) -> tuple[Path, Sequence[str]]:
+    """Copies the newest undamaged version below `url` to disk; returns its folder, and newer ones with their faults.
 
     Args:
         url: URL of the folder of versions, or of one version, which has no fallback.
         to: created if needed; a complete copy of an earlier call is reused.
 
-    Returns its folder. Raises `CheckpointError` if there is none, or the file system can't be read.
+    Raises `CheckpointError` if there is none, or the file system can't be read.
     """
     with _connected(url, "can't be read") as (files, root):
         if files.exists(posixpath.join(root, MANIFEST)):
-            return _fetched(files, root, to / posixpath.basename(root), url)
+            return _fetched(files, root, to / posixpath.basename(root), url), ()
         versions = _versions(files, root)
         if not versions:
             raise CheckpointError(
@@ -160,7 +160,7 @@ def fetch(url: str, to: Path, warn: Callable[[str], None]) -> Path:
         def fetched(name: str) -> Path:
             return _fetched(files, posixpath.join(root, name), to / name, posixpath.join(url, name))
 
-        return newest_usable(versions, fetched, url, warn)
+        return newest_usable(versions, fetched, url)
 
 
 @contextlib.contextmanager
@@ -173,7 +173,10 @@ def local_copy(folder: str) -> Iterator[str]:
         yield folder
         return
     with TemporaryFolder() as copies:
-        yield str(fetch(folder, copies, logger.warning))
+        copy, skipped = fetch(folder, copies)
+        for fault in skipped:
+            logger.warning("%s", fault)
+        yield str(copy)
 
 
 def _fetched(files: Any, root: str, to: Path, url: str) -> Path:

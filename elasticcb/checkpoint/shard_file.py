@@ -19,15 +19,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from elasticcb.errors import CheckpointError
-from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state import OptimizerState, to_tensors
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding import table_state
 from elasticcb.sharding.array_names import (
     AGES,
-    EXTRA,
+    EXTRAS,
     GONE,
     SHARED,
-    SLOT,
+    SLOTS,
     TABLE,
     WEIGHT,
     by_index,
@@ -36,8 +36,8 @@ from elasticcb.sharding.array_names import (
     named,
     of_kind,
 )
-from elasticcb.sharding.table_spec import TableSource
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.partition import ShardMap
+from elasticcb.sharding.table_state import TableSource, TableState
 from elasticcb.storage import durable
 
 _SIZE = struct.Struct("<Q")  # of the header
@@ -111,11 +111,13 @@ class SavedTable:
     Args:
         files: files of `write_part`, in the order in which they were written; later rows override earlier ones, also by
             being gone. Memory holds one piece, and the ids of all files but the first. Checksums are not verified.
+        owner: the server that wrote them, and the map by which it has rows: an id in the files of two servers would
+            have two rows, so reading raises `CheckpointError` for ids of others.
     """
 
-    def __init__(self, number: int, files: Sequence[Path]) -> None:
+    def __init__(self, number: int, files: Sequence[Path], owner: tuple[int, ShardMap] | None = None) -> None:
         self._prefix, self.files = f"{TABLE}/{number}/", tuple(files)
-        self._number = number
+        self._number, self._owner = number, owner
 
     def __len__(self) -> int:
         if len(self.files) > 1:
@@ -126,11 +128,25 @@ class SavedTable:
     def ages(self) -> Iterator[tuple[Array, Array | None]]:
         ids, used = self._prefix + "ids", self._prefix + "used"
         for tensors in self._read((ids, used)):
+            self._check(tensors[ids])
             yield tensors[ids], tensors.get(used)
 
     def pieces(self) -> Iterator[TableState]:
         for tensors in self._read():
+            self._check(tensors[self._prefix + "ids"])
             yield table_state.from_tensors(tensors)[self._number]
+
+    def _check(self, ids: Array) -> None:
+        if self._owner is None:
+            return
+        server, shard_map = self._owner
+        foreign = np.flatnonzero(~shard_map.owns(server, ids))
+        if len(foreign):
+            owner = shard_map.server_of(ids[foreign[:1]])[0]
+            raise CheckpointError(
+                f"{self.files[0]} contains a row of the id {ids[foreign[0]]}, which belongs in the file of server "
+                f"{owner}, so the id may have two rows. The files are not from one model."
+            )
 
     def _read(self, wanted: Sequence[str] = ()) -> Iterator[dict[str, Array]]:
         """Yields pieces of the arrays by name, of the `wanted` ones or all; the newest file first."""
@@ -189,8 +205,6 @@ def opened(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"The file {path} can't be read: {error}.") from error
 
 
-Key = tuple[int, str]  # variable, name
-
 FORMAT = 1
 
 
@@ -212,20 +226,11 @@ class Part:
 
     version: int
     weights: dict[int, Array] = field(default_factory=dict)
-    slots: dict[Key, Array] = field(default_factory=dict)  # with the rows of their variable
-    extras: dict[Key, Array] = field(default_factory=dict)  # of other shapes; only for complete variables
-    shared: dict[str, Array] = field(default_factory=dict)  # iterations, learning rate, …
-    optimizer: str = ""  # class names, separated by commas; "": none
+    optimizers: OptimizerState = field(default_factory=OptimizerState)  # extras only for complete variables
     tables: Mapping[int, TableSource] = field(default_factory=dict)  # by variable; slots are within
     held: Mapping[int, ReadableTable] = field(default_factory=dict)  # tables that are trained meanwhile
     gone: Mapping[int, Array] = field(default_factory=dict)  # by table, ids whose rows in earlier files were removed
     ages: Mapping[int, Array] = field(default_factory=dict)  # by table whose rows age by time, of `RowAges`
-
-    @property
-    def optimizers(self) -> OptimizerState:
-        """The state of the optimizers."""
-        names = tuple(name for name in self.optimizer.split(", ") if name)
-        return OptimizerState(self.slots, self.extras, self.shared, names)
 
     def release(self) -> None:
         """Releases the state."""
@@ -255,9 +260,9 @@ def write_part(path: Path, part: Part, answered: Mapping[int, int] = {}) -> Save
 
     Raises `CheckpointError` if that fails.
     """
-    tensors = named(WEIGHT, part.weights) | named(SLOT, part.slots) | named(EXTRA, part.extras)
-    tensors |= named(SHARED, part.shared) | named(AGES, part.ages) | named(GONE, part.gone)
-    metadata = {"format": str(FORMAT), "version": str(part.version), "optimizer": part.optimizer}
+    tensors = named(WEIGHT, part.weights) | to_tensors(part.optimizers)
+    tensors |= named(AGES, part.ages) | named(GONE, part.gone)
+    metadata = {"format": str(FORMAT), "version": str(part.version), "optimizer": ", ".join(part.optimizers.optimizers)}
     metadata["answered"] = json.dumps(dict(answered))
     try:
         with durable.replacing(path) as unfinished, TensorFile(unfinished) as file:
@@ -292,13 +297,20 @@ def read_part(path: Path) -> Part:
     return Part(
         int(metadata["version"]),
         by_index(WEIGHT, tensors),
-        by_index_and_name(SLOT, tensors),
-        by_index_and_name(EXTRA, tensors),
-        of_kind(SHARED, tensors),
-        metadata["optimizer"],
+        OptimizerState(
+            by_index_and_name(SLOTS, tensors),
+            by_index_and_name(EXTRAS, tensors),
+            of_kind(SHARED, tensors),
+            optimizers_in(metadata),
+        ),
         {number: SavedTable(number, [path]) for number in tables_in(names)},
         ages=by_index(AGES, tensors),
     )
+
+
+def optimizers_in(metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """The class names of the optimizers in the metadata of a file; none: unknown."""
+    return tuple(name for name in metadata.get("optimizer", "").split(", ") if name)
 
 
 def check_file(path: Path, saved: SavedFile) -> None:

@@ -17,13 +17,13 @@ from elasticcb.checkpoint.parts import dtype_in
 from elasticcb.checkpoint.shard_file import opened
 from elasticcb.checkpoint.versions import find_latest
 from elasticcb.errors import CheckpointError
-from elasticcb.rpc.tensors import Array
+from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.tensors import Array, from_message
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.array_names import SLOT, TABLE, kind_of
+from elasticcb.sharding.array_names import SLOTS, TABLE, kind_of
 from elasticcb.sharding.partition import ShardMap, VariableSpec
 from elasticcb.sharding.table_counts import Spread, TableCounts, Top
-from elasticcb.sharding.table_spec import TableSpec
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import TableSpec, TableState, from_tensors
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _top_of(parts: Sequence[TableCounts], size: int) -> tuple[tuple[int, int], .
 
 
 def _live(options: TableOptions, parts: Sequence[TableCounts]) -> LiveTable:
-    flows = [part.growth for part in parts if part.growth.seconds > 0]
+    flows = [part for part in parts if part.seconds > 0]
     return LiveTable(
         bytes=sum(part.bytes for part in parts),
         max_rows=options.max_rows or 0,
@@ -138,8 +138,8 @@ def _live(options: TableOptions, parts: Sequence[TableCounts]) -> LiveTable:
         waiting=sum(part.waiting for part in parts),
         removed=sum(part.removed for part in parts),
         seconds=max((flow.seconds for flow in flows), default=0.0),
-        made_per_minute=sum(60 * flow.made / flow.seconds for flow in flows),
-        removed_per_minute=sum(60 * flow.removed / flow.seconds for flow in flows),
+        made_per_minute=sum(60 * flow.made_lately / flow.seconds for flow in flows),
+        removed_per_minute=sum(60 * flow.removed_lately / flow.seconds for flow in flows),
     )
 
 
@@ -275,7 +275,7 @@ class SavedTables(NamedTuple):
 
     def _counted(self, file: Any, names: Mapping[str, str], top: int) -> TableCounts:
         counts, ids = TableCounts(Top(top)), file.get_tensor(names["ids"])
-        slots = [part for part in names if kind_of(part) == SLOT]
+        slots = [part for part in names if kind_of(part) == SLOTS]
         counts.rows, counts.row_bytes = len(ids), _bytes_of(file, names["rows"])
         counts.slots = [part.partition("/")[2] for part in slots]
         counts.slot_bytes = sum(_bytes_of(file, names[part]) for part in slots)
@@ -285,7 +285,7 @@ class SavedTables(NamedTuple):
 
 
 def _by_table(file: Any, specs: Mapping[int, VariableSpec]) -> dict[int, dict[str, str]]:
-    """For each table, the names of its arrays in a file, by part: "ids", "slot/NAME"."""
+    """For each table, the names of its arrays in a file, by part: "ids", "slots/NAME"."""
     found: dict[int, dict[str, str]] = {}
     for name in file.keys():  # noqa: SIM118 -- not a mapping
         kind, _, rest = name.partition("/")
@@ -309,7 +309,43 @@ def _row_at(file: Any, names: Mapping[str, str], place: int) -> TableState:
     return TableState(
         read("ids"),
         read("rows"),
-        {part.partition("/")[2]: read(part) for part in names if kind_of(part) == SLOT},
+        {part.partition("/")[2]: read(part) for part in names if kind_of(part) == SLOTS},
         read("hits") if "hits" in names else None,
         read("used") if "used" in names else None,
     )
+
+
+def tables_of(folder: str, answer: pb.TablesResponse, top: int) -> TablesReport:
+    """Report on all tables.
+
+    Raises `WireError` for an invalid answer.
+    """
+    servers = [{part.variable: TableCounts.from_message(part) for part in each.tables} for each in answer.counts]
+    tables = tuple(
+        table_report(spec, [parts[index] for parts in servers if index in parts], top, live=True)
+        for index, spec in _specs(answer).items()
+    )
+    return TablesReport(
+        folder,
+        max((each.version for each in answer.counts), default=0),
+        tables,
+        tuple(sum(part.bytes for part in parts.values()) for parts in servers),
+        answer.memory_bytes,
+    )
+
+
+def id_of(folder: str, answer: pb.TablesResponse, id: int) -> IdReport:
+    """The rows of an id. Raises `WireError` for an invalid answer."""
+    states = from_tensors({each.name: from_message(each) for each in answer.found.tensors})
+    none = TableState(np.empty(0, np.int64), np.empty((0, 0)))
+    tables = tuple(
+        id_in_table(spec, answer.server, states.get(index, none), answer.found.lookups.get(index, 0))
+        for index, spec in _specs(answer).items()
+    )
+    return IdReport(folder, answer.found.version, id, tables)
+
+
+def _specs(answer: pb.TablesResponse) -> dict[int, VariableSpec]:
+    """Specs of the tables, by variable index."""
+    specs = map(VariableSpec.from_message, answer.variables)
+    return {index: spec for index, spec in enumerate(specs) if spec.table}

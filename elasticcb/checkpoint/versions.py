@@ -127,8 +127,8 @@ def find_latest(directory: str | Path) -> Path:
     return _finished_versions(directory)[-1]
 
 
-def find_undamaged(directory: str | Path, warn: Callable[[str], None]) -> Path:
-    """The newest version in `directory` with undamaged files.
+def find_undamaged(directory: str | Path) -> tuple[Path, Sequence[str]]:
+    """The newest version in `directory` with undamaged files, and the newer ones, each with its fault.
 
     It reads all files of the version to check their SHA-256; servers repeat that when they load it.
 
@@ -139,14 +139,14 @@ def find_undamaged(directory: str | Path, warn: Callable[[str], None]) -> Path:
     Raises `CheckpointError` if there is none; the message lists each version with its fault.
     """
     if (Path(directory) / MANIFEST).is_file():
-        return Path(directory)
+        return Path(directory), ()
 
     def checked(name: str) -> Path:
         folder = Path(directory) / name
         verify(folder)
         return folder
 
-    return newest_usable([folder.name for folder in _finished_versions(directory)], checked, directory, warn)
+    return newest_usable([folder.name for folder in _finished_versions(directory)], checked, directory)
 
 
 def newest_of_run(directory: str | Path, run: str) -> str:
@@ -167,25 +167,21 @@ def _run_of(folder: Path) -> str:
 
 
 def newest_usable(
-    versions: Sequence[str], checked: Callable[[str], Path], directory: str | Path, warn: Callable[[str], None]
-) -> Path:
-    """The folder of the newest version that `checked` accepts.
+    versions: Sequence[str], checked: Callable[[str], Path], directory: str | Path
+) -> tuple[Path, Sequence[str]]:
+    """The folder of the newest version that `checked` accepts, and the newer ones, each with its fault.
 
     Args:
         checked: returns the local folder of a version; raises `CheckpointError` if it is damaged.
 
     Raises `CheckpointError` if there is none; the message lists each version with its fault.
     """
-    faults = []
+    faults: list[str] = []
     for name in reversed(versions):
         try:
-            folder = checked(name)
+            return checked(name), [f"Skipped {fault}" for fault in faults]
         except CheckpointError as error:
             faults.append(f"{name}: {error}")
-            continue
-        for fault in faults:
-            warn(f"Skipped {fault}")
-        return folder
     raise CheckpointError(
         f"No checkpoint in {directory} can be used. Choose another folder, or start without a checkpoint.\n"
         + "\n".join(faults)

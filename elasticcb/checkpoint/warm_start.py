@@ -17,8 +17,7 @@ from elasticcb.optimizers.state import Key, ModelState
 from elasticcb.rpc.tensors import dtype_of
 from elasticcb.settings.choices import read_init_map
 from elasticcb.sharding.partition import VariableSpec, partition
-from elasticcb.sharding.table_spec import whole
-from elasticcb.sharding.table_state import TableState, overlaid
+from elasticcb.sharding.table_state import TableState, overlaid, whole
 
 _SHOWN = 6  # names in a message
 _OF_HALF_A_STEP = {"accumulated_gradients"}  # slots that are meaningless at the first step of a job
@@ -64,9 +63,8 @@ class WarmStart:
             dtype, is_table = dtype_of(self.specs[new].dtype), bool(self.specs[new].table)
             if not is_table and old not in part.tables:
                 state.weights[new] = part.weights[old].astype(dtype)
-                state.optimizer.slots |= {
-                    (new, name): part.slots[old, name] for name in names if (old, name) in part.slots
-                }
+                given = part.optimizers.slots
+                state.optimizer.slots |= {(new, name): given[old, name] for name in names if (old, name) in given}
             elif not is_table:  # the slots of ids without a row are unknown
                 rows = np.array(state.weights[new])
                 table = whole(part.tables[old])
@@ -92,7 +90,7 @@ def _table(part: Part, variable: int, names: Collection[str]) -> TableState:
         table = whole(part.tables[variable])
         return TableState(table.ids, table.rows, {name: table.slots[name] for name in names if name in table.slots})
     rows = part.weights[variable]
-    slots = {name: part.slots[variable, name] for name in names if (variable, name) in part.slots}
+    slots = {name: part.optimizers.slots[variable, name] for name in names if (variable, name) in part.optimizers.slots}
     return TableState(np.arange(len(rows), dtype=np.int64), rows, slots)
 
 
@@ -108,7 +106,7 @@ def warm_start(folder: Path, specs: Sequence[VariableSpec], init_map: str) -> Wa
     specs, own = _without_model_name(specs)
     saved, others = _without_model_name(saved)
     renamed = {new.removeprefix(own): old.removeprefix(others) for new, old in read_init_map(init_map).items()}
-    taken = _Names([spec.path for spec in specs], [spec.path for spec in saved], folder).matched(renamed)
+    taken = _matched([spec.path for spec in specs], [spec.path for spec in saved], folder, renamed)
     misfits = {new: old for new, old in taken.items() if not _fits(specs[new], saved[old])}
     if misfits:
         shown = "; ".join(
@@ -149,46 +147,41 @@ def _shape(spec: VariableSpec) -> str:
     return f"{spec.dtype}[{', '.join(sizes)}]"
 
 
-@dataclass(frozen=True)
-class _Names:
-    """Paths of variables of the model, and of the checkpoint in a folder."""
+def _matched(
+    model: Sequence[str], checkpoint: Sequence[str], folder: Path, renamed: Mapping[str, str]
+) -> dict[int, int]:
+    """The variable of the checkpoint in `folder` for each of the model's, by their paths. Equal paths are matched in
+    order."""
+    problems = [
+        *(_unknown(new, model, "model") for new in renamed),
+        *(_unknown(old, checkpoint, f"checkpoint {folder}") for old in renamed.values() if old),
+    ]
+    if any(problems):
+        raise CheckpointError("init_map: " + " ".join(filter(None, problems)))
+    places: dict[str, list[int]] = {}
+    for index, path in enumerate(checkpoint):
+        places.setdefault(path, []).append(index)
+    taken = {}
+    for index, path in enumerate(model):
+        old = _renamed(path, renamed)
+        if old is not None and places.get(old):
+            taken[index] = places[old].pop(0)
+    if not taken:
+        raise CheckpointError(
+            f"init_from={folder}: the checkpoint contains no variable of the model. The model has {_some(model)}; "
+            f"the checkpoint has {_some(checkpoint)}. Give layers the same names, or map their names: init_map "
+            "NEW=OLD."
+        )
+    return taken
 
-    model: Sequence[str]
-    checkpoint: Sequence[str]
-    folder: Path
 
-    def matched(self, renamed: Mapping[str, str]) -> dict[int, int]:
-        """The checkpoint's variable for each of the model's. Equal paths are matched in order."""
-        problems = [
-            *(self._unknown(new, self.model, "model") for new in renamed),
-            *(self._unknown(old, self.checkpoint, f"checkpoint {self.folder}") for old in renamed.values() if old),
-        ]
-        if any(problems):
-            raise CheckpointError("init_map: " + " ".join(filter(None, problems)))
-        places: dict[str, list[int]] = {}
-        for index, path in enumerate(self.checkpoint):
-            places.setdefault(path, []).append(index)
-        taken = {}
-        for index, path in enumerate(self.model):
-            old = _renamed(path, renamed)
-            if old is not None and places.get(old):
-                taken[index] = places[old].pop(0)
-        if not taken:
-            raise CheckpointError(
-                f"init_from={self.folder}: the checkpoint contains no variable of the model. The model has "
-                f"{_some(self.model)}; the checkpoint has {_some(self.checkpoint)}. Give layers the same names, or "
-                "map their names: init_map NEW=OLD."
-            )
-        return taken
-
-    @staticmethod
-    def _unknown(name: str, paths: Sequence[str], where: str) -> str:
-        if any(path == name or path.startswith(f"{name}/") for path in paths):
-            return ""
-        layers = [path.rpartition("/")[0] for path in paths]
-        near = difflib.get_close_matches(name, [*paths, *dict.fromkeys(layers)], 1)
-        hint = f"Is it {near[0]!r}?" if near else f"It has {_some(paths)}."
-        return f"The {where} has no variable or layer {name!r}. {hint}"
+def _unknown(name: str, paths: Sequence[str], where: str) -> str:
+    if any(path == name or path.startswith(f"{name}/") for path in paths):
+        return ""
+    layers = [path.rpartition("/")[0] for path in paths]
+    near = difflib.get_close_matches(name, [*paths, *dict.fromkeys(layers)], 1)
+    hint = f"Is it {near[0]!r}?" if near else f"It has {_some(paths)}."
+    return f"The {where} has no variable or layer {name!r}. {hint}"
 
 
 def _renamed(path: str, renamed: Mapping[str, str]) -> str | None:

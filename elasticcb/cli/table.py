@@ -144,7 +144,7 @@ def _of_checkpoint(checkpoint: str, top: int, id: int | None) -> TablesReport | 
 
 
 def _of_running_job(folder: Path, top: int, id: int | None) -> TablesReport | IdReport:
-    from elasticcb.clients.live_tables import id_of, tables_of
+    from elasticcb.checkpoint.table_report import id_of, tables_of
 
     try:
         with master_of(folder) as master:
@@ -166,7 +166,7 @@ def _checkpoints_of(folder: Path) -> str:
 
 def _named(tables: tuple[Any, ...], name: str | None) -> tuple[Any, ...]:
     """Tables of this name; None: all."""
-    from elasticcb.sharding.table_spec import layer_of, tables_named
+    from elasticcb.sharding.table_state import layer_of, tables_named
 
     if name is None:
         return tables

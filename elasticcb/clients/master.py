@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.errors import ConnectionLostError, ElasticCBError, UsageError
 from elasticcb.process.host import host_name
 from elasticcb.process.stats import Measures
@@ -19,7 +18,7 @@ from elasticcb.rpc.services import MASTER_METHODS, NEXT_BATCH
 from elasticcb.rpc.tensors import Frame
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import JobSettings
-from elasticcb.sharding.partition import ShardMap
+from elasticcb.sharding.partition import Places, ServerPlace, ShardMap
 
 logger = logging.getLogger(__name__)
 

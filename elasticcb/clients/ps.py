@@ -19,7 +19,20 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.shared_frames import aligned_copy
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.settings import WireDtype
-from elasticcb.sharding.array_names import MOVED, SHARED, STATE, TABLE, WANTED, WEIGHTS, by_index, named, of_kind, only
+from elasticcb.sharding.array_names import (
+    EXTRAS,
+    MOVED,
+    SHARED,
+    SLOTS,
+    STATE,
+    TABLE,
+    WANTED,
+    WEIGHTS,
+    by_index,
+    named,
+    of_kind,
+    only,
+)
 from elasticcb.sharding.flat_blocks import Blocks, PlacedBlocks, moved_state, unpack_weights
 from elasticcb.sharding.push import Movement, narrowed, widened
 from elasticcb.sharding.table_state import TableState, joined
@@ -50,7 +63,7 @@ class PSClient:
     Args:
         client_id: id of the worker, part of the name of each push.
         measures: statistics of call durations and looked-up rows.
-        wire_dtype: of movements, and of embedding rows for training, on the wire.
+        wire_dtype: of movements on the wire; the servers send embedding rows for training likewise.
 
     Attributes:
         version: version of the model on the first server.
@@ -115,20 +128,18 @@ class PSClient:
     def pull_with_optimizers(self) -> OptimizerState:
         """Like `pull`; returns the optimizer state except that of embedding tables."""
         with self._exchanging:
-            self._measured(PULL, lambda: self._pull(optimizers=True))
-            return self._optimizers_found()
+            return self._optimizers_in(self._measured(PULL, lambda: self._pull(optimizers=True)))
 
     def rest(self, epoch: int = 0) -> None:
         """Rounds do not wait for this worker, until it joins or pushes; as of this `epoch`, its peers can't join it."""
         with self._exchanging:
             self.servers.by_present_map(lambda: self._exchanged(_bare(self._requests(rests=True, epoch=epoch))))
 
-    def _pull(self, **more: Any) -> None:
-        self._exchange(_bare(self._requests(pull=True, **more)))
+    def _pull(self, **more: Any) -> list[Frame[Any]]:
+        return self._exchange(_bare(self._requests(pull=True, **more)))
 
-    def _optimizers_found(self) -> OptimizerState:
-        """The optimizer state of the last exchange."""
-        states = [server.optimizers for server in self.servers.known]
+    def _optimizers_in(self, answers: Sequence[Frame[Any]]) -> OptimizerState:
+        states = [from_tensors(only(answer.tensors, SLOTS, EXTRAS, SHARED)) for answer in answers]
         return join_states(states, self.servers.specs, self.servers.partition)
 
     def lookup(self, ids: Ids, create: bool = False, evaluation_round: int = 0) -> dict[int, Array]:
@@ -149,14 +160,11 @@ class PSClient:
         if evaluation_round:  # its version is not the current one
             for header in headers:
                 header.pull = False
-            for server, answer in zip(self.servers.known, self._exchanged(frames), strict=True):
-                server.rows = by_index(TABLE, answer.tensors)
-        else:
-            self._exchange(frames)
-        return self._found(wanted)
+            return self._found(wanted, self._exchanged(frames))
+        return self._found(wanted, self._exchange(frames))
 
-    def _found(self, wanted: _WantedRows) -> dict[int, Array]:
-        rows = wanted.found()
+    def _found(self, wanted: _WantedRows, answers: Sequence[Frame[Any]]) -> dict[int, Array]:
+        rows = wanted.found(answers)
         self._measures.rows_looked_up += sum(map(len, rows.values()))
         return rows
 
@@ -222,19 +230,19 @@ class PSClient:
             tensors = narrowed(part.encode(header), self._wire_dtype)
             frames.append(Frame(header, tensors | wanted.of_server(server.index)))
         answers = self._exchange(frames)
-        result = PushResult(self.version, self._found(wanted))
-        if is_movement:
-            alone = [answer.alone for answer in answers]
-            for server, frame, knows in zip(servers.known, frames, alone, strict=True):
-                if knows:
-                    note_movement(server, movement, widened(frame.tensors, servers.specs))
-            result.optimizers = None if all(alone) else self._optimizers_found()
+        result = PushResult(self.version, self._found(wanted, answers))
+        if is_movement and not all(answer.header.alone for answer in answers):
+            known = only(movement.optimizers, SHARED)
+            given = [Frame(answer.header, known) if answer.header.alone else answer for answer in answers]
+            result.optimizers = self._optimizers_in(given)
+        for server, frame, answer in zip(servers.known, frames, answers, strict=True):
+            if answer.header.alone:
+                _note_movement(server, movement, widened(frame.tensors, servers.specs))
         return result
 
     def _requests(self, pull: bool = False, create_rows: bool = False, **more: Any) -> list[pb.ExchangeRequest]:
         """The headers of a request, by server."""
         pull = pull or self.servers.has_moved
-        rows_dtype = (self._wire_dtype if create_rows else WireDtype.SAME).value
         return [
             pb.ExchangeRequest(
                 worker_id=self._client_id,
@@ -243,20 +251,19 @@ class PSClient:
                 known_state_version=server.state_version,
                 map_version=self.servers.shard_map.version,
                 create_rows=create_rows,
-                rows_dtype=rows_dtype,
                 **more,
             )
             for server in self.servers.known
         ]
 
-    def _exchange(self, frames: Sequence[Frame[Any]]) -> list[Any]:
+    def _exchange(self, frames: Sequence[Frame[Any]]) -> list[Frame[Any]]:
         answers = self._exchanged(frames)
         first = answers[0].header
         self.version, self.learning_rate = first.version, first.learning_rate
         self.learning_rate_version = first.base_learning_rate_version
         for server, frame, answer in zip(self.servers.known, frames, answers, strict=True):
             server.note_answer(frame.header, answer)
-        return [answer.header for answer in answers]
+        return answers
 
     def _exchanged(self, frames: Sequence[Frame[Any]]) -> list[Frame[Any]]:
         """The answers to calls of `Exchange`."""
@@ -277,7 +284,7 @@ def _bare(headers: Iterable[pb.ExchangeRequest]) -> list[Frame[Any]]:
     return [Frame(header, {}) for header in headers]
 
 
-def note_movement(server: KnownServer, movement: Movement, sent: Mapping[str, Array]) -> None:
+def _note_movement(server: KnownServer, movement: Movement, sent: Mapping[str, Array]) -> None:
     """Adds a worker's movement to what is known of a server, except to embedding tables.
 
     Args:
@@ -288,7 +295,6 @@ def note_movement(server: KnownServer, movement: Movement, sent: Mapping[str, Ar
     values, shares = movement.state[server.index], movement.shares[server.index]
     state = {dtype: moved_state(before[dtype], values[dtype], shares[dtype], 0) for dtype in shares}
     server.blocks = {**server.blocks, **named(WEIGHTS, weights), **named(STATE, state)}
-    server.optimizers = from_tensors(only(movement.optimizers, SHARED))
 
 
 def table_pieces(servers: ServerGroup, variable: int, rows: int = _ROWS, export_id: int = 0) -> Iterator[TableState]:
@@ -328,11 +334,11 @@ class _WantedRows:
     """Rows of embedding tables, requested from the servers that hold them and reassembled."""
 
     def __init__(self, ids: Ids, servers: ServerGroup) -> None:
-        self._ids, self._servers = ids, servers.known
+        self._ids = ids
         # By server and table, the positions of the server's ids among all ids.
-        self._places: list[dict[int, Any]] = [{} for _ in self._servers]
+        self._places: list[dict[int, Any]] = [{} for _ in servers.known]
         for table, own in ids.items():
-            owners = servers.shard_map.server_of(own) if len(self._servers) > 1 else None
+            owners = servers.shard_map.server_of(own) if len(servers.known) > 1 else None
             for index, places in enumerate(self._places):
                 places[table] = slice(None) if owners is None else np.flatnonzero(owners == index)
 
@@ -340,14 +346,15 @@ class _WantedRows:
         """The arrays of its request."""
         return named(WANTED, {table: own[self._places[index][table]] for table, own in self._ids.items()})
 
-    def found(self) -> dict[int, Array]:
-        """The rows of the last exchange, in the order of the ids."""
-        if len(self._servers) == 1:
-            return {table: self._servers[0].rows[table] for table in self._ids}
+    def found(self, answers: Sequence[Frame[Any]]) -> dict[int, Array]:
+        """The rows in the servers' answers, in the order of the ids."""
+        given = [by_index(TABLE, answer.tensors) for answer in answers]
+        if len(given) == 1:
+            return given[0]
         found: dict[int, Array] = {}
         for table, own in self._ids.items():
-            first = self._servers[0].rows[table]
+            first = given[0][table]
             rows = found[table] = np.empty((len(own), *first.shape[1:]), first.dtype)
-            for server, places in zip(self._servers, self._places, strict=True):
-                rows[places[table]] = server.rows[table]
+            for part, places in zip(given, self._places, strict=True):
+                rows[places[table]] = part[table]
         return found

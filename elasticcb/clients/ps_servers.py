@@ -12,18 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.errors import ConnectionLostError, ElasticCBError
-from elasticcb.optimizers.state import OptimizerState, from_tensors
 from elasticcb.process.signals import each, in_other_thread
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Array, Frame
 from elasticcb.security.credentials import OPEN, Access
-from elasticcb.sharding.array_names import EXTRAS, SHARED, SLOTS, STATE, TABLE, WEIGHTS, by_index, only
+from elasticcb.sharding.array_names import STATE, WEIGHTS, only
 from elasticcb.sharding.flat_blocks import PlacedBlocks, kept
-from elasticcb.sharding.partition import Slice, VariableSpec, partition
+from elasticcb.sharding.partition import Places, ServerPlace, Slice, VariableSpec, partition
 
 logger = logging.getLogger(__name__)
 
@@ -61,19 +59,14 @@ class KnownServer:
     version: int = -1
     state_version: int = -1
     slots_version: int = 0
-    rows: dict[int, Array] = field(default_factory=dict)  # of embedding tables, from the last exchange
-    optimizers: OptimizerState = field(default_factory=OptimizerState)  # from the last exchange
     pulled: bool = False  # whether `blocks` are valid
 
     def note_answer(self, request: pb.ExchangeRequest, answer: Frame[Any]) -> None:
-        """Stores the results of an exchange."""
+        """Stores the weights of an answer, and their versions."""
         self.slots_version = answer.header.slots_version
         if request.pull:
             self.version, self.state_version = answer.header.version, answer.header.state_version
             self.pulled = True
-        self.rows = by_index(TABLE, answer.tensors)
-        if request.optimizers or request.batches:
-            self.optimizers = from_tensors(only(answer.tensors, SLOTS, EXTRAS, SHARED))
         blocks = only(answer.tensors, WEIGHTS, STATE)
         if blocks:
             self.blocks = {**self.blocks, **kept(blocks)}

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,10 +20,9 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.errors import describe
-from elasticcb.keras_private import embeddings_of
+from elasticcb.keras_private import embeddings_of, layers_of
 from elasticcb.layers.table_layers import TableLayer, install, is_own, table_layers
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import ModelMetrics
@@ -32,7 +33,54 @@ from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.settings import Mode
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableSpec
+
+
+class MovingAverages:
+    """The moving averages of a model's BatchNormalization layers.
+
+    A layer called several times in a step updates its averages as often, which is only known from the step.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        indices = {id(variable): index for index, variable in enumerate(model.weights)}
+        self._momentum: dict[int, float] = {}  # by index in `model.weights`
+        self._calls: Counter[int] = Counter()
+        self._thread: int | None = None  # the counting thread; another thread may trace the step to find its lookups
+        for layer in layers_of(model):
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.built:
+                for variable in (layer.moving_mean, layer.moving_variance):
+                    if id(variable) in indices:
+                        self._watch(variable, indices[id(variable)], float(layer.momentum))
+
+    def _watch(self, variable: Any, index: int, momentum: float) -> None:
+        self._momentum[index] = momentum
+        assign = type(variable).assign
+
+        def counting(value: Any) -> Any:
+            if self._thread == threading.get_ident():
+                self._calls[index] += 1
+            return assign(variable, value)
+
+        variable.assign = counting
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts updates of a step that is traced or run inside the context."""
+        self._calls.clear()
+        self._thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._thread = None
+
+    @property
+    def decays(self) -> dict[int, float]:
+        """By index in `model.weights`: how much of its old value each variable keeps after the last counted step."""
+        return {
+            index: momentum ** self._calls[index] for index, momentum in self._momentum.items() if self._calls[index]
+        }
+
 
 logger = logging.getLogger(__name__)
 

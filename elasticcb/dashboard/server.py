@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from elasticcb.checkpoint.table_report import tables_of
 from elasticcb.clients.history import History
-from elasticcb.clients.live_tables import tables_of
 from elasticcb.clients.local_job import how_it_ended, log_lines, lost_master, master_of, scale_job, stop_job
 from elasticcb.clients.master import MasterClient
 from elasticcb.clients.running_master import RunningMaster, running_master

@@ -21,7 +21,7 @@ from elasticcb.layers.ids import HeldIds, integer_ids, padding_of
 from elasticcb.layers.initial_values import InitialValues
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings.table import read_table_options
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableSpec
 from elasticcb.tf.tensors import OF_TENSORFLOW, RowVariable, fill
 
 _COMBINERS = (None, "sum", "mean", "sqrtn")

@@ -19,9 +19,9 @@ from elasticcb.callbacks.attribute_use import Variable, use_of
 from elasticcb.callbacks.placement import overridden_hooks
 from elasticcb.callbacks.shared_attributes import Change, Key, Placed, SharedAttributes, is_same, shares_state, sharing
 from elasticcb.callbacks.shared_state import SharedState, SharedVariables
-from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, read_part, write_part
-from elasticcb.errors import CheckpointError, UsageError
+from elasticcb.errors import CallbackWarning, CheckpointError, UsageError
+from elasticcb.optimizers.state import OptimizerState
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import JobSettings
 
@@ -50,7 +50,7 @@ class CallbackArrays:
         path = self._folder / saved.name
         try:
             check_file(path, saved)
-            return read_part(path).shared
+            return read_part(path).optimizers.shared
         except CheckpointError as error:
             self._say(f"The arrays that callbacks had saved are lost: {error}")
             self._entry = None
@@ -76,7 +76,7 @@ class CallbackArrays:
         path = self._folder / _PATTERN.replace("*", str(max(numbers, default=0) + 1))
         try:
             self._folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-            saved = write_part(path, Part(0, shared=dict(arrays)))
+            saved = write_part(path, Part(0, optimizers=OptimizerState(shared=dict(arrays))))
         except (OSError, CheckpointError) as error:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elasticcb.callbacks.hook_logs import HookLogs
+from elasticcb.callbacks.dispatch import HookLogs
 from elasticcb.callbacks.saved_state import CallbackStates, plain
-from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.compute.registry import runs_eagerly
+from elasticcb.errors import CallbackWarning
 from elasticcb.keras_private import updates_of
 from elasticcb.master.batch_log import NumberedBatch
 from elasticcb.master.callback_arrays import CallbackArrays

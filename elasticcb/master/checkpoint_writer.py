@@ -130,12 +130,10 @@ class CheckpointWriter:
             self.wanted = False
             raise CheckpointError(
                 "The parameter servers do not share the job's folder with the master, so the model can't be kept "
-                "there. Start the job with --checkpoint_dir, a folder or a URL that all of its processes can write to."
+                "there. Start the job with a checkpoint folder or a URL that all of its processes can write to."
             )
         state, (everything,) = self._control.export(), partition(servers.specs, 1, split=False)
-        part, optimizer = Part(state.version, dict(enumerate(state.weights))), state.optimizer
-        part.slots, part.extras, part.shared = optimizer.slots, optimizer.extras, optimizer.shared
-        part.optimizer = ", ".join(optimizer.optimizers)
+        part = Part(state.version, dict(enumerate(state.weights)), state.optimizer)
         return [write_part(Path(place, server_file(0, 1)), part)], [everything]
 
     def finish(self, version: int, tasks: dict[str, Any], retry: bool = True) -> None:

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from elasticcb.callbacks.placement import BATCH_HOOKS
 from elasticcb.callbacks.saved_state import plain
-from elasticcb.callbacks.warning import CallbackWarning
-from elasticcb.errors import CheckpointError
+from elasticcb.errors import CallbackWarning, CheckpointError
 from elasticcb.master.callback_driver import EpochHooks
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.evaluation import Round

@@ -17,9 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from elasticcb.callbacks.warning import CallbackWarning
-from elasticcb.clients.ps_places import ServerPlace
-from elasticcb.errors import ClusterLostError, ElasticCBError, JobFailedError, JobOverError, UsageError
+from elasticcb.errors import CallbackWarning, ClusterLostError, ElasticCBError, JobFailedError, JobOverError, UsageError
 from elasticcb.master.accounting import IllegalTransitionError, Speed
 from elasticcb.master.batch_log import BatchEvent, BatchLog
 from elasticcb.master.evaluation import EpochStates, EvaluationRounds
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
     from elasticcb.master.prediction_output import PredictionOutput
     from elasticcb.model.metric_messages import Outputs, States
     from elasticcb.process.stats import Stats
+    from elasticcb.sharding.partition import ServerPlace
 
 logger = logging.getLogger(__name__)
 

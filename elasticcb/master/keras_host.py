@@ -14,8 +14,7 @@ from typing import Any
 import keras
 
 from elasticcb.callbacks import SavedModelExporter
-from elasticcb.callbacks.dispatch import Dispatcher, check_monitors
-from elasticcb.callbacks.hook_logs import HookLogs
+from elasticcb.callbacks.dispatch import Dispatcher, HookLogs, check_monitors
 from elasticcb.callbacks.placement import Place, holds_predictions, takes_predictions
 from elasticcb.callbacks.serving_signature import names_of_outputs, serving_inputs
 from elasticcb.callbacks.shared_attributes import check_hooks, shares_state, without_traces
@@ -61,7 +60,7 @@ from elasticcb.predictions.files import check, columns_of
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Command, JobSettings, Mode, WhenFull, written
 from elasticcb.settings.table import TableOptions, read_table_options
-from elasticcb.sharding.table_spec import TableSpec, tables_named
+from elasticcb.sharding.table_state import TableSpec, tables_named
 from elasticcb.storage.cold_store import missing_library
 
 

@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 
-from elasticcb.clients.ps_places import Places
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.errors import ConnectionLostError, UsageError
 from elasticcb.master.job_machine import JobMachine
@@ -14,7 +13,7 @@ from elasticcb.master.master_server import MasterServer
 from elasticcb.master.members import ServedCluster
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import to_message
-from elasticcb.sharding.partition import ShardMap
+from elasticcb.sharding.partition import Places, ShardMap
 
 _PATIENCE_SECONDS = 2.0  # with an unresponsive server
 _RESTORE_SECONDS = 30.0  # for the replacement of a lost server

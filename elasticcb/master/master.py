@@ -27,8 +27,7 @@ from elasticcb.master.servicer import MasterServicer
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.frame_service import FrameService
-from elasticcb.rpc.health import HealthServer
-from elasticcb.rpc.server import Server, message_service
+from elasticcb.rpc.server import HealthServer, Server, message_service
 from elasticcb.rpc.services import MASTER_METHODS, MASTER_SERVICE, PS_METHODS
 from elasticcb.security.credentials import OPEN, Access, is_loopback
 from elasticcb.security.socket_folder import is_folder

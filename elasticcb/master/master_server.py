@@ -16,11 +16,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from elasticcb.callbacks.warning import CallbackWarning
-from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import (
     CallbackError,
+    CallbackWarning,
     ElasticCBError,
     JobFailedError,
     JobOverError,
@@ -46,6 +45,7 @@ from elasticcb.process.wording import how_many
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import MOST_WORKERS, ClusterSettings, Command, JobSettings
+from elasticcb.sharding.partition import ServerPlace
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elasticcb.clients.ps_places import ServerPlace
-    from elasticcb.sharding.partition import VariableSpec
+    from elasticcb.sharding.partition import ServerPlace, VariableSpec
 
 
 class Role(str, Enum):

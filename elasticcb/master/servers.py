@@ -14,11 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.clients.ps import PSClient
-from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
-from elasticcb.errors import CheckpointError, ConnectionLostError, ElasticCBError, StoreError
+from elasticcb.errors import CallbackWarning, CheckpointError, ConnectionLostError, ElasticCBError, StoreError
 from elasticcb.master import job_copy
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.job_copy import RecoveryCopy
@@ -31,7 +29,7 @@ from elasticcb.master.server_scaling import Moved, Pause, end_pause
 from elasticcb.optimizers.state import Optimizers
 from elasticcb.process.wording import how_many
 from elasticcb.settings import RECOVERY_FOLDER
-from elasticcb.sharding.partition import ShardMap, VariableSpec
+from elasticcb.sharding.partition import Places, ServerPlace, ShardMap, VariableSpec
 from elasticcb.storage.remote_files import is_url
 
 logger = logging.getLogger(__name__)

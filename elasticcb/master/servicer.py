@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.data.mode import MODES
-from elasticcb.errors import WireError
+from elasticcb.errors import CallbackWarning, WireError
 from elasticcb.master.batch_log import BatchEvent
 from elasticcb.master.gathering import begun_epochs
 from elasticcb.master.job_machine import OTHERS_FIRST, TaskResult, Wake

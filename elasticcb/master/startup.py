@@ -17,8 +17,6 @@ from typing import Any
 
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.callbacks.shared_attributes import left_on_workers
-from elasticcb.callbacks.warning import shown
-from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.errors import JobFailedError
 from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.callback_driver import EpochHooks, MasterHooks
@@ -42,8 +40,10 @@ from elasticcb.master.startup_checkpoints import (
 )
 from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
+from elasticcb.process.forwarded_logs import shown
 from elasticcb.process.wording import how_many
 from elasticcb.settings import Command, Mode, WorkerRange
+from elasticcb.sharding.partition import ServerPlace
 
 logger = logging.getLogger(__name__)
 

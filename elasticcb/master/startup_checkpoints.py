@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,18 +71,26 @@ class Found(NamedTuple):
 
 def found(context: JobContext, given: str) -> Found:
     """The newest undamaged version in a folder or below a URL; "": none."""
-    say = context.display.message
+    if not given:
+        return Found("", "")
     if not is_url(given):
-        folder = str(find_undamaged(given, say)) if given else ""
+        folder = str(_told_of_skipped(context, find_undamaged(given)))
         return Found(folder, folder)
     copies = Path(context.settings.directory, INITIAL_FOLDER)
     copy: Path | None = None
     if context.resumes:  # the previous master has downloaded it
         with contextlib.suppress(CheckpointError):
-            copy = find_undamaged(copies, say)
+            copy = _told_of_skipped(context, find_undamaged(copies))
     given = given.rstrip("/")
-    copy = copy or remote_checkpoint.fetch(given, copies, say)
+    copy = copy or _told_of_skipped(context, remote_checkpoint.fetch(given, copies))
     return Found(str(copy), given if given.endswith(f"/{copy.name}") else f"{given}/{copy.name}")
+
+
+def _told_of_skipped(context: JobContext, found: tuple[Path, Sequence[str]]) -> Path:
+    folder, skipped = found
+    for fault in skipped:
+        context.display.message(fault)
+    return folder
 
 
 def newest_of_earlier_master(context: JobContext, run: str) -> str:

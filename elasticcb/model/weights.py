@@ -15,7 +15,7 @@ from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.optimizers.variables import StepVariables, leaves
 from elasticcb.sharding.flat_blocks import PlacedBlocks, unpack_weights
 from elasticcb.sharding.partition import VariableSpec
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableSpec
 
 
 def variable_specs(

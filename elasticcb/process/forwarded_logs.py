@@ -8,10 +8,14 @@ import contextlib
 import json
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
+from elasticcb.errors import CallbackWarning, is_users_own
 from elasticcb.process.log_files import LOGGERS
 
 _package = logging.getLogger(LOGGERS[0])  # whose handlers, on a worker, write its log
@@ -85,3 +89,34 @@ def _to_json(record: logging.LogRecord) -> str:
     if record.exc_info and not record.exc_text:
         sent["exc_text"] = logging.Formatter().formatException(record.exc_info)
     return json.dumps(sent, default=lambda value: value.item() if isinstance(value, np.generic) else str(value))
+
+
+@contextlib.contextmanager
+def shown(who: str, warn: Callable[[CallbackWarning], None], of_libraries: bool = True) -> Iterator[None]:
+    """Shows the user what Python's `warnings` report meanwhile, which a command only logs. (A program shows it itself.)
+    Python skips what it has reported before.
+
+    Args:
+        of_libraries: whether code of other libraries than Keras counts.
+    """
+    log = warnings.showwarning
+
+    def show_as_well(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        log(message, category, filename, lineno, file, line)
+        if not of_libraries and not is_users_own(filename) and "keras" not in Path(filename).parts:
+            return
+        text = f"{who} warns: {message}"
+        warn(CallbackWarning(text, text))
+
+    warnings.showwarning = show_as_well
+    try:
+        yield
+    finally:
+        warnings.showwarning = log

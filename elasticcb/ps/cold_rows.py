@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from elasticcb.storage.cold_store import ColdStore
 
 _AT_ONCE = 1 << 15  # rows
+_READ_BYTES = 1 << 20  # of a snapshot's records, read at a time: the table's lock is held meanwhile
 _ROW_KEY = np.dtype([("space", ">u4"), ("id", ">i8")])
 _USED_KEY = np.dtype([("space", ">u4"), ("used", ">i8"), ("id", ">i8")])
 
@@ -58,7 +60,7 @@ class ColdRows:
 
     def read(self, ids: Array) -> tuple[Array, TableState]:
         """(ids found among `ids`, int64 [n]; their rows)."""
-        return self._found(ids, self._store.get)
+        return self._found(ids, None)
 
     def remove(self, state: TableState) -> None:
         """Removes rows returned by `read`."""
@@ -98,30 +100,38 @@ class ColdRows:
 
     def snapshot(self) -> ReadRows:
         """A `read` function for the current rows, unaffected by later changes; it uses disk space until dropped."""
-        snapshot = self._store.snapshot()
-        return lambda ids: self._found(ids, lambda keys: self._store.get_at(snapshot, keys))
+        return partial(self._found, snapshot=self._store.snapshot())
 
     def hold(self, since: int | None = None) -> HeldColdRows:
         """The current rows, to be read one after another; only those trained after `since`."""
         if since is None:
             items = self._store.items(_space_key(self._rows), _space_key(self._rows + 1))
-            return HeldColdRows(self._count, lambda count: self._piece(items, count))
-        ids, read = self.ids(since + 1), self.snapshot()
-        places = iter(range(len(ids)))
-        return HeldColdRows(len(ids), lambda count: read(ids[list(islice(places, count))])[1])
+            return HeldColdRows(self, items, self._count)
+        ids = self.ids(since + 1)
+        return HeldColdRows(self, self._items_at(self._store.snapshot(), ids), len(ids))
 
-    def _found(self, ids: Array, get: Callable[[list[bytes]], list[bytes | None]]) -> tuple[Array, TableState]:
+    def _items_at(self, snapshot: Any, ids: Array) -> Iterator[tuple[bytes, bytes]]:
+        rows = max(1, _READ_BYTES // self._record.bytes)
+        for first in range(0, len(ids), rows):
+            keys = self._row_keys(np.sort(ids[first : first + rows]))  # neighbours in the files are read together
+            for key, record in zip(keys, self._store.get_at(snapshot, keys), strict=True):
+                if record is not None:
+                    yield key, record
+
+    def _found(self, ids: Array, snapshot: Any) -> tuple[Array, TableState]:
         order = np.argsort(ids)  # neighbours in the files are read together
-        records = get(self._row_keys(ids[order]))
+        keys = self._row_keys(ids[order])
+        records = self._store.get(keys) if snapshot is None else self._store.get_at(snapshot, keys)
         found = order[[record is not None for record in records]]
         return found, self._record.unpacked(ids[found], [record for record in records if record is not None])
 
     def _pieces(self, first: bytes, count: int) -> Iterator[TableState]:
         items = self._store.items(first, _space_key(self._rows + 1))
-        while len((piece := self._piece(items, count)).ids):
+        while len((piece := self.piece(items, count)).ids):
             yield piece
 
-    def _piece(self, items: Iterator[tuple[bytes, bytes]], count: int) -> TableState:
+    def piece(self, items: Iterator[tuple[bytes, bytes]], count: int) -> TableState:
+        """The next `count` rows of these keys and records."""
         found = list(islice(items, count))
         ids = np.frombuffer(b"".join([key for key, _ in found]), _ROW_KEY)["id"].astype(np.int64)
         return self._record.unpacked(ids, [record for _, record in found])
@@ -149,8 +159,8 @@ class ColdRows:
 class HeldColdRows:
     """Rows at one moment, to be read one after another."""
 
-    def __init__(self, count: int, read_next: Callable[[int], TableState]) -> None:
-        self._count, self._read_next = count, read_next
+    def __init__(self, rows: ColdRows, items: Iterator[tuple[bytes, bytes]], count: int) -> None:
+        self._rows, self._items, self._count = rows, items, count
         self._start, self._piece = 0, TableState(np.empty(0, np.int64), np.empty((0, 0)))
 
     def __len__(self) -> int:
@@ -159,7 +169,7 @@ class HeldColdRows:
     def read(self, start: int, count: int) -> TableState:
         """Rows [start, start + count), or fewer; either the same rows again, or the following ones."""
         if start == self._start + len(self._piece.ids):
-            self._start, self._piece = start, self._read_next(count)
+            self._start, self._piece = start, self._rows.piece(self._items, count)
         if start != self._start:
             raise ElasticCBError(f"Row {start} of an embedding table was read out of order, after row {self._start}.")
         return self._piece
@@ -173,6 +183,7 @@ class _Record:
         arrays = [like.rows, *like.slots.values(), like.hits, like.used]
         fields = [(f"{i}", array.dtype, array.shape[1:]) for i, array in enumerate(arrays) if array is not None]
         self._dtype: np.dtype[Any] = np.dtype(fields)
+        self.bytes = self._dtype.itemsize
 
     def packed(self, state: TableState) -> list[bytes]:
         """One record per row."""

@@ -1,34 +1,34 @@
-"""One server's rows of an embedding table, which are created on first use.
+"""One server's rows of an embedding table, in memory and on disk, which are created on first use.
 
 Not thread-safe: the caller serializes calls, and has checked that ids are int64 >= 0 and unique within each call.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from elasticcb.errors import TableError
-from elasticcb.ps.id_index import GrowingArray, IdIndex
-from elasticcb.ps.stored_table import StoredTable
-from elasticcb.ps.table_limits import TableLimits
+from elasticcb.errors import ElasticCBError, TableError
+from elasticcb.ps import table_snapshot
+from elasticcb.ps.cold_rows import ColdRows
+from elasticcb.ps.table_limits import Candidates, Newest, RowAges, TableLimits
 from elasticcb.ps.table_rows import TableRows
-from elasticcb.ps.table_snapshot import TableSnapshot
+from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
 from elasticcb.rpc.tensors import Array, dtype_of
-from elasticcb.settings.choices import WhenFull, seconds_of
+from elasticcb.settings.choices import WhenFull
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.table_counts import Growth
+from elasticcb.sharding.table_state import TableSource, TableState, joined
 
 WINDOW_SECONDS = 60.0
 _MARK_SECONDS = 5.0
-_LOOKS_PER_AGE = 8  # how often per maximum age to look for old rows
-_MARKS_PER_AGE = 64  # precision of times: rows may stay up to a 64th too long
+_MOVED_AT_ONCE = 1 << 15  # rows moved to disk at a time
 
 
 class RowFlow:
@@ -45,10 +45,10 @@ class RowFlow:
             while len(self._marks) > 1 and self._marks[1][0] <= now - WINDOW_SECONDS:
                 self._marks.popleft()
 
-    def lately(self, now: float) -> Growth:
-        """Rows created and removed in the last minute, or since the last tick if that is longer ago."""
+    def lately(self, now: float) -> tuple[float, int, int]:
+        """(seconds, rows created, rows removed): in the last minute, or since the last tick if that is longer ago."""
         begun, made, removed = self._marks[0] if self._marks else (now, 0, 0)
-        return Growth(now - begun, self.made - made, self.removed - removed)
+        return now - begun, self.made - made, self.removed - removed
 
 
 InitialRows = Callable[[Array], Array]  # of ids, int64 [n]: [n, dim]
@@ -75,8 +75,8 @@ class RowChange(NamedTuple):
     left: int  # how many rows had left memory at that time
 
 
-class EmbeddingTable(StoredTable):
-    """Rows by id, which are trained, and evicted when there are too many.
+class EmbeddingTable:
+    """Rows by id, in memory and on disk, which are trained, and leave memory when there are too many.
 
     Args:
         initial_values: returns initial rows of new ids; None if all rows are given (`load`) and stay.
@@ -103,13 +103,45 @@ class EmbeddingTable(StoredTable):
         self._limits = TableLimits() if limits is None else limits
         options = options or TableOptions()
         held_dtype = dtype_of(options.held_dtype(np.dtype(dtype).name))
-        super().__init__(TableRows(dim, dtype, slots, held_dtype), self._limits.store, name)
+        self.name = name
+        self._rows = TableRows(dim, dtype, slots, held_dtype)
+        self._version = 0  # of the model
+        self._left = 0  # number of rows that have left memory, or moved within it
+        self._cold = self._no_rows_on_disk()
+        # Versions, and ids of the rows that were removed then; None: nobody asks for them.
+        self._gone: list[tuple[int, Array]] | None = None
         self._min_count = options.min_count or 1
         self.ages = RowAges(options.max_age or 0, now)
         self.max_rows = options.max_rows or 0
-        self.candidates = _Candidates(self._min_count)
+        self.candidates = Candidates(self._min_count)
         self.flow = RowFlow()
         self._limits.tables.append(self)
+
+    def __len__(self) -> int:
+        """Rows in memory and on disk."""
+        return len(self._rows) + (len(self._cold) if self._cold is not None else 0)
+
+    def places(self, ids: Array) -> Array:
+        """Current positions of the rows of `ids` (int64 [n]) in memory, -1 for missing ones: int64 [n]."""
+        return self._rows.index.find(ids)
+
+    @property
+    def row_bytes(self) -> int:
+        return self._rows.row_bytes
+
+    @property
+    def used(self) -> Array:
+        return self._rows.used
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of the values of one row."""
+        return self._rows.dim * self._rows.held_dtype.itemsize
+
+    @property
+    def slots(self) -> Collection[str]:
+        """The names of the optimizer's slots."""
+        return self._rows.initial_slots.keys()
 
     # -------------------------------------------------------------- training
 
@@ -283,170 +315,175 @@ class EmbeddingTable(StoredTable):
             self._note_gone(self._rows.index.ids[old])
             self._remove(old)
 
+    def _no_rows_on_disk(self) -> ColdRows | None:
+        """None if rows may not go to disk."""
+        store = self._limits.store
+        return None if store is None else ColdRows(store, self._rows.slice(0, 0))
+
+    def _move_to_disk(self, places: Array) -> None:
+        """Moves the rows at `places` (int64 [n])."""
+        assert self._cold is not None
+        places = np.sort(places)[::-1]  # the last ones first, so that the others keep their positions meanwhile
+        for first in range(0, len(places), _MOVED_AT_ONCE):
+            moving = places[first : first + _MOVED_AT_ONCE]
+            self._cold.put(self._rows.at(moving))
+            self._remove(moving)
+
+    def _remove(self, places: Array) -> None:
+        self._left += len(places)
+        self._rows.remove(places)
+
     # -------------------------------------------------------------- all rows
 
     def snapshot(self) -> TableSnapshot:
         """The current rows, for lookups unaffected by later training. Release it after use."""
         return TableSnapshot(self._rows, self.initial_rows, cold=self._cold.snapshot() if self._cold else None)
 
-    def _room_at_start(self, rows: int) -> int:
-        return self._limits.room_at_start(self, rows)
+    def hold(self, lock: AbstractContextManager[Any], since: int | None = None) -> HeldTable:
+        """Like `export`, but read in pieces while training continues. Release it after use.
 
-    def _begin_anew(self, version: int) -> None:
-        super()._begin_anew(version)
+        Args:
+            lock: must be held at each call of this table, but not while the pieces are read.
+        """
+        cold = self._cold.hold(since) if self._cold else None
+        return HeldTable(TableSnapshot(self._rows, since=since, held_cold=cold), self._rows.row_bytes, lock)
+
+    def export(self, since: int | None = None) -> TableState:
+        """Everything, or what was trained after version `since`, as arrays that are never written again."""
+        if since is None:
+            state = self._rows.slice(0, len(self._rows))
+        else:
+            state = self._rows.at(np.flatnonzero(self._rows.used > since))
+        if self._cold:
+            cold = self._cold.hold(since)
+            state = joined([state, cold.read(0, len(cold))])
+        return state
+
+    def keep_gone(self, since: int) -> None:
+        """Remembers which rows were removed from this version on."""
+        self._gone = [each for each in self._gone or () if each[0] >= since]
+
+    def gone(self, since: int) -> Array:
+        """Ids of rows that were removed from version `since` on, and do not exist now, int64 [n]."""
+        ids = np.unique(np.concatenate([np.empty(0, np.int64), *(ids for at, ids in self._gone or () if at >= since)]))
+        ids = ids[self.places(ids) < 0]
+        return np.delete(ids, self._cold.read(ids)[0]) if self._cold else ids
+
+    def _note_gone(self, ids: Array) -> None:
+        if self._gone is not None:
+            self._gone.append((self._version, ids.copy()))
+
+    def ids(self, since: int = -1) -> Array:
+        """Ids of all rows created or trained from version `since` on, int64 [n]."""
+        ids = self._rows.index.ids[self._rows.used >= since]
+        return np.concatenate([ids, self._cold.ids(since)]) if self._cold else ids
+
+    def select(self, ids: Array) -> TableState:
+        """The existing rows among `ids` (int64 [n], unique)."""
+        places = self.places(ids)
+        state = self._rows.at(places[places >= 0])
+        return joined([state, self._cold.read(ids[places < 0])[1]]) if self._cold else state
+
+    def counts(self, start: int, count: int) -> tuple[Array, Array, Array]:
+        """(ids, hits, used), int64 [n] each, of rows [start, start + count): how often each was looked up in training,
+        and the version at which it was last trained."""
+        if self._cold and start >= len(self._rows):
+            state = self._cold.rows(start - len(self._rows), count)
+            assert state.hits is not None
+            assert state.used is not None
+            return state.ids, state.hits, state.used
+        return self._rows.counts(start, count)
+
+    def rows(self, start: int, count: int) -> tuple[Array, Array]:
+        """(ids int64 [n], rows [n, dim]) of rows [start, start + count); fewer at the end, and if rows are large.
+
+        The order is arbitrary but stable while the table is not trained.
+        """
+        most = max(1, table_snapshot.CHUNK_BYTES // self._rows.row_bytes)
+        count = max(0, min(count, most))
+        if self._cold and start >= len(self._rows):
+            state = self._cold.rows(start - len(self._rows), count)
+            return state.ids, state.rows
+        return self._rows.rows(start, count)
+
+    def load(self, source: TableSource, version: int) -> None:
+        """Replaces all rows by those of `source`, piece by piece. Missing slots and counts stay as they were for
+        existing ids, and start fresh for others.
+
+        Args:
+            version: version of the model, used for rows whose training time is unknown.
+
+        Raises `ElasticCBError` when shapes or slots don't match, or when there are more rows than the limits allow.
+        """
+        before, cold_before = self._rows, self._cold
+        pieces = (_completed(self._checked(piece), before, cold_before, version) for piece in source.pieces())
+        first = next(pieces)  # report mismatches before anything changes
+        # Snapshots keep the old rows, which no longer change.
+        self._rows = TableRows(before.dim, before.dtype, before.initial_slots, before.held_dtype)
+        self._version = version
         self.candidates.clear()
         self.ages.begin(version)
+        self._cold = self._no_rows_on_disk()
+        self._left += 1  # rows have moved
+        rows = len(source)
+        room = self._limits.room_at_start(self, rows)
+        newest = Newest(_ages(source, before, cold_before, version), room) if room < rows else None
+        for piece in itertools.chain([first], pieces):
+            if newest is not None:
+                assert piece.used is not None
+                stays = newest.choose(piece.used)
+                if self._cold is not None:
+                    self._cold.put(piece.select(~stays))
+                piece = piece.select(stays)
+            self._rows.fill(piece)
+
+    def _checked(self, state: TableState) -> TableState:
+        """`state`, with rows in their stored dtype, also those for disk."""
+        own = {"rows": (self._rows.dim,)} | {name: row.shape for name, row in self._rows.initial_slots.items()}
+        given = {"rows": state.rows, **state.slots}
+        wrong = [
+            f"{name}, {array.dtype.name}{list(array.shape)}"
+            for name, array in given.items()
+            if array.shape != (len(state.ids), *own.get(name, array.shape[1:]))
+            or not np.can_cast(array.dtype, self._rows.dtype, "same_kind")
+        ]
+        wrong += [f"the slot {name}" for name in sorted(given.keys() - own.keys())]
+        if wrong:
+            slots = [f"{name} {list(shape)}" for name, shape in sorted(own.items()) if name != "rows"]
+            raise ElasticCBError(
+                f"{self.name} can't take over {', '.join(wrong)}: it has rows of {self._rows.dim} and the slots "
+                f"{', '.join(slots) or '(none)'}. Continue training with the same model and optimizer."
+            )
+        return replace(state, rows=self._rows.as_held(state.rows))
 
 
-class _Candidates:
-    """Ids looked up in training, but not often enough yet to get a row."""
-
-    row_bytes = 32 + 4 + 8  # per id: its entry in the index, a count and a version
-
-    def __init__(self, min_count: int) -> None:
-        self._min_count = min_count
-        self._index, self._counts, self._seen = _nothing()
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    @property
-    def used(self) -> Array:
-        """The version at which each was last looked up, int64 [n]: a view, valid until the next change."""
-        return self._seen.array[: len(self)]
-
-    @property
-    def bytes(self) -> int:
-        return len(self) * self.row_bytes
-
-    def count(self, ids: Array, version: int) -> Array:
-        """Counts a lookup of `ids` (int64 [n], unique); returns which ones have reached the minimum, bool [n], and
-        removes those."""
-        if self._min_count <= 1:
-            return np.ones(len(ids), bool)
-        places = self._index.find(ids)
-        new = np.flatnonzero(places < 0)
-        if len(new):
-            places[new] = self._index.insert(ids[new])
-            for array in (self._counts, self._seen):
-                array.reserve(len(self._index))
-            self._counts.array[places[new]] = 0
-        counts = self._counts.array.take(places) + 1
-        self._counts.array[places] = counts
-        self._seen.array[places] = version
-        enough: Array = counts >= self._min_count
-        if enough.any():
-            self.evict(places[enough])
-        return enough
-
-    def lookups(self, id: int) -> int:
-        """How often an id was looked up; 0: not a candidate."""
-        (place,) = self._index.find(np.array([id], np.int64))
-        return int(self._counts.array[place]) if place >= 0 else 0
-
-    def forget_older(self, version: int) -> None:
-        """Drops ids not looked up since before `version`."""
-        old = np.flatnonzero(self.used < version)
-        if len(old):
-            self.evict(old)
-
-    def clear(self) -> None:
-        self._index, self._counts, self._seen = _nothing()
-
-    def evict(self, places: Array) -> None:
-        """Drops the ids at `places` (int64 [n], unique); others may move."""
-        gaps, moved = self._index.remove(places)
-        for array in (self._counts, self._seen):
-            array.array[gaps] = array.array[moved]
+def _completed(state: TableState, rows: TableRows, cold_rows: ColdRows | None, version: int) -> TableState:
+    """`state`, with missing parts taken from these rows. Other ids start fresh, as trained at `version`."""
+    places = rows.index.find(state.ids)
+    here, elsewhere = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
+    completed = rows.completed(state, here, places[here], version)
+    assert completed.used is not None
+    lacking = completed.slots.keys() - state.slots.keys()
+    if cold_rows and (lacking or state.hits is None or state.used is None):
+        found, cold = cold_rows.read(state.ids[elsewhere])
+        known = elsewhere[found]
+        for name in lacking:
+            completed.slots[name][known] = cold.slots[name]
+        for given, counts, count in (
+            (state.hits, completed.hits, cold.hits),
+            (state.used, completed.used, cold.used),
+        ):
+            if given is None:
+                assert counts is not None
+                counts[known] = count
+    # Versions may restart, as with a fresh optimizer.
+    return replace(completed, used=np.minimum(completed.used, version))
 
 
-def _nothing() -> tuple[IdIndex, GrowingArray, GrowingArray]:
-    """Ids, their lookups, and the versions of their last lookups; empty."""
-    return IdIndex(), GrowingArray((), np.int32), GrowingArray((), np.int64)
-
-
-class RowAges:
-    """Finds the version before which rows were trained too long ago.
-
-    A row stores the version at which it was last trained. For time-based ages, marks record when the model had which
-    version, so that rows need no timestamps.
-
-    Args:
-        max_age: versions, or a time ("7d"); 0: rows never expire.
-        now: system clock in seconds: marks outlive this process.
-    """
-
-    def __init__(self, max_age: int | str, now: Callable[[], float]) -> None:
-        self._seconds = seconds_of(max_age)
-        self._versions = 0 if self._seconds else int(max_age)
-        self._now = now
-        # Version or time of the last look: for times, look at once, since a job may be shorter than the interval.
-        self._looked = -math.inf if self._seconds else 0.0
-        # (version, seconds): rows of earlier versions were last trained before that time.
-        self._marks: list[tuple[int, float]] = []
-        self._last = (0, now() if self._seconds else 0.0)  # version and time of the last call
-
-    def begin(self, version: int) -> None:
-        """The rows were replaced by those of `version`."""
-        if not self._seconds:
-            self._looked = version
-            return
-        self._marks = [mark for mark in self._marks if mark[0] <= version]
-        self._last = (version, self._now())
-
-    def due(self, version: int) -> int | None:
-        """The version before which rows are too old; None: no need to look now, because looking scans all rows.
-
-        Args:
-            version: current version of the model. Call this at every version.
-        """
-        if self._seconds:
-            return self._due_by_time(version)
-        if not self._versions or version - self._looked < max(1, self._versions // _LOOKS_PER_AGE):
-            return None
-        self._looked = version
-        return version - self._versions
-
-    def _due_by_time(self, version: int) -> int | None:
-        now = self._now()
-        before = self._before(version)
-        if before is not None:
-            self._marks.append(before)
-            if len(self._marks) > 2 and before[1] - self._marks[-3][1] < self._seconds / _MARKS_PER_AGE:
-                del self._marks[-2]
-        self._last = (version, now)
-        if 0 <= now - self._looked < self._seconds / _LOOKS_PER_AGE:  # the clock may have been set back
-            return None
-        self._looked = now
-        while len(self._marks) > 1 and self._marks[1][1] <= now - self._seconds:
-            del self._marks[0]
-        return self._marks[0][0] if self._marks and self._marks[0][1] <= now - self._seconds else None
-
-    def _before(self, version: int) -> tuple[int, float] | None:
-        """A mark for everything trained up to the last call; None if `version` has not increased, or the mark would be
-        out of order."""
-        last, seconds = self._last
-        if version <= last or (self._marks and (last < self._marks[-1][0] or seconds < self._marks[-1][1])):
-            return None
-        return last + 1, seconds
-
-    def export(self, version: int) -> Array | None:
-        """State for `restore`, versions and seconds, int64 [n, 2]; None: nothing to save."""
-        if not self._seconds:
-            return None
-        newest = self._before(version + 1)
-        return np.ceil([*self._marks, *([newest] if newest else [])]).astype(np.int64).reshape(-1, 2)
-
-    def restore(self, marks: Array, version: int, stood_still: bool) -> None:
-        """Restores the state of `export`.
-
-        Args:
-            version: current version of the model; the next rows trained get the following version.
-            stood_still: the time since then does not count, because the job could not train.
-        """
-        if not self._seconds or not len(marks):
-            return
-        now = self._now()
-        pause = max(0.0, now - float(marks[-1, 1])) if stood_still else 0.0
-        known = [(int(mark), float(seconds)) for mark, seconds in marks.tolist() if mark <= version + 1]
-        self._marks = [(mark, min(seconds + pause, now)) for mark, seconds in known]
+def _ages(source: TableSource, rows: TableRows, cold_rows: ColdRows | None, version: int) -> Iterator[Array]:
+    """The versions at which the rows of `source` count as last trained, in pieces."""
+    for ids, used in source.ages():
+        if used is None:
+            used = _completed(TableState(ids, np.empty((len(ids), 0))), rows, cold_rows, version).used
+            assert used is not None
+        yield np.minimum(used, version)

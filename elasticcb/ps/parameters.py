@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from elasticcb.checkpoint.shard_file import Part
-from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError
+from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError, WireError
 from elasticcb.optimizers.state import LEARNING_RATE, Optimizers, OptimizerState, from_tensors
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_snapshot import TableSnapshot
 from elasticcb.ps.tables import Tables
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import SHARED, of_kind
-from elasticcb.sharding.flat_blocks import moved_state
-from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec, block_sizes, layout
-from elasticcb.sharding.push import Push
-from elasticcb.sharding.table_spec import TableSource
+from elasticcb.sharding.flat_blocks import ADDED, moved_state
+from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec, block_sizes, check_blocks, layout
+from elasticcb.sharding.push import Push, Rows
+from elasticcb.sharding.table_state import TableSource
 
 if TYPE_CHECKING:
-    from elasticcb.ps.row_optimizer import MakeOptimizers
+    from elasticcb.ps.table_update import MakeOptimizers
 
 logger = logging.getLogger(__name__)
 _KINDS = ("slots", "extras", "shared")
@@ -57,6 +57,7 @@ class Parameters:
     Attributes:
         optimizers: their state, except that of embedding tables.
         state_version: increases when a non-trainable variable changes.
+        sizes: elements of its flat blocks, by dtype, of the trainable variables, and of the others.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Parameters:
         self.specs, self.slices = specs, slices
         self.version = self.state_version = version
         self._make_optimizers = make_optimizers
+        self.sizes = {trainable: block_sizes(specs, slices, trainable) for trainable in (True, False)}
         self._weights, self._state = (flat(values, specs, slices, trainable) for trainable in (True, False))
         self._constraints = {} if make_optimizers is None else _constraints_of(specs, slices, make_optimizers)
         self.optimizers = _HeldOptimizers(specs, slices, optimizers or Optimizers())
@@ -92,6 +94,42 @@ class Parameters:
         }
 
     # -------------------------------------------------------------- writing
+
+    def checked(self, push: Push) -> Push:
+        """The push as this server applies it. Checked as a whole before anything is changed: a refused push leaves no
+        trace.
+
+        Raises `WireError`, naming the variable and what was expected, for anything that does not fit this server's part
+        of the model.
+        """
+        if push.batches < 0:
+            raise WireError(f"The push has {push.batches} batches; expected 0, for rows only, or more.")
+        moved = self.sizes[True] if push.batches else {}
+        check_blocks(push.moved, moved, "The movements of the trainable variables")
+        # Dtypes without changes are left out.
+        state = {dtype: size for dtype, size in self.sizes[False].items() if dtype in push.state}
+        check_blocks(push.state, state, "The non-trainable variables")
+        for dtype in sorted({*state, *push.shares}):
+            _check_shares(dtype, push.shares.get(dtype), state.get(dtype, 0))
+        for index, given in push.rows.items():
+            self._check_rows(index, given)
+        # In a fixed order, whatever the worker's.
+        return replace(push, moved={dtype: push.moved[dtype] for dtype in moved}, rows=dict(sorted(push.rows.items())))
+
+    def _check_rows(self, index: int, given: Rows) -> None:
+        specs = self.specs
+        if not 0 <= index < len(specs) or not specs[index].table:
+            raise WireError(
+                f"The push has rows of variable {index}, which is none of the embedding tables among the {len(specs)} "
+                "variables of the model."
+            )
+        spec, (ids, values) = specs[index], given
+        expected = (*ids.shape[:1], *spec.shape[1:])
+        if values.dtype != dtype_of(spec.dtype) or values.shape != expected:
+            raise WireError(
+                f"Row gradients of {spec.path!r}: expected {spec.dtype}{list(expected)}, got {_shown(values)}."
+            )
+        self.tables.check_ids(index, ids)
 
     def merge(self, pushes: Sequence[Push], workers: int = 1) -> None:
         """Merges the local training of some workers into the model; increases the version by their batches.
@@ -176,14 +214,10 @@ class Parameters:
 
     def dense(self) -> Part:
         """This server's part of a checkpoint without tables, as arrays that are never written again."""
-        state = self.optimizers.state()
         return Part(
             version=self.version,
             weights={**self._arrays(True), **self._arrays(False)},
-            slots=state.slots,
-            extras=state.extras,
-            shared=state.shared,
-            optimizer=", ".join(state.optimizers),
+            optimizers=self.optimizers.state(),
             ages=self.tables.ages(),
         )
 
@@ -194,6 +228,24 @@ class Parameters:
         """
         if self._make_optimizers is not None:
             self.optimizers.restore(part.optimizers)
+
+
+def _check_shares(dtype: str, shares: Array | None, size: int) -> None:
+    if (
+        shares is None
+        or shares.dtype != np.float32
+        or shares.shape != (size,)
+        or not (((shares >= 0) & (shares <= 1)) | (shares == ADDED)).all()
+    ):
+        given = "nothing" if shares is None else _shown(shares)
+        raise WireError(
+            f"The shares by which the non-trainable variables of dtype {dtype} change are {given}; expected "
+            f"float32[{size}] from 0 to 1, or {ADDED:g}."
+        )
+
+
+def _shown(array: Array) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"
 
 
 def _constraints_of(

@@ -22,7 +22,7 @@ from elasticcb.settings import RECOVERY_FOLDER, JobSettings, WhenFull
 from elasticcb.storage.cold_store import ColdStore
 
 if TYPE_CHECKING:
-    from elasticcb.ps.row_optimizer import MakeOptimizers
+    from elasticcb.ps.table_update import MakeOptimizers
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Handles the calls of `ParameterServer`; `Servicer` maps each call to its handler.
+"""Handles the calls of `ParameterServer`.
 
 One lock serializes calls that read or change the model. Blocks of weights are created once per version and shared by
 all answers, so that the lock is held for little more than an update.
@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,13 +23,13 @@ from elasticcb.errors import CheckpointError, ElasticCBError, WireError
 from elasticcb.optimizers.state import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.embedding_table import EmbeddingTable
-from elasticcb.ps.holder import Holder, ServerOptions
-from elasticcb.ps.served_model import Exported, Kept, MoveGate, ServedModel, values_of
+from elasticcb.ps.holder import Exported, Holder, Kept, MoveGate, ServedModel, ServerOptions, values_of
 from elasticcb.ps.table_rows import OVERHEAD_BYTES
 from elasticcb.ps.update_policy import PushName
 from elasticcb.rpc.frame_service import Handler
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Array, Frame
+from elasticcb.settings import WireDtype
 from elasticcb.sharding.array_names import (
     EXTRAS,
     SHARED,
@@ -43,7 +43,7 @@ from elasticcb.sharding.array_names import (
     only,
     without,
 )
-from elasticcb.sharding.push import Push, narrowed, widened, wire_dtype_of
+from elasticcb.sharding.push import Push, narrowed, widened
 from elasticcb.sharding.table_counts import TableCounts, Top
 from elasticcb.sharding.table_state import TableState
 from elasticcb.sharding.table_state import from_tensors as tables_from
@@ -59,72 +59,53 @@ _KEPT = 256  # answers of repeated calls
 
 
 class Servicer:
-    """The calls of one parameter server."""
+    """The calls of one parameter server.
+
+    Those that read or report the whole state take the lock repeatedly, but only briefly: training continues meanwhile.
+
+    Attributes:
+        handlers: by method name.
+    """
 
     def __init__(self, options: ServerOptions) -> None:
-        training_calls = _TrainingCalls(options.lost_workers)
         self.holder = Holder(options)
+        self._lost_workers, self._wire_dtype = options.lost_workers, options.training.wire_dtype
         self._once = Once()
-        self.handlers = self._answers(training_calls, _StateCalls(self.holder))
-
-    def _answers(self, training: _TrainingCalls, state: _StateCalls) -> dict[str, Handler]:
-        """Handlers by method name."""
-        locked, holder = self._locked, self.holder
-        tables = _TableCalls(self.holder)
         answers: dict[str, Handler] = {
-            "Exchange": self._unless_moving(training.exchange),
-            "Snapshot": locked(_snapshot),
-            "FinishTraining": locked(training.finish_training),
-            "SetLearningRate": locked(training.set_learning_rate),
-            "LoadState": state.load_state,
-            "Initialize": holder.initialize,
-            "Save": state.save,
-            "ReadTable": state.read_table,
-            "Export": state.export,
-            "CountTables": tables.count,
-            "FindRow": tables.find_row,
-            "Move": locked(training.move),
+            "Exchange": self.exchange,
+            "Snapshot": self.snapshot,
+            "FinishTraining": self.finish_training,
+            "SetLearningRate": self.set_learning_rate,
+            "LoadState": self.load_state,
+            "Initialize": self.holder.initialize,
+            "Save": self.save,
+            "ReadTable": self.read_table,
+            "Export": self.export,
+            "CountTables": self.count_tables,
+            "FindRow": self.find_row,
+            "Move": self.move,
         }
-        return {name: self._once_if_numbered(name, answer) for name, answer in answers.items()}
+        self.handlers = {name: self._once_if_numbered(name, answer) for name, answer in answers.items()}
 
     def _once_if_numbered(self, name: str, answer: Handler) -> Handler:
         if not PS_METHODS[name].is_numbered:
             return answer
         return lambda frame: self._once.do(frame.header.call, lambda: answer(frame))
 
-    def _locked(self, function: Callable[[Frame[Any], Any], Frame[Any]]) -> Handler:
-        def answer(frame: Frame[Any]) -> Frame[Any]:
-            with self.holder.lock:
-                return function(frame, self.holder.present())
+    # -------------------------------------------------------------- training
 
-        return answer
+    def exchange(self, frame: Frame[pb.ExchangeRequest]) -> Frame[Any]:
+        with self.holder.lock:  # the model may have gone while a call waited for the lock
+            if self.holder.is_moving:
+                return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
+            return self._exchange(frame, self.holder.present())
 
-    def _unless_moving(self, exchange: Callable[[Frame[Any], Any], Frame[Any]]) -> Handler:
-        def answer(frame: Frame[Any]) -> Frame[Any]:
-            with self.holder.lock:  # the model may have gone while a call waited for the lock
-                if self.holder.is_moving:
-                    return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
-                return exchange(frame, self.holder.present())
-
-        return answer
-
-
-class _TrainingCalls:
-    """Calls that train: they push movements and row gradients, and return weights and rows.
-
-    They get the model, under its lock.
-    """
-
-    def __init__(self, lost_workers: Collection[int]) -> None:
-        self._lost_workers = lost_workers
-
-    def exchange(self, frame: Frame[pb.ExchangeRequest], model: ServedModel) -> Frame[Any]:
+    def _exchange(self, frame: Frame[pb.ExchangeRequest], model: ServedModel) -> Frame[Any]:
         request = frame.header
         if request.map_version != model.shard_map.version:
             return Frame(pb.ExchangeResponse(status=pb.MOVED, map_version=model.shard_map.version), {})
         if model.gate is not None and not model.gate.admits(request.worker_id, request.sequence, request.create_rows):
             return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
-        rows_dtype = wire_dtype_of(request.rows_dtype, "rows")
         pushed = without(frame.tensors, WANTED)
         if request.sequence:
             self._push(request, pushed, model)
@@ -155,7 +136,7 @@ class _TrainingCalls:
             response.version, response.state_version = snapshot.version, snapshot.state_version
         ids = by_index(WANTED, frame.tensors)
         rows = parameters.tables.lookup(ids, request.create_rows, snapshot and snapshot.tables)
-        tensors = narrowed(named(TABLE, rows), rows_dtype)
+        tensors = narrowed(named(TABLE, rows), self._wire_dtype if request.create_rows else WireDtype.SAME)
         if response.alone:
             return Frame(response, tensors)
         if request.optimizers or request.batches:
@@ -180,7 +161,7 @@ class _TrainingCalls:
             )
         if model.has(name):
             return
-        push = model.reader.read(Push.decode(request, widened(tensors, model.parameters.specs)))
+        push = model.parameters.checked(Push.decode(request, widened(tensors, model.parameters.specs)))
         model.parameters.optimizers.check(from_tensors(push.optimizers))
         if push.batches:
             model.policy.come(name)
@@ -205,56 +186,62 @@ class _TrainingCalls:
             self._merge_due(model)
         return name not in model.waiting
 
-    def move(self, frame: Frame[pb.MoveRequest], model: ServedModel) -> Frame[Any]:
+    def move(self, frame: Frame[pb.MoveRequest]) -> Frame[Any]:
         """Closes the model to pushes, or opens it again: see `MoveStep`."""
-        request, response = frame.header, pb.MoveResponse(map_version=model.shard_map.version)
-        if request.step == pb.OPEN:
-            model.gate = model.gate if request.map_version != model.shard_map.version else None
+        with self.holder.locked_model() as model:
+            request, response = frame.header, pb.MoveResponse(map_version=model.shard_map.version)
+            if request.step == pb.OPEN:
+                model.gate = model.gate if request.map_version != model.shard_map.version else None
+                return Frame(response, {})
+            if request.step == pb.CLOSE:
+                model.gate = model.gate or MoveGate()
+                model.flush()
+                response.pushes.extend(_names(model.taken.items()))
+            elif model.gate is not None:
+                model.gate.allowed = {push.worker_id: push.sequence for push in request.pushes}
+                response.pushes.extend(_names(model.gate.missing(model.taken)))
             return Frame(response, {})
-        if request.step == pb.CLOSE:
-            model.gate = model.gate or MoveGate()
+
+    def finish_training(self, frame: Frame[pb.FinishTrainingRequest]) -> Frame[Any]:
+        with self.holder.locked_model() as model:
             model.flush()
-            response.pushes.extend(_names(model.taken.items()))
-        elif model.gate is not None:
-            model.gate.allowed = {push.worker_id: push.sequence for push in request.pushes}
-            response.pushes.extend(_names(model.gate.missing(model.taken)))
-        return Frame(response, {})
+            return Frame(pb.VersionResponse(version=model.parameters.version), {})
 
-    def finish_training(self, frame: Frame[pb.FinishTrainingRequest], model: ServedModel) -> Frame[Any]:
-        model.flush()
-        return Frame(pb.FinishTrainingResponse(version=model.parameters.version), {})
-
-    def set_learning_rate(self, frame: Frame[pb.SetLearningRateRequest], model: ServedModel) -> Frame[Any]:
+    def set_learning_rate(self, frame: Frame[pb.SetLearningRateRequest]) -> Frame[Any]:
         rate = frame.header.learning_rate
         if not math.isfinite(rate):
             raise WireError(f"The learning rate can't be set to {rate}: it must be finite.")
-        model.parameters.optimizers.set_learning_rate(rate)
-        model.rate_version += 1
-        return Frame(pb.SetLearningRateResponse(), {})
+        with self.holder.locked_model() as model:
+            model.parameters.optimizers.set_learning_rate(rate)
+            model.rate_version += 1
+            return Frame(pb.VersionResponse(version=model.parameters.version), {})
 
+    # -------------------------------------------------------------- the whole state
 
-def _names(pushes: Iterable[tuple[int, int]]) -> list[pb.PushName]:
-    return [pb.PushName(worker_id=worker, sequence=sequence) for worker, sequence in pushes]
-
-
-class _StateCalls:
-    """Calls that read or set the whole state.
-
-    They take the lock only briefly, and hold what they read: training continues meanwhile.
-    """
-
-    def __init__(self, holder: Holder) -> None:
-        self._holder = holder
+    def snapshot(self, frame: Frame[pb.SnapshotRequest]) -> Frame[Any]:
+        evaluation_round = frame.header.evaluation_round
+        if evaluation_round <= 0:
+            raise WireError(f"Snapshot has evaluation pass {evaluation_round}; passes are numbered from 1.")
+        with self.holder.locked_model() as model:
+            if frame.header.release:
+                released = model.snapshots.pop(evaluation_round, None)
+                for table in (released.tables if released and released.tables else {}).values():
+                    table.release()
+                return Frame(pb.VersionResponse(version=model.parameters.version), {})
+            if frame.tensors or evaluation_round not in model.snapshots:
+                dense = model.given_snapshot(frame.tensors) if frame.tensors else model.parameters.snapshot()
+                model.snapshots[evaluation_round] = dense._replace(tables=model.parameters.tables.snapshot())
+            return Frame(pb.VersionResponse(version=model.snapshots[evaluation_round].version), {})
 
     def save(self, frame: Frame[pb.SaveRequest]) -> Frame[Any]:
         request = frame.header
         if "\0" in request.path or not (os.path.isabs(request.path) or is_url(request.path)):
             raise WireError(f"Save has an invalid path: {request.path!r}; expected an absolute one, or a URL.")
-        return Frame(self._holder.save(request), {})
+        return Frame(self.holder.save(request), {})
 
     def load_state(self, frame: Frame[pb.LoadStateRequest]) -> Frame[Any]:
-        with self._holder.lock:
-            response = _load_state(frame, self._holder.present())
+        with self.holder.locked_model() as model:
+            response = _load_state(frame, model)
         if frame.header.HasField("save"):
             try:
                 response.saved.CopyFrom(self.save(Frame(frame.header.save, {})).header)
@@ -264,8 +251,7 @@ class _StateCalls:
 
     def export(self, frame: Frame[pb.ExportRequest]) -> Frame[Any]:
         request = frame.header
-        with self._holder.lock:
-            model = self._holder.present()
+        with self.holder.locked_model() as model:
             parameters = model.parameters
             if model.exported is not None and (request.release or not request.id or model.exported.id != request.id):
                 model.exported.part.release()
@@ -273,7 +259,7 @@ class _StateCalls:
             if request.release:
                 return Frame(pb.ExportResponse(version=parameters.version), {})
             if model.exported is None:
-                model.exported = Exported(request.id, parameters.hold(self._holder.lock), parameters.snapshot())
+                model.exported = Exported(request.id, parameters.hold(self.holder.lock), parameters.snapshot())
             part, dense = model.exported.part, model.exported.dense
         response = pb.ExportResponse(version=part.version)
         tensors = named(WEIGHTS, dense.weights) | named(STATE, dense.state)
@@ -285,8 +271,7 @@ class _StateCalls:
     def read_table(self, frame: Frame[pb.ReadTableRequest]) -> Frame[Any]:
         request = frame.header
         number, start = request.variable, max(0, request.start)
-        with self._holder.lock:
-            model = self._holder.present()
+        with self.holder.locked_model() as model:
             table, exported = model.parameters.tables[number], model.exported
             if not request.export_id:
                 total, state = len(table), TableState(*table.rows(start, request.count))
@@ -297,20 +282,38 @@ class _StateCalls:
             total, state = len(held), held.read(start)
         return Frame(pb.ReadTableResponse(total=total), tables_to({number: state}))
 
+    # -------------------------------------------------------------- content of embedding tables, for users
 
-def _snapshot(frame: Frame[pb.SnapshotRequest], model: ServedModel) -> Frame[Any]:
-    evaluation_round = frame.header.evaluation_round
-    if evaluation_round <= 0:
-        raise WireError(f"Snapshot has evaluation pass {evaluation_round}; passes are numbered from 1.")
-    if frame.header.release:
-        released = model.snapshots.pop(evaluation_round, None)
-        for table in (released.tables if released and released.tables else {}).values():
-            table.release()
-        return Frame(pb.SnapshotResponse(version=model.parameters.version), {})
-    if frame.tensors or evaluation_round not in model.snapshots:
-        dense = model.given_snapshot(frame.tensors) if frame.tensors else model.parameters.snapshot()
-        model.snapshots[evaluation_round] = dense._replace(tables=model.parameters.tables.snapshot())
-    return Frame(pb.SnapshotResponse(version=model.snapshots[evaluation_round].version), {})
+    def count_tables(self, frame: Frame[pb.CountTablesRequest]) -> Frame[Any]:
+        """Handles `CountTables`."""
+        top = frame.header.top
+        if not 0 <= top <= _MOST_TOP:
+            raise WireError(f"CountTables requests the top {top:,} ids; expected 0 to {_MOST_TOP:,}.")
+        with self.holder.locked_model() as model:
+            parameters = model.parameters
+        response = pb.CountTablesResponse(version=parameters.version)
+        for number in parameters.tables.numbers:
+            counted = count_table(parameters.tables[number], parameters.version, top, self.holder.lock)
+            response.tables.append(counted.to_message(number))
+        return Frame(response, {})
+
+    def find_row(self, frame: Frame[pb.FindRowRequest]) -> Frame[Any]:
+        """Handles `FindRow`."""
+        id = frame.header.id
+        if id < 0:
+            raise WireError(f"FindRow has id {id}; expected 0 or more.")
+        with self.holder.locked_model() as model:
+            parameters = model.parameters
+            tables = {number: parameters.tables[number] for number in parameters.tables.numbers}
+            found = {number: table.select(np.array([id], np.int64)) for number, table in tables.items()}
+            waiting = {number: table.candidates.lookups(id) for number, table in tables.items()}
+            version = parameters.version
+        response = pb.FindRowResponse(version=version, lookups={k: n for k, n in waiting.items() if n})
+        return Frame(response, tables_to(found))
+
+
+def _names(pushes: Iterable[tuple[int, int]]) -> list[pb.PushName]:
+    return [pb.PushName(worker_id=worker, sequence=sequence) for worker, sequence in pushes]
 
 
 def _load_state(frame: Frame[pb.LoadStateRequest], model: ServedModel) -> pb.LoadStateResponse:
@@ -326,43 +329,6 @@ def _load_state(frame: Frame[pb.LoadStateRequest], model: ServedModel) -> pb.Loa
     if only(frame.tensors, SLOTS, EXTRAS, SHARED):
         model.slots_version += 1
     return pb.LoadStateResponse(version=parameters.version)
-
-
-class _TableCalls:
-    """Calls that report the content of embedding tables to users.
-
-    They take the lock repeatedly, but only briefly: training continues meanwhile.
-    """
-
-    def __init__(self, holder: Holder) -> None:
-        self._holder = holder
-
-    def count(self, frame: Frame[pb.CountTablesRequest]) -> Frame[Any]:
-        """Handles `CountTables`."""
-        top = frame.header.top
-        if not 0 <= top <= _MOST_TOP:
-            raise WireError(f"CountTables requests the top {top:,} ids; expected 0 to {_MOST_TOP:,}.")
-        with self._holder.lock:
-            parameters = self._holder.present().parameters
-        response = pb.CountTablesResponse(version=parameters.version)
-        for number in parameters.tables.numbers:
-            counted = count_table(parameters.tables[number], parameters.version, top, self._holder.lock)
-            response.tables.append(counted.to_message(number))
-        return Frame(response, {})
-
-    def find_row(self, frame: Frame[pb.FindRowRequest]) -> Frame[Any]:
-        """Handles `FindRow`."""
-        id = frame.header.id
-        if id < 0:
-            raise WireError(f"FindRow has id {id}; expected 0 or more.")
-        with self._holder.lock:
-            parameters = self._holder.present().parameters
-            tables = {number: parameters.tables[number] for number in parameters.tables.numbers}
-            found = {number: table.select(np.array([id], np.int64)) for number, table in tables.items()}
-            waiting = {number: table.candidates.lookups(id) for number, table in tables.items()}
-            version = parameters.version
-        response = pb.FindRowResponse(version=version, lookups={k: n for k, n in waiting.items() if n})
-        return Frame(response, tables_to(found))
 
 
 def count_table(table: EmbeddingTable, version: int, top: int, lock: AbstractContextManager[Any]) -> TableCounts:
@@ -382,7 +348,8 @@ def count_table(table: EmbeddingTable, version: int, top: int, lock: AbstractCon
         slot_bytes = table.row_bytes - OVERHEAD_BYTES - table.value_bytes
         counts.rows, counts.row_bytes, counts.slot_bytes = rows, rows * table.value_bytes, rows * slot_bytes
         counts.slots, counts.bytes, counts.waiting = tuple(sorted(table.slots)), table.bytes, len(table.candidates)
-        counts.removed, counts.growth = table.flow.removed, table.flow.lately(time.monotonic())
+        counts.removed = table.flow.removed
+        counts.seconds, counts.made_lately, counts.removed_lately = table.flow.lately(time.monotonic())
     return counts
 
 

@@ -12,25 +12,63 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from elasticcb.errors import ModelFileError, describe, user_traceback
-from elasticcb.optimizers.traits import may_join, may_update_rows
-from elasticcb.optimizers.variables import Leaf
+from elasticcb.keras_private import set_decays, set_path_of
+from elasticcb.optimizers.traits import may_join, may_update_rows, multiply_learning_rate
+from elasticcb.optimizers.variables import Leaf, leaves_of, optimizer_variables
 from elasticcb.ps.embedding_table import EmbeddingTable, RowChange
-from elasticcb.ps.row_optimizer import RowOptimizer
 from elasticcb.rpc.tensors import Array, aligned
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.tf.batch_signatures import quick_call
-from elasticcb.tf.tensors import array_of, tensor_of
+from elasticcb.tf.tensors import array_of, make_free_rows, tensor_of
+
+# Creates fresh optimizers at each call, the model's first ones: at least as many as requested.
+MakeOptimizers = Callable[[int], Sequence["keras.optimizers.Optimizer"]]
+
+_ROWS = 2  # rows of the initial variable: not 1, which is also the shape of non-row state
+_INDEX = 0  # of the only variable
+
+
+def _prepare(optimizer: keras.optimizers.Optimizer) -> None:
+    if optimizer.built:
+        raise ModelFileError(
+            f"The function that creates the optimizer returned one ({optimizer.name}) that is already in use. It must "
+            "create a new one at each call."
+        )
+    optimizer.loss_scale_factor = None  # the worker has scaled the gradients back
+    # A server is the only replica. Keras's reduction over replicas would leak every traced update: it defines a
+    # gradient, which TensorFlow registers globally.
+    object.__setattr__(optimizer, "_all_reduce_sum_gradients", list)
+
+
+def fresh_leaves(make_optimizers: MakeOptimizers, specs: Sequence[VariableSpec]) -> list[Leaf]:
+    """Fresh optimizers, with outlines of the variables of the whole model that they update.
+
+    Raises `ModelFileError` when they are none of Keras, or too few.
+    """
+    needed = 1 + max((spec.optimizer for spec in specs if spec.trainable), default=0)
+    made = list(make_optimizers(needed))[:needed]
+    for optimizer in made:
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise ModelFileError(
+                f"The optimizer function returned {optimizer!r}; expected a keras.optimizers.Optimizer."
+            )
+    if len(made) < needed:
+        raise ModelFileError(
+            f"The model was first built with {needed} optimizers, but on a parameter server it has {len(made)}. Every "
+            "process must build the same model."
+        )
+    return leaves_of(made, specs)
 
 
 class TableUpdate:
-    """The optimizer of one table, or of several tables that are equal to it.
+    """A fresh optimizer of one table, or of several tables that are equal to it.
 
-    Args:
-        leaf: a fresh optimizer.
+    Its steps and rate are given with each update; without them, it starts from those of a fresh optimizer.
 
     Attributes:
         kind: the optimizer's class name.
@@ -40,21 +78,59 @@ class TableUpdate:
         shared: state of the optimizer that belongs to no row, by key of `OptimizerState.shared`.
         signature: input signature of `run`, without `shared`.
 
-    Raises `ModelFileError` for an optimizer that can't work on single rows.
+    Raises `ModelFileError` for an optimizer that can't be built, or can't work on single rows.
     """
 
     def __init__(self, leaf: Leaf, spec: VariableSpec, rate_multiplier: float = 1.0) -> None:
-        self.is_joined = may_join(leaf.optimizer)
+        self._optimizer = optimizer = leaf.optimizer
+        self.is_joined = may_join(optimizer)
         self.row_shape: tuple[int, ...] = (1,) if self.is_joined else tuple(spec.shape[1:])
-        self.kind = type(leaf.optimizer).__name__
-        if not may_update_rows(leaf.optimizer):
+        self.kind = type(optimizer).__name__
+        if not may_update_rows(optimizer):
             raise _not_by_rows(self.kind, spec)
-        self._optimizer = RowOptimizer(leaf, self.row_shape, spec, rate_multiplier)
-        if self._optimizer.has_extras:
+        _prepare(optimizer)
+        with tf.init_scope(), tf.device("/CPU:0"):
+            zeros = tf.zeros([_ROWS, *self.row_shape], spec.dtype)
+            name = spec.path.rpartition("/")[2]
+            self._rows = keras.Variable(zeros, dtype=spec.dtype, trainable=True, name=name)
+            # Optimizers look at names and paths (exclude_from_weight_decay, Muon), so these must be the model's.
+            set_path_of(self._rows, spec.path)
+            try:
+                optimizer.build([self._rows])
+            except Exception as error:
+                raise ModelFileError(
+                    f"The optimizer {self.kind} can't be built for the embedding table {spec.path!r} on "
+                    f"a parameter server: {describe(error)}",
+                    user_traceback(error),
+                ) from error
+            # The master has resolved `exclude_from_weight_decay` on the original model's variables.
+            set_decays(optimizer, [(self._rows, not spec.no_weight_decay)])
+            found = optimizer_variables(optimizer, {_INDEX: self._rows})
+            self.slots = {slot.name: slot.value.numpy()[0] for slot in found.slots}
+            self._slots = [slot.value for slot in found.slots]
+            for each in (self._rows, *self._slots):
+                make_free_rows(each)
+        if found.extras:  # state of other shapes
             raise _not_by_rows(self.kind, spec)
-        self.slots, self.shared, self.run = self._optimizer.slots, self._optimizer.shared, self._optimizer.apply
+        if rate_multiplier != 1:
+            multiply_learning_rate(optimizer, rate_multiplier)
+        self.shared = {leaf.prefix + name: value for name, value in found.shared.items()}
+        self._fresh = {key: value.numpy() for key, value in self.shared.items()}
         rows = [self.row_shape] * 2 + [row.shape for row in self.slots.values()]
         self.signature = [tf.TensorSpec([None, *shape], spec.dtype) for shape in rows]
+
+    def run(
+        self, shared: Mapping[str, tf.Tensor], gradients: tf.Tensor, rows: tf.Tensor, *slots: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """New rows and slots, inside a compiled function: [n, …] each, slots in the order of `self.slots`."""
+        for key, variable in self.shared.items():  # a schedule needs no copy: it is a function of the iterations
+            variable.assign(shared.get(key, self._fresh[key]))
+        self._rows.value.assign(rows)
+        for slot, values in zip(self._slots, slots, strict=True):
+            slot.value.assign(values)
+        # The optimizer may store the gradient in a variable, but its memory belongs to the push.
+        self._optimizer.apply([tf.raw_ops.DeepCopy(x=gradients)], [self._rows])
+        return [tf.identity(variable.value) for variable in (self._rows, *self._slots)]
 
     def slots_of(self, dim: int) -> dict[str, Array]:
         """Initial values of each slot in a table of rows [dim], by name."""

@@ -16,21 +16,18 @@ import numpy as np
 from elasticcb.errors import ElasticCBError, WireError
 from elasticcb.process.stats import TableSize
 from elasticcb.ps.embedding_table import EmbeddingTable
-from elasticcb.ps.push_reader import check_row_ids
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.table_snapshot import HeldTable, TableSnapshot
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.partition import ShardMap, VariableSpec
 from elasticcb.sharding.push import Rows
-from elasticcb.sharding.table_spec import TableSource, TableSpec
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import TableSource, TableSpec, TableState
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
     from elasticcb.layers.initial_values import InitialValues, RowKind
-    from elasticcb.ps.row_optimizer import MakeOptimizers
-    from elasticcb.ps.table_update import TableUpdate, TableUpdates
+    from elasticcb.ps.table_update import MakeOptimizers, TableUpdate, TableUpdates
 
 
 class Tables:
@@ -69,8 +66,7 @@ class Tables:
 
     def _train_by(self, make_optimizers: MakeOptimizers) -> None:
         from elasticcb.optimizers.traits import may_join, may_join_rows
-        from elasticcb.ps.row_optimizer import fresh_leaves
-        from elasticcb.ps.table_update import TableUpdate, TableUpdates
+        from elasticcb.ps.table_update import TableUpdate, TableUpdates, fresh_leaves
 
         known = fresh_leaves(make_optimizers, self._specs)
         shared: dict[Any, TableUpdate] = {}
@@ -147,7 +143,7 @@ class Tables:
         if self[number].knows(ids):
             return
         spec = self._specs[number]
-        check_row_ids(ids, spec.shape[0] or None, spec.path)
+        _check_row_ids(ids, spec.shape[0] or None, spec.path)
         if self._shard_map.servers > 1 and not self._shard_map.owns(self._index, ids).all():
             raise WireError(
                 f"Server {self._index} of {self._shard_map.servers} got ids of {spec.path!r} of other servers."
@@ -238,7 +234,7 @@ class Tables:
     def load(self, sources: Mapping[int, TableSource], version: int) -> None:
         """Replaces the rows of the tables in `sources` by this server's part of these."""
         for number, source in sources.items():
-            self[number].load(_OwnRows(source, self._owns, partial(self._own_part, number)), version)
+            self[number].load(_OwnRows(self, number, source), version)
 
     def ages(self) -> dict[int, Array]:
         """When the model had which version, for tables whose rows age by time: int64 [n, 2]."""
@@ -250,10 +246,11 @@ class Tables:
         for number, marks in ages.items():
             self[number].ages.restore(marks, version, stood_still)
 
-    def _owns(self, ids: Array) -> Array:
+    def owns(self, ids: Array) -> Array:
+        """Which of `ids` (int64 [n]) are this server's: bool [n]."""
         return self._shard_map.owns(self._index, ids)
 
-    def _own_part(self, number: int, state: TableState) -> TableState:
+    def own_part(self, number: int, state: TableState) -> TableState:
         """This server's part of given rows. Raises `WireError` when they don't fit the table."""
         dim = self._specs[number].row_elements
         if state.rows.shape != (len(state.ids), dim):
@@ -271,18 +268,37 @@ class Tables:
 class _OwnRows:
     """A `TableSource` restricted to this server's rows."""
 
-    def __init__(
-        self, source: TableSource, owns: Callable[[Array], Array], own_part: Callable[[TableState], TableState]
-    ) -> None:
-        self._source, self._owns, self._own_part = source, owns, own_part
+    def __init__(self, tables: Tables, number: int, source: TableSource) -> None:
+        self._tables, self._number, self._source = tables, number, source
 
     def __len__(self) -> int:
         return sum(len(ids) for ids, _ in self.ages())
 
     def ages(self) -> Iterator[tuple[Array, Array | None]]:
         for ids, used in self._source.ages():
-            own = self._owns(ids)
+            own = self._tables.owns(ids)
             yield ids[own], None if used is None else used[own]
 
     def pieces(self) -> Iterator[TableState]:
-        return map(self._own_part, self._source.pieces())
+        for piece in self._source.pieces():
+            yield self._tables.own_part(self._number, piece)
+
+
+def _check_row_ids(ids: Array, below: int | None, path: str) -> None:
+    """Raises `WireError`, naming the variable, unless `ids` are int64 [n], unique, and from 0 up to (excluding)
+    `below`."""
+    if ids.dtype != np.int64 or ids.ndim != 1:
+        raise WireError(f"Row ids of {path!r}: expected int64[n], got {ids.dtype.name}{list(ids.shape)}.")
+    if not len(ids):
+        return
+    ordered = np.sort(ids)
+    wrong = ordered[0] if ordered[0] < 0 else ordered[-1]
+    if wrong < 0 or (below is not None and wrong >= below):
+        limit = "" if below is None else f", below {below}"
+        raise WireError(f"Row id {wrong} of {path!r} is out of range: expected ids from 0{limit}.")
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(repeated):
+        raise WireError(
+            f"Row id {repeated[0]} of {path!r} is repeated; the worker must send each row once, with the sum of "
+            "its gradients."
+        )

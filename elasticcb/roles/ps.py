@@ -15,7 +15,7 @@ from elasticcb.errors import ElasticCBError, JobOverError, LeaveRequestedError
 from elasticcb.process.signals import end_as_by_sigterm, on_sigterm
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.roles import process
-from elasticcb.rpc.health import HealthServer
+from elasticcb.rpc.server import HealthServer
 from elasticcb.rpc.services import PS_SERVICE
 from elasticcb.security.socket_folder import host_of
 from elasticcb.settings import Command, JobSettings

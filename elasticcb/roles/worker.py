@@ -22,7 +22,7 @@ def run_worker(worker: RoleProcess) -> None:
     from elasticcb.clients.master import MasterClient
     from elasticcb.worker.functions import FunctionWorker
     from elasticcb.worker.kept_models import KeptModels
-    from elasticcb.worker.worker import Worker
+    from elasticcb.worker.worker import run_job
 
     backend()  # before any computation: it may have to hide the devices from TensorFlow
     logger.info("TensorFlow is imported")
@@ -39,5 +39,5 @@ def run_worker(worker: RoleProcess) -> None:
                     FunctionWorker(settings, client, worker.index, spec).run()
                 else:
                     assert spec is not None
-                    kept.add(Worker(settings, client, worker.index, spec, before).run())
+                    kept.add(run_job(settings, client, worker.index, spec, before))
             gc.collect()  # models and batches are reference cycles, which would keep memory and mapped files

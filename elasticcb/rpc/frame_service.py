@@ -74,7 +74,7 @@ class FrameService(grpc.GenericRpcHandler):
         return self._answer_counted(name, self._memory.decode, request.data)
 
     def _answer_stream(self, name: str, request: Message) -> Message:
-        def decode(data: bytes, header_type: Callable[[], Any]) -> tuple[Frame[Any], StreamReply]:
+        def decode(data: bytes, header_type: type[Any]) -> tuple[Frame[Any], StreamReply]:
             return decode_header(data, header_type, request.read), StreamReply()
 
         return self._answer_counted(name, decode, request.data)

@@ -224,7 +224,7 @@ class ClientMemory:
     def _is_free(self, part: int) -> bool:
         return all(array() is None for array in self._in_use.get(part, ()))
 
-    def decode(self, answer: Message, header_type: Callable[[], Any]) -> Frame[Any]:
+    def decode(self, answer: Message, header_type: type[Any]) -> Frame[Any]:
         """The received answer."""
         data = answer.data
         if has_arrays(data) or self._segment is None:
@@ -366,7 +366,7 @@ class ServerMemory:
         if segment is not None:
             segment.close()
 
-    def decode(self, data: bytes, header_type: Callable[[], Any]) -> tuple[Frame[Any], Reply]:
+    def decode(self, data: bytes, header_type: type[Any]) -> tuple[Frame[Any], Reply]:
         """The request in the received bytes, and where its answer goes. Its arrays may be in a segment, and are then
         valid only during the call.
 

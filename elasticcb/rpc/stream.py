@@ -66,7 +66,7 @@ class ClientStream:
         """The bytes to send for a request."""
         return Message(encode_frame(frame)) if self._present() is None else Message(*encode_header(frame))
 
-    def decode(self, answer: Message, header_type: Callable[[], Any]) -> Frame[Any]:
+    def decode(self, answer: Message, header_type: type[Any]) -> Frame[Any]:
         """The received answer."""
         if has_arrays(answer.data):
             return decode_frame(answer.data, header_type)

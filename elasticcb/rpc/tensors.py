@@ -70,15 +70,15 @@ def from_message(message: pb.Tensor) -> Array:
     return _view(memoryview(message.content), _outline_of(message), message.name)
 
 
-def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike, allocate: Callable[..., Array] = np.empty) -> Array:
+def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike, zeros: bool = False) -> Array:
     """An array whose memory TensorFlow can use without a copy.
 
     Args:
-        allocate: `np.empty`, or `np.zeros`, which does not touch the memory.
+        zeros: its elements are 0; the memory is not touched.
     """
     kind = np.dtype(dtype)
     size = math.prod(shape) * kind.itemsize
-    memory = allocate(size + SHARED_ALIGNMENT, np.uint8)
+    memory = (np.zeros if zeros else np.empty)(size + SHARED_ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % SHARED_ALIGNMENT
     array: Array = memory[start : start + size].view(kind).reshape(shape)
     return array
@@ -146,7 +146,7 @@ def has_arrays(data: bytes) -> bool:
     return data[:4] != _MAGIC_OF_HEADER
 
 
-def decode_header(data: bytes, header_type: Callable[[], Header], read: Callable[[int, int], Any]) -> Frame[Header]:
+def decode_header(data: bytes, header_type: type[Header], read: Callable[[int, int], Any]) -> Frame[Header]:
     """The frame whose `encode_header` is `data`; `read(offset, size)` returns the bytes of its arrays, which are stored
     consecutively at multiples of `SHARED_ALIGNMENT`. Raises `WireError` like `decode_frame`."""
     header, _ = _header_of(data, header_type, _MAGIC_OF_HEADER)
@@ -167,7 +167,7 @@ def _described(frame: Frame[Any]) -> tuple[bytes, list[Array]]:
     return header.SerializeToString(), arrays
 
 
-def _header_of(data: bytes, header_type: Callable[[], Any], expected: bytes) -> tuple[Any, int]:
+def _header_of(data: bytes, header_type: type[Any], expected: bytes) -> tuple[Any, int]:
     """A frame's header, and where it ends."""
     header = header_type()
     try:
@@ -184,7 +184,7 @@ def _header_of(data: bytes, header_type: Callable[[], Any], expected: bytes) -> 
     return header, position
 
 
-def decode_frame(data: bytes, header_type: Callable[[], Header]) -> Frame[Header]:
+def decode_frame(data: bytes, header_type: type[Header]) -> Frame[Header]:
     """The frame whose `encode_frame` is `data`; arrays are read-only views of the bytes.
 
     Raises `WireError` for anything that is not a complete frame with this header.

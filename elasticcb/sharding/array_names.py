@@ -15,11 +15,10 @@ from elasticcb.rpc.tensors import Array
 WEIGHTS, STATE, MOVED, SHARES = "weights", "state", "moved", "shares"
 # By variable: gradients of rows in a push; requested ids, and the data of an embedding table.
 ROWS, WANTED, TABLE = "rows", "lookup", "table"
-# Of optimizers: by variable and name, and by name only.
+# Of optimizers: by variable and name, and by name only. SLOTS are also part of a TABLE.
 SLOTS, EXTRAS, SHARED = "slots", "extras", "shared"
-# In files, where SHARED and TABLE are as in frames: the part of a variable; of a table, ages and ids of removed rows.
-# SLOT is also part of a TABLE.
-WEIGHT, AGES, GONE, SLOT, EXTRA = "weight", "ages", "gone", "slot", "extra"
+# In files, besides TABLE and those of optimizers: the part of a variable; of a table, ages and ids of removed rows.
+WEIGHT, AGES, GONE = "weight", "ages", "gone"
 
 
 def named(kind: str, arrays: Mapping[Any, Array]) -> dict[str, Array]:

@@ -1,5 +1,5 @@
 """Which parameter server holds which part of the model: dense weights, and rows of embedding tables by a hash of their
-ids; and the order of a server's flat blocks.
+ids; the order of a server's flat blocks; and where the servers are.
 
 Only this module knows the mapping; clients and servers import it. It depends only on the variables and the number of
 servers, so every process computes it by itself.
@@ -112,7 +112,7 @@ def partition(specs: Sequence[VariableSpec], num_ps: int, split: bool) -> list[l
 
     Every element of every variable is held exactly once, and a server has at most one slice of a variable. Trainable
     and non-trainable variables are balanced separately, by bytes. Embedding tables, whose rows are assigned by id
-    (elasticcb/sharding/table_spec.py), are in no slice.
+    (`ShardMap`), are in no slice.
 
     Args:
         split: whether variables may be cut between rows. Variables with a constraint never are.
@@ -301,3 +301,17 @@ class ShardMap:
     def resized(self, servers: int) -> ShardMap:
         """The next map, for another number of servers."""
         return ShardMap(servers, self.version + 1)
+
+
+class ServerPlace(NamedTuple):
+    """Address of a server, and the id that the master gave to its process."""
+
+    address: str
+    id: int
+
+
+class Places(NamedTuple):
+    """The server processes, by index, and which embedding rows they hold."""
+
+    servers: Sequence[ServerPlace]
+    shard_map: ShardMap

@@ -85,7 +85,7 @@ class Push:
     def decode(cls, header: pb.ExchangeRequest, arrays: Mapping[str, Array]) -> Push:
         """The inverse of `encode`.
 
-        Raises `WireError` for unknown arrays. `PushReader` checks whether they fit the model.
+        Raises `WireError` for unknown arrays. `Parameters.checked` checks whether they fit the model.
         """
         pairs: dict[int, dict[str, Array]] = {}
         for (index, what), array in by_index_and_name(ROWS, arrays).items():
@@ -223,19 +223,6 @@ def widened(arrays: Mapping[str, Array], specs: Sequence[VariableSpec]) -> dict[
             found[name] = aligned(array.shape, np.float32)
             found[name][...] = array
     return found
-
-
-def wire_dtype_of(name: str, what: str) -> WireDtype:
-    """The requested precision; "" is `SAME`. Raises `WireError` for an unknown name.
-
-    Args:
-        what: the requested arrays, as text.
-    """
-    try:
-        return WireDtype(name or WireDtype.SAME.value)
-    except ValueError:
-        known = ", ".join(repr(each.value) for each in WireDtype)
-        raise WireError(f"A request has invalid dtype {name!r} for {what}; expected one of {known}.") from None
 
 
 def _is_rows(name: str) -> bool:

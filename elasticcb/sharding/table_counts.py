@@ -131,21 +131,10 @@ class Top:
         self.ids, self.hits = ids[best], hits[best]
 
 
-@dataclass
-class Growth:
-    """Rows created and removed in the last `seconds`.
-
-    Attributes:
-        made: rows created for new ids.
-        removed: rows removed because of age or lack of space.
-    """
-
-    seconds: float = 0.0
-    made: int = 0
-    removed: int = 0
-
-
-_COUNTS = ("rows", "row_bytes", "slot_bytes", "bytes", "waiting", "removed")  # of `TableCounts` and its message
+# Of `TableCounts` and its message.
+_COUNTS = (
+    "rows", "row_bytes", "slot_bytes", "bytes", "waiting", "removed", "seconds", "made_lately", "removed_lately",
+)  # fmt: skip
 
 
 @dataclass
@@ -163,7 +152,9 @@ class TableCounts:
         bytes: total memory of its part of the table, including counts and index.
         waiting: ids not looked up often enough for a row.
         removed: rows removed since the process has had the table.
-        growth: recent growth.
+        seconds: the time until now that the next two count.
+        made_lately: rows created for new ids.
+        removed_lately: rows removed because of age or lack of space.
     """
 
     top: Top
@@ -176,7 +167,9 @@ class TableCounts:
     bytes: int = 0
     waiting: int = 0
     removed: int = 0
-    growth: Growth = field(default_factory=Growth)
+    seconds: float = 0.0
+    made_lately: int = 0
+    removed_lately: int = 0
 
     def count(self, ids: Array, hits: Array, used: Array, version: int) -> None:
         """Counts rows by their ids, lookups and versions of last training, int64 [n]."""
@@ -189,9 +182,6 @@ class TableCounts:
             variable=variable,
             slots=self.slots,
             **{name: getattr(self, name) for name in _COUNTS},
-            seconds=self.growth.seconds,
-            made_lately=self.growth.made,
-            removed_lately=self.growth.removed,
             hits=self.hits.to_message(),
             ages=self.ages.to_message(),
             top_ids=self.top.ids.tolist(),
@@ -209,5 +199,4 @@ class TableCounts:
             **{name: getattr(message, name) for name in _COUNTS},
             hits=Spread.from_message(message.hits),
             ages=Spread.from_message(message.ages),
-            growth=Growth(message.seconds, message.made_lately, message.removed_lately),
         )

@@ -1,16 +1,22 @@
-"""The content of an embedding table, as sent, saved in checkpoints, split between servers and joined again."""
+"""What every process knows of an embedding table, a variable whose rows are distributed over servers by id; and its
+content, as sent, saved in checkpoints, split between servers and joined again.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from elasticcb.errors import WireError
 from elasticcb.rpc.tensors import Array
-from elasticcb.sharding.array_names import SLOT, TABLE, by_index_and_name, named, of_kind
+from elasticcb.settings.definition import build
+from elasticcb.settings.table import TableOptions
+from elasticcb.sharding.array_names import SLOTS, TABLE, by_index_and_name, named, of_kind
 from elasticcb.sharding.partition import ShardMap
 
 
@@ -116,7 +122,7 @@ def overlaid(states: Sequence[TableState]) -> TableState:
 
 
 def to_tensors(tables: Mapping[int, TableState]) -> dict[str, Array]:
-    """Arrays with wire names: "table/I/ids", "table/I/rows", "table/I/slot/NAME", "table/I/hits", "table/I/used"."""
+    """Arrays with wire names: "table/I/ids", "table/I/rows", "table/I/slots/NAME", "table/I/hits", "table/I/used"."""
     return named(TABLE, {(i, name): array for i, state in tables.items() for name, array in _arrays_of(state).items()})
 
 
@@ -124,7 +130,7 @@ def _arrays_of(state: TableState) -> dict[str, Array]:
     arrays = {"ids": state.ids, "rows": state.rows}
     counts = {"hits": state.hits, "used": state.used}
     arrays |= {name: count for name, count in counts.items() if count is not None}
-    return arrays | named(SLOT, state.slots)
+    return arrays | named(SLOTS, state.slots)
 
 
 def from_tensors(tensors: Mapping[str, Array]) -> dict[int, TableState]:
@@ -142,7 +148,7 @@ def _state_of(index: int, arrays: Mapping[str, Array]) -> TableState:
     state = TableState(
         arrays["ids"],
         arrays["rows"],
-        of_kind(SLOT, arrays),
+        of_kind(SLOTS, arrays),
         arrays.get("hits"),
         arrays.get("used"),
     )
@@ -151,7 +157,7 @@ def _state_of(index: int, arrays: Mapping[str, Array]) -> TableState:
         wrong += ["ids", "rows"]
     wrong += [name for name in arrays if name in ("ids", "hits", "used") and arrays[name].dtype != np.int64]
     wrong += [name for name in arrays if name in ("hits", "used") and arrays[name].shape != rows[:1]]
-    wrong += [name for name, slot in named(SLOT, state.slots).items() if slot.shape[:1] != rows[:1]]
+    wrong += [name for name, slot in named(SLOTS, state.slots).items() if slot.shape[:1] != rows[:1]]
     if wrong:
         shown = ", ".join(
             f"{name} {arrays[name].dtype.name}{list(arrays[name].shape)}" for name in dict.fromkeys(wrong)
@@ -160,3 +166,81 @@ def _state_of(index: int, arrays: Mapping[str, Array]) -> TableState:
             f"Table {index} has {shown}; expected ids, hits and used of int64[n], rows of [n, dim], slots of [n, ...]."
         )
     return state
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One table.
+
+    Attributes:
+        input_dim: upper bound (exclusive) of ids; None: any id from 0.
+        initializer: of rows that nobody has set, as JSON of `keras.saving.serialize_keras_object`; "": all rows are
+            given before training.
+        options: how its rows are created, trained and evicted.
+    """
+
+    input_dim: int | None
+    initializer: str = ""
+    seed: int = 0
+    options: TableOptions = field(default_factory=TableOptions)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TableSpec:
+        """Raises `WireError` when `text` is invalid."""
+        try:
+            spec: TableSpec = build(cls, json.loads(text))
+            return spec
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise WireError(f"{text!r} does not describe an embedding table: {error}.") from error
+
+
+def tables_named(name: str, paths: Mapping[int, str]) -> list[int]:
+    """The tables that a name matches: the one with this path, or else those whose paths end with it."""
+    wanted = layer_of(name)
+    layers = {table: layer_of(path) for table, path in paths.items()}
+    return [table for table, path in layers.items() if path == wanted] or [
+        table for table, path in layers.items() if path.endswith(f"/{wanted}")
+    ]
+
+
+def layer_of(path: str) -> str:
+    """The path of a table's layer, given the path of its variable or of the layer."""
+    return path.removesuffix("/embeddings")
+
+
+class TableSource(Protocol):
+    """Rows of one table, each id once. They can be read several times, always in the same order."""
+
+    def __len__(self) -> int: ...
+
+    def ages(self) -> Iterator[tuple[Array, Array | None]]:
+        """(ids, version at which each was last trained) in pieces, int64 [n] each; None if unknown."""
+
+    def pieces(self) -> Iterator[TableState]:
+        """All of it, in at least one piece."""
+
+
+class JoinedTable:
+    """A `TableSource` combining several, with rows of different ids."""
+
+    def __init__(self, sources: Sequence[TableSource]) -> None:
+        self._sources = sources
+
+    def __len__(self) -> int:
+        return sum(len(source) for source in self._sources)
+
+    def ages(self) -> Iterator[tuple[Array, Array | None]]:
+        for source in self._sources:
+            yield from source.ages()
+
+    def pieces(self) -> Iterator[TableState]:
+        for source in self._sources:
+            yield from source.pieces()
+
+
+def whole(source: TableSource) -> TableState:
+    """All rows, in memory, in the order of the ids."""
+    return joined(list(source.pieces()))

@@ -16,14 +16,14 @@ from typing import Any
 
 import keras
 
-from elasticcb.callbacks.hook_logs import HookLogs
+from elasticcb.callbacks.dispatch import HookLogs
 from elasticcb.checkpoint.manifest import check_variables, read_manifest
 from elasticcb.checkpoint.parts import load_slices
 from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.layers.table_layers import install
 from elasticcb.model.weights import variable_specs
 from elasticcb.sharding.partition import partition
-from elasticcb.sharding.table_spec import TableSpec, whole
+from elasticcb.sharding.table_state import TableSpec, whole
 from elasticcb.sidecar.follower import (
     POLL_SECONDS,
     Checkpoint,

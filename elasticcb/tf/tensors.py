@@ -136,7 +136,7 @@ def make_whole(variable: keras.Variable, rows: Array) -> None:
 
 def untouched_zeros(shape: tuple[int, ...], dtype: Any) -> Array:
     """Zeros that TensorFlow shares, and that take no memory until they are written."""
-    return aligned(shape, tf.as_dtype(dtype).as_numpy_dtype, np.zeros)
+    return aligned(shape, tf.as_dtype(dtype).as_numpy_dtype, zeros=True)
 
 
 def leave_gpus() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient
 from elasticcb.compute.backend import LocalModel, StepResult
 from elasticcb.optimizers.state import OptimizerState, to_tensors
@@ -300,10 +301,10 @@ class StateChanges:
         is_first: whether this worker is the first of those that are up.
     """
 
-    def __init__(self, settings: JobSettings, warn: Callable[[str, str], None]) -> None:
+    def __init__(self, settings: JobSettings, progress: ProgressReporter) -> None:
         cluster = settings.cluster
         self._left = 0 if (cluster.autoscale.most or cluster.num_workers) < 2 else _WATCHED
-        self._warn = warn
+        self._progress = progress
         self.is_first = True
 
     def moves(
@@ -333,7 +334,7 @@ class StateChanges:
         if found:
             self._left = 0
             others = f" and {how_many(len(found) - 1, 'other variable')}" if found[1:] else ""
-            self._warn(
+            self._progress.warn(
                 "variables that steps change on several workers",
                 f"Steps on several workers change {found[0]!r}{others}, each from a value that lacks what the others "
                 "change meanwhile. The values that they set are averaged, which is right for averages, such as a copy "

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elasticcb.callbacks.dispatch import Dispatcher
-from elasticcb.callbacks.hook_logs import HookLogs
+from elasticcb.callbacks.dispatch import Dispatcher, HookLogs
 from elasticcb.callbacks.shared_attributes import Change, SharedAttributes, shares_state, sharing
 from elasticcb.callbacks.shared_state import SharedState, SharedVariables
 from elasticcb.clients.master import MasterClient
+from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.model.metric_messages import OUTPUTS, States
 from elasticcb.model.metric_states import has_state
 from elasticcb.model.metrics import ModelMetrics
@@ -169,7 +169,7 @@ class FollowedCallbacks:
 
     Args:
         spec: the program.
-        warn: called with a subject and a text.
+        progress: gets warnings for the user.
     """
 
     def __init__(
@@ -178,9 +178,9 @@ class FollowedCallbacks:
         callbacks: Dispatcher,
         settings: JobSettings,
         spec: Spec,
-        warn: Callable[[str, str], None],
+        progress: ProgressReporter,
     ) -> None:
-        self._client, self._dispatcher, self._warn = client, callbacks, warn
+        self._client, self._dispatcher, self._progress = client, callbacks, progress
         self._spec, self._variables, self._followed = spec, SharedVariables(spec.variables), spec.followed
         self._returns = shares_state(settings)
         self._attributes = SharedAttributes(self._followed, takes_turns=self._returns)
@@ -217,7 +217,7 @@ class FollowedCallbacks:
             self._spec.follow()
         if conflicts:
             names = ", ".join(sorted(map(str, conflicts)))
-            self._warn(
+            self._progress.warn(
                 f"{names} changed on both sides",
                 f"{names} changes in hooks in your process, but workers can't follow: their steps or data change it, "
                 "too, or it can't be set. Use different attributes, or a keras.Variable.",
@@ -253,7 +253,7 @@ class FollowedCallbacks:
         names = self._variables.names_of(n for n in self._variables.differing() if not self._is_seed(n))
         if names and not self._has_warned:
             self._has_warned = True
-            self._warn(
+            self._progress.warn(
                 f"{', '.join(names)} changed on workers",
                 f"Steps on workers change {', '.join(names)}, not counted among the model's weights. Each worker has "
                 "its own, and your process keeps the value that it has. Use add_weight(trainable=False) of a layer to "

@@ -13,8 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from elasticcb.callbacks.dispatch import Dispatcher
-from elasticcb.callbacks.hook_logs import HookLogs
+from elasticcb.callbacks.dispatch import Dispatcher, HookLogs
 from elasticcb.callbacks.placement import Place, holds_predictions
 from elasticcb.callbacks.shared_attributes import shares_state, without_traces
 from elasticcb.clients.master import MasterClient, places_of
@@ -39,7 +38,7 @@ from elasticcb.settings import Command, JobSettings, Mode, NonFinite, Updates, W
 from elasticcb.sharding.flat_blocks import PlacedBlocks
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Movement
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableSpec
 from elasticcb.worker.kept_models import KeptModel
 from elasticcb.worker.local_updates import LocalUpdates, StateChanges, WindowLength, WorkerRate
 from elasticcb.worker.pass_hooks import FollowedCallbacks, PassHooks, RunningLogs
@@ -135,7 +134,7 @@ class Session:
         self.reports_batches, self.reports_predictions = cluster.batch_events, cluster.predictions
         self.progress = ProgressReporter(client)
         self._assigned: PlacedBlocks | None = None  # the current values of the model's variables
-        self.state = StateChanges(settings, self.progress.warn)
+        self.state = StateChanges(settings, self.progress)
         self.ps = _client_of(built, cluster)
         servers = self.ps.servers
         self.local: LocalUpdates | None = None
@@ -182,7 +181,7 @@ class Session:
             print_text=self.progress.print if elsewhere else None,
             log=self.progress.log if elsewhere and in_program else None,
         )
-        self.shared_callbacks = FollowedCallbacks(client, self.callbacks, settings, built.spec, self.progress.warn)
+        self.shared_callbacks = FollowedCallbacks(client, self.callbacks, settings, built.spec, self.progress)
         if self.local is not None:
             # `on_train_batch_end`: a callback may stop training at NaN, and so end the job in order
             skips = training.non_finite is NonFinite.SKIP
@@ -193,7 +192,7 @@ class Session:
         self.running = RunningLogs(self.metrics, self._as_keras and any(map(self.callbacks.wants, hooks_of_batches)))
         self.passes = PassHooks(self.metrics, self.callbacks.wants, self.call)
         follows = self.shared_callbacks.follows
-        self.input = TaskInput(client, self.pipeline, self.computation.prepare, follows)
+        self.input = TaskInput(client, self.pipeline, self.computation, follows)
         self.progress.on_leave = self.input.leave
         self.progress.on_split = self.input.wake
         self.stop_told = False
@@ -320,7 +319,7 @@ class Session:
 
     def show_tables(self) -> None:
         """Loads all rows of the embedding tables into the model; no more batches come."""
-        self.computation.hold_tables(whole_tables(self.ps.servers.specs, self.ps.read_table, self.settings.directory))
+        self.computation.hold_tables(whole_tables(self.ps, self.settings.directory))
 
     def begin_training_pass(self) -> None:
         """The master's callbacks may have set the learning rate at the end of the previous epoch."""
@@ -449,19 +448,12 @@ class _Exchanges:
 _CHUNK_ROWS = 1 << 16
 
 
-def whole_tables(
-    specs: Sequence[VariableSpec], read: Callable[[int], Iterable[tuple[Array, Array]]], folder: str
-) -> Iterator[tuple[int, Array, Array]]:
-    """(variable, ids, rows) of each table among the variables.
-
-    Args:
-        read: returns (ids [n], rows [n, dim]) of a table, by index, in pieces.
-        folder: folder with enough space for the rows.
-    """
-    for index, spec in enumerate(specs):
+def whole_tables(ps: PSClient, folder: str) -> Iterator[tuple[int, Array, Array]]:
+    """(variable, ids, rows) of each table; `folder` has enough space for the rows."""
+    for index, spec in enumerate(ps.servers.specs):
         if spec.table:
             table = TableSpec.from_json(spec.table)
-            yield index, *collect(read(index), folder, 0 if table.initializer else table.input_dim or 0)
+            yield index, *collect(ps.read_table(index), folder, 0 if table.initializer else table.input_dim or 0)
 
 
 def collect(pieces: Iterable[tuple[Array, Array]], folder: str, input_dim: int) -> tuple[Array, Array]:

@@ -11,12 +11,12 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from elasticcb.clients.master import MasterClient
-from elasticcb.compute.backend import Prepared
+from elasticcb.compute.backend import Computation, Prepared
 from elasticcb.data.mode import MODES
 from elasticcb.errors import ElasticCBError
 from elasticcb.model.input_pipeline import Pipeline
@@ -99,7 +99,7 @@ class TaskInput:
         self,
         client: MasterClient,
         pipeline_of: Callable[[Mode], Pipeline],
-        prepare: Callable[[Any, Mode, Sequence[bool]], Prepared],
+        computation: Computation,
         follows: bool = False,
         buffer_batches: int = 4,
     ) -> None:
@@ -107,7 +107,7 @@ class TaskInput:
         self._follows = follows
         self._present = (0, -1)  # task type and pass
         self._pipeline_of = pipeline_of
-        self._prepare = prepare
+        self._computation = computation
         self._taken: deque[Event] = deque()  # taken from the queue to look ahead
         self._events: queue.Queue[Event] = queue.Queue(buffer_batches)
         self._leases: set[int] = set()
@@ -208,7 +208,7 @@ class TaskInput:
                     break
             units = 0
             for data in pipeline.batches(task.shard.name, task.shard.start, task.shard.end, _pass_of(task)):
-                batch = Batch(self._prepare(data, mode, pipeline.fixed), pipeline.units_in(data))
+                batch = Batch(self._computation.prepare(data, mode, pipeline.fixed), pipeline.units_in(data))
                 units += batch.units
                 self._put(batch)
                 if self._stopped.is_set() or task.lease not in self._leases:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from elasticcb.callbacks.hook_logs import HookLogs
+from elasticcb.callbacks.dispatch import HookLogs
 from elasticcb.clients.ps import PushResult
 from elasticcb.compute.backend import StepResult, TableRows
 from elasticcb.errors import (

@@ -21,38 +21,30 @@ logger = logging.getLogger(__name__)
 _LAST_EPOCH = 2**31 - 1
 
 
-class Worker:
-    """One worker of a job.
+def run_job(
+    settings: JobSettings, client: MasterClient, index: int, spec: Spec, before: KeptModel | None = None
+) -> KeptModel | None:
+    """Works for a job until the master reports that no more work will come; returns what a later job can use again.
 
     Args:
-        client: client of the master; the worker registers once its model is built.
+        client: the worker registers once its model is built.
         index: index to take; -1: the master chooses.
         before: the model of an earlier job, to which `spec` refers.
+
+    Raises:
+        ConnectionLostError: the master or a server is unreachable.
+        LeaveRequestedError: SIGTERM was received, or the master needs fewer workers.
+        ElasticCBError: the model file, or the cluster, is unusable.
     """
-
-    def __init__(
-        self, settings: JobSettings, client: MasterClient, index: int, spec: Spec, before: KeptModel | None = None
-    ) -> None:
-        self._settings, self._client, self._index, self._spec = settings, client, index, spec
-        self._before = before
-
-    def run(self) -> KeptModel | None:
-        """Works until the master reports that no more work will come; returns what a later job can use again.
-
-        Raises:
-            ConnectionLostError: the master or a server is unreachable.
-            LeaveRequestedError: SIGTERM was received, or the master needs fewer workers.
-            ElasticCBError: the model file, or the cluster, is unusable.
-        """
-        built = BuiltModel(self._settings, self._client, self._spec, self._before)
-        self._spec.use_own_seeds(self._client.register(pb.WORKER, self._index))
-        session = Session(built, self._client.wait_for_cluster())
-        try:
-            with on_sigterm(session.input.leave):
-                TaskLoop(session).run()
-        finally:
-            session.close()
-        return session.kept()
+    built = BuiltModel(settings, client, spec, before)
+    spec.use_own_seeds(client.register(pb.WORKER, index))
+    session = Session(built, client.wait_for_cluster())
+    try:
+        with on_sigterm(session.input.leave):
+            TaskLoop(session).run()
+    finally:
+        session.close()
+    return session.kept()
 
 
 class TaskLoop:
@@ -65,7 +57,7 @@ class TaskLoop:
         self._given_back: set[int] = set()  # leases returned before they were started
 
     def run(self) -> None:
-        """Returns when no more tasks will come. Raises the same errors as `Worker.run`."""
+        """Returns when no more tasks will come. Raises the same errors as `run_job`."""
         session = self._session
         for event in session.input:
             session.progress.raise_error()

@@ -4,8 +4,7 @@ import keras
 import pytest
 
 from elasticcb.callbacks import Dispatcher, Place
-from elasticcb.callbacks.dispatch import check_monitors
-from elasticcb.callbacks.hook_logs import HookLogs
+from elasticcb.callbacks.dispatch import HookLogs, check_monitors
 from elasticcb.errors import CallbackError, ConnectionLostError, ModelFileError
 from elasticcb.settings import CallbackErrors
 

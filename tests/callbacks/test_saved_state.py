@@ -16,7 +16,7 @@ import pytest
 
 from deep_cases import deep_but
 from elasticcb.callbacks import Dispatcher, LearningRateScheduler, Place, SummaryWriter
-from elasticcb.callbacks.hook_logs import HookLogs
+from elasticcb.callbacks.dispatch import HookLogs
 from elasticcb.callbacks.placement import place_of
 from elasticcb.callbacks.saved_state import (
     CallbackStates,

@@ -14,8 +14,7 @@ from elasticcb.checkpoint.warm_start import warm_start
 from elasticcb.errors import CheckpointError
 from elasticcb.optimizers.state import ModelState, OptimizerState
 from elasticcb.sharding.partition import ShardMap, VariableSpec, partition
-from elasticcb.sharding.table_spec import TableSpec
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import TableSpec, TableState
 
 ANY = TableSpec(None).to_json()
 SLOTS = {(index, name) for index in range(9) for name in "ms"}
@@ -49,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
         weights = {part.variable: array(*SAVED[part.variable].shape) for part in slices}
         slots = {(variable, "m"): 10 * weight for variable, weight in weights.items()}
         slots |= {(variable, "s"): array(len(weight), 1) for variable, weight in weights.items()}
-        part = Part(50, weights, slots, {}, {"iterations": np.array(50)}, "Adam")
+        part = Part(50, weights, OptimizerState(slots, {}, {"iterations": np.array(50)}, ("Adam",)))
         part.tables = {number: table.part(index, shard_map) for number, table in tables.items()}
         files.append(write_part(unfinished / server_file(index, 2), part))
     return finish_version(unfinished, version=50, specs=SAVED, parts=parts, files=files)

@@ -10,8 +10,7 @@ import pytest
 from elasticcb.checkpoint import shard_file
 from elasticcb.checkpoint.shard_file import Part, SavedTable, write_part
 from elasticcb.errors import CheckpointError
-from elasticcb.sharding.table_spec import whole
-from elasticcb.sharding.table_state import TableState, overlaid
+from elasticcb.sharding.table_state import TableState, overlaid, whole
 
 DIM = 3
 

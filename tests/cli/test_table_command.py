@@ -13,8 +13,7 @@ from elasticcb.errors import ExitCode
 from elasticcb.layers.ids import id_of_text
 from elasticcb.settings import JOB_FILE, STATUS_FILE, CheckpointSettings, Command, JobSettings
 from elasticcb.sharding.partition import VariableSpec
-from elasticcb.sharding.table_spec import TableSpec
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import TableSpec, TableState
 from elasticcb.storage import durable
 
 DENSE = VariableSpec("dense/bias", (3,), "float32", True)

@@ -35,9 +35,9 @@ EVENTS = {
     "reports a task": ("elasticcb.clients.master", "MasterClient.report_done", "before"),
     "has reported a task": ("elasticcb.clients.master", "MasterClient.report_done", "after"),
     # of a parameter server
-    "has applied a push": ("elasticcb.ps.servicer", "_TrainingCalls._push", "after"),
+    "has applied a push": ("elasticcb.ps.servicer", "Servicer._push", "after"),
     "has saved its part": ("elasticcb.checkpoint.shard_file", "write_part", "after"),
-    "pauses for another number of servers": ("elasticcb.ps.servicer", "_TrainingCalls.move", "before"),
+    "pauses for another number of servers": ("elasticcb.ps.servicer", "Servicer.move", "before"),
     "reads what other servers have written": ("elasticcb.checkpoint.parts", "load", "before"),
     # of the master
     "has taken a report": ("elasticcb.master.master_server", "MasterServer.report_done", "after"),

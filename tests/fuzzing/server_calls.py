@@ -25,7 +25,7 @@ from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import ClusterSettings, WireDtype
 from elasticcb.sharding.partition import VariableSpec, pack, partition
 from elasticcb.sharding.push import narrowed
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableSpec
 from helpers_ps import SPECS, alone, initial_values, movements, push_frame, server_settings, sgd
 from mutations import ALLOWED, changed_bytes, changed_frame
 
@@ -112,7 +112,7 @@ class ServerFuzzer:
         push.tensors["shared/iterations"] = np.int64(1)
         lookup = Frame(pb.ExchangeRequest(create_rows=True, pull=True), {f"lookup/{TABLE}": np.arange(9)})
         small = narrowed(push_frame(moved, SLICES, WITH_TABLE, rows).tensors, WireDtype.BFLOAT16)
-        asked = {"rows_dtype": "bfloat16", "pull": True, "known_version": -1}
+        asked = {"pull": True, "known_version": -1}
         small_push = pb.ExchangeRequest(batches=1, base=-1, worker_id=2, sequence=1, **asked)
         small_lookup = pb.ExchangeRequest(create_rows=True, **asked)
         small_frames = Frame(small_push, small), Frame(small_lookup, lookup.tensors)

@@ -10,7 +10,7 @@ from helpers_tables import DIM, ROWS, embedding, found_tables, tables_of
 
 from elasticcb.layers import Embedding
 from elasticcb.layers.table_layers import NotServableError, held_ids, install
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableSpec
 
 IDS = tf.constant([[1, 2, 3], [1, 1, 0]])
 BATCH = IDS, tf.constant([[1.0], [0.0]])

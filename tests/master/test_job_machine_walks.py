@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.errors import UsageError
 from elasticcb.master.accounting import IllegalTransitionError
 from elasticcb.master.evaluation import EvaluationRounds
@@ -22,6 +21,7 @@ from elasticcb.master.roster import Roster
 from elasticcb.master.task import DecisionKind, Lease, MilestoneKind, QueueSettings, TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import ClusterSettings, Command, JobSettings
+from elasticcb.sharding.partition import ServerPlace
 
 SETTINGS = JobSettings(command=Command.TRAIN, name="job", directory="", cluster=ClusterSettings(num_workers=3))
 SOURCES = [("a", 23), ("b", 4)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from master_state import settings_of, state_of
 
-from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import UsageError
 from elasticcb.master import live_tables
 from elasticcb.master.master import Master
 from elasticcb.master.members import ServedCluster
+from elasticcb.sharding.partition import ServerPlace
 
 SETTINGS = settings_of(num_workers=2, num_ps=2)
 

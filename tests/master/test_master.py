@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 from master_state import report_progress, settings_of, state_of
 
-from elasticcb.callbacks.warning import CallbackWarning
 from elasticcb.clients.master import MasterClient
-from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
-from elasticcb.errors import JobFailedError, JobOverError, UsageError
+from elasticcb.errors import CallbackWarning, JobFailedError, JobOverError, UsageError
 from elasticcb.master.job_machine import OTHERS_FIRST, TaskResult
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
@@ -20,6 +18,7 @@ from elasticcb.master.members import Role, ServedCluster
 from elasticcb.master.task import DecisionKind, QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import Command, TrainingSettings
+from elasticcb.sharding.partition import ServerPlace
 
 
 @pytest.fixture

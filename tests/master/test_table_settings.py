@@ -8,7 +8,7 @@ from elasticcb.errors import UsageError
 from elasticcb.master.keras_host import with_settings
 from elasticcb.settings import ClusterSettings, Command, EmbeddingOptions, JobSettings, RowsDtype, WhenFull
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableSpec
 
 PATHS = {0: "users", 2: "left/items", 3: "right/items", 5: "films"}
 

@@ -17,7 +17,6 @@ from elasticcb.optimizers.variables import described
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.parameters import Parameters
-from elasticcb.ps.push_reader import PushReader
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import PS_METHODS
@@ -112,7 +111,6 @@ class Part:
         }
         optimizers = Optimizers() if make_optimizer is None else described([make_optimizer()], specs)
         self.parameters = Parameters(specs, self.slices, alone(make_optimizer), own, optimizers=optimizers)
-        self.reader = PushReader(specs, self.slices)
 
     def push(self, moved: Mapping[int, np.ndarray], batches: int = 1, **more: Any) -> None:
         self.parameters.merge([self.make(moved, batches, **more)])
@@ -121,7 +119,7 @@ class Part:
         """A movement; `optimizers` are fields of `OptimizerState`."""
         state = cut_state(OptimizerState(**optimizers), self.specs, self.slices)
         blocks = pack(moved, self.specs, self.slices, True)
-        return self.reader.read(Push(batches, blocks, optimizers=to_tensors(state), base=base))
+        return self.parameters.checked(Push(batches, blocks, optimizers=to_tensors(state), base=base))
 
     def values(self) -> list[np.ndarray]:
         """Whole variables; what other servers hold is zero."""

@@ -27,7 +27,7 @@ from elasticcb.settings import (
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.partition import VariableSpec, block_sizes
 from elasticcb.sharding.push import Movement
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableSpec
 from helpers_ps import server_settings
 
 INITIALIZER = json.dumps(keras.saving.serialize_keras_object(keras.initializers.RandomUniform()))

@@ -96,18 +96,18 @@ def test_state_that_is_not_of_a_variables_shape_moves_with_its_variable(tmp_path
     extras = {(1, "r"): np.arange(4, dtype=np.float32)}
     before = trained(2, adam, SPECS, split=False, extras=extras)
     after = restored(save(tmp_path, before, SPECS), 3, adam, SPECS, split=False)
-    held = [part.parameters.dense() for part in after if (1, "r") in part.parameters.dense().extras]
+    held = [part.parameters.dense() for part in after if (1, "r") in part.parameters.dense().optimizers.extras]
     assert [1 in part.weights for part in held] == [True]
-    np.testing.assert_array_equal(held[0].extras[1, "r"], extras[1, "r"])
+    np.testing.assert_array_equal(held[0].optimizers.extras[1, "r"], extras[1, "r"])
 
 
 def test_a_slot_that_was_saved_before_it_had_reached_all_servers_is_left_out(tmp_path):
     before = trained(2)
     held = before[1].parameters.dense()
-    del held.slots[0, "momentum"]
+    del held.optimizers.slots[0, "momentum"]
     before[1].parameters.dense = lambda: held
     (after,) = restored(save(tmp_path, before), 1)
-    slots = after.parameters.dense().slots
+    slots = after.parameters.dense().optimizers.slots
     assert (0, "momentum") not in slots
     assert (0, "norms") in slots
 
@@ -189,7 +189,7 @@ def empty_manifest(folder):
 
 
 def manifest_without_files(folder):
-    (folder / MANIFEST).write_text(json.dumps({"format": 3, "version": 30}))
+    (folder / MANIFEST).write_text(json.dumps({"format": 4, "version": 30}))
 
 
 def manifest_of_something_else(folder):
@@ -222,19 +222,19 @@ def three_versions(tmp_path):
 )
 def test_a_damaged_version_is_passed_over_with_its_fault(three_versions, damage, fault):
     damage(three_versions / "version-00000030")
-    warnings = []
-    assert find_undamaged(three_versions, warnings.append).name == "version-00000020"
-    (warning,) = warnings
+    folder, skipped = find_undamaged(three_versions)
+    assert folder.name == "version-00000020"
+    (warning,) = skipped
     assert re.match(f"Skipped version-00000030: .*{fault}", warning)
 
 
 def test_each_damaged_version_is_named_on_the_way_to_a_whole_one(three_versions):
-    assert find_undamaged(three_versions, pytest.fail).name == "version-00000030"
+    assert find_undamaged(three_versions) == (three_versions / "version-00000030", [])
     flip(three_versions / "version-00000020")
     delete(three_versions / "version-00000030")
-    warnings = []
-    assert find_undamaged(three_versions, warnings.append).name == "version-00000010"
-    assert [warning.partition(": ")[0] for warning in warnings] == [
+    folder, skipped = find_undamaged(three_versions)
+    assert folder.name == "version-00000010"
+    assert [fault.partition(": ")[0] for fault in skipped] == [
         "Skipped version-00000030",
         "Skipped version-00000020",
     ]
@@ -243,28 +243,24 @@ def test_each_damaged_version_is_named_on_the_way_to_a_whole_one(three_versions)
 def test_damaged_versions_alone_are_an_error_that_names_each_with_its_fault(three_versions):
     for folder, damage in zip(find_versions(three_versions), (empty_manifest, delete, flip), strict=True):
         damage(folder)
-    warnings = []
     with pytest.raises(CheckpointError) as caught:
-        find_undamaged(three_versions, warnings.append)
+        find_undamaged(three_versions)
     first, *faults = str(caught.value).splitlines()
     assert str(three_versions) in first
     assert [fault.partition(": ")[0] for fault in faults] == [f"version-000000{number}" for number in (30, 20, 10)]
     for fault, words in zip(faults, ("is damaged", "No such file", "JSONDecodeError"), strict=True):
         assert words in fault
-    assert warnings == []
 
 
 def test_a_damaged_version_that_was_named_has_no_replacement(three_versions):
     folder = three_versions / "version-00000030"
     flip(folder)
-    warnings = []
-    assert find_undamaged(folder, warnings.append) == folder
+    assert find_undamaged(folder) == (folder, ())
     with pytest.raises(CheckpointError, match=rf"{file_of(folder).name} is damaged.*another version"):
         restored(folder, 2, None, SPECS)
     shutil.rmtree(folder)
     with pytest.raises(CheckpointError, match="There is no complete checkpoint in"):
-        find_undamaged(folder, warnings.append)
-    assert warnings == []
+        find_undamaged(folder)
 
 
 def test_a_file_that_the_master_does_not_see_is_no_part_of_a_checkpoint(tmp_path):

@@ -10,13 +10,12 @@ import pytest
 
 from deep_cases import deep_but
 from elasticcb.errors import ElasticCBError
-from elasticcb.ps import cold_rows, servicer, stored_table, table_snapshot
+from elasticcb.ps import cold_rows, embedding_table, servicer, table_snapshot
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.table_limits import TableLimits
 from elasticcb.settings.choices import RowsDtype, WhenFull
 from elasticcb.settings.table import TableOptions
-from elasticcb.sharding.table_spec import JoinedTable
-from elasticcb.sharding.table_state import TableState, joined
+from elasticcb.sharding.table_state import JoinedTable, TableState, joined
 from elasticcb.storage import cold_store
 from elasticcb.storage.cold_store import ColdStore
 from helpers_ps import train_rows
@@ -59,7 +58,7 @@ def full(store):
 def small_pieces(monkeypatch):
     monkeypatch.setattr(table_snapshot, "CHUNK_BYTES", 1500)
     monkeypatch.setattr(cold_rows, "_AT_ONCE", 7)
-    monkeypatch.setattr(stored_table, "_MOVED_AT_ONCE", 5)
+    monkeypatch.setattr(embedding_table, "_MOVED_AT_ONCE", 5)
 
 
 def some_ids(random, most=40):

@@ -13,8 +13,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import table_snapshot
 from elasticcb.rpc import frame_pieces
 from elasticcb.rpc.tensors import Frame
-from elasticcb.sharding.table_spec import whole
-from elasticcb.sharding.table_state import joined
+from elasticcb.sharding.table_state import joined, whole
 from helpers_ps import assert_same, exported
 
 TABLE = 3
@@ -26,9 +25,12 @@ def small_pieces(monkeypatch):
 
 
 def assert_same_parts(one, other):
-    assert (one.version, one.optimizer) == (other.version, other.optimizer)
-    for held in ("weights", "slots", "extras", "shared"):
-        arrays, expected = getattr(one, held), getattr(other, held)
+    assert (one.version, one.optimizers.optimizers) == (other.version, other.optimizers.optimizers)
+    pairs = [(getattr(one, held), getattr(other, held)) for held in ("weights",)]
+    pairs += [
+        (getattr(one.optimizers, held), getattr(other.optimizers, held)) for held in ("slots", "extras", "shared")
+    ]
+    for arrays, expected in pairs:
         assert arrays.keys() == expected.keys()
         for key in arrays:
             np.testing.assert_array_equal(arrays[key], expected[key], strict=True)
@@ -134,7 +136,7 @@ def test_export_is_of_the_version_at_its_beginning(losing, monkeypatch):
         for own in slices:
             assert own.elements == servers.master.servers.specs[own.variable].elements  # else the arrays are to be cut
             np.testing.assert_array_equal(state.weights[own.variable], part.weights[own.variable])
-        for key, slot in part.slots.items():
+        for key, slot in part.optimizers.slots.items():
             np.testing.assert_array_equal(state.optimizer.slots[key], slot)
     for index in range(2):
         assert servers.model(index).exported is None

@@ -14,8 +14,7 @@ from elasticcb.ps.table_limits import TableLimits
 from elasticcb.ps.tables import Tables
 from elasticcb.settings.choices import WhenFull
 from elasticcb.sharding.partition import ShardMap, VariableSpec, partition
-from elasticcb.sharding.table_spec import TableSpec
-from elasticcb.sharding.table_state import TableState, joined
+from elasticcb.sharding.table_state import TableSpec, TableState, joined
 
 SPECS = [VariableSpec("emb/embeddings", (0, 2), "float32", True, table=TableSpec(None, '"zeros"').to_json())]
 IDS = 300

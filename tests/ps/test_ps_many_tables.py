@@ -17,7 +17,7 @@ from elasticcb.ps.table_limits import TableLimits
 from elasticcb.settings.choices import WhenFull
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Push, Rows
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableSpec
 
 UNIFORM, NORMAL = keras.initializers.RandomUniform(-0.5, 0.5), keras.initializers.RandomNormal()
 INITIALIZERS = [UNIFORM, UNIFORM, NORMAL, UNIFORM, UNIFORM, NORMAL]

@@ -20,8 +20,7 @@ from elasticcb.settings import EmbeddingOptions, TrainingSettings, WhenFull
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.partition import VariableSpec, block_sizes, pack
 from elasticcb.sharding.push import Movement
-from elasticcb.sharding.table_spec import TableSpec
-from elasticcb.sharding.table_state import joined
+from elasticcb.sharding.table_state import TableSpec, joined
 from helpers_ps import RowNorms, alone, assert_same, server_settings
 
 IDS = 400

@@ -69,8 +69,8 @@ def test_what_was_read_stays_as_it_was():
         part.push(movements(step), slots=slots)
     assert all(np.array_equal(copies[dtype], snapshot.weights[dtype]) for dtype in copies)
     np.testing.assert_array_equal(exported.weights[1], kernel)
-    np.testing.assert_array_equal(exported.slots[1, "momentum"], 1.0)
-    np.testing.assert_array_equal(part.parameters.dense().slots[1, "momentum"], 3.0)
+    np.testing.assert_array_equal(exported.optimizers.slots[1, "momentum"], 1.0)
+    np.testing.assert_array_equal(part.parameters.dense().optimizers.slots[1, "momentum"], 3.0)
     assert snapshot.version == 1
 
 
@@ -86,7 +86,8 @@ def test_names_and_counters_of_several_optimizers_are_kept_apart():
     specs = tuple(VariableSpec(f"v{i}", (3,), "float32", True, optimizer=i) for i in range(2))
     multi = optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD(0.1), {"v1": optimizers.Adam(0.2)}))
     both = tuple(VariableSpec(f"v{i}", (3,), "float32", True) for i in range(2))
-    assert Part(lambda: multi, initial_values(both), both).parameters.dense().optimizer == "0.0/Adam, 0.1/SGD"
+    held = Part(lambda: multi, initial_values(both), both).parameters.dense().optimizers
+    assert held.optimizers == ("0.0/Adam", "0.1/SGD")
     part = Part(adam, initial_values(specs[:1]), specs[:1])
     part.push(movements(0, specs[:1]), shared={"iterations": np.int64(1), "1/iterations": np.int64(5)})
     part.push(movements(0, specs[:1]), shared={"iterations": np.int64(1), "1/iterations": np.int64(5)}, base=0)

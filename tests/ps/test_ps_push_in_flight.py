@@ -12,7 +12,7 @@ from ps_clients import client_of
 from elasticcb.master.initial_model import InitialModel
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Movement
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableSpec
 from helpers_ps import assert_same
 from warm import fork
 

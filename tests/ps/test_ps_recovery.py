@@ -16,7 +16,6 @@ from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.parts import load
 from elasticcb.checkpoint.remote import Files
 from elasticcb.checkpoint.shard_file import Part
-from elasticcb.clients.ps_places import ServerPlace
 from elasticcb.clients.ps_servers import ServerReplacedError
 from elasticcb.errors import CheckpointError, ConnectionLostError, ElasticCBError
 from elasticcb.master.initial_model import InitialModel
@@ -25,10 +24,9 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.update_policy import PushName
 from elasticcb.rpc import shared_frames
 from elasticcb.rpc.tensors import Frame
-from elasticcb.sharding.partition import ShardMap, VariableSpec, partition
+from elasticcb.sharding.partition import ServerPlace, ShardMap, VariableSpec, partition
 from elasticcb.sharding.push import Movement
-from elasticcb.sharding.table_spec import TableSpec, whole
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import TableSpec, TableState, whole
 from helpers_ps import assert_same
 from helpers_ps_lost import ON_DISK, SIZES, SPECS, VALUES
 

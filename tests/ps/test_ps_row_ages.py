@@ -12,14 +12,14 @@ from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.shard_file import write_part
 from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.ps import tables as tables_module
-from elasticcb.ps.embedding_table import EmbeddingTable, RowAges
+from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.parameters import Parameters
+from elasticcb.ps.table_limits import RowAges
 from elasticcb.settings.choices import read_age, seconds_of
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.partition import ShardMap, partition
 from elasticcb.sharding.push import Push, Rows
-from elasticcb.sharding.table_spec import TableSpec
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import TableSpec, TableState
 from helpers_ps import alone, exported, sgd, train_rows
 from helpers_ps_lost import SPECS, Servers
 

@@ -10,7 +10,7 @@ from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame
 from elasticcb.sharding.partition import VariableSpec
-from elasticcb.sharding.table_spec import TableSpec
+from elasticcb.sharding.table_state import TableSpec
 from helpers_ps import CUT, SPECS, Part, assert_same, initial_values, movements, push_frame, sgd
 
 

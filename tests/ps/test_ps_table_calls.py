@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from elasticcb.clients.live_tables import id_of, tables_of
+from elasticcb.checkpoint.table_report import id_of, tables_of
 from elasticcb.errors import WireError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import servicer
@@ -15,7 +15,6 @@ from elasticcb.ps.embedding_table import EmbeddingTable, RowFlow
 from elasticcb.rpc.tensors import Frame, to_message
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.partition import ShardMap
-from elasticcb.sharding.table_counts import Growth
 from helpers_ps import train_rows
 from helpers_ps_lost import ROUNDED, SPECS
 
@@ -63,7 +62,7 @@ def test_a_table_is_counted_in_pieces_as_it_is():
     assert counts.hits.quantiles() == (1, 6, 11, 15, 20, 20)
     assert counts.ages.quantiles() == (0, 5, 10, 14, 19, 19)
     assert (counts.top.ids.tolist(), counts.top.hits.tolist()) == ([19, 18, 17, 16], [20, 19, 18, 17])
-    assert (counts.growth.made, counts.growth.removed) == (20, 0)
+    assert (counts.made_lately, counts.removed_lately) == (20, 0)
 
 
 def test_rows_that_went_and_ids_that_wait_are_counted():
@@ -73,7 +72,7 @@ def test_rows_that_went_and_ids_that_wait_are_counted():
     assert (counts.waiting, counts.removed) == (len(table.candidates), table.flow.removed)
     assert counts.waiting >= 2
     assert counts.removed > 0
-    assert counts.rows == len(table) == counts.growth.made - counts.growth.removed
+    assert counts.rows == len(table) == counts.made_lately - counts.removed_lately
     assert table.candidates.lookups(100) == 1
     assert table.candidates.lookups(77) == 0
 
@@ -96,16 +95,16 @@ def test_rows_may_go_between_two_pieces():
 
 def test_growth_is_that_of_the_last_minute():
     flow = RowFlow()
-    assert flow.lately(0.0) == Growth(0.0, 0, 0)
+    assert flow.lately(0.0) == (0.0, 0, 0)
     flow.tick(0.0)
     for second in range(1, 201):
         flow.made += 2
         flow.removed += second > 150
         flow.tick(second)
-    found = flow.lately(200.0)
-    assert 60 <= found.seconds <= 65
-    assert (found.made, found.removed) == (2 * found.seconds, 50)
-    assert flow.lately(300.0).seconds == found.seconds + 100  # nothing was trained meanwhile
+    seconds, made, removed = flow.lately(200.0)
+    assert 60 <= seconds <= 65
+    assert (made, removed) == (2 * seconds, 50)
+    assert flow.lately(300.0)[0] == seconds + 100  # nothing was trained meanwhile
 
 
 @pytest.mark.parametrize(("specs", "dtype", "row_bytes"), [(SPECS, "float32", 12), (ROUNDED, "bfloat16", 6)])

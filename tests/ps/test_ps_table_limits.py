@@ -11,8 +11,7 @@ from elasticcb.ps.tables import Tables
 from elasticcb.settings.choices import WhenFull
 from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.partition import ShardMap, VariableSpec
-from elasticcb.sharding.table_spec import JoinedTable, TableSpec
-from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import JoinedTable, TableSpec, TableState
 from helpers_ps import train_rows
 
 DIM = 2

@@ -4,9 +4,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from elasticcb.errors import WireError
-from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc.tensors import Frame
 from elasticcb.settings import WireDtype
 from elasticcb.sharding.array_names import WEIGHTS, of_kind
 from elasticcb.sharding.partition import VariableSpec
@@ -133,10 +130,3 @@ def test_a_worker_that_is_alone_knows_what_servers_made_of_its_rounded_movement(
     for step in range(3):
         some.push(step)
         np.testing.assert_array_equal(weights(some.worker.blocks), weights(some.master.pull()))
-
-
-def test_a_server_refuses_a_dtype_that_it_does_not_know(servers):
-    some = servers()
-    request = pb.ExchangeRequest(pull=True, map_version=some.worker.servers.shard_map.version, rows_dtype="int4")
-    with pytest.raises(WireError, match="invalid dtype 'int4' for rows"):
-        some.worker.servers.send(some.worker.servers.known[0], Frame(request, {}))

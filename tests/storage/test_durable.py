@@ -23,6 +23,7 @@ from elasticcb.cli.resume import resumed_settings
 from elasticcb.errors import CheckpointError, JobFailedError, ReplacedError, UsageError
 from elasticcb.master.journal import Journal
 from elasticcb.master.recovery_files import RecoveryFiles
+from elasticcb.optimizers.state import OptimizerState
 from elasticcb.sharding.partition import ShardMap, VariableSpec, partition
 from elasticcb.storage import durable
 
@@ -32,7 +33,7 @@ SLICES = partition(SPECS, 1, True)
 
 def part(version: int) -> Part:
     weights = np.arange(6, dtype=np.float32).reshape(2, 3) + version
-    return Part(version, {0: weights}, shared={"iterations": np.array(version)}, optimizer="SGD")
+    return Part(version, {0: weights}, OptimizerState(shared={"iterations": np.array(version)}, optimizers=("SGD",)))
 
 
 class Disk:

@@ -22,6 +22,9 @@ def prepared(data: Any, mode: Mode, fixed: Any) -> Prepared:
     return Prepared(data, len(data))
 
 
+COMPUTATION: Any = SimpleNamespace(prepare=prepared)
+
+
 class Master:
     """Hands out the leases that are put into `tasks`; None is the end."""
 
@@ -59,7 +62,7 @@ def two_batches() -> Iterator[Any]:
 
 def test_leases_are_named_until_they_are_released() -> None:
     master = Master([1, 2])
-    events = TaskInput(master, lambda mode: pipeline(two_batches), prepared, buffer_batches=100)
+    events = TaskInput(master, lambda mode: pipeline(two_batches), COMPUTATION, buffer_batches=100)
     assert [master.held.get(timeout=30) for _ in range(3)] == [[], [1], [1, 2]]
     events.release(1)
     master.tasks.put(3)
@@ -78,7 +81,7 @@ def test_the_rest_of_a_task_that_was_given_up_is_not_read() -> None:
         while True:
             yield np.zeros(4)
 
-    events = TaskInput(Master([1, None]), lambda mode: pipeline(endless), prepared)
+    events = TaskInput(Master([1, None]), lambda mode: pipeline(endless), COMPUTATION)
     stream = iter(events)
     assert [type(next(stream)) for _ in range(2)] == [TaskStarted, Batch]
     events.release(1)
@@ -92,7 +95,7 @@ def test_an_error_of_the_reader_ends_its_task_alone() -> None:
         raise DataError("record 4 is torn")
 
     pipelines = iter([pipeline(broken), pipeline(two_batches)])
-    events = list(TaskInput(Master([1, 2, None]), lambda mode: next(pipelines), prepared))
+    events = list(TaskInput(Master([1, 2, None]), lambda mode: next(pipelines), COMPUTATION))
     assert [event.error for event in events if isinstance(event, TaskRead)][1] is None
     assert str(events[2].error) == "record 4 is torn"
     assert events[-1] == Finished(None)
@@ -103,12 +106,12 @@ def test_whatever_ends_the_input_reaches_who_waits_for_it(error: BaseException) 
     def get_task(leases: list[int], at_once: bool) -> Any:
         raise error
 
-    events = list(TaskInput(SimpleNamespace(get_task=get_task), lambda mode: pipeline(two_batches), prepared))
+    events = list(TaskInput(SimpleNamespace(get_task=get_task), lambda mode: pipeline(two_batches), COMPUTATION))
     assert events == [Finished(error)]
 
 
 def test_batches_that_come_are_seen_across_tasks_without_being_taken() -> None:
-    events = TaskInput(Master([1, 2, None]), lambda mode: pipeline(two_batches), prepared, buffer_batches=100)
+    events = TaskInput(Master([1, 2, None]), lambda mode: pipeline(two_batches), COMPUTATION, buffer_batches=100)
     events._thread.join(30)
     first = list(itertools.islice(events, 2))[1]  # task 1 started, its first batch
     coming = events.coming(3)

@@ -194,7 +194,7 @@ class KubernetesCluster(ClusterBackend):
     @classmethod
     def run_master(cls, run: MasterRun) -> None:
         if runs_in_pod():
-            keep_in_pod(run.settings, lambda goes_on, since: run.here(run.resumed or goes_on, since))
+            keep_in_pod(run)
         else:
             super().run_master(run)
 
@@ -213,7 +213,10 @@ class KubernetesCluster(ClusterBackend):
             pod = self._api.read("Pod", os.environ[POD_NAME])
             self._job = pod["metadata"]["labels"][JOB_LABEL]
             owner = _owner_of(pod)
-            self._address = service_address(self._api, self._job, self._say)
+            try:
+                self._address = service_address(self._api, self._job)
+            except KubernetesError as error:
+                self._say(f"{error} Workers and servers use this pod's address, which changes if it is replaced.")
         probes = self._api.version() >= _GRPC_PROBES
         self._plan = PodPlan(self._job, self._settings, self._environment, TOKEN_VARIABLE, owner, probes)
         if self._submitted:

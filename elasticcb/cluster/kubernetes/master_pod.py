@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from elasticcb.cluster.base import MasterRun
 from elasticcb.cluster.kubernetes.api import MASTER_RIGHTS, KubernetesAPI, KubernetesError, Right
 from elasticcb.cluster.kubernetes.pods import (
     FAILED_CODES,
@@ -67,32 +68,22 @@ def check_rights(api: KubernetesAPI, rights: Sequence[Right]) -> None:
         )
 
 
-def service_address(api: KubernetesAPI, job: str, say: Callable[[str], None]) -> str:
-    """The address of a submitted job's master that does not depend on its pod; "" if there is no Service."""
-    try:
-        service = api.read("Service", job)
-    except KubernetesError as error:
-        say(
-            f"{error} Workers and servers use the address of this pod instead, which will change if the pod is "
-            "replaced."
-        )
-        return ""
-    address = service["spec"].get("clusterIP", "")
+def service_address(api: KubernetesAPI, job: str) -> str:
+    """The address of a submitted job's master that does not depend on its pod; "": its Service has none. Raises
+    `KubernetesError` if there is no Service."""
+    address = api.read("Service", job)["spec"].get("clusterIP", "")
     host = f"[{address}]" if ":" in address else address
     return f"{host}:{PORT}" if address and address != "None" else f"{job}.{api.namespace}:{PORT}"
 
 
-def keep_in_pod(settings: JobSettings, run: Callable[[bool, float], None]) -> None:
-    """Runs a job until it ends, or until its pod must end and the next one continues.
-
-    Args:
-        run: runs the job. Its arguments are whether it continues an earlier master's job, and the time
-            (`time.monotonic`) when this pod was created, which is when that master was lost.
+def keep_in_pod(run: MasterRun) -> None:
+    """Runs a job until it ends, or until its pod must end and the next one continues. An earlier master was lost when
+    this pod was created.
 
     Raises `ElasticCBError` if the job fails.
     """
     try:
-        _keep(settings, run)
+        _keep(run)
     except JobDoneError:
         say("The job was done when its master was lost.")
     except KeyboardInterrupt:  # SIGTERM, before there was anything to save
@@ -105,23 +96,23 @@ def keep_in_pod(settings: JobSettings, run: Callable[[bool, float], None]) -> No
         sys.exit(GO_ON)
 
 
-def _keep(settings: JobSettings, run: Callable[[bool, float], None]) -> None:
-    api = KubernetesAPI(settings.cluster.kubernetes.namespace)
+def _keep(run: MasterRun) -> None:
+    api = KubernetesAPI(run.settings.cluster.kubernetes.namespace)
     check_rights(api, MASTER_RIGHTS)
     own = api.read("Pod", os.environ[POD_NAME])
     job = own["metadata"]["labels"][JOB_LABEL]
     _check_not_failed(api, job, own["metadata"]["name"])
     with held(MasterLease(api, job, own["metadata"]["name"]), say):
-        _run(settings, run, own)
+        _run(run, own)
 
 
-def _run(settings: JobSettings, run: Callable[[bool, float], None], own: Mapping[str, Any]) -> None:
+def _run(run: MasterRun, own: Mapping[str, Any]) -> None:
     owners = [owner["uid"] for owner in own["metadata"].get("ownerReferences", ())]
     before = own["metadata"].get("annotations", {}).get(RESUMES, "")
     uid = owners[0] if owners else own["metadata"]["uid"]
-    resumed = _is_ours(settings, uid, before)
+    resumed = _is_ours(run.settings, uid, before)
     try:
-        run(resumed, time.monotonic() - _age_seconds(own))
+        run.here(run.resumed or resumed, time.monotonic() - _age_seconds(own))
     except FolderInUseError as error:
         if not resumed:
             raise

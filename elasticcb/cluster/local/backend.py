@@ -9,14 +9,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from elasticcb.clients.running_master import forget_earlier_job
 from elasticcb.cluster.base import BackendContext, ClusterBackend, Exit, MasterRun
-from elasticcb.cluster.local.child import Child, Launch, SpawnedChild
-from elasticcb.cluster.local.fork_server import ForkedChild, ForkServer, can_fork
+from elasticcb.cluster.local.fork_server import Child, ForkedChild, ForkServer, Launch, SpawnedChild, can_fork
 from elasticcb.cluster.role import Place, RoleProcess, common_environment
 from elasticcb.errors import GO_ON
 from elasticcb.process.devices import GPUS_VARIABLE, SHARED_GPU, limit_threads, visible_gpus
@@ -78,7 +76,7 @@ class LocalCluster(ClusterBackend):
         with FolderLock(Path(settings.directory), wait_seconds=ENDING_SECONDS):  # afterwards, the master takes it
             if not run.resumed:
                 forget_earlier_job(Path(settings.directory))
-        sys.exit(_keep_master(settings, run.debug, run.resumed, run.say, run.begun))
+        sys.exit(_keep_master(run))
 
     def prepare(self) -> None:
         if self._fork_server is None and can_fork():
@@ -167,9 +165,7 @@ def _kill(children: list[Child]) -> None:
         child.wait()
 
 
-def _keep_master(
-    settings: JobSettings, debug: bool, resumed: bool, say: Callable[[str], None], begun: Callable[[], None]
-) -> int:
+def _keep_master(run: MasterRun) -> int:
     """Starts the master of a training job, and restarts it when it is killed; returns the exit code of the last one.
 
     A helper process that has imported TensorFlow forks the master, workers and servers (launch/fork_process.py). It
@@ -179,12 +175,13 @@ def _keep_master(
     """
     # If the fork process is killed, its children become children of this process.
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    settings, say = run.settings, run.say
     journal = Path(settings.directory, JOURNAL_FILE)
     request: dict[str, Any] = {
         "arguments": sys.argv[1:],
         "settings": settings.to_json(),
-        "debug": debug,
-        "resumed": resumed,
+        "debug": run.debug,
+        "resumed": run.resumed,
         "since": 0.0,
     }
     vain = 0
@@ -192,7 +189,7 @@ def _keep_master(
     try:
         while True:
             before = _size(journal)
-            code = processes.run_master(request, begun)
+            code = processes.run_master(request, run)
             if code is None:
                 end = last_lines(processes.log, 20)
                 last_words = f" The end of {processes.log}:\n{end}" if end else ""
@@ -236,7 +233,7 @@ class _Processes:
         self._server.attend()
         return self._server.lost
 
-    def run_master(self, request: dict[str, Any], begun: Callable[[], None]) -> int | None:
+    def run_master(self, request: dict[str, Any], run: MasterRun) -> int | None:
         """Waits for a master, passing on signals; returns its exit code, or minus the signal that killed it. None: it
         could not be started."""
         try:
@@ -244,7 +241,7 @@ class _Processes:
         except OSError:  # the fork process has just been killed
             return None
         pid = child.pid  # until then, this process handles signals
-        begun()
+        run.begun()
         passed_on = _wait(child)
         ending = child.poll()
         code = None if ending is None else ending.code

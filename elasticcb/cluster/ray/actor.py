@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from elasticcb.cluster.local.child import Ending, Launch, SpawnedChild
+from elasticcb.cluster.local.fork_server import Ending, Launch, SpawnedChild
 from elasticcb.cluster.role import RoleProcess
 from elasticcb.process.devices import THREADS_VARIABLE, hide_gpus
 from elasticcb.process.log_files import last_lines

@@ -14,7 +14,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from elasticcb.compute.backend import Backend, Computation, HeldModel, Prepared, RowGradients, StepResult, TableRows
+from elasticcb.compute.backend import (
+    Backend,
+    Computation,
+    HeldModel,
+    MovingAverages,
+    Prepared,
+    RowGradients,
+    StepResult,
+    TableRows,
+)
 from elasticcb.compute.dense_batches import arrays_of, records_in, repeated
 from elasticcb.compute.first_batch import check_batch, fixed_batch_size, told_with_batch
 from elasticcb.compute.jax.lookups import JAXTables, problems_of
@@ -27,7 +36,6 @@ from elasticcb.compute.jax.steps import (
     train_step,
     values,
 )
-from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.optimizers import HoldsOptimizers, prepared
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
 from elasticcb.keras_private import build_symbolically, layers_of, set_value_of

@@ -13,7 +13,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from elasticcb.compute.backend import Backend, Computation, HeldModel, Prepared, Step, StepResult, TableRows, model_step
+from elasticcb.compute.backend import (
+    Backend,
+    Computation,
+    HeldModel,
+    MovingAverages,
+    Prepared,
+    Step,
+    StepResult,
+    TableRows,
+    model_step,
+)
 from elasticcb.compute.capture import OptimizerCapture
 from elasticcb.compute.first_batch import (
     check_batch,
@@ -24,7 +34,6 @@ from elasticcb.compute.first_batch import (
     told_with_batch,
     unchanged,
 )
-from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.optimizers import prepared
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.compute.tensorflow.id_graph import Recording, id_function

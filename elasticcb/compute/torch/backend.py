@@ -17,7 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from elasticcb.compute import served_tables
-from elasticcb.compute.backend import Backend, Computation, HeldModel, Prepared, Step, StepResult, TableRows, model_step
+from elasticcb.compute.backend import (
+    Backend,
+    Computation,
+    HeldModel,
+    MovingAverages,
+    Prepared,
+    Step,
+    StepResult,
+    TableRows,
+    model_step,
+)
 from elasticcb.compute.capture import OptimizerCapture
 from elasticcb.compute.dense_batches import arrays_of, records_in, repeated
 from elasticcb.compute.first_batch import (
@@ -29,7 +39,6 @@ from elasticcb.compute.first_batch import (
     told_with_batch,
     unchanged,
 )
-from elasticcb.compute.moving_averages import MovingAverages
 from elasticcb.compute.optimizers import HoldsOptimizers, prepared
 from elasticcb.compute.served_tables import ServedTables, not_servable
 from elasticcb.keras_private import embeddings_of, set_value_of, value_of

@@ -11,7 +11,6 @@ import tensorflow as tf
 from check_steps import assert_same, hold, tensors
 from deep_cases import deep_but
 from elasticcb.clients.ps import PSClient
-from elasticcb.clients.ps_places import Places, ServerPlace
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.compute.registry import backend
 from elasticcb.master.initial_model import InitialModel
@@ -21,7 +20,7 @@ from elasticcb.optimizers.variables import described
 from elasticcb.process.stats import Measures
 from elasticcb.ps.server import PSServer
 from elasticcb.settings import Command, JobSettings, Mode, ModelSettings, TrainingSettings
-from elasticcb.sharding.partition import ShardMap
+from elasticcb.sharding.partition import Places, ServerPlace, ShardMap
 from elasticcb.worker.local_updates import LocalUpdates, WindowLength
 
 BATCH, ROUNDS, SERVERS = 8, 6, 2
