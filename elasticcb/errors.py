@@ -73,7 +73,7 @@ class CheckpointError(ElasticCBError):
 
 
 class StoreError(CheckpointError):
-    """The URL of a job's folder can't be read or written."""
+    """A URL can't be read or written now."""
 
 
 class LastCheckpointError(CheckpointError):

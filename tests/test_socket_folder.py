@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from echo_server import ask, start_server
 
-from elasticcb.errors import ConnectionLostError
+from elasticcb.errors import ConnectionLostError, UsageError
 from elasticcb.rpc.connection import Connection
 from elasticcb.security.credentials import Access, is_loopback
 from elasticcb.security.socket_folder import (
@@ -80,7 +80,7 @@ def test_a_folder_has_an_address_whatever_the_path_for_temporary_files(folder, t
 
 def test_a_number_at_which_a_process_listens_is_taken(folder):
     server = serve(folder)
-    with pytest.raises(ConnectionLostError, match="another process listens there"):
+    with pytest.raises(UsageError, match="another process listens there"):
         serve(folder, server.port)
     assert call(server.address) == 7
     server.stop()
@@ -98,7 +98,7 @@ def test_a_server_takes_the_place_of_one_that_is_gone(folder):
 
 def test_nobody_listens_in_a_folder_that_others_can_enter(folder):
     path_of(folder).chmod(0o755)
-    with pytest.raises(ConnectionLostError, match=r"Can't listen on .* only the user of this process can enter"):
+    with pytest.raises(UsageError, match=r"Can't listen on .* only the user of this process can enter"):
         serve(folder)
     path_of(folder).chmod(0o700)
 

@@ -311,7 +311,7 @@ class KerasJobs:
             return summary
         except LastCheckpointError as error:
             keep_results()
-            warnings.warn(str(error), RuntimeWarning, stacklevel=5)  # where `fit` was called
+            warnings.warn(str(error), RuntimeWarning, stacklevel=6)  # where `fit` was called
             return cast(JobSnapshot, error.summary)
         except (ClusterLostError, ConnectionLostError):
             raise

@@ -11,6 +11,7 @@ import keras
 
 from elasticcb.api.arguments import check_keywords
 from elasticcb.api.cluster import Cluster
+from elasticcb.optimizers.step_logs import is_overridden
 
 
 def fit(
@@ -35,7 +36,7 @@ def fit(
     Raises:
         TypeError: a keyword argument is unknown; nothing was started.
     """
-    _check("fit", kwargs)
+    _check("fit", model, kwargs)
     with Cluster(num_workers, num_ps, **{"job_dir": job_dir, **(cluster or {})}) as own:
         return own.fit(model, *args, **kwargs)
 
@@ -49,7 +50,7 @@ def evaluate(
     **kwargs: Any,
 ) -> Any:
     """Like `fit`, with `Cluster.evaluate`."""
-    _check("evaluate", kwargs)
+    _check("evaluate", model, kwargs)
     with Cluster(num_workers, num_ps, **(cluster or {})) as own:
         return own.evaluate(model, *args, **kwargs)
 
@@ -63,13 +64,16 @@ def predict(
     **kwargs: Any,
 ) -> Any:
     """Like `fit`, with `Cluster.predict`."""
-    _check("predict", kwargs)
+    _check("predict", model, kwargs)
     with Cluster(num_workers, num_ps, **(cluster or {})) as own:
         return own.predict(model, *args, **kwargs)
 
 
-def _check(method: str, given: Mapping[str, Any]) -> None:
-    """Raises `TypeError` for keyword arguments that neither this function nor `Cluster`'s method has."""
+def _check(method: str, model: Any, given: Mapping[str, Any]) -> None:
+    """Raises `TypeError` for keyword arguments that neither this function nor `Cluster`'s method has. A model's own
+    method may have others."""
+    if isinstance(model, keras.Model) and is_overridden(model, method):
+        return
     of_method = list(inspect.signature(getattr(Cluster, method)).parameters)[1:]
     own = [name for name in inspect.signature(globals()[method]).parameters if name not in ("args", "kwargs")]
     for name, value in given.items():

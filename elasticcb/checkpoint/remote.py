@@ -18,7 +18,7 @@ from typing import Any
 from elasticcb.checkpoint.manifest import MANIFEST, file_names, read_manifest, verify, write_manifest
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import newest_usable, version_folder, version_of
-from elasticcb.errors import CheckpointError, describe
+from elasticcb.errors import CheckpointError, StoreError, describe
 from elasticcb.storage.job_store import JobStore
 from elasticcb.storage.local_folders import TemporaryFolder
 from elasticcb.storage.remote_files import is_url, opened
@@ -94,12 +94,13 @@ def newest_version(url: str) -> str:
         return (_versions(files, root) or [""])[-1]
 
 
-def finish(folder: str, keep_max: int, **content: Any) -> None:
+def finish(folder: str, keep_max: int, run: str = "", **content: Any) -> None:
     """Checks what the servers have written to a folder of `place_of`, writes its manifest, and deletes old and
     incomplete versions in the same place.
 
     Args:
         keep_max: number of versions to keep; 0: all.
+        run: the training; versions of others are deleted. "": they stay.
         content: arguments of `write_manifest`, where each server has one file.
 
     Raises `CheckpointError` if that fails; existing versions are kept, except this one.
@@ -117,8 +118,10 @@ def finish(folder: str, keep_max: int, **content: Any) -> None:
         whole = _versions(files, root)
         if name not in whole:
             raise OSError(f"{name}/{MANIFEST} did not arrive")
+        foreign = [each for each in whole if run and _run_of(files, posixpath.join(root, each)) not in ("", run)]
+        whole = [each for each in whole if each not in foreign]
         unfinished = [each for each in _folders(files, root) if each not in whole]
-        for old in [*(whole[:-keep_max] if keep_max else []), *unfinished]:
+        for old in [*(whole[:-keep_max] if keep_max else []), *foreign, *unfinished]:
             if old != name:
                 _delete(files, posixpath.join(root, old, MANIFEST))
                 files.rm(posixpath.join(root, old), recursive=True)
@@ -129,13 +132,22 @@ def finish(folder: str, keep_max: int, **content: Any) -> None:
 
 
 def newest_of_run(url: str, run: str) -> str:
-    """The newest version below `url` that a given training wrote; "": there is none, or it can't be read."""
-    with contextlib.suppress(CheckpointError), _connected(url, "can't be read") as (files, root):
+    """The newest undamaged version below `url` that a given training wrote; "": there is none.
+
+    Raises `StoreError` if the URL can't be read now.
+    """
+    with _connected(url, "can't be read") as (files, root):
         for name in reversed(_versions(files, root)):
-            with contextlib.suppress(CheckpointError), TemporaryFolder() as here:
-                files.get_file(posixpath.join(root, name, MANIFEST), str(here / MANIFEST))
-                if read_manifest(here).get("extra", {}).get("run") == run:
-                    return posixpath.join(url, name)
+            if _run_of(files, posixpath.join(root, name)) == run:
+                return posixpath.join(url, name)
+    return ""
+
+
+def _run_of(files: Any, folder: str) -> str:
+    """The training that wrote a version; "": its manifest is damaged."""
+    with contextlib.suppress(CheckpointError), TemporaryFolder() as here:
+        files.get_file(posixpath.join(folder, MANIFEST), str(here / MANIFEST))
+        return str(read_manifest(here).get("extra", {}).get("run", ""))
     return ""
 
 
@@ -219,11 +231,11 @@ def _delete(files: Any, path: str) -> None:
 
 @contextlib.contextmanager
 def _connected(url: str, problem: str) -> Iterator[tuple[Any, str]]:
-    """A connection whose errors become `CheckpointError`s."""
+    """A connection whose errors become `StoreError`s."""
     try:
         with opened(url) as (files, root):
             yield files, root
     except CheckpointError:
         raise
     except Exception as error:  # each file system has its own error types
-        raise CheckpointError(f"The checkpoint folder {url} {problem}: {describe(error)}.") from error
+        raise StoreError(f"The checkpoint folder {url} {problem}: {describe(error)}.") from error

@@ -206,7 +206,7 @@ def prune(directory: str | Path, keep_max: int, run: str = "") -> list[Path]:
     ones.
     """
     versions = find_versions(directory)
-    foreign = [folder for folder in versions if run and _run_of(folder) != run]
+    foreign = [folder for folder in versions if run and _run_of(folder) not in ("", run)]
     versions = [folder for folder in versions if folder not in foreign]
     last = max(versions, key=_finished_at, default=None)
     old = [folder for folder in versions[:-keep_max] if folder != last] if keep_max > 0 else []

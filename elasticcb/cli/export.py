@@ -19,6 +19,7 @@ from elasticcb.errors import CheckpointError, ElasticCBError, UsageError
 from elasticcb.process.devices import hide_gpus
 from elasticcb.process.log_files import quiet_environment, without_native_messages
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, RECOVERY_FOLDER, JobSettings
+from elasticcb.settings.job import HIDDEN
 from elasticcb.storage import durable
 from elasticcb.storage.local_folders import next_numbered
 from elasticcb.storage.remote_files import is_url
@@ -81,7 +82,7 @@ def _snapshot(source: str) -> Iterator[tuple[JobSettings, Path]]:
     if is_checkpoint(source):
         with local_copy(source if is_url(source) else str(Path(source).expanduser().absolute())) as folder:
             found = find_latest(folder)
-            yield _settings_of(found), found
+            yield _complete(_settings_of(found), source), found
     elif is_url(source):
         settings = StoredJob(source).settings()
         with local_copy(settings.checkpoint.directory) as folder:
@@ -89,7 +90,7 @@ def _snapshot(source: str) -> Iterator[tuple[JobSettings, Path]]:
     else:
         job = find_job(source, only_training=True)
         settings = _settings_in(job)
-        saved = _saved_by(job)
+        saved = None if settings.store else _saved_by(job)  # else its files are at the URL
         with contextlib.ExitStack() as until_end:
             if saved is None and is_url(settings.checkpoint.directory):
                 saved = find_latest(until_end.enter_context(local_copy(settings.checkpoint.directory)))
@@ -108,6 +109,18 @@ def _settings_of(checkpoint: Path) -> JobSettings:
     return JobSettings.from_json(json.dumps(read_manifest(checkpoint)["extra"].get("settings", {})))
 
 
+def _complete(settings: JobSettings, source: str) -> JobSettings:
+    """Raises `UsageError` if a checkpoint has not all of the job's settings: it has no secrets."""
+    for what, params in (("model_params", settings.model.params), ("data_reader_params", settings.data.reader_params)):
+        for name, value in params.items():
+            if value == HIDDEN:
+                raise UsageError(
+                    f"{source} does not contain the value of {name} in {what}, which looks like a secret. Export from "
+                    "the folder of the job, which has all settings."
+                )
+    return settings
+
+
 def _settings_in(job: Path) -> JobSettings:
     try:
         return JobSettings.from_json(json.dumps(durable.read_document(job / JOB_FILE)))
@@ -119,7 +132,7 @@ def _settings_in(job: Path) -> JobSettings:
 
 
 def _saved_by(job: Path) -> Path | None:
-    """The recovery files of a job that has not finished, unless a checkpoint of it is newer; None: there are none."""
+    """The recovery files of a job that has not finished; None: there are none."""
     recovery = job / RECOVERY_FOLDER
     with contextlib.suppress(ElasticCBError):
         from elasticcb.checkpoint.manifest import read_manifest

@@ -100,7 +100,7 @@ class PlainDisplay:
 
     Args:
         interval: seconds between two lines. Shown at once: a phase that the job is in for the first time, and that all
-            processes are there, and no others.
+            processes are there, and no others, also when their planned number has changed.
     """
 
     def __init__(
@@ -116,16 +116,17 @@ class PlainDisplay:
         self._clock = clock
         self._lock = threading.Lock()
         self._phases, self._shown = set[str](), ""
-        self._was_complete = False
+        self._complete: tuple[int, ...] = ()
         self._shown_at = 0.0
 
     def update(self, status: JobSnapshot) -> None:
         now = self._clock()
         with self._lock:
             text = ", ".join(status_parts(status))
-            complete = all(each.up == each.planned for each in (status.workers, status.servers))
-            at_once = status.phase not in self._phases or (complete and not self._was_complete)
-            self._was_complete = complete
+            processes = (status.workers, status.servers)
+            complete = tuple(each.up for each in processes if each.up == each.planned)
+            at_once = status.phase not in self._phases or (len(complete) == 2 and complete != self._complete)
+            self._complete = complete
             if not at_once and (text == self._shown or now - self._shown_at < self._interval):
                 return
             self._phases.add(status.phase)

@@ -132,6 +132,8 @@ def _check_cluster(given: Given) -> Iterator[str]:
 
 
 def _check_follow(given: Given) -> Iterator[str]:
+    if given["follow"] and given["dry_run"]:
+        yield "--dry_run applies only to `train`. Remove it."
     if given.command is Command.EVALUATE and not given["follow"]:
         for name in ("follow_timeout", "max_evaluations"):
             if name in given:

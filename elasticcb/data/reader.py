@@ -80,14 +80,13 @@ class Reader(ABC):
 
     def told_of(self) -> str:
         """What a person needs to know of the records when a feed fails: the names of the columns, if there are any."""
-        names = self.metadata.column_names
+        names = getattr(self.metadata, "column_names", ())  # a user's own reader may have other metadata
         return f"The columns are: {', '.join(names)}." if names else ""
 
     def default_feed(self) -> Feed | None:
         """The feed for model files without one; None: columns become features and labels."""
         return None
 
-    has_header = False  # whether the first line of a file names the columns
     unknown_columns = ""  # for messages: why `record_format` is None, and what to do
 
     def record_format(self) -> RecordFormat | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ DATES = {
 }
 EXAMPLES_ADVICE = " The first records are not serialized `tf.train.Example`s."
 _EXACT_FLOATS = 1 << 24  # float32 represents all integers up to this one
+# As `tf.io.decode_csv` reads them; Python also takes underscores and other digits.
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+_FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(nan|inf|infinity)", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,16 @@ class ExampleFormat:
 RecordFormat = LineFormat | ExampleFormat
 
 
+def is_integer(text: str) -> bool:
+    """Whether a field is an integer for `tf.io.decode_csv`."""
+    return _INTEGER.fullmatch(text) is not None
+
+
+def is_float(text: str) -> bool:
+    """Whether a field is a number for `tf.io.decode_csv`."""
+    return _FLOAT.fullmatch(text) is not None
+
+
 def missing_value(dtype: str) -> Any:
     """The value of an empty field, a null or a missing feature, if the user gives none: NaN or "". None: there is no
     such value, and a missing one is an error."""
@@ -71,27 +85,24 @@ def missing_value(dtype: str) -> Any:
 
 
 def inferred_type(values: Sequence[str], has_fill: bool) -> str:
-    """The type of a column with these values. Integers with missing values become floats if these are exact.
+    """The type of a column with these values. Integers with missing values become floats if these are exact, and other
+    large numbers float64.
 
-    Raises `DataError` if they are not.
+    Raises `DataError`, which says what the column has, if integers are not exact.
     """
-    present = [value for value in map(str.strip, values) if value]
-    try:
+    present = [value.strip() for value in values if value]
+    if present and all(map(is_integer, present)):
         numbers = [int(value) for value in present]
-        if numbers and min(numbers) >= -(1 << 63) and max(numbers) < 1 << 63:
-            if len(present) == len(values) or has_fill:
-                return "int64"
-            if max(map(abs, numbers)) <= _EXACT_FLOATS:
-                return "float32"
-            raise DataError("large integers and empty fields")
-    except ValueError:
-        pass
-    try:
-        for value in present:
-            float(value)
-        return "float32"
-    except ValueError:
-        pass
+        if min(numbers) < -(1 << 63) or max(numbers) >= 1 << 63:
+            raise DataError("integers that int64 does not hold")
+        if len(present) == len(values) or has_fill:
+            return "int64"
+        if max(map(abs, numbers)) <= _EXACT_FLOATS:
+            return "float32"
+        raise DataError("large integers and empty fields")
+    if all(map(is_float, present)):
+        finite = [abs(number) for number in map(float, present) if math.isfinite(number)]
+        return "float32" if max(finite, default=0) <= _EXACT_FLOATS else "float64"
     for name, pattern in DATES.items():
         if all(pattern.fullmatch(value) for value in present):
             return name

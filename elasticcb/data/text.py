@@ -16,12 +16,22 @@ from elasticcb.data.content import Content, File, compression_of, decoded, opene
 from elasticcb.data.file_index import FileIndex, RecordOffsets, RecordRange
 from elasticcb.data.file_reader import FileReader, torn
 from elasticcb.data.reader import Metadata
-from elasticcb.data.record_formats import DATES, SAMPLE_RECORDS, STRING, LineFormat, inferred_type, missing_value
+from elasticcb.data.record_formats import (
+    DATES,
+    SAMPLE_RECORDS,
+    STRING,
+    LineFormat,
+    inferred_type,
+    is_float,
+    is_integer,
+    missing_value,
+)
 from elasticcb.data.stacking import object_array
 from elasticcb.data.text_index import Dialect, index_records, line_in, line_of, split_records
 from elasticcb.errors import DataError, UsageError
 from elasticcb.process.wording import how_many
 
+csv.field_size_limit(max(csv.field_size_limit(), 1 << 30))  # a long text is no error
 _LONGEST_LINE = 200  # characters of a line that a message shows
 _TEXT_DTYPES = ("str", STRING, "bytes", "object")
 
@@ -131,8 +141,8 @@ class TextReader(FileReader):
             except DataError as error:
                 raise DataError(
                     f"The column {name!r} of {first.file.name} has {error}. Set the reader parameter "
-                    f"column_dtypes={{{name!r}: 'float64'}}, so that these become NaN, or "
-                    f"fill_null={{{name!r}: value}}."
+                    f"column_dtypes={{{name!r}: 'string'}}, or 'float64', which rounds large integers and has NaN for "
+                    f"empty fields, or fill_null={{{name!r}: value}}."
                 ) from None
         self._checks_reads = False
         return LineFormat(
@@ -142,7 +152,7 @@ class TextReader(FileReader):
     def _explain(self, types: Mapping[str, str], name: str, start: int, end: int) -> None:
         """Raises `DataError` for the first value in the records [start, end) that does not have its column's type."""
         checks = [
-            _Check(column, label, kind, label not in self._fill and missing_value(kind) is None)
+            _Check(column, label, kind, label not in self._fill and missing_value(kind) is None, exact=True)
             for column, (label, kind) in enumerate(types.items())
             if kind != STRING
         ]
@@ -245,17 +255,20 @@ class _Check:
     label: str
     type: str
     required: bool = False
+    exact: bool = False  # only what `tf.io.decode_csv` takes
 
     def accepts(self, value: str) -> bool:
-        value = value.strip()
-        if not value:
+        if not value or not (self.exact or value.strip()):
             return not self.required
+        value = value.strip()
         if self.type in DATES:
             return bool(DATES[self.type].fullmatch(value)) and _is_a_day(value[:10])
         try:
             if np.dtype(self.type).kind == "f":
                 float(value)
-                return True
+                return not self.exact or is_float(value)
+            if self.exact and not is_integer(value):
+                return False
             limits = np.iinfo(self.type)
             return bool(limits.min <= int(value) <= limits.max)
         except ValueError:

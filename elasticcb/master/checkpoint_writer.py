@@ -88,7 +88,8 @@ class CheckpointWriter:
         if not again:
             self._master.checkpoint_failed()
         if is_first:
-            self._say(f"{error} The job continues without this checkpoint and tries again when the next one is due.")
+            later = " and tries again when the next one is due" if self.wanted else ""
+            self._say(f"{error} The job continues without this checkpoint{later}.")
 
     def _written(self, version: int, tasks: dict[str, Any]) -> tuple[str, int]:
         """Writes a complete checkpoint, and removes old ones; returns its place and version."""
@@ -106,7 +107,7 @@ class CheckpointWriter:
                 "extra": {"job": self._job, "run": self._control.run, "tasks": tasks, "settings": self._shown},
             }
             if is_url(folder):
-                remote.finish(place, keep_max, **content)
+                remote.finish(place, keep_max, self._control.run if self._is_of_job else "", **content)
                 return place, version
             path = finish_version(place, **content)
         finally:

@@ -1,4 +1,4 @@
-"""A job as a sequence of phases: it opens (`opening.py`), runs (`course.py`), and ends, normally or with an error."""
+"""A job as a sequence of phases: it starts (`startup.py`), runs (`job_driver.py`), and ends, also with an error."""
 
 from __future__ import annotations
 
@@ -204,7 +204,8 @@ class Job:
         missing = course.finish_checkpoints(retry=False)
         if missing is not None:
             raise missing
-        return f" The newest checkpoint is {course.checkpoints.newest}."
+        newest = course.checkpoints.newest
+        return f" The newest checkpoint is {newest}." if newest else ""
 
     @property
     def _is_resumable(self) -> bool:

@@ -221,10 +221,9 @@ class JobCopy:
                 master has taken the job.
             say: shows a line to the user.
             keeps_recovery: whether the recovery files are needed when the job is done.
-
-        Raises `StoreError` if the store does not answer at the start.
         """
-        self._describe()
+        with contextlib.suppress(StoreError):  # `_run` tries again
+            self._describe()
         self._reached = time.monotonic()
         copying = threading.Thread(target=self._run, args=(master,), name="job copy", daemon=True)
         watching = threading.Thread(target=self._watch, args=(master, say), name="job copy watch", daemon=True)

@@ -163,7 +163,7 @@ class JobMachine:
 
     Attributes:
         waiting: ids of the workers that wait for a task.
-        told: fields of the snapshot that the driving thread sets.
+        status: fields of the snapshot that the driving thread sets.
         queue: None until the model is built.
         gathering: None unless each round is of all workers that train.
         cluster: what workers need to know of the servers; None until these hold the model.

@@ -215,7 +215,7 @@ class MasterServer:
             self._locked.replace(state)
 
     def set_status(self, **news: Any) -> None:
-        """See `JobMachine.tell`."""
+        """See `JobMachine.set_status`."""
         with self.state() as state:
             state.set_status(**news)
 

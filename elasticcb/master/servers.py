@@ -38,6 +38,7 @@ _LEAVE_SECONDS = 30.0  # for surplus servers to exit
 _OPEN_SECONDS = 10.0  # for servers to accept pushes again when their number can't change
 _BUSY_SHARE = 0.2  # maximum share of time spent writing, however large the model, until all is trained
 _PAUSE_SECONDS = 0.25  # while a server is lost
+_RETRY_SECONDS = 1.0  # while a URL is away
 _FIRST_SECONDS = 1.0  # until servers save that have saved nothing: they could not save their last changes
 
 
@@ -343,7 +344,7 @@ class Saves:
                 least = (ended - begun) / _BUSY_SHARE if self._writers() == writers else 0.0
                 self._earliest, pause = ended + least, max(self._interval, least)
             else:
-                time.sleep(_PAUSE_SECONDS)
+                time.sleep(_PAUSE_SECONDS if not self._failing_since else _RETRY_SECONDS)
                 pause = 0.0
 
     def _writers(self) -> list[int]:
@@ -372,8 +373,8 @@ class Saves:
         except ElasticCBError as error:
             logger.debug("The servers' state is not saved: %s", error)
             return False
-        if written and self._waits_for_url:
-            self._url_is_back()
+        if written:
+            self._is_written_again()
         with self._master.state() as state:
             gives_up = not self._waits_for_url and queue is not None and queue.wants_save
             if queue is not None and state.queue is queue and not self._closed and (written or gives_up):
@@ -387,15 +388,16 @@ class Saves:
             "updates that can't be saved for long are lost then. Free space, or make the folder writable."
         )
         now = time.monotonic()
-        self._failing_since = self._failing_since or now
+        is_first, self._failing_since = not self._failing_since, self._failing_since or now
         if self._waits_for_url:
             text = (
                 f"{error} Training continues for up to {job_copy.PATIENCE_SECONDS:g} s; what is not saved is trained "
                 "again if this server is lost now."
             )
-        with self._master.change() as state:
-            state.totals.recovery_files_failed += 1
-            state.warn(CallbackWarning("servers can't write recovery files", text))
+        if is_first or not self._waits_for_url:
+            with self._master.change() as state:
+                state.totals.recovery_files_failed += 1
+                state.warn(CallbackWarning("servers can't write recovery files", text))
         if self._waits_for_url and now - self._failing_since > job_copy.PATIENCE_SECONDS and not self._paused:
             self._paused = True
             self._master.print(
@@ -404,7 +406,7 @@ class Saves:
             )
             self._master.pause("servers", "parameter servers can't write their files")
 
-    def _url_is_back(self) -> None:
+    def _is_written_again(self) -> None:
         self._failing_since = 0.0
         if self._paused:
             self._paused = False

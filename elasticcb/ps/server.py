@@ -33,7 +33,7 @@ _MORE_CALLS = 16  # at once, while each worker waits for the others of its round
 class PSServer:
     """Serves one part of the model, which the master sends with `Initialize`.
 
-    Raises `ConnectionLostError` when the port is taken.
+    Raises `UsageError` when the port is taken.
     """
 
     def __init__(

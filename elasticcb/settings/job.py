@@ -201,7 +201,7 @@ class CheckpointSettings(CheckpointOptions):
 # In the job's folder.
 RECOVERY_FOLDER = "recovery"  # from which a killed parameter server restarts
 INDEX_FILE = "index-{mode}.zip"  # below the recovery folder: offsets of records, so that data is scanned only once
-_HIDDEN = "***"
+HIDDEN = "***"
 # Keys of user-defined parameters of readers, models and callbacks.
 _SECRET_NAMES = re.compile(
     r"(?i)secret|token|passw|passphrase|credential|authorization|api_?key|access_?key|private|cookie|signature"
@@ -317,7 +317,7 @@ class JobSettings(Section):
         """As JSON for logs, with possible secrets masked."""
         values = json.loads(self.to_json())
         pods = values["cluster"]["kubernetes"]
-        pods["envs"] = ",".join(f"{each.partition('=')[0]}={_HIDDEN}" for each in pods["envs"].split(",") if each)
+        pods["envs"] = ",".join(f"{each.partition('=')[0]}={HIDDEN}" for each in pods["envs"].split(",") if each)
         return json.dumps(_without_secrets(values))
 
     @classmethod
@@ -336,10 +336,10 @@ class JobSettings(Section):
 def _without_secrets(value: Any, name: str = "") -> Any:
     """A JSON value with the values of `_SECRET_NAMES` and of pods' environment variables masked."""
     if name and _SECRET_NAMES.search(name) and value:
-        return _HIDDEN
+        return HIDDEN
     if isinstance(value, dict):
         variable = value.keys() == {"name", "value"}
-        return {key: _HIDDEN if variable and key == "value" else _without_secrets(v, key) for key, v in value.items()}
+        return {key: HIDDEN if variable and key == "value" else _without_secrets(v, key) for key, v in value.items()}
     return [_without_secrets(each) for each in value] if isinstance(value, list) else value
 
 

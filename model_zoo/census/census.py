@@ -106,7 +106,7 @@ def feed_batch(lines, mode, metadata):
     features |= {name: columns[name] for name in [*VOCABULARIES, "native_country"]}
     if mode == "prediction":
         return features
-    return features, tf.cast(fields[:, -1:] == ">50K", tf.float32)
+    return features, tf.cast(fields[:, len(COLUMNS) : len(COLUMNS) + 1] == ">50K", tf.float32)
 
 
 def _is_held_out(line):

@@ -306,5 +306,5 @@ def test_a_callback_that_would_never_act_without_validation_data_is_refused(call
     if not refused:
         check_monitors(callbacks)
         return
-    with pytest.raises(ModelFileError, match=f"{refused}.*no validation data.*Add --validation_data"):
+    with pytest.raises(ModelFileError, match=f"{refused}.*no validation data.*Add validation data"):
         check_monitors(callbacks)

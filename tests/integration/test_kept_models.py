@@ -68,7 +68,7 @@ def test_a_job_keeps_its_model_and_a_refused_one_leaves_nothing(start_job, data,
         taken.listen()
         refused = start_job(*flags(data, metrics_port=taken.getsockname()[1]))
         assert refused.finish() == 2
-        assert "Choose another --metrics_port" in refused.output
+        assert "Choose another metrics_port" in refused.output
     assert main(["resume", "latest"]) == 2
     assert "is done; there is nothing to continue" in capsys.readouterr().err
     assert json.loads(_output(capsys, "jobs", "--json")) == latest

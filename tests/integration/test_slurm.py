@@ -79,8 +79,8 @@ def workers_that_train(job: Path) -> set[int]:
     """Their pids, by the job's status, once there are records."""
     command = [sys.executable, "-m", "elasticcb", "status", str(job), "--json"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
-    status = json.loads(shown.stdout) if shown.returncode == 0 else {"records": {"trained": 0}}
-    if not status["records"]["trained"]:
+    status = json.loads(shown.stdout) if shown.returncode == 0 else {"records_trained": 0}
+    if not status["records_trained"]:
         return set()
     return {each["pid"] for each in status["processes"] if each["role"] == "worker" and each["state"] == "up"}
 

@@ -129,6 +129,11 @@ function show() {
   showLogNames();
 }
 
+// How many tasks of all types are in a state.
+function tasksIn(status, state) {
+  return Object.values(status.tasks).reduce((total, states) => total + (states[state] || 0), 0);
+}
+
 function showHeader(status) {
   setText($("name"), status.name || status.command || "job");
   document.title = `${status.phase} – ${status.name || "ElasticCB"}`;
@@ -142,7 +147,7 @@ function showHeader(status) {
   $("bar").setAttribute("aria-valuenow", Math.round(share * 100));
   $("done").style.width = `${share * 100}%`;
   const { workers, servers } = status;
-  const tasks = state => Object.values(status.tasks).reduce((total, states) => total + (states[state] || 0), 0);
+  const tasks = state => tasksIn(status, state);
   const lost = workers.lost + servers.lost;
   // name: [text, the value of the document that it shows]
   const figures = {
@@ -215,9 +220,9 @@ function showStream(status) {
   const last = runs.reduce((latest, run) => Math.max(latest, run[2] || run[1]), job.points.length ? job.points[job.points.length - 1][0] : 0);
   const places = status.processes.filter(each => each.role === "worker").map(each => each.index);
   stream.draw(runs, job.events, places, status.stragglers, last || Date.now() / 1000, span);
-  const { tasks } = status;
-  setText($("tasks-now"), `${whole(tasks.done)} done, ${tasks.doing} running, ${whole(tasks.todo)} to do` +
-    (tasks.taken_over ? `, ${tasks.taken_over} taken over` : "") + (tasks.retried ? `, ${tasks.retried} retried` : ""));
+  const { tasks_taken_over: taken, tasks_retried: retried } = status, tasks = state => tasksIn(status, state);
+  setText($("tasks-now"), `${whole(tasks("done"))} done, ${tasks("doing")} running, ${whole(tasks("todo"))} to do` +
+    (taken ? `, ${taken} taken over` : "") + (retried ? `, ${retried} retried` : ""));
 }
 
 function rowOf(body, key, cells) {

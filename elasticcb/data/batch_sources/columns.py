@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,17 +84,36 @@ def _of_lines(given: LineFormat, lines: Any) -> dict[str, Any]:
         if dtype in DATES:
             values = _since_1970(values, dtype, given.fill.get(name))
         elif dtype != STRING and dtype not in _DECODED:
-            values = tf.cast(values, dtype)
+            values = _narrowed(values, dtype, name)
         found[name] = values
     return found
+
+
+def _narrowed(values: Any, dtype: str, name: str) -> Any:
+    """The numbers in another dtype, which must hold them."""
+    if np.dtype(dtype).kind == "f":
+        narrow = tf.cast(values, dtype)
+        fits = tf.equal(tf.math.is_inf(tf.cast(narrow, tf.float64)), tf.math.is_inf(values))
+    else:
+        limits = np.iinfo(dtype)
+        most = min(limits.max, np.iinfo(np.int64).max)
+        narrow, fits = tf.cast(values, dtype), (values >= int(limits.min)) & (values <= int(most))
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(fits), [f"The column {name!r} exceeds {dtype}."])]):
+        return tf.identity(narrow)
 
 
 def _default(given: LineFormat, name: str) -> Any:
     """The default of `decode_csv`, which has the column's dtype: an empty one means that a value is required."""
     dtype = given.types[name]
-    if dtype == STRING or dtype in DATES:
-        return tf.constant([given.fill.get(name, "") if dtype == STRING else ""])
-    if dtype not in _DECODED:
+    if dtype in DATES:
+        fill = given.fill.get(name)
+        if fill is not None and not isinstance(fill, int):
+            raise UsageError(
+                f"The reader parameter fill_null has {fill!r} for the column {name!r}. Expected an integer: days since "
+                "1970 of a date, microseconds of a timestamp."
+            )
+        return tf.constant([""])
+    if dtype != STRING and dtype not in _DECODED:
         dtype = "float64" if np.dtype(dtype).kind == "f" else "int64"
     value = given.fill.get(name, missing_value(dtype))
     try:
@@ -106,10 +125,14 @@ def _default(given: LineFormat, name: str) -> Any:
 
 
 def _since_1970(values: Any, dtype: str, fill: Any) -> Any:
-    unit = "D" if dtype == DATE else "us"
+    unit, pattern = "D" if dtype == DATE else "us", DATES[dtype]
 
     def convert(texts: Any) -> Any:
-        texts = np.array([text.decode().strip().removesuffix("Z") for text in texts])
+        given = [text.decode().strip() for text in texts]
+        for text in given:  # NumPy takes more
+            if text and not pattern.fullmatch(text):
+                raise ValueError(f"{text!r} is not a {dtype}")
+        texts = np.array([text.removesuffix("Z") for text in given])
         missing = texts == ""
         if fill is None and missing.any():
             raise ValueError("a field is empty")
@@ -144,17 +167,33 @@ def _columns_of_examples(given: ExampleFormat) -> Columns | None:
             f"The first {len(given.sample)} records have no feature {', '.join(unknown)}, which a reader parameter "
             f"names. Their features are {', '.join(sorted(kinds))}."
         )
-    features = {name: _feature(given, name, kinds[name], lengths[name]) for name in names}
-    return Columns(tuple(names), lambda records: tf.io.parse_example(records, features))
+    features: dict[str, Any] = {}
+    filled: dict[str, tuple[int, Any]] = {}  # lists that are empty where the value is missing: their size, the value
+    for name in names:
+        dtype = {"bytes_list": STRING, "float_list": "float32", "int64_list": "int64"}[kinds[name]]
+        sizes, value = lengths[name] - {0}, given.fill.get(name, missing_value(dtype))
+        if len(sizes) != 1 or name in given.ragged or 0 in lengths[name]:
+            features[name] = tf.io.RaggedFeature(tf.as_dtype(dtype), row_splits_dtype=tf.int64)
+            if len(sizes) == 1 and name not in given.ragged and value is not None:
+                filled[name] = next(iter(sizes)), value
+            continue
+        (size,) = sizes
+        shape = [] if size == 1 else [size]
+        default = value if value is None or not shape else [value] * size
+        features[name] = tf.io.FixedLenFeature(shape, tf.as_dtype(dtype), default)
+
+    def parse(records: Any) -> dict[str, Any]:
+        found: dict[str, Any] = tf.io.parse_example(records, features)
+        return found | {name: _filled(found[name], name, *how) for name, how in filled.items()}
+
+    return Columns(tuple(names), parse)
 
 
-def _feature(given: ExampleFormat, name: str, kind: str, lengths: Sequence[int] | set[int]) -> Any:
-    dtype = {"bytes_list": STRING, "float_list": "float32", "int64_list": "int64"}[kind]
-    sizes = set(lengths) - {0}
-    if len(sizes) != 1 or name in given.ragged:
-        return tf.io.RaggedFeature(tf.as_dtype(dtype), row_splits_dtype=tf.int64)
-    (size,) = sizes
-    value = given.fill.get(name, missing_value(dtype))
-    shape = [] if size == 1 else [size]
-    default = value if value is None or not shape else [value] * size
-    return tf.io.FixedLenFeature(shape, tf.as_dtype(dtype), default)
+def _filled(lists: Any, name: str, size: int, value: Any) -> Any:
+    """The lists, each empty or of this size, as a tensor with the value in place of empty ones."""
+    lengths = lists.row_lengths()
+    text = f"The feature {name!r} has lists that are neither empty nor of {size} values. Name it in `ragged`."
+    fits = tf.reduce_all((lengths == 0) | (lengths == size))
+    with tf.control_dependencies([tf.debugging.Assert(fits, [text])]):
+        whole = lists.to_tensor(value, shape=[None, size])
+        return whole[:, 0] if size == 1 else whole

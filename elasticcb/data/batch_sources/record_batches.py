@@ -69,12 +69,12 @@ class RecordBatches:
         self._explain: Callable[..., Any] = lambda *_: None
         self._what = name("feed_batch" if feed_batch else "feed")
         converted = feed_batch is not None
+        if feed is None and feed_batch is None:
+            feed = reader.default_feed()
         if label and (feed or feed_batch):
             raise ModelFileError(
                 f"The label {label!r} is for data without a feed, but there is {self._what}. Remove one of them."
             )
-        if feed is None and feed_batch is None:
-            feed = reader.default_feed()
         if feed is None and feed_batch is None:
             columns = columns_of(reader)
             if columns is None:
@@ -84,7 +84,7 @@ class RecordBatches:
                     "to (features, labels)."
                 )
             feed_batch, self._explain = named_feed(columns, label), columns.explain
-            self._what = "columns"
+            self._what = "its columns"
         self._stream = RecordStream(reader, lambda: self.ranges, 0 if feed else batch_size)
         dataset = self._stream.dataset
         if feed is not None:
@@ -152,7 +152,7 @@ class RecordBatches:
         def mapped() -> Any:
             return raw.map(to_batch if converted else not_converted(to_batch))
 
-        mapped.__name__ = getattr(feed_batch, "__name__", "feed_batch")
+        mapped.__name__ = getattr(feed_batch, "__name__", "feed_batch") if converted else "the columns"
         try:
             return call(mapped)
         except ModelFileError as error:
