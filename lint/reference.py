@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client.samples import Sample
 
-from elasticcb.cli.options import help_of, metavar_of
+from elasticcb.cli.command import help_of, metavar_of
 from elasticcb.cluster.registry import backends
 from elasticcb.errors import ExitCode
 from elasticcb.master.members import Role

@@ -14,7 +14,7 @@ ALONE = "elasticcb.keras_private"
 # Attributes of other objects with a name that Keras has as well.
 OWN = {
     ("elasticcb.ps.row_update", "self._rows._path"),
-    ("elasticcb.data.feeds", "step._inputs"),
+    ("elasticcb.data.batch_sources.record_batches", "step._inputs"),
     ("elasticcb.data.batch_sources.iterables", "dataset._inputs"),
 }
 # What it carries are the attributes of Keras's objects, which no public way reads.

@@ -12,9 +12,9 @@ import pytest
 from reference import TABLES, update
 
 import elasticcb
+from elasticcb.cli.command import BASIC, help_of, metavar_of, options_of
 from elasticcb.cli.main import elasticcb as group
 from elasticcb.cli.main import main
-from elasticcb.cli.options import BASIC, help_of, metavar_of, options_of
 from elasticcb.errors import ElasticCBError, ExitCode, JobInterrupted, ModelFileError
 from elasticcb.settings.definition import ALL
 
