@@ -31,7 +31,7 @@ from elasticcb.data.text_index import Dialect, index_records, line_in, line_of, 
 from elasticcb.errors import DataError, UsageError
 from elasticcb.process.wording import how_many
 
-csv.field_size_limit(max(csv.field_size_limit(), 1 << 30))  # a long text is no error
+csv.field_size_limit(max(csv.field_size_limit(), 1 << 30))  # for long texts
 _LONGEST_LINE = 200  # characters of a line that a message shows
 _TEXT_DTYPES = ("str", STRING, "bytes", "object")
 
