@@ -88,13 +88,18 @@ def test_lines_without_names_ask_for_a_header(clicks: Path) -> None:
         (["5,29.11.2026,1"], r"line 5\), column day: '29.11.2026' is not a valid date"),
         (["5,2026-02-30,1"], r"line 5\), column day: '2026-02-30' is not a valid date"),
         (["5,,1"], r"line 5\), column day: the field is empty"),
+        (["5,2026,1"], r"line 5\), column day: '2026' is not a valid date"),
+        (["5,2026-11-29 08:00:00,1"], r"line 5\), column day: '2026-11-29 08:00:00' is not a valid date"),
+        (["5,today,1"], r"line 5\), column day: 'today' is not a valid date"),
+        (["5,2026-11-29,300"], r"line 5\), column click: '300' is not a valid int8"),
+        (["1_000,2026-11-29,1"], r"line 5\), column user: '1_000' is not a valid int64"),
         (["5,2026-11-29,1,2"], r"clicks\.csv, record 3 \(line 5\) has 4 fields, but the header has 3"),
     ],
 )
 def test_a_wrong_value_is_told_with_file_line_and_column(tmp_path: Path, lines: list[str], words: str) -> None:
     path = tmp_path / "clicks.csv"
     path.write_text("\n".join(["user,day,click", *["5,2026-11-29,1"] * 3, *lines, ""]))
-    types = {"user": "int64", "day": "date", "click": "int64"}
+    types = {"user": "int64", "day": "date", "click": "int8"}
     with pytest.raises(DataError, match=words):
         batch_of(read(path, header=True, label="click", column_dtypes=types))
 
@@ -104,6 +109,13 @@ def test_large_integers_with_empty_fields_are_not_rounded(tmp_path: Path) -> Non
     path.write_text(f"id,y\n{2**40},1\n,2\n")
     with pytest.raises(DataError, match=r"'id' of .* has large integers and empty fields.*fill_null=\{'id': value\}"):
         read(path, header=True, label="y").batches("training", 4)
+    path.write_text(f"id,y\n{2**64},1\n3,2\n")
+    with pytest.raises(DataError, match=r"integers that int64 does not hold.*column_dtypes=\{'id': 'string'\}"):
+        read(path, header=True, label="y").batches("training", 4)
+    path.write_text("id,y\n1732867200.5,1\n3,2\n")
+    x, _ = batch_of(read(path, header=True, label="y"))
+    assert x["id"].tolist() == [1732867200.5, 3]
+    path.write_text(f"id,y\n{2**40},1\n,2\n")
     with pytest.raises(UsageError, match="unknown column 'di'"):
         read(path, header=True, label="y", fill_null={"di": 0}).batches("training", 4)
     x, _ = batch_of(read(path, header=True, label="y", fill_null={"id": 0}))
@@ -138,6 +150,23 @@ def test_features_of_examples_are_columns(tmp_path: Path) -> None:
     assert {name: values.tolist() for name, values in x.items()} == {"price": [1.5, 0.5]}
     with pytest.raises(DataError, match=r"have no feature prize, .*Their features are price, user, vector, words, y"):
         read(path, label="y", columns=["prize", "y"]).batches("training", 4)
+
+
+def test_empty_lists_of_examples_are_missing_values(tmp_path: Path) -> None:
+    def written(prices: list[list[float]]) -> Records:
+        path = tmp_path / "a.tfrecord"
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for number, values in enumerate(prices):
+                example = tf.train.Example()
+                example.features.feature["price"].float_list.value.extend(values)
+                example.features.feature["y"].int64_list.value.append(number)
+                writer.write(example.SerializeToString())
+        return read(path, label="y")
+
+    x, _ = batch_of(written([[1.5], [], [2.5]]))
+    np.testing.assert_array_equal(x["price"], [1.5, np.nan, 2.5])
+    with pytest.raises(DataError, match=r"'price' has lists that are neither empty nor of 1"):
+        batch_of(written([*[[1.5], []] * 500, [2.5, 3.5]]), start=990)
 
 
 def test_records_that_are_no_examples_ask_for_a_feed(tmp_path: Path) -> None:
