@@ -244,11 +244,8 @@ def build_settings(given: Given, folder: str = "") -> JobSettings:
     if given["numbered"] and settings.output:
         settings = replace(settings, output=str(next_numbered(settings.output)))
     checkpoint = settings.checkpoint
-    if (
-        settings.command is Command.TRAIN
-        and not checkpoint.directory
-        and (store or not directory.startswith(PRIVATE_FOLDER))
-    ):
+    is_kept = store or not directory.startswith(f"{PRIVATE_FOLDER}/")
+    if settings.command is Command.TRAIN and is_kept and not checkpoint.directory:
         checkpoint = replace(checkpoint, directory=f"{store or directory}/{MODEL_FOLDER}")
     return replace(
         settings,
