@@ -176,7 +176,8 @@ def check(job: Job, epochs: int, counts: dict[str, int]) -> list[str]:
     if (reads < epochs).any():
         wrong.append(f"{np.count_nonzero(reads < epochs)} records were read less than {epochs} times")
     told = re.findall(r"records trained +[\d,]+ \((.+)\)", job.output)
-    if told != [f"{epochs} epochs of {counts['train.npy']:,}"]:
+    is_untold = "The job was done when its master was killed" in job.output
+    if not is_untold and told != [f"{epochs} epochs of {counts['train.npy']:,}"]:
         wrong.append(f"the summary tells of {told} records")
     rounds = {int(float(rows)) for rows in re.findall(r"Evaluation at version .*rows ([\d.]+)", job.output)}
     if rounds != {counts["test.npy"]}:
