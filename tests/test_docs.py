@@ -36,6 +36,12 @@ def test_relative_links_lead_to_files_and_titles_that_are_there(page):
             assert anchor in titles(linked), f"{page.name} links to {target}; {linked.name} has no such title"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_table_is_split_by_an_empty_line(page):
+    text = without_code_blocks(page)
+    assert not re.findall(r"^\|.*\n\n(\|.*)\n(?!\|[-| :]+\|$)", text, re.MULTILINE)
+
+
 def test_index_of_the_docs_lists_every_page():
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     missing = [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in index]
