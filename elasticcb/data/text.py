@@ -120,7 +120,7 @@ class TextReader(FileReader):
         names, quote = self.metadata.column_names, self._dialect.quote
         if not names or quote not in (b"", b'"'):
             return None
-        unknown = [name for name in self._fill if name not in names]
+        unknown = [name for name in self._fill if name not in (*names, self.may_lack)]
         if unknown:
             raise UsageError(
                 f"The reader parameter fill_null has the unknown column {unknown[0]!r}. The columns are "
@@ -236,6 +236,8 @@ class TextReader(FileReader):
                     column = key
                 elif key in names:
                     column = names.index(str(key))
+                elif key == self.may_lack:
+                    continue
                 else:
                     raise UsageError(
                         f"The reader parameter column_dtypes contains the unknown column {key!r}. The columns are "

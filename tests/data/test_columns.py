@@ -69,6 +69,17 @@ def test_predictions_need_no_label(clicks: Path, tmp_path: Path) -> None:
     assert sorted(batch_of(read(without, header=True, label="click"), "prediction")) == ["a", "b"]
 
 
+def test_parameters_for_the_label_do_not_matter_where_predictions_lack_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("price\n1.5\n")
+    more: dict[str, Any] = {"column_dtypes": {"click": "float32"}, "fill_null": {"click": 0}}
+    x = batch_of(read(path, header=True, label="click", **more), "prediction")
+    assert x["price"].tolist() == [1.5]
+    examples = write_examples(tmp_path / "a.tfrecord", [{"price": [1.5]}])
+    x = batch_of(read(examples, label="y", columns=["price", "y"], fill_null={"y": 0}), "prediction")
+    assert x["price"].tolist() == [1.5]
+
+
 def test_a_label_that_is_absent_is_told_with_the_columns(clicks: Path) -> None:
     for label in ("clicks", ""):
         with pytest.raises(DataError, match=r"label.* columns of the data are user, price, .*click\. Set --label"):

@@ -45,7 +45,7 @@ def columns_of(reader: Reader) -> Columns | None:
     found = reader.record_format()
     if isinstance(found, LineFormat):
         return Columns(tuple(found.types), lambda lines: _of_lines(found, lines), found.explain)
-    return _columns_of_examples(found) if found is not None else None
+    return _columns_of_examples(found, reader.may_lack) if found is not None else None
 
 
 def named_feed(columns: Columns, label: str) -> FeedBatch:
@@ -142,7 +142,7 @@ def _since_1970(values: Any, dtype: str, fill: Any) -> Any:
     return tf.ensure_shape(tf.numpy_function(convert, [values], tf.int64, stateful=False), [None])
 
 
-def _columns_of_examples(given: ExampleFormat) -> Columns | None:
+def _columns_of_examples(given: ExampleFormat, may_lack: str) -> Columns | None:
     """By the features of the first records. None if these are not `tf.train.Example`s."""
     from google.protobuf.message import DecodeError
 
@@ -158,8 +158,8 @@ def _columns_of_examples(given: ExampleFormat) -> Columns | None:
                 kinds[name] = kind
     except DecodeError:
         return None
-    names = list(given.columns) or sorted(kinds)
-    unknown = [name for name in [*names, *given.fill, *given.ragged] if name not in kinds]
+    names = [name for name in given.columns if name in kinds or name != may_lack] or sorted(kinds)
+    unknown = [name for name in [*names, *given.fill, *given.ragged] if name not in (*kinds, may_lack)]
     if unknown or not names:
         if not kinds:
             return None

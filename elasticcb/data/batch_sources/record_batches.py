@@ -77,6 +77,7 @@ class RecordBatches:
                 f"The label {label!r} is for data without a feed, but there is {self._what}. Remove one of them."
             )
         if feed is None and feed_batch is None:
+            reader.may_lack = label if mode == Mode.PREDICTION else ""
             columns = columns_of(reader)
             if columns is None:
                 raise ModelFileError(
