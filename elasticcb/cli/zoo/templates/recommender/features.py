@@ -23,7 +23,7 @@ def rating_of(line):
 
 def split_genres(genres):
     """Each `"Comedy|War"` as strings [MAX_GENRES], with empty ones at the end."""
-    return tf.strings.split(genres, "|").to_tensor("", [None, MAX_GENRES])
+    return tf.strings.split(genres, "|").to_tensor("", shape=[None, MAX_GENRES])
 
 
 def make_inputs():
