@@ -117,6 +117,7 @@ def metrics_table() -> str:
         free_disk_bytes=dict.fromkeys(("job", "checkpoint"), 0),
         processes=processes,
         checkpoint_age_seconds=0.0,
+        export_age_seconds=0.0,
         metrics={"accuracy": 0.0},
         tables={"table": TableSize(0, 0)},
         histograms=histograms(),

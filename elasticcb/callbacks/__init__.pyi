@@ -5,6 +5,7 @@ from .learning_rate_scheduler import LearningRateScheduler as LearningRateSchedu
 from .max_steps_stopper import MaxStepsStopper as MaxStepsStopper
 from .max_steps_stopper import MaxStepsStopping as MaxStepsStopping
 from .model_uploader import ModelUploader as ModelUploader
+from .periodic_export import PeriodicExport as PeriodicExport
 from .placement import Place as Place
 from .placement import runs_on as runs_on
 from .prediction_outputs_processor import BasePredictionOutputsProcessor as BasePredictionOutputsProcessor

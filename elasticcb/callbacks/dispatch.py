@@ -200,6 +200,10 @@ class Dispatcher:
         if method is not None:
             self._guarded(callback, hook, method, args)
 
+    def call_own(self, callback: Any, hook: str, *args: Any) -> None:
+        """Calls a method that is a hook only of this class of callbacks."""
+        self._guarded(callback, hook, getattr(callback, hook), args)
+
     def flush_files(self) -> None:
         """Writes what hooks here have written to files and databases that are attributes of their callbacks: the
         `on_train_end` that would close them may run in another process."""
@@ -259,7 +263,7 @@ class Dispatcher:
                 )
 
     def _failed(self, callback: Any, hook: str, error: CallbackError, cause: BaseException) -> None:
-        is_essential = getattr(callback, "essential", False) or hook not in TABLE
+        is_essential = getattr(callback, "essential", False) or hook in ("set_model", "set_params")
         if self._on_error is CallbackErrors.STOP or is_essential:
             raise error from cause
         subject = f"{type(callback).__name__}.{hook} failed"

@@ -181,16 +181,10 @@ def _export_elsewhere(model: keras.Model, features_spec: Any, folder: Path) -> N
         CallbackError: the model can't be exported.
     """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as given:
-        with _only_layers(model):
-            content = {"model": model, "features_spec": features_spec, "folder": folder}
-            hollow = Hollow(model.weights, portable=True)
-            Path(given, _MODEL).write_bytes(carry.dumps(content, content, hollow=hollow))
+        Path(given, _MODEL).write_bytes(without_weights(model, features_spec))
         model.save_weights(Path(given, _WEIGHTS))
-        environment = os.environ | {"KERAS_BACKEND": "tensorflow"}
-        hide_gpus(environment)  # it computes next to nothing
-        done = subprocess.run(
-            [sys.executable, "-c", python_code(__name__), given], env=environment, capture_output=True, text=True
-        )
+        command = [sys.executable, "-c", python_code(__name__), given, str(folder)]
+        done = subprocess.run(command, env=environment_of_exports(), capture_output=True, text=True)
         error = Path(given, _ERROR)
         if done.returncode or error.exists():
             text = error.read_text(encoding="utf-8") if error.exists() else done.stderr[-2000:]
@@ -200,6 +194,20 @@ def _export_elsewhere(model: keras.Model, features_spec: Any, folder: Path) -> N
                 "Use only Keras operations in call(). Or don't export it, and save the model as a .keras file in "
                 "on_train_end of a callback."
             )
+
+
+def without_weights(model: keras.Model, features_spec: Any) -> bytes:
+    """A built model without weights, and `features_spec`, for `carry.loads` in a process with Keras on TensorFlow."""
+    with _only_layers(model):
+        content = {"model": model, "features_spec": features_spec}
+        return carry.dumps(content, content, hollow=Hollow(model.weights, portable=True))
+
+
+def environment_of_exports() -> dict[str, str]:
+    """The environment of such a process."""
+    environment = os.environ | {"KERAS_BACKEND": "tensorflow"}
+    hide_gpus(environment)  # it computes next to nothing
+    return environment
 
 
 @contextlib.contextmanager
@@ -225,7 +233,7 @@ def main() -> int:
         model.load_weights(given / _WEIGHTS)
         archive = keras.export.ExportArchive()
         add_serving_endpoint(archive, model, content["features_spec"])
-        archive.write_out(str(content["folder"]), verbose=False)
+        archive.write_out(sys.argv[2], verbose=False)
     except Exception as error:
         (given / _ERROR).write_text(describe(error), encoding="utf-8")
     return 0

@@ -220,6 +220,23 @@ class ReadableTable(Protocol):
     def release(self) -> None: ...
 
 
+class OnlyRows:
+    """A `ReadableTable` without the slots and counts of another."""
+
+    def __init__(self, table: ReadableTable) -> None:
+        self._table, self.release = table, table.release
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def read(self, start: int) -> TableState:
+        piece = self._table.read(start)
+        return TableState(piece.ids, piece.rows)
+
+    def pieces(self) -> Iterator[TableState]:
+        return (TableState(piece.ids, piece.rows) for piece in self._table.pieces())
+
+
 @dataclass
 class Part:
     """The state of one server. Arrays have the shapes of its slices."""

@@ -144,12 +144,13 @@ def _check_follow(given: Given) -> Iterator[str]:
 
 
 _INITIAL = ("checkpoint_dir_for_init", "init_from")  # initial checkpoints
-_MAY_BE_REMOTE = frozenset({"checkpoint_dir", *_INITIAL})  # and the folder of a training job
+_MAY_BE_REMOTE = frozenset({"checkpoint_dir", "export_dir", *_INITIAL})  # and the folder of a training job
 
 
 def _check_folders(given: Given) -> Iterator[str]:
     for name, hint in (
         ("checkpoint_dir", ""),
+        ("export_dir", ""),
         ("output", " To send the export elsewhere, add elasticcb.callbacks.ModelUploader to the callbacks."),
         ("job_dir", ""),
         *((name, "") for name in _INITIAL),

@@ -198,6 +198,7 @@ class Job:
         if context.journal is not None:
             course.served.ps.finish_training()  # so that the recovery files contain everything
             course.served.servers.save()
+        course.finish_exports()
         if not course.checkpoints.wanted:
             return ""
         course.save_checkpoint()

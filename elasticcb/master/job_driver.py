@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from elasticcb.callbacks.placement import BATCH_HOOKS
@@ -22,6 +22,7 @@ from elasticcb.errors import CallbackWarning, CheckpointError
 from elasticcb.master.callback_driver import EpochHooks
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.evaluation import Round
+from elasticcb.master.exports import PeriodicExports
 from elasticcb.master.job_context import JobContext, TrainedModel
 from elasticcb.master.job_machine import JobMachine
 from elasticcb.master.snapshot import EpochEnd, format_metric
@@ -87,12 +88,13 @@ class JobDriver:
         epochs: EpochHooks,
         checkpoints: CheckpointWriter,
         autoscale: Callable[[], None],
+        exports: Sequence[PeriodicExports],
     ) -> None:
         self._context, self._settings = context, context.settings
         self._master, self._report = context.server, context.report
         self.served, self.checkpoints, self.queue = served, checkpoints, queue
         self._host, self._hooks = served.host, served.hooks
-        self._epochs, self._autoscale = epochs, autoscale
+        self._epochs, self._autoscale, self.exports = epochs, autoscale, exports
         self._waiting_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their evaluation pass
         self._clock = EpochClock(self._settings.training.minibatch_size)
         self._more_batches = False  # more are ready for callbacks now
@@ -146,6 +148,8 @@ class JobDriver:
         self._context.master.server_scaling.turn(servers.resize, self._why_servers_wait, self._why_no_servers)
         self._deliver_batches()
         self._merge_states()
+        for exports in self.exports:
+            exports.turn()
         if idle:
             self._report.show()
             return
@@ -331,6 +335,7 @@ class JobDriver:
         self._hooks.call("on_train_end", self._epochs.last_logs, after_export=False)
         if self.checkpoints.wanted:
             self.save_checkpoint()
+        self.finish_exports()
         with self._master.state() as state:
             state.add_train_end()
 
@@ -408,6 +413,11 @@ class JobDriver:
         finally:
             self._master.set_status(checkpoint_path=self.checkpoints.newest)
         return None
+
+    def finish_exports(self) -> None:
+        """Exports the last version for serving."""
+        for exports in self.exports:
+            exports.finish()
 
     def drain(self, seconds: float) -> None:
         """Stops handing out training tasks, and waits for running ones, up to `seconds`."""

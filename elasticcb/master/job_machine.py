@@ -171,6 +171,7 @@ class JobMachine:
         lost_ps: when each lost server was lost, by index, until its replacement holds the model.
         wish: the last request to change the number of servers.
         checkpoint_written: when the newest checkpoint was written, or the job started.
+        exported: when the newest export for serving was complete; None: there is none.
         calls, results: of FUNCTION tasks by id: functions still to call; results until fetched.
         prediction_output: receives predictions instead of `predictions`: outputs by batch, by first unit of a task.
         error: an error found while answering a call; ends the job.
@@ -193,6 +194,7 @@ class JobMachine:
         self.number, self.settings = number, settings
         self.program, self.datasets, self.started = program, {} if datasets is None else datasets, started
         self.checkpoint_written = started
+        self.exported: float | None = None
         self.status = JobSnapshot()
         self.speed = Speed()
         self.speeds: dict[int, Speed] = {}  # batches per second of each worker, by id

@@ -73,6 +73,9 @@ class ModelHost:
     Raises:
         ModelFileError: the model file is unusable.
         DataError: the data can't be read.
+
+    Attributes:
+        features_spec: as for `add_serving_endpoint`.
     """
 
     def __init__(self, settings: JobSettings, spec: Any = None, rehearses: bool = False) -> None:
@@ -111,7 +114,7 @@ class ModelHost:
             if mode is Mode.TRAINING:
                 self.metrics.replayed = replayed
             element = pipeline.element_spec
-            self._features_spec = element[0] if mode is not Mode.PREDICTION and isinstance(element, tuple) else element
+            self.features_spec = element[0] if mode is not Mode.PREDICTION and isinstance(element, tuple) else element
             self.tables = self._find_tables(settings, batch, pipelines, step)
             self.variables = variable_specs(self.model, step, self.tables)
             self._given = {} if step is None else step.given
@@ -242,7 +245,7 @@ class ModelHost:
     def saved_model_inputs(self) -> tuple[SavedModelInput, ...]:
         """Inputs of the exported model; empty when it can't be exported."""
         try:
-            specs = serving_inputs(self.model, self._features_spec)
+            specs = serving_inputs(self.model, self.features_spec)
         except CallbackError:
             return ()  # the exporter reports why
         return tuple(SavedModelInput(name=spec.name, dtype=spec.dtype.name, shape=tuple(spec.shape)) for spec in specs)

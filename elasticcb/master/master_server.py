@@ -218,6 +218,12 @@ class MasterServer:
             state.checkpoint_written = time.monotonic()
             state.history.record_event("checkpoint", f"A checkpoint is written, at version {state.version}.")
 
+    def exported(self, version: int) -> None:
+        """An export for serving is complete."""
+        with self.state() as state:
+            state.exported = time.monotonic()
+            state.set_status(export_version=version)
+
     def print(self, text: str, kind: str = "note") -> None:
         """Prints a line about the job; the job's page keeps it as an event of this kind."""
         self.record_event(kind, text)

@@ -67,7 +67,10 @@ def _of_settings(state: JobMachine, settings: JobSettings | None, now: float) ->
         return {}
     values = {"command": settings.command, "name": settings.name, "directory": settings.directory}
     due = settings.checkpoint.directory and settings.checkpoint.steps
-    return {**values, "checkpoint_age_seconds": now - state.checkpoint_written if due else None}
+    return values | {
+        "checkpoint_age_seconds": now - state.checkpoint_written if due else None,
+        "export_age_seconds": None if state.exported is None else now - state.exported,
+    }
 
 
 def free_disk_bytes(settings: JobSettings | None) -> dict[str, int]:

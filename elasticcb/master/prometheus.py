@@ -65,6 +65,8 @@ def _job(seen: JobSnapshot) -> Iterator[Metric]:
     age = {} if seen.checkpoint_age_seconds is None else {(): seen.checkpoint_age_seconds}
     text = "Time since the newest checkpoint, or since the job started; only with checkpoint_steps."
     yield _gauge("checkpoint_age_seconds", text, age)
+    age = {} if seen.export_age_seconds is None else {(): seen.export_age_seconds}
+    yield _gauge("export_age_seconds", "Time since the newest export for serving was complete.", age)
     unwritten = seen.recovery_files_failed
     yield _counter("recovery_files_failed", "Times that a server could not write its recovery files.", unwritten)
     free = {(folder,): size for folder, size in seen.free_disk_bytes.items()}

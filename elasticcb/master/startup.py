@@ -11,11 +11,12 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from elasticcb.callbacks.periodic_export import PeriodicExport
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.callbacks.shared_attributes import left_on_workers
 from elasticcb.checkpoint import remote as remote_checkpoint
@@ -26,6 +27,7 @@ from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.callback_driver import EpochHooks, MasterHooks
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.evaluation import EvaluationRounds
+from elasticcb.master.exports import PeriodicExports
 from elasticcb.master.job_context import JobContext, ModelOrigin, Takeover, TrainedModel
 from elasticcb.master.job_driver import JobDriver
 from elasticcb.master.job_machine import JobMachine
@@ -357,7 +359,17 @@ def _make_course(context: JobContext, served: TrainedModel, queue: TaskQueue, ep
     autoscaling: Callable[[], None] = lambda: None  # noqa: E731
     if limits.most and memory.autoscale and not memory.over:
         autoscaling = Autoscaling(server, limits, records_to_train(context.settings, queue), say).turn
-    return JobDriver(context, served, queue, epochs, checkpoints, autoscaling)
+    exports = [] if memory.over else [*_exports_of(context, served)]
+    return JobDriver(context, served, queue, epochs, checkpoints, autoscaling, exports)
+
+
+def _exports_of(context: JobContext, served: TrainedModel) -> Iterator[PeriodicExports]:
+    """Raises before workers get tasks if the job can't export."""
+    for callback in served.host.callbacks.callbacks:
+        if isinstance(callback, PeriodicExport) and context.settings.command is Command.TRAIN:
+            exports = PeriodicExports(callback, served.host, served.ps, context.server, context.settings.name)
+            context.until_end.callback(exports.close)
+            yield exports
 
 
 def _let_workers_begin(context: JobContext, served: TrainedModel, course: JobDriver) -> None:
@@ -375,6 +387,8 @@ def _let_workers_begin(context: JobContext, served: TrainedModel, course: JobDri
             map_version=ps.servers.shard_map.version,
         )
         state.persist(servers=served.servers.places, merging_units=sorted(state.epoch_states.merging))
+    for exports in course.exports:
+        exports.begin()
 
 
 def _records_of(sources: Sequence[tuple[str, int]]) -> str:

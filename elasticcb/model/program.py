@@ -304,7 +304,7 @@ def job_callbacks(spec: Spec, settings: JobSettings) -> list[keras.callbacks.Cal
     """Creates the callback objects of one process of the job."""
     import keras
 
-    from elasticcb.callbacks import SavedModelExporter
+    from elasticcb.callbacks import PeriodicExport, SavedModelExporter
 
     callbacks = spec.make_callbacks()
     if settings.command is not Command.TRAIN and settings.model.definition:
@@ -314,6 +314,9 @@ def job_callbacks(spec: Spec, settings: JobSettings) -> list[keras.callbacks.Cal
     if wants_export and not any(isinstance(callback, SavedModelExporter) for callback in callbacks):
         # First, so that an uploader among the others finds the model.
         callbacks.insert(0, SavedModelExporter())
+    export = settings.export
+    if settings.command is Command.TRAIN and export.directory:
+        callbacks.append(PeriodicExport(export.directory, export.every, export.full_every))
     return callbacks
 
 

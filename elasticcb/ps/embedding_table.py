@@ -364,10 +364,11 @@ class EmbeddingTable:
         self._gone = [each for each in self._gone or () if each[0] >= since]
 
     def gone(self, since: int) -> Array:
-        """Ids of rows that were removed from version `since` on, and do not exist now, int64 [n]."""
+        """Ids of rows that were removed from version `since` on, and not trained after it since then, int64 [n]."""
         ids = np.unique(np.concatenate([np.empty(0, np.int64), *(ids for at, ids in self._gone or () if at >= since)]))
-        ids = ids[self.places(ids) < 0]
-        return np.delete(ids, self._cold.read(ids)[0]) if self._cold else ids
+        trained = self.select(ids)
+        assert trained.used is not None
+        return np.setdiff1d(ids, trained.ids[trained.used > since])
 
     def _note_gone(self, ids: Array) -> None:
         if self._gone is not None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from elasticcb.checkpoint import parts, shard_file
 from elasticcb.checkpoint.manifest import MANIFEST, read_manifest
 from elasticcb.checkpoint.remote import Files, writable
-from elasticcb.checkpoint.shard_file import Part
+from elasticcb.checkpoint.shard_file import Part, SavedFile
 from elasticcb.errors import CheckpointError, ElasticCBError, WireError
 from elasticcb.optimizers.state import Optimizers, from_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -56,11 +56,13 @@ class Kept(NamedTuple):
         path: or URL; "": there is none, or the model was replaced since.
         version: of the model in it.
         taken: as `ServedModel.taken` when it was written.
+        removed: how many rows had been removed from tables, of a file for serving.
     """
 
     path: str = ""
     version: int = -1
     taken: Mapping[int, int] = {}
+    removed: int = 0
 
     @property
     def name(self) -> str:
@@ -109,6 +111,7 @@ class ServedModel:
         taken: by worker, the sequence number of its last push that is part of the model, as earlier ones are.
         snapshots: by evaluation pass.
         kept: the last file to which further ones are added.
+        exported_files: those for serving: the last one that another was added to, and that one.
         rate_version, slots_version: increase when the master sets the base rate, or the optimizers' state.
         gate: while it waits for a change of the number of servers.
     """
@@ -123,6 +126,7 @@ class ServedModel:
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     exported: Exported | None = None
     kept: Kept = field(default_factory=Kept)
+    exported_files: list[Kept] = field(default_factory=list)
     rate_version: int = 0
     slots_version: int = 0
     gate: MoveGate | None = None
@@ -145,6 +149,11 @@ class ServedModel:
     def flush(self) -> None:
         """Merges all movements that wait."""
         self.merge(self.policy.flush())
+
+    def keep_gone(self) -> None:
+        """Remembers which rows are removed, for the next files."""
+        versions = [kept.version for kept in (self.kept, *self.exported_files) if kept.name]
+        self.parameters.tables.keep_gone(min(versions, default=self.parameters.version))
 
     def snapshot_of(self, evaluation_round: int) -> Snapshot:
         """Raises `ElasticCBError` when there is none."""
@@ -301,18 +310,18 @@ class Holder:
 
     def save(self, request: pb.SaveRequest) -> pb.SaveResponse:
         """Handles `Save`; training continues meanwhile. Raises `CheckpointError` if the file can't be written."""
+        if request.serving:
+            return self._export(request)
         path, after = request.path, request.after
         is_recovery_file = request.HasField("after")
         with self.lock:
-            model = self.present()
-            if request.map_version != model.shard_map.version:
-                raise ElasticCBError("This server does not save: another shard map is in use.")
+            model = self._by_map_of(request)
             kept, version, taken = model.kept, model.parameters.version, dict(model.taken)
             since = kept.version if after and after == kept.name else None
             if since == version and taken == kept.taken:  # pushes of rows make no version
                 return pb.SaveResponse(version=version, after=after)
             if is_recovery_file:
-                model.parameters.tables.keep_gone(kept.version if kept.name else version)
+                model.keep_gone()
             part = model.parameters.hold(self.lock, since)
         try:
             if request.keep:
@@ -324,13 +333,45 @@ class Holder:
         with self.lock:
             if is_recovery_file and model.kept is kept:
                 model.kept = Kept(path, part.version, taken)
-        return pb.SaveResponse(
-            file=saved.name,
-            bytes=saved.bytes,
-            sha256=saved.sha256,
-            version=saved.version,
-            after="" if since is None else after,
-        )
+        return _answer(saved, "" if since is None else after)
+
+    def _by_map_of(self, request: pb.SaveRequest) -> ServedModel:
+        model = self.present()
+        if request.map_version != model.shard_map.version:
+            raise ElasticCBError("This server does not save: another shard map is in use.")
+        return model
+
+    def _export(self, request: pb.SaveRequest) -> pb.SaveResponse:
+        """Handles `Save` for serving."""
+        with self.lock:
+            model = self._by_map_of(request)
+            version, tables = model.parameters.version, model.parameters.tables
+            now = Kept(request.path, version, dict(model.taken), tables.removed)
+            before = [each for each in model.exported_files if each.name == request.after]
+            is_same = any(each[1:] == now[1:] for each in before)
+            if is_same and not request.whole and not request.unchanged:
+                return pb.SaveResponse(version=version, after=request.after)
+            wanted = {request.path: before[0].version} if before else {}
+            paths = wanted | ({request.whole: None} if request.whole else {})
+            chain = model.exported_files = list(before)  # others are not asked for again
+            model.keep_gone()
+            held = {path: model.parameters.hold_for_serving(self.lock, since) for path, since in paths.items()}
+        files: dict[str, SavedFile] = {}
+        try:
+            for path, part in held.items():
+                with writable(path, self._options.scratch) as here:
+                    files[path] = shard_file.write_part(here, part)
+        finally:
+            for part in held.values():
+                part.release()
+        with self.lock:
+            if files and model.exported_files is chain:
+                chain.append(now)
+        whole = files.pop(request.whole, None)
+        response = _answer(files[request.path], request.after) if files else pb.SaveResponse(version=version)
+        if whole is not None:
+            response.whole.CopyFrom(_answer(whole))
+        return response
 
     def save_last(self) -> pb.SaveResponse | None:
         """Saves what has changed since the last file that others are added to, next to it; None: there is none, or that
@@ -373,6 +414,10 @@ class Holder:
             policy=policy,
             merged=threading.Condition(self.lock),
         )
+
+
+def _answer(saved: SavedFile, after: str = "") -> pb.SaveResponse:
+    return pb.SaveResponse(file=saved.name, bytes=saved.bytes, sha256=saved.sha256, version=saved.version, after=after)
 
 
 def _remove_unused(folder: Path, model: ServedModel, keep: Collection[str]) -> None:

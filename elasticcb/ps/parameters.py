@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from elasticcb.checkpoint.shard_file import Part
+from elasticcb.checkpoint.shard_file import OnlyRows, Part
 from elasticcb.errors import CheckpointError, ElasticCBError, ModelFileError, WireError
 from elasticcb.optimizers.state import LEARNING_RATE, Optimizers, OptimizerState, from_tensors
 from elasticcb.ps.table_limits import TableLimits
@@ -209,8 +209,15 @@ class Parameters:
             lock: must be held at each call of this object, but not while the tables are read.
             since: of embedding tables, only rows trained after this version, and ids of those that were removed.
         """
+        self.tables.advance(self.version)  # rows that are removed from now on count as removed at this version
         gone = {} if since is None else self.tables.gone(since)
         return replace(self.dense(), held=self.tables.hold(lock, since), gone=gone)
+
+    def hold_for_serving(self, lock: AbstractContextManager[Any], since: int | None) -> Part:
+        """Like `hold`, without what only training needs."""
+        part = self.hold(lock, since)
+        held = {number: OnlyRows(table) for number, table in part.held.items()}
+        return Part(part.version, part.weights, held=held, gone=part.gone)
 
     def dense(self) -> Part:
         """This server's part of a checkpoint without tables, as arrays that are never written again."""

@@ -235,8 +235,9 @@ class Servicer:
 
     def save(self, frame: Frame[pb.SaveRequest]) -> Frame[Any]:
         request = frame.header
-        if "\0" in request.path or not (os.path.isabs(request.path) or is_url(request.path)):
-            raise WireError(f"Save has an invalid path: {request.path!r}; expected an absolute one, or a URL.")
+        for path in (request.path, *filter(None, [request.whole])):
+            if "\0" in path or not (os.path.isabs(path) or is_url(path)):
+                raise WireError(f"Save has an invalid path: {path!r}; expected an absolute one, or a URL.")
         return Frame(self.holder.save(request), {})
 
     def load_state(self, frame: Frame[pb.LoadStateRequest]) -> Frame[Any]:
@@ -325,7 +326,7 @@ def _load_state(frame: Frame[pb.LoadStateRequest], model: ServedModel) -> pb.Loa
     state = from_tensors(frame.tensors, request.optimizers)
     parameters.optimizers.check(state)
     parameters.load(values, state, parameters.version + 1, tables_from(frame.tensors))
-    model.kept = Kept()
+    model.kept, model.exported_files = Kept(), []
     if only(frame.tensors, SLOTS, EXTRAS, SHARED):
         model.slots_version += 1
     return pb.LoadStateResponse(version=parameters.version)

@@ -207,9 +207,13 @@ class Tables:
             if self._update_all is None:
                 raise ElasticCBError("This parameter server does not train, so it accepts no gradients of rows.")
             self._update_all(self._tables, rows, version, shared)
-        for number in self._tables.keys() - rows.keys():
-            self._tables[number].advance(version)
+        self.advance(version)
         self._tick()
+
+    def advance(self, version: int) -> None:
+        """Sets the current version of the model for all tables."""
+        for table in self._tables.values():
+            table.advance(version)
 
     def snapshot(self) -> dict[int, TableSnapshot]:
         return {number: table.snapshot() for number, table in self._tables.items()}
@@ -222,13 +226,18 @@ class Tables:
         """Like `export`, as with `EmbeddingTable.hold`."""
         return {number: table.hold(lock, since) for number, table in self._tables.items()}
 
+    @property
+    def removed(self) -> int:
+        """How many rows have been removed, of all tables."""
+        return sum(table.flow.removed for table in self._tables.values())
+
     def keep_gone(self, since: int) -> None:
         """Remembers which rows are removed, for `gone`."""
         for table in self._tables.values():
             table.keep_gone(since)
 
     def gone(self, since: int) -> dict[int, Array]:
-        """Ids of rows that were removed from version `since` on, by table."""
+        """Ids of rows that were removed from version `since` on, by table; as of `EmbeddingTable.gone`."""
         return {number: table.gone(since) for number, table in self._tables.items()}
 
     def load(self, sources: Mapping[int, TableSource], version: int) -> None:

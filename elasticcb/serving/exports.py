@@ -132,6 +132,21 @@ def way_to(names: Sequence[str], version: int | None = None) -> list[str]:
     return []
 
 
+def unneeded(written: Mapping[str, float], way: Sequence[str], oldest: float) -> list[str]:
+    """The names of the finished exports to remove, in this order: those written before `oldest`, except what the
+    current version needs, and the deltas from the oldest full export that stays.
+
+    Args:
+        written: when each was written, in seconds since 1970.
+        way: to the current version.
+    """
+    fulls = {name for name in written if _FULL.fullmatch(name) and (written[name] >= oldest or name in way)}
+    first = min(map(version_of, fulls), default=0)
+    steps = {name for name in written if (found := _DELTA.fullmatch(name)) and int(found[1]) >= first}
+    left = written.keys() - fulls - steps - {*way}
+    return sorted(left, key=lambda name: (version_of(name), not _DELTA.fullmatch(name)))
+
+
 def version_of(name: str) -> int:
     """The version in the name of an export; -1: it is not such a name."""
     found = _FULL.fullmatch(name) or _DELTA.fullmatch(name)

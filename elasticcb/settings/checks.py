@@ -119,6 +119,13 @@ def _checkpoints(settings: JobSettings, given: Given) -> Iterator[str]:
                 )
 
 
+def _export(settings: JobSettings, given: Given) -> Iterator[str]:
+    for name in ("export_every", "export_full_every"):
+        if name in given and not settings.export.directory:
+            add = given.written(" configures exports, but the job writes none. Add {export_dir}")
+            yield f"{given.shown(name)}{add}, or remove {given.name(name)}."
+
+
 def _initial(settings: JobSettings, given: Given) -> Iterator[str]:
     checkpoint = settings.checkpoint
     if checkpoint.init_from and checkpoint.directory_for_init:
@@ -171,4 +178,4 @@ def _tls(settings: JobSettings, given: Given) -> Iterator[str]:
                 )
 
 
-CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _initial, _tables, _silence, _tls)
+CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _export, _initial, _tables, _silence, _tls)

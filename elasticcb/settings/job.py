@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticcb.errors import UsageError
-from elasticcb.settings.choices import PREDICTION_FORMATS, Command, LostUpdates
+from elasticcb.settings.choices import PREDICTION_FORMATS, TIME, Command, LostUpdates
 from elasticcb.settings.cluster import ClusterSettings
 from elasticcb.settings.definition import (
     ALL,
@@ -198,6 +198,37 @@ class CheckpointSettings(CheckpointOptions):
     )
 
 
+_A_TIME: dict[str, Any] = {
+    "unit": "TIME",
+    "commands": TRAIN,
+    "pattern": TIME,
+    "expected": "a time, such as 30s, 10m, 6h or 2d",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(Section):
+    """Exports for serving while training continues."""
+
+    PANEL = CHECKPOINTS
+
+    directory: str = setting(
+        "",
+        "Folder or URL (s3://, gs://, sftp://, …) for exports of the model while training continues, from which it is "
+        "served; as with elasticcb.callbacks.PeriodicExport.",
+        name="export_dir",
+        kind=Kind.FOLDER,
+        commands=TRAIN,
+    )
+    every: str = setting("60s", "Time between two exports to {export_dir}.", name="export_every", **_A_TIME)
+    full_every: str = setting(
+        "6h",
+        "Time between two full exports to {export_dir}; those between have only what has changed.",
+        name="export_full_every",
+        **_A_TIME,
+    )
+
+
 # In the job's folder.
 RECOVERY_FOLDER = "recovery"  # from which a killed parameter server restarts
 INDEX_FILE = "index-{mode}.zip"  # below the recovery folder: offsets of records, so that data is scanned only once
@@ -249,6 +280,7 @@ class JobSettings(Section):
         default_text="from the file extension of {output}",
         commands=PREDICT,
     )
+    export: ExportSettings = ExportSettings()
     cluster: ClusterSettings = ClusterSettings()
     name: str = setting(
         "",

@@ -17,13 +17,8 @@ from typing import Any
 import keras
 
 from elasticcb.callbacks.dispatch import HookLogs
-from elasticcb.checkpoint.manifest import check_variables, read_manifest
-from elasticcb.checkpoint.parts import load_slices
 from elasticcb.errors import CheckpointError, UsageError
-from elasticcb.layers.table_layers import install
-from elasticcb.model.weights import variable_specs
-from elasticcb.sharding.partition import partition
-from elasticcb.sharding.table_state import TableSpec, whole
+from elasticcb.serving.loading import ForeignCheckpointError, load_version
 from elasticcb.sidecar.follower import (
     POLL_SECONDS,
     Checkpoint,
@@ -215,35 +210,6 @@ def _line(evaluation: Evaluation) -> str:
     return f"{name}: " + ", ".join(f"{metric} {value:.5g}" for metric, value in evaluation.metrics.items())
 
 
-class ForeignCheckpointError(CheckpointError):
-    """A checkpoint belongs to another model, so later ones would fail as well."""
-
-
-def load_version(model: keras.Model, folder: Path) -> None:
-    """Sets the weights of a built model to those of a version of a job, or of its recovery files.
-
-    Raises:
-        ForeignCheckpointError: it belongs to another model; the message names the variables.
-        CheckpointError: it is damaged or was deleted meanwhile. The model may have some of its weights.
-    """
-    manifest = read_manifest(folder)
-    saved = enumerate(manifest["variables"][: len(model.weights)])
-    tables = {index: TableSpec.from_json(variable["table"]) for index, variable in saved if variable.get("table")}
-    specs = variable_specs(model, tables=tables)
-    try:
-        check_variables(manifest, specs, folder)
-    except CheckpointError as error:
-        raise ForeignCheckpointError(str(error)) from error
-    (everything,) = partition(specs, 1, split=False)
-    part = load_slices(folder, specs, everything)
-    for index, variable in enumerate(model.weights):
-        if index in part.tables:
-            table = whole(part.tables[index])
-            install(model, index, table.ids, table.rows)
-        else:
-            variable.assign(part.weights[index])
-
-
 class _WeightsLoader:
     """Loads checkpoints into one model.
 
@@ -264,7 +230,7 @@ class _WeightsLoader:
             CheckpointError: it is damaged or was deleted meanwhile. The model may have some of its weights.
         """
         if checkpoint.kind is CheckpointKind.VERSION:
-            load_version(self._model, checkpoint.content)
+            load_version(self._model, str(checkpoint.content))
         else:
             self._load_file(checkpoint)
         iterations = getattr(getattr(self._model, "optimizer", None), "iterations", None)

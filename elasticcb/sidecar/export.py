@@ -12,8 +12,8 @@ from elasticcb.compute.registry import backend
 from elasticcb.errors import CheckpointError
 from elasticcb.model.input_pipeline import open_pipeline
 from elasticcb.model.model_file import ModelSpec
+from elasticcb.serving.loading import ForeignCheckpointError, load_version
 from elasticcb.settings import JobSettings, Mode
-from elasticcb.sidecar.evaluator import ForeignCheckpointError, load_version
 
 _TRIES = 5  # while servers replace the recovery files
 
@@ -49,7 +49,7 @@ def export_model(settings: JobSettings, snapshot: Path, output: Path) -> None:
 def _load(model: keras.Model, snapshot: Path) -> None:
     for tries in range(1, _TRIES + 1):
         try:
-            load_version(model, snapshot)
+            load_version(model, str(snapshot))
             return
         except ForeignCheckpointError:
             raise

@@ -14,7 +14,7 @@ from elasticcb.checkpoint.versions import find_versions
 from elasticcb.cli.main import main
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.roles.master import run_master
-from elasticcb.sidecar.evaluator import load_version
+from elasticcb.serving.loading import load_version
 from elasticcb.storage import durable
 from jobs import (
     LINEAR_MODEL,
@@ -115,7 +115,7 @@ def test_without_a_folder_that_servers_share_the_master_writes_the_model(data, m
     (version,) = find_versions(folder / "model")
     assert [path.name for path in version.glob("*.safetensors")] == ["server-00000-of-00001.safetensors"]
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    load_version(model, version)
+    load_version(model, str(version))
     assert durable.read_document(version / "manifest.json")["extra"]["settings"]["name"] == "linear"
     assert np.any(model.get_weights()[0])
 

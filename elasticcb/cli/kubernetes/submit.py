@@ -188,7 +188,7 @@ def check_paths(given: Given) -> Iterator[str]:
 
 
 def _check_kept(given: Given, kept: Sequence[str]) -> None:
-    for name in ("output", "checkpoint_dir"):
+    for name in ("output", "checkpoint_dir", "export_dir"):
         path = given[name]
         if path and not is_url(path) and not any(_is_below(path, each) for each in kept):
             raise UsageError(

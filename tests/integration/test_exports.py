@@ -1,0 +1,126 @@
+"""Jobs that export for serving while they train, with real processes that are killed meanwhile."""
+
+import json
+import re
+import textwrap
+
+import numpy as np
+import tensorflow as tf
+from exported import Export, current
+
+from elasticcb.checkpoint.parts import load_slices
+from elasticcb.checkpoint.versions import find_latest
+from elasticcb.serving.exports import version_of, way_to
+from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.sharding.table_state import whole
+from jobs import offsets_job, train_flags
+
+RECORDS, TESTED, IDS = 4_000, 400, 60
+
+HOOKS = """
+    import os
+    import time
+
+    class Pace(keras.callbacks.Callback):
+        "Trains until the test has made a file."
+
+        def on_train_batch_end(self, version, logs=None):
+            time.sleep(0.01)
+            if os.path.exists(os.path.join(os.path.dirname(__file__), "enough")):
+                self.model.stop_training = True
+
+    class Told(elasticcb.callbacks.PeriodicExport):
+        def on_export_end(self, version, path):
+            print("EXPORTED", version, path, flush=True)
+
+    def callbacks():
+        return [Pace(), Told(os.path.join(os.path.dirname(__file__), "exports"), every=0.5, full_every=4)]
+"""
+
+
+def at_the_end(folder):
+    """What the servers had at the end of a job: weights by index, rows by index and id."""
+    latest = find_latest(folder)
+    manifest = json.loads((latest / "manifest.json").read_text())
+    specs = [
+        VariableSpec(each["path"], tuple(each["shape"]), each["dtype"], each["trainable"], table=each.get("table", ""))
+        for each in manifest["variables"]
+    ]
+    part = load_slices(latest, specs, partition(specs, 1, split=False)[0])
+    tables = {index: whole(source) for index, source in part.tables.items()}
+    return part.weights, {index: dict(zip(each.ids, each.rows, strict=True)) for index, each in tables.items()}
+
+
+def assert_same(export, checkpoint):
+    """The export says what the servers had, with rows that were removed."""
+    weights, tables = at_the_end(checkpoint)
+    assert export.dense.keys() == weights.keys()
+    for index, expected in weights.items():
+        np.testing.assert_allclose(export.dense[index], expected, atol=1e-6)
+    assert export.tables.keys() == tables.keys()
+    for index, rows in tables.items():
+        assert export.tables[index].keys() == rows.keys()
+        for id, row in rows.items():
+            np.testing.assert_allclose(export.tables[index][id], row, atol=1e-6)
+
+
+def test_exports_say_what_the_servers_have_although_processes_are_killed(tmp_path, start_job):
+    offsets_job(tmp_path, IDS, train=RECORDS, test=TESTED)
+    folder, checkpoints = tmp_path / "exports", tmp_path / "ckpt"
+    with (tmp_path / "offsets.py").open("a") as file:
+        file.write(textwrap.dedent(HOOKS))
+    more = {"num_ps": 2, "num_epochs": 1000, "checkpoint_dir": checkpoints, "checkpoint_interval": 0.2}
+    rows = {"embedding_when_full": "evict", "embedding_tables": "{embedding: {max_rows: 40}}"}
+    job = start_job("train", *train_flags(tmp_path, "offsets", **more, **rows))
+
+    def exported(kind, number=1):
+        for _ in range(number):
+            line = job.wait_for_line(rf"EXPORTED \d+ .*/{kind}-")
+        return int(re.search(r"EXPORTED (\d+)", line)[1])
+
+    first = exported("full")
+    exported("delta", 2)
+    by_first_master = current(folder).exporter
+    assert version_of(current(folder).full) == first
+    job.kill("ps", 1)  # what the others add to has no sequel
+    job.wait_for_line(r"Parameter server 1 recovered in")
+    after_server = exported("full")
+    exported("delta")
+    assert first < after_server
+    job.master.kill()
+    job.wait_for_line(r"The master recovered in")
+    after_master = exported("full")
+    exported("delta")
+    assert current(folder).exporter != by_first_master
+    aside = folder.rename(tmp_path / "aside")
+    folder.write_text("")
+    job.wait_for_line(r"The model can't be exported now: .* Training continues\.")
+    folder.unlink()
+    aside.rename(folder)
+    job.wait_for_line(r"The model is exported again\.")
+    (tmp_path / "enough").touch()
+    assert job.finish() == 0, job.output
+    job.assert_no_orphans()
+
+    now = current(folder)
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    assert all((folder / name / "manifest.json").is_file() for name in names)  # nothing unfinished is left
+    assert [now.full, *now.deltas] == way_to(names)
+    assert now.version == max(map(version_of, names)) >= after_master
+    assert now.model == "offsets"
+    export = Export(folder, [now.full, *now.deltas])
+    assert_same(export, checkpoints)
+    assert export.gone or Export(folder, way_to(names, version_of(now.full) - 1)).gone
+    fulls = sorted(version_of(name) for name in names if name.startswith("full"))
+    assert {first, after_server, after_master} <= {*fulls}
+    # Every full export is what the full one before and the deltas from there say, where there is a way.
+    for version in fulls:
+        way = way_to([name for name in names if name != f"full-{version:08d}"], version)
+        if way and version_of(way[-1]) == version:
+            same, other = Export(folder, [f"full-{version:08d}"]), Export(folder, way)
+            for index, rows in same.tables.items():
+                assert rows.keys() == other.tables[index].keys()
+                np.testing.assert_array_equal([rows[id] for id in rows], [other.tables[index][id] for id in rows])
+    features = {"id": tf.constant([[1], [2]], tf.int64), "numbers": tf.ones([2, 4])}
+    answers = export.model.signatures["serving_default"](**features)["predictions"]
+    assert answers.shape == (2, 1)

@@ -1,0 +1,112 @@
+"""What the writer of exports does with their folder, local and below a URL."""
+
+import contextlib
+import re
+
+import fsspec
+import pytest
+from stores import S3Server
+
+from elasticcb.checkpoint.shard_file import Part, write_part
+from elasticcb.errors import CheckpointError, UsageError
+from elasticcb.serving import export_folder
+from elasticcb.serving.export_folder import ExportFolder
+from elasticcb.serving.exports import Export, unneeded, way_to
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with S3Server("exports") as server:
+        yield server
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request, tmp_path, monkeypatch):
+    if request.param == "local":
+        return str(tmp_path / "exports")
+    server = request.getfixturevalue("s3")
+    monkeypatch.setitem(fsspec.config.conf, "s3", server.options)
+    return f"s3://exports/{tmp_path.name}"
+
+
+@pytest.fixture
+def opened(place):
+    """Opens the folder for its writer."""
+    with contextlib.ExitStack() as stack:
+
+        def open_it():
+            folder = ExportFolder(place)
+            stack.callback(folder.leave)
+            return folder
+
+        yield open_it
+
+
+def finish(folder, export, tmp_path):
+    folder.begin(export.name)
+    saved = write_part(tmp_path / "server", Part(export.version))
+    folder.put(f"{export.name}/server", (tmp_path / "server").read_bytes())
+    content = {"version": 1, "specs": [], "parts": [[]], "files": [[saved]]}
+    folder.finish(export.name, **content, extra=export.to_extra())
+
+
+def export(version, since=None, written=0.0):
+    return Export(version, since, "me", "clicks", version, written)
+
+
+def test_what_a_killed_exporter_has_not_finished_is_removed_and_versions_go_on(opened, tmp_path):
+    folder = opened()
+    folder.own("first")
+    finish(folder, export(5, written=50.0), tmp_path)
+    finish(folder, export(7, 5, written=70.0), tmp_path)
+    for name in ("delta-00000007-00000009/server", "snapshot-00000009-abc/server", "full-00000009/saved_model.pb"):
+        folder.begin(name.partition("/")[0])
+        folder.put(name, b"half")
+    folder.put("readme.txt", b"of the user's")
+    folder.leave()
+    folder = opened()
+    folder.own("first")
+    assert folder.begin_again() == ({"full-00000005": 50.0, "delta-00000005-00000007": 70.0}, 9)
+    assert folder.begin_again() == ({"full-00000005": 50.0, "delta-00000005-00000007": 70.0}, 7)
+    folder.remove("full-00000005")
+    assert list(folder.begin_again()[0]) == ["delta-00000005-00000007"]
+
+
+def test_a_folder_has_one_owner(opened, monkeypatch):
+    first, second = opened(), opened()
+    first.own("first")
+    with pytest.raises(UsageError, match="is in use"):
+        second.own("second")
+    first.stay_owner()
+    first.leave()
+    second.own("second")
+    if not second.is_local:  # killed, and nobody heard of it again: time passes
+        monkeypatch.setattr(export_folder, "OWNER_SECONDS", 0.0)
+        first.own("first")
+        monkeypatch.undo()
+        with pytest.raises(UsageError, match="is in use"):
+            second.stay_owner()
+
+
+def test_an_export_without_a_file_of_a_server_is_not_finished(opened, tmp_path):
+    folder = opened()
+    missing = write_part(tmp_path / "elsewhere", Part(3))
+    folder.begin("delta-00000001-00000003")
+    content = {"version": 3, "specs": [], "parts": [[]], "files": [[missing]]}
+    with pytest.raises(CheckpointError, match="must share the folder"):
+        folder.finish("delta-00000001-00000003", **content, extra={})
+
+
+def test_exports_are_removed_with_the_full_one_that_leads_to_them():
+    written = {"full-00000010": 10, "full-00000030": 30, "full-00000050": 50, "full-00000060": 60}
+    written |= {f"delta-{version - 10:08d}-{version:08d}": version for version in (20, 30, 40, 60, 70)}
+    way = way_to(list(written))
+    assert way == ["full-00000060", "delta-00000060-00000070"]
+
+    def removed(oldest):
+        return [re.sub("0{4,}", "", name) for name in unneeded(written, way, oldest)]
+
+    assert removed(0) == []
+    assert removed(25) == ["full-10", "delta-10-20", "delta-20-30"]
+    assert removed(55) == ["full-10", "delta-10-20", "delta-20-30", "full-30", "delta-30-40", "full-50", "delta-50-60"]
+    assert removed(1000) == removed(55)
