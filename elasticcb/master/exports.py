@@ -86,7 +86,7 @@ class PeriodicExports:
         self._full_version = 0  # of the last full export that was begun
         self._full_due = self._due = 0.0
         self._current = ""  # what current.json says
-        self._trouble = ""  # why the last export could not be written
+        self._troubles: dict[str, str] = {}  # why what can't be written
         self._untold: list[str] = []  # finished exports that current.json does not lead to yet
         self._told: deque[tuple[int, str]] = deque()  # for `on_export_end`
         self._failure: CallbackError | None = None
@@ -127,6 +127,8 @@ class PeriodicExports:
                 self._master.tend()
                 self._master.wait_a_tick()
         self.turn()
+        if self._untold or "Exports" in self._troubles:
+            self._master.print(f"The last version of the model is not exported: {' '.join(self._troubles.values())}")
 
     def close(self) -> None:
         """Exports nothing any more."""
@@ -147,11 +149,12 @@ class PeriodicExports:
                     self._due = max(self._due + self._callback.every, time.monotonic())
                     self._export()
                 self._wait(_LOOK_SECONDS if self._full else min(self._due - time.monotonic(), OWNER_SECONDS / 3))
-                self._folder.stay_owner()
+                with self._forgiving("The file that says whose exports these are"):
+                    self._folder.stay_owner()
             if not self._closing:
                 self._take_full()
                 self._export()
-            while self._full is not None and not self._closing and not self._is_reached:
+            while self._full is not None and self._untold and not self._closing:
                 self._wait(_LOOK_SECONDS)
                 self._take_full()
         except CallbackError as error:
@@ -168,45 +171,41 @@ class PeriodicExports:
     def _ends(self) -> bool:
         return self._closing or self._finishing
 
-    @property
-    def _is_reached(self) -> bool:
-        """Whether current.json leads to the newest version."""
-        return not self._untold
-
     def _wait(self, seconds: float) -> None:
         ended = self._finishing
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._finishing > ended, max(seconds, 0.0))
 
     @contextlib.contextmanager
-    def _forgiving(self) -> Iterator[None]:
-        """Says once that exports can't be written, and that they can again; training continues."""
+    def _forgiving(self, what: str) -> Iterator[None]:
+        """Says once that something can't be written, and that it can again; training continues."""
         try:
             yield
         except (CallbackError, UsageError):
             raise
         except (ElasticCBError, OSError) as error:
-            logger.warning("No export: %s", error)
-            if not self._trouble and not self._closing:
-                self._master.print(f"The model can't be exported now: {error} Training continues.")
-            self._trouble = str(error)
+            logger.warning("%s: %s", what, error)
+            if what not in self._troubles and not self._closing:
+                self._master.print(f"{what} can't be written now: {error} Training continues.")
+            self._troubles[what] = str(error)
+        else:
+            if self._troubles.pop(what, ""):
+                self._master.print(f"{what} can be written again.")
 
     # -------------------------------------------------------------- one export
 
     def _export(self) -> None:
         """Exports what has changed, and everything if that is due."""
-        with self._forgiving():
+        with self._forgiving("Exports"):
             self._publish()  # if the store was away
-            base, is_due = self._base, time.monotonic() >= self._full_due
+            base, is_last = self._base, self._finishing and not self._current
+            is_due = is_last or time.monotonic() >= self._full_due
             full = self._full is None and (base is None or (is_due and base.version > self._full_version))
             if base is not None or full:
                 self._save(base, full)
             if base is not None and self._base is None and self._full is None:
                 self._save(None, True)
             self._publish()
-            if self._trouble:
-                self._master.print("The model is exported again.")
-            self._trouble = ""
 
     def _save(self, base: _Point | None, full: bool) -> None:
         """Makes the servers write what has changed since `base`, if they know it, and everything for a full export."""
@@ -292,7 +291,7 @@ class PeriodicExports:
             return
         self._full = None
         unfinished = [full.export.name]
-        with self._forgiving():
+        with self._forgiving("Full exports"):
             try:
                 export = replace(full.export, files=tuple(full.process.files()))
                 specs = self._ps.servers.specs

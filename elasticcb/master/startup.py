@@ -22,7 +22,7 @@ from elasticcb.callbacks.shared_attributes import left_on_workers
 from elasticcb.checkpoint import remote as remote_checkpoint
 from elasticcb.checkpoint.versions import find_undamaged, find_versions, newest_of_run, put_back, version_of
 from elasticcb.checkpoint.warm_start import WarmStart, warm_start
-from elasticcb.errors import CheckpointError, JobFailedError
+from elasticcb.errors import CallbackError, CheckpointError, JobFailedError
 from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.callback_driver import EpochHooks, MasterHooks
 from elasticcb.master.checkpoint_writer import CheckpointWriter
@@ -365,11 +365,16 @@ def _make_course(context: JobContext, served: TrainedModel, queue: TaskQueue, ep
 
 def _exports_of(context: JobContext, served: TrainedModel) -> Iterator[PeriodicExports]:
     """Raises before workers get tasks if the job can't export."""
-    for callback in served.host.callbacks.callbacks:
-        if isinstance(callback, PeriodicExport) and context.settings.command is Command.TRAIN:
-            exports = PeriodicExports(callback, served.host, served.ps, context.server, context.settings.name)
-            context.until_end.callback(exports.close)
-            yield exports
+    found = [callback for callback in served.host.callbacks.callbacks if isinstance(callback, PeriodicExport)]
+    if len(found) > 1:
+        raise CallbackError(
+            f"The job has {len(found)} PeriodicExports, to {', '.join(each.folder for each in found)}. Expected one. "
+            "Copy the exports to other folders in its on_export_end."
+        )
+    for callback in found if context.settings.command is Command.TRAIN else ():
+        exports = PeriodicExports(callback, served.host, served.ps, context.server, context.settings.name)
+        context.until_end.callback(exports.close)
+        yield exports
 
 
 def _let_workers_begin(context: JobContext, served: TrainedModel, course: JobDriver) -> None:

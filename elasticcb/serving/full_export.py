@@ -25,7 +25,7 @@ from elasticcb.storage.local_folders import TemporaryFolder
 from elasticcb.storage.remote_files import is_url
 
 _MODEL, _RESULT, _LOG = "model", "result.json", "log"
-_LESS_URGENT = 10  # niceness
+_LESS_URGENT = 5  # niceness
 
 
 class FullExport:

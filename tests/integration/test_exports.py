@@ -4,12 +4,20 @@ import json
 import re
 import textwrap
 
+import fsspec
+import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from exported import Export, current
+from stores import S3Server
 
+import elasticcb
+from elasticcb.callbacks import PeriodicExport
 from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.versions import find_latest
+from elasticcb.errors import ElasticCBError, ModelFileError
+from elasticcb.serving.export_folder import ExportFolder
 from elasticcb.serving.exports import version_of, way_to
 from elasticcb.sharding.partition import VariableSpec, partition
 from elasticcb.sharding.table_state import whole
@@ -51,9 +59,8 @@ def at_the_end(folder):
     return part.weights, {index: dict(zip(each.ids, each.rows, strict=True)) for index, each in tables.items()}
 
 
-def assert_same(export, checkpoint):
-    """The export says what the servers had, with rows that were removed."""
-    weights, tables = at_the_end(checkpoint)
+def assert_same(export, weights, tables):
+    """The export says what the servers had, without rows that were removed."""
     assert export.dense.keys() == weights.keys()
     for index, expected in weights.items():
         np.testing.assert_allclose(export.dense[index], expected, atol=1e-6)
@@ -94,10 +101,10 @@ def test_exports_say_what_the_servers_have_although_processes_are_killed(tmp_pat
     assert current(folder).exporter != by_first_master
     aside = folder.rename(tmp_path / "aside")
     folder.write_text("")
-    job.wait_for_line(r"The model can't be exported now: .* Training continues\.")
+    job.wait_for_line(r"Exports can't be written now: .* Training continues\.")
     folder.unlink()
     aside.rename(folder)
-    job.wait_for_line(r"The model is exported again\.")
+    job.wait_for_line(r"Exports can be written again\.")
     (tmp_path / "enough").touch()
     assert job.finish() == 0, job.output
     job.assert_no_orphans()
@@ -109,7 +116,7 @@ def test_exports_say_what_the_servers_have_although_processes_are_killed(tmp_pat
     assert now.version == max(map(version_of, names)) >= after_master
     assert now.model == "offsets"
     export = Export(folder, [now.full, *now.deltas])
-    assert_same(export, checkpoints)
+    assert_same(export, *at_the_end(checkpoints))
     assert export.gone or Export(folder, way_to(names, version_of(now.full) - 1)).gone
     fulls = sorted(version_of(name) for name in names if name.startswith("full"))
     assert {first, after_server, after_master} <= {*fulls}
@@ -124,3 +131,89 @@ def test_exports_say_what_the_servers_have_although_processes_are_killed(tmp_pat
     features = {"id": tf.constant([[1], [2]], tf.int64), "numbers": tf.ones([2, 4])}
     answers = export.model.signatures["serving_default"](**features)["predictions"]
     assert answers.shape == (2, 1)
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with S3Server("models") as server:
+        yield server
+
+
+def test_a_program_exports_to_a_store_and_at_the_end_what_it_has_trained(s3, monkeypatch, tmp_path):
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(fsspec.config.conf, "s3", s3.options)
+    told, url = [], "s3://models/clicks"
+
+    class Told(PeriodicExport):
+        def on_export_end(self, version, path):
+            told.append((version, path))
+
+    inputs = {"id": keras.Input((2,), dtype="int64"), "word": keras.Input((1,), dtype="string")}
+    own = elasticcb.layers.Embedding(4)
+    parts = [
+        keras.layers.Embedding(50, 4)(inputs["id"]),
+        own(keras.layers.StringLookup(vocabulary=["a", "b"])(inputs["word"])),
+    ]
+    outputs = keras.layers.Dense(1)(keras.layers.Flatten()(keras.layers.Concatenate(axis=1)(parts)))
+    model = keras.Model(inputs, outputs)
+    model.compile("adam", "mse")
+    random = np.random.default_rng(0)
+    x = {"id": random.integers(0, 50, (64, 2)), "word": random.choice(["a", "b", "c"], (64, 1))}
+    with elasticcb.Cluster(kind="inprocess", embedding=elasticcb.EmbeddingOptions(threshold_bytes=0)) as cluster:
+        cluster.fit(model, x, np.ones((64, 1)), epochs=2, verbose=0, callbacks=[Told(url, every="1h")])
+    fsspec.filesystem("s3", **s3.options).get(f"{url}/", f"{tmp_path}/exports/", recursive=True)
+    folder = tmp_path / "exports"
+    now = current(folder)
+    way = [now.full, *now.deltas]
+    assert [path for _, path in told] == [f"{url}/{name}" for name in way]
+    assert told[-1][0] == now.version
+    assert len(way) == 2
+    assert {path.name for path in folder.iterdir()} == {*way, "current.json"}  # nor does anybody own it
+    weights = dict(enumerate(model.get_weights()))
+    tables = {0: dict(enumerate(weights.pop(0))), 1: dict(zip(own.rows()[0], weights.pop(1), strict=True))}
+    assert_same(Export(folder, way), weights, tables)
+
+
+REFUSED = {
+    "another": "is in use by process",
+    "file": "which is not a folder",
+    "two": "has 2 PeriodicExports",
+    "ragged": "features",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_job_that_can_not_export_is_refused_before_it_trains(tmp_path, case):
+    folder, other = tmp_path / "exports", None
+    if case == "another":
+        other = ExportFolder(str(folder))
+        other.own("of another job")
+    elif case == "file":
+        folder.write_text("")
+    trained = []
+
+    class Batches(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            trained.append(batch)
+
+    inputs = keras.Input((None,), dtype="int64", ragged=case == "ragged")
+    model = keras.Model(inputs, keras.layers.Dense(1)(elasticcb.layers.Embedding(2, combiner="sum")(inputs)))
+    model.compile("sgd", "mse")
+    exports = [PeriodicExport(folder) for _ in range(2 if case == "two" else 1)]
+    ids = tf.ragged.constant([[1, 2], [3]] * 8) if case == "ragged" else np.ones((16, 2), "int64")
+    data = tf.data.Dataset.from_tensor_slices((ids, np.ones((16, 1)))).batch(8)
+    with elasticcb.Cluster(kind="inprocess") as cluster, pytest.raises(ElasticCBError, match=REFUSED[case]):
+        cluster.fit(model, data, verbose=0, callbacks=[*exports, Batches()])
+    assert not trained
+    if other is not None:
+        other.leave()
+
+
+def test_arguments_that_can_not_be_are_refused():
+    with pytest.raises(ModelFileError, match="expects every as a time"):
+        PeriodicExport("exports", every="soon")
+    with pytest.raises(ModelFileError, match="expects keep as a time"):
+        PeriodicExport("exports", keep=0)
+    with pytest.raises(ModelFileError, match="a folder or a URL"):
+        PeriodicExport("")
