@@ -65,6 +65,7 @@ class PeriodicExports:
 
     Args:
         name: of the model.
+        resumes: whether an earlier master of the job has trained.
 
     Raises:
         CallbackError: the model can't be exported, or the folder can't be written to.
@@ -72,13 +73,15 @@ class PeriodicExports:
     """
 
     def __init__(
-        self, callback: PeriodicExport, host: ModelHost, ps: PSControl, master: MasterServer, name: str
+        self, callback: PeriodicExport, host: ModelHost, ps: PSControl, master: MasterServer, name: str, resumes: bool
     ) -> None:
         self._callback, self._host, self._ps, self._master, self._name = callback, host, ps, master, name
         serving_inputs(host.model, host.features_spec)
         self._model = without_weights(host.model, host.features_spec)
         self._folder = ExportFolder(callback.folder)
-        self._earlier, self._newest = self._own_folder(ps.run)  # exports of others; the newest version in a name
+        self._is_open = False
+        self._earlier: dict[str, float] = {}  # like `_own`, of earlier exporters
+        self._newest = 0  # version in a name
         self._exporter = secrets.token_hex(8)
         self._own: dict[str, float] = {}  # when each finished export was written, by name
         self._base: _Point | None = None  # None: only a full export can follow
@@ -93,17 +96,22 @@ class PeriodicExports:
         self._changed = threading.Condition()
         self._closing = self._finishing = False
         self._thread = threading.Thread(target=self._run, name="exports", daemon=True)
-
-    def _own_folder(self, run: str) -> tuple[dict[str, float], int]:
-        advice = "Choose another folder, or make it writable."
-        if problem := self._callback.problem():
-            raise CallbackError(f"PeriodicExport can't write to {self._folder.place}, which {problem} {advice}")
         try:
-            self._folder.own(run)
-            return self._folder.begin_again()
+            self._open()
         except StoreError as error:
-            self._folder.leave()
-            raise CallbackError(f"PeriodicExport can't write to its folder: {error} {advice}") from error
+            if not resumes:  # else training continues, and the thread tries again
+                self._folder.leave()
+                raise CallbackError(
+                    f"PeriodicExport can't write to its folder: {error} Choose another folder, or make it writable."
+                ) from error
+
+    def _open(self) -> None:
+        """Raises `StoreError` when the folder can't be used now."""
+        if problem := self._callback.problem():
+            raise StoreError(f"{self._folder.place} {problem}")
+        self._folder.own(self._ps.run)
+        self._earlier, self._newest = self._folder.begin_again()
+        self._is_open = True
 
     def begin(self) -> None:
         """The first export is due."""
@@ -149,8 +157,9 @@ class PeriodicExports:
                     self._due = max(self._due + self._callback.every, time.monotonic())
                     self._export()
                 self._wait(_LOOK_SECONDS if self._full else min(self._due - time.monotonic(), OWNER_SECONDS / 3))
-                with self._forgiving("The file that says whose exports these are"):
-                    self._folder.stay_owner()
+                if self._is_open:
+                    with self._forgiving("The file that says whose exports these are"):
+                        self._folder.stay_owner()
             if not self._closing:
                 self._take_full()
                 self._export()
@@ -197,6 +206,8 @@ class PeriodicExports:
     def _export(self) -> None:
         """Exports what has changed, and everything if that is due."""
         with self._forgiving("Exports"):
+            if not self._is_open:
+                self._open()
             self._publish()  # if the store was away
             base, is_last = self._base, self._finishing and not self._current
             is_due = is_last or time.monotonic() >= self._full_due
@@ -301,7 +312,7 @@ class PeriodicExports:
                 )  # fmt: skip
                 self._finished(export, unfinished)
             finally:
-                if unfinished:  # another one is written
+                if unfinished:  # tried again
                     self._full_version, self._full_due = 0, time.monotonic() + _RETRY_SECONDS
                 full.process.close()
                 for name in (full.snapshot, *unfinished):

@@ -372,7 +372,8 @@ def _exports_of(context: JobContext, served: TrainedModel) -> Iterator[PeriodicE
             "Copy the exports to other folders in its on_export_end."
         )
     for callback in found if context.settings.command is Command.TRAIN else ():
-        exports = PeriodicExports(callback, served.host, served.ps, context.server, context.settings.name)
+        name, resumes = context.settings.name, context.resumes
+        exports = PeriodicExports(callback, served.host, served.ps, context.server, name, resumes)
         context.until_end.callback(exports.close)
         yield exports
 

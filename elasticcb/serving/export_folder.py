@@ -127,10 +127,11 @@ class ExportFolder:
                 continue
             try:
                 written[name] = self._export(name).written
-            except CheckpointError as error:
-                if isinstance(error, StoreError):
-                    raise
-                self.remove(name)
+            except StoreError:
+                raise
+            except CheckpointError:
+                with contextlib.suppress(StoreError):  # a server may still be writing there, for a killed master
+                    self.remove(name)
         return written, newest
 
     def _export(self, name: str) -> Export:

@@ -6,7 +6,7 @@
 
 The manifests are those of snapshots (elasticcb/checkpoint/manifest.py); that of a full export lists no servers. A
 folder without a manifest is not finished. A version is the model's, but never smaller than an earlier one in the same
-folder: after a job has gone back to what it had saved, counting goes on.
+folder: after a job has gone back to what it had saved, counting continues.
 """
 
 from __future__ import annotations

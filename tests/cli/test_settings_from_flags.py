@@ -65,6 +65,8 @@ def test_all_kinds_of_values_reach_the_settings(workplace):
         "--checkpoint_dir=new/checkpoints",
         "--keep_checkpoint_max=0",
         "--output=export",
+        "--export_dir=s3://models/clicks",
+        "--export_every=10s",
         "--job_name=mine",
         "--log_level=warning",
         "--max_step=100",
@@ -78,6 +80,8 @@ def test_all_kinds_of_values_reach_the_settings(workplace):
     assert settings.checkpoint.directory == str(workplace.root / "new/checkpoints")
     assert settings.checkpoint.keep_max == 0
     assert settings.output == str(workplace.root / "export")
+    export = settings.export
+    assert (export.directory, export.every, export.full_every) == ("s3://models/clicks", "10s", "6h")
     assert settings.name == "mine"
     assert settings.log_level == "WARNING"
 

@@ -177,7 +177,7 @@ def test_a_program_exports_to_a_store_and_at_the_end_what_it_has_trained(s3, mon
 
 REFUSED = {
     "another": "is in use by process",
-    "file": "which is not a folder",
+    "file": "is not a folder",
     "two": "has 2 PeriodicExports",
     "ragged": "features",
 }

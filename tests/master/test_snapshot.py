@@ -55,6 +55,7 @@ def seen():
     state.totals.recovered(2.5, updates_lost=19)
     state.totals.callback_errors, state.totals.checkpoints_failed = 22, 23
     state.totals.recovery_files_failed = 24
+    server.exported(12)
     server.set_status(phase="training", metrics={"auc": 0.75})
     yield master.observe()
     master.stop()
@@ -101,6 +102,8 @@ def test_all_that_is_shown_of_a_job_has_the_same_numbers(seen):
         (22, state["callback_errors"], summary["errors in callbacks"], metric("callback_errors_total")),
         (23, state["checkpoints_failed"], summary["checkpoints not written"], metric("checkpoints_failed_total")),
         (24, state["recovery_files_failed"], metric("recovery_files_failed_total")),
+        (12, state["export_version"]),
+        (seen.export_age_seconds, state["export_age_seconds"], metric("export_age_seconds")),
         (seen.checkpoint_age_seconds, state["checkpoint_age_seconds"], metric("checkpoint_age_seconds")),
         (seen.free_disk_bytes["job"], state["free_disk_bytes"]["job"], metric("free_disk_bytes", folder="job")),
         (21, state["refused_calls"]["malformed"], metric("refused_calls_total", reason="malformed")),
