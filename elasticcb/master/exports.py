@@ -330,7 +330,8 @@ class PeriodicExports:
             self._folder.put(CURRENT, current.encode())
             self._current = current
             self._master.exported(version)
-        self._told.extend((version_of(name), f"{self._folder.place}/{name}") for name in self._untold)
+        untold = sorted((version_of(name), name) for name in self._untold)
+        self._told.extend((version, f"{self._folder.place}/{name}") for version, name in untold)
         self._untold.clear()
         written_at = self._earlier | self._own
         for name in unneeded(written_at, way, time.time() - self._callback.keep):

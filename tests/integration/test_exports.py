@@ -149,7 +149,7 @@ def test_a_program_exports_to_a_store_and_at_the_end_what_it_has_trained(s3, mon
         def on_export_end(self, version, path):
             told.append((version, path))
 
-    inputs = {"id": keras.Input((2,), dtype="int64"), "word": keras.Input((1,), dtype="string")}
+    inputs = {"id": keras.Input((2,), dtype="int64", name="id"), "word": keras.Input((1,), dtype="string", name="word")}
     own = elasticcb.layers.Embedding(4)
     parts = [
         keras.layers.Embedding(50, 4)(inputs["id"]),
