@@ -33,7 +33,7 @@ HOOKS = """
         "Trains until the test has made a file."
 
         def on_train_batch_end(self, version, logs=None):
-            time.sleep(0.01)
+            time.sleep(0.1)
             if os.path.exists(os.path.join(os.path.dirname(__file__), "enough")):
                 self.model.stop_training = True
 
@@ -42,7 +42,7 @@ HOOKS = """
             print("EXPORTED", version, path, flush=True)
 
     def callbacks():
-        return [Pace(), Told(os.path.join(os.path.dirname(__file__), "exports"), every=0.5, full_every=4)]
+        return [Pace(), Told(os.path.join(os.path.dirname(__file__), "exports"), every=1, full_every=8)]
 """
 
 
@@ -71,6 +71,7 @@ def assert_same(export, weights, tables):
             np.testing.assert_allclose(export.tables[index][id], row, atol=1e-6)
 
 
+@pytest.mark.timeout(900)
 def test_exports_say_what_the_servers_have_although_processes_are_killed(tmp_path, start_job):
     offsets_job(tmp_path, IDS, train=RECORDS, test=TESTED)
     folder, checkpoints = tmp_path / "exports", tmp_path / "ckpt"
