@@ -37,6 +37,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"predictions": "predictions as columns and as files"},
     {"layers": "embedding layers whose rows are on the servers"},
     {"compute": "the interface to the compute framework (`backend.py`), one backend per file or folder"},
+    {"serving": "exports for serving: their folder, what writes and what reads them"},
     {"clients": "how the processes of a job call each other"},
     {"dashboard": "the live dashboard of a job: a process that queries the master and serves browsers"},
     {"cluster": "backends that start processes: this machine, Kubernetes, Ray, threads, people"},

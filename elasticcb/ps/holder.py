@@ -55,7 +55,7 @@ class Kept(NamedTuple):
     Attributes:
         path: or URL; "": there is none, or the model was replaced since.
         version: of the model in it.
-        taken: as `ServedModel.taken` when it was written.
+        taken: as `ModelShard.taken` when it was written.
     """
 
     path: str = ""
@@ -100,7 +100,7 @@ class MoveGate:
 
 
 @dataclass
-class ServedModel:
+class ModelShard:
     """The result of `Initialize`.
 
     Attributes:
@@ -218,7 +218,7 @@ class Holder:
         self._initializing = threading.Lock()
         self._models = 0  # that it has held
         self.lock = threading.Lock()
-        self.model: ServedModel | None = None
+        self.model: ModelShard | None = None
         self.is_moving = False
 
     @property
@@ -226,7 +226,7 @@ class Holder:
         """Whether it holds and serves its part of the model."""
         return self.model is not None
 
-    def present(self) -> ServedModel:
+    def present(self) -> ModelShard:
         """The model. Raises `ElasticCBError` when there is none yet."""
         if self.model is None:
             raise ElasticCBError(
@@ -236,7 +236,7 @@ class Holder:
         return self.model
 
     @contextlib.contextmanager
-    def locked_model(self) -> Iterator[ServedModel]:
+    def locked_model(self) -> Iterator[ModelShard]:
         """The model, under its lock. Raises the errors of `present`."""
         with self.lock:
             yield self.present()
@@ -357,7 +357,7 @@ class Holder:
             self.close()
             self.is_moving, self.model = self.is_moving or self.model is not None, None
 
-    def _model_of(self, request: pb.InitializeRequest, shard_map: ShardMap, parameters: Parameters) -> ServedModel:
+    def _model_of(self, request: pb.InitializeRequest, shard_map: ShardMap, parameters: Parameters) -> ModelShard:
         self._models += 1
         if parameters.tables.numbers and self._models % _MODELS_WITH_KERNELS == 0:
             from elasticcb.tf.tensors import forget_kernels
@@ -366,7 +366,7 @@ class Holder:
         policy = policy_of(self._options.training, time.monotonic)
         for worker in request.members:
             policy.join(worker)
-        return ServedModel(
+        return ModelShard(
             index=request.index,
             shard_map=shard_map,
             parameters=parameters,
@@ -375,7 +375,7 @@ class Holder:
         )
 
 
-def _remove_unused(folder: Path, model: ServedModel, keep: Collection[str]) -> None:
+def _remove_unused(folder: Path, model: ModelShard, keep: Collection[str]) -> None:
     """Removes files of this server that are not in use any more, or that a killed process has not finished. The servers
     share those of servers that have left.
     """
