@@ -23,7 +23,7 @@ from elasticcb.errors import CheckpointError, ElasticCBError, WireError
 from elasticcb.optimizers.state import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.embedding_table import EmbeddingTable
-from elasticcb.ps.holder import Exported, Holder, Kept, MoveGate, ModelShard, ServerOptions, values_of
+from elasticcb.ps.holder import Exported, Holder, Kept, ModelShard, MoveGate, ServerOptions, values_of
 from elasticcb.ps.table_rows import OVERHEAD_BYTES
 from elasticcb.ps.update_policy import PushName
 from elasticcb.rpc.frame_service import Handler
