@@ -295,16 +295,17 @@ class _LoadedExport:
                 f"{len(specs)} and {len(free)}. Expected a folder that PeriodicExport has written."
             )
         self.signature_defs = _signature_defs(folder)
+        self._functions = dict(self._loaded.signatures)
+        self._signatures = {
+            name: ServingSignature(function.structured_input_signature[1], function.structured_outputs)
+            for name, function in self._functions.items()
+        }
 
     def signature(self, name: str) -> ServingSignature:
-        function = self._function(name)
-        return ServingSignature(function.structured_input_signature[1], function.structured_outputs)
-
-    def _function(self, name: str) -> Any:
-        if name not in self._loaded.signatures:
-            known = ", ".join(map(repr, self._loaded.signatures))
+        if name not in self._signatures:
+            known = ", ".join(map(repr, self._signatures))
             raise UsageError(f"The model has no signature {name!r}. Expected one of: {known}.")
-        return self._loaded.signatures[name]
+        return self._signatures[name]
 
     def tensors_of(self, features: Any, signature: str) -> dict[str, tf.Tensor]:
         """Raises `UsageError` if the features don't fit."""
@@ -324,7 +325,7 @@ class _LoadedExport:
         return tensors
 
     def call(self, signature: str, tensors: Mapping[str, tf.Tensor]) -> Mapping[str, tf.Tensor]:
-        outputs: Mapping[str, tf.Tensor] = self._function(signature)(**tensors)
+        outputs: Mapping[str, tf.Tensor] = self._functions[signature](**tensors)
         return outputs
 
     def rows(self) -> dict[str, int]:

@@ -100,20 +100,21 @@ def make_serving_app(service: ModelService) -> Starlette:
 
 
 async def _body_of(request: HTTPRequest, limit: int) -> bytes:
-    """Raises `TooLargeError` as soon as it is known."""
+    """Raises `TooLargeError`; what is a little too large is read to its end, since a client may listen only then."""
     from starlette.requests import ClientDisconnect
 
-    announced, body = request.headers.get("content-length", "0"), bytearray()
-    too_large = TooLargeError(f"The body is larger than {limit:,} bytes (--max_body). Send fewer examples.")
-    if announced.isdecimal() and int(announced) > limit:
-        raise too_large
+    body, size = bytearray(), 0
     try:
         async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise too_large
+            size += len(chunk)
+            if size <= limit:
+                body += chunk
+            elif size > 2 * limit:
+                break
     except ClientDisconnect:
         raise UsageError("The client has closed the connection.") from None
+    if size > limit:
+        raise TooLargeError(f"The body is larger than {limit:,} bytes (--max_body). Send fewer examples.")
     return bytes(body)
 
 
