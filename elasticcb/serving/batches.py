@@ -13,7 +13,8 @@ import numpy as np
 
 from elasticcb.errors import ElasticCBError
 from elasticcb.rpc.tensors import Array
-from elasticcb.serving.served_model import Predicted, ServedModel, ServingSignature
+from elasticcb.serving.loaded_export import ServingSignature
+from elasticcb.serving.served_model import Predicted, ServedModel
 
 _RUNNERS = 2  # batches that run at the same time; TensorFlow computes each with all cores
 

@@ -1,7 +1,4 @@
-"""What deltas change of a model, and its tables with the changes: in new arrays, while requests read the old ones.
-
-NumPy releases the interpreter's lock in all that takes long here.
-"""
+"""What deltas change of a model. NumPy releases the interpreter's lock in all that takes long here."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from elasticcb.checkpoint.parts import load
 from elasticcb.checkpoint.remote import Files
 from elasticcb.checkpoint.shard_file import opened
 from elasticcb.errors import CheckpointError
-from elasticcb.rpc.tensors import Array, aligned
+from elasticcb.rpc.tensors import Array
 from elasticcb.serving.exports import Export
 from elasticcb.sharding.array_names import GONE, kind_of
 from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec
@@ -113,30 +110,18 @@ def places_of(wanted: Array, ids: Array) -> tuple[Array, Array]:
     return places, there
 
 
-def changed(ids: Array, rows: Array, change: TableChange) -> tuple[Array, Array]:
-    """The ids, ascending, and rows of a table with a change of `combined`: arrays that TensorFlow can share. The ids
-    are those given if none came or went."""
+def moved(ids: Array, change: TableChange) -> tuple[Array, Array, Array]:
+    """How a change of `combined` moves the rows of a table.
+
+    Returns the table's new ids, ascending (those given if none came or went); for each, the place of its row before, or
+    any place if it had none; and the places of the change's rows.
+    """
     gone, was_there = places_of(change.gone, ids)
     places, known = places_of(change.ids, ids)
     if known.all() and not was_there.any():
-        return ids, overwritten(rows, places, change.rows)
+        return ids, np.arange(len(ids)), places
     kept = np.delete(np.arange(len(ids)), gone[was_there])
-    new = change.ids[~known]
-    before = np.searchsorted(ids[kept], new)
-    total = len(kept) + len(new)
-    fresh_ids, fresh = aligned((total,), np.int64), aligned((total, *rows.shape[1:]), rows.dtype)
-    if len(ids):
-        source = np.insert(kept, before, 0)
-        np.take(ids, source, out=fresh_ids, mode="clip")
-        np.take(rows, source, axis=0, out=fresh, mode="clip")
-    fresh_ids[before + np.arange(len(new))] = new
-    fresh[np.searchsorted(fresh_ids, change.ids)] = change.rows
-    return fresh_ids, fresh
-
-
-def overwritten(rows: Array, places: Array, values: Array) -> Array:
-    """A copy of `rows` with other values at some places."""
-    fresh = aligned(rows.shape, rows.dtype)
-    np.copyto(fresh, rows)
-    fresh[places] = values
-    return fresh
+    new, kept_ids = change.ids[~known], ids[kept]
+    before = np.searchsorted(kept_ids, new)
+    after = np.insert(kept_ids, before, new)
+    return after, np.insert(kept, before, 0), np.searchsorted(after, change.ids)

@@ -16,7 +16,7 @@ from tensorflow_serving.apis import get_model_metadata_pb2, predict_pb2, predict
 
 from elasticcb.errors import UsageError
 from elasticcb.rpc.tensors import Array
-from elasticcb.serving.served_model import SIGNATURE, check_names, check_shape
+from elasticcb.serving.loaded_export import SIGNATURE, check_names, check_shape
 from elasticcb.serving.service import ModelService, UnknownModelError, status_of
 
 _GRACE_SECONDS = 30.0  # for running calls when the server ends

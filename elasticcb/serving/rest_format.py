@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from elasticcb.errors import UsageError
 from elasticcb.rpc.tensors import Array
-from elasticcb.serving.served_model import SIGNATURE, ServingSignature, check_names, check_shape
+from elasticcb.serving.loaded_export import SIGNATURE, ServingSignature, check_names, check_shape
 
 _B64 = {"b64"}  # key of an object that is a string in base64
 

@@ -8,25 +8,19 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-import tensorflow as tf
+from typing import Any
 
 from elasticcb.checkpoint.manifest import MANIFEST, read_manifest
 from elasticcb.checkpoint.shard_file import check_file
 from elasticcb.errors import CheckpointError, UsageError, describe
 from elasticcb.rpc.tensors import Array
-from elasticcb.serving.deltas import Delta, TableChange, changed, combined, overwritten, read_delta, specs_in
-from elasticcb.serving.exports import IDS, WEIGHTS, Export, version_of, way_to
+from elasticcb.serving.deltas import Delta, read_delta, specs_in
+from elasticcb.serving.exports import Export, version_of, way_to
+from elasticcb.serving.loaded_export import SIGNATURE, LoadedExport, ServingSignature
 from elasticcb.serving.served_folder import ServedFolder, bridge
-from elasticcb.sharding.partition import VariableSpec
-from elasticcb.sharding.table_state import TableSpec
-from elasticcb.tf.tensors import array_of, tensor_of
 
 logger = logging.getLogger(__name__)
 
-SIGNATURE = "serving_default"
 _LOT_BYTES = 256 << 20  # of rows of deltas, that are applied together
 _PATIENCE = 10  # durations of a failed look, before the next one begins
 
@@ -37,13 +31,6 @@ class Predicted(dict[str, Array]):
     def __init__(self, outputs: Mapping[str, Array], version: int) -> None:
         super().__init__(outputs)
         self.version = version
-
-
-class ServingSignature(NamedTuple):
-    """A function of the SavedModel: `tf.TensorSpec` of its inputs and outputs by name."""
-
-    inputs: Mapping[str, tf.TensorSpec]
-    outputs: Mapping[str, tf.TensorSpec]
 
 
 class ServedModel:
@@ -71,7 +58,7 @@ class ServedModel:
 
     def __init__(self, folder: str | Path, version: int | None = None, wait: bool = False) -> None:
         self._folder, self._wanted = ServedFolder(folder), version
-        self._model: _LoadedExport | None = None
+        self._model: LoadedExport | None = None
         self._swapping = _Gate()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -128,14 +115,10 @@ class ServedModel:
         tensors = model.tensors_of(features, signature)
         with self._swapping.reading():
             model = self._ready()
-            version = model.export.version
-            try:
-                outputs = model.call(signature, tensors)
-            except tf.errors.InvalidArgumentError as error:
-                raise UsageError(f"The model can't use these features: {_reason(error)}") from error
+            outputs, version = model.call(signature, tensors), model.export.version
         return Predicted({name: output.numpy() for name, output in outputs.items()}, version)
 
-    def _ready(self) -> _LoadedExport:
+    def _ready(self) -> LoadedExport:
         if self._model is None:
             raise CheckpointError(f"No model is served yet. {self.problem}")
         return self._model
@@ -219,7 +202,7 @@ class ServedModel:
                 self._publish(loaded)
                 self._apply(loaded, way[1:])
 
-    def _load(self, name: str, exporter: str = "") -> _LoadedExport:
+    def _load(self, name: str, exporter: str = "") -> LoadedExport:
         with self._folder.files(name) as files:
             folder = files.path(MANIFEST).parent
             manifest = read_manifest(folder)
@@ -231,14 +214,14 @@ class ServedModel:
                 )
             for saved in export.files:
                 check_file(files.path(saved.name), saved)
-            return _LoadedExport(folder, export, specs_in(manifest))
+            return LoadedExport(folder, export, specs_in(manifest))
 
-    def _publish(self, loaded: _LoadedExport) -> None:
+    def _publish(self, loaded: LoadedExport) -> None:
         with self._swapping.writing():
             self._model = loaded
         logger.info("Serving version %d of %s", loaded.export.version, loaded.export.model)
 
-    def _apply(self, model: _LoadedExport, names: Sequence[str]) -> None:
+    def _apply(self, model: LoadedExport, names: Sequence[str]) -> None:
         """Applies deltas; also those before one that can't be read."""
         lot: list[Delta] = []
         for name in names:
@@ -253,14 +236,13 @@ class ServedModel:
                 lot = []
         self._swap(model, lot)
 
-    def _swap(self, model: _LoadedExport, lot: Sequence[Delta]) -> None:
+    def _swap(self, model: LoadedExport, lot: Sequence[Delta]) -> None:
         if not lot:
             return
-        values = model.prepared(lot)
+        changes = model.prepared(lot)
         with self._swapping.writing():
-            for variable, value in values:
-                variable.assign(value, read_value=False)  # which shares the memory
-            model.export = lot[-1].export
+            model.use(changes, lot[-1].export)
+        model.free(changes)
 
     def close(self) -> None:
         """Ends `follow`. The model can still be used."""
@@ -274,135 +256,6 @@ class ServedModel:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-class _LoadedExport:
-    """A SavedModel in memory.
-
-    Raises `CheckpointError` if it has not the variables of its manifest.
-    """
-
-    def __init__(self, folder: Path, export: Export, specs: Sequence[VariableSpec]) -> None:
-        self.export, self.specs = export, specs
-        self._loaded = tf.saved_model.load(str(folder))
-        self._weights = list(getattr(self._loaded, WEIGHTS, ()))
-        tables = [number for number, spec in enumerate(specs[: len(self._weights)]) if spec.table]
-        free = [number for number in tables if self._weights[number].shape[0] is None]
-        self._ids = dict(zip(free, getattr(self._loaded, IDS, ()), strict=False))
-        if len(self._weights) != len(specs) or len(self._ids) != len(free):
-            raise CheckpointError(
-                f"{folder} has {len(self._weights)} weights and the ids of {len(self._ids)} tables; its manifest lists "
-                f"{len(specs)} and {len(free)}. Expected a folder that PeriodicExport has written."
-            )
-        self.signature_defs = _signature_defs(folder)
-        self._functions = dict(self._loaded.signatures)
-        self._signatures = {
-            name: ServingSignature(function.structured_input_signature[1], function.structured_outputs)
-            for name, function in self._functions.items()
-        }
-
-    def signature(self, name: str) -> ServingSignature:
-        if name not in self._signatures:
-            known = ", ".join(map(repr, self._signatures))
-            raise UsageError(f"The model has no signature {name!r}. Expected one of: {known}.")
-        return self._signatures[name]
-
-    def tensors_of(self, features: Any, signature: str) -> dict[str, tf.Tensor]:
-        """Raises `UsageError` if the features don't fit."""
-        specs = self.signature(signature).inputs
-        if not isinstance(features, Mapping):
-            if len(specs) != 1:
-                raise UsageError(f"Expected features by name, for each of the inputs {', '.join(map(repr, specs))}.")
-            features = {next(iter(specs)): features}
-        check_names(features, specs)
-        tensors = {}
-        for name, spec in specs.items():
-            try:
-                tensors[name] = tf.convert_to_tensor(features[name], spec.dtype)
-            except (TypeError, ValueError, tf.errors.OpError) as error:
-                raise UsageError(f"The input {name!r} is not {_described(spec)}: {_first_line(error)}") from error
-            check_shape(name, tensors[name].shape, spec)
-        return tensors
-
-    def call(self, signature: str, tensors: Mapping[str, tf.Tensor]) -> Mapping[str, tf.Tensor]:
-        outputs: Mapping[str, tf.Tensor] = self._functions[signature](**tensors)
-        return outputs
-
-    def rows(self) -> dict[str, int]:
-        return {
-            spec.path: int(variable.read_value().shape[0])
-            for spec, variable in zip(self.specs, self._weights, strict=True)
-            if spec.table
-        }
-
-    def prepared(self, lot: Sequence[Delta]) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """The variables that change, and their values after these deltas."""
-        found = []
-        for number, (spec, variable) in enumerate(zip(self.specs, self._weights, strict=True)):
-            if not spec.table:
-                found.append((variable, tf.convert_to_tensor(lot[-1].weights[number], variable.dtype)))
-                continue
-            change = combined([delta.changes[number] for delta in lot])
-            if not len(change.ids) and not len(change.gone):
-                continue
-            rows = array_of(variable.read_value())
-            if number in self._ids:
-                before = array_of(self._ids[number].read_value())
-                ids, rows = changed(before, rows, change)
-                if ids is not before:
-                    found.append((self._ids[number], tensor_of(ids)))
-            else:
-                rows = overwritten(rows, *_with_initial_rows(change, spec))
-            found.append((variable, tensor_of(rows)))
-        return found
-
-
-def _with_initial_rows(change: TableChange, spec: VariableSpec) -> tuple[Array, Array]:
-    """The ids and rows to write to a table with a fixed number of rows: removed ones get their initial values."""
-    if not len(change.gone):
-        return change.ids, change.rows
-    table = TableSpec.from_json(spec.table)
-    initial = np.zeros((len(change.gone), *spec.shape[1:]), spec.dtype)
-    if table.initializer:
-        from elasticcb.layers.initial_values import InitialValues  # which imports Keras
-
-        values = InitialValues(table.initializer, table.seed, table.input_dim, spec.row_elements, spec.dtype)
-        initial = values(change.gone).numpy()
-    return np.concatenate([change.ids, change.gone]), np.concatenate([change.rows, initial])
-
-
-def _signature_defs(folder: Path) -> dict[str, Any]:
-    from tensorflow.core.protobuf import saved_model_pb2
-
-    message = saved_model_pb2.SavedModel.FromString((folder / "saved_model.pb").read_bytes())
-    return dict(message.meta_graphs[0].signature_def)
-
-
-def check_names(features: Mapping[str, Any], specs: Mapping[str, tf.TensorSpec]) -> None:
-    """Raises `UsageError` if the features have not the names of the inputs."""
-    if features.keys() != specs.keys():
-        given = ", ".join(map(repr, sorted(features))) or "none"
-        raise UsageError(f"Received the inputs {given}. Expected {', '.join(map(repr, sorted(specs)))}.")
-
-
-def check_shape(name: str, shape: Any, spec: tf.TensorSpec) -> None:
-    """Raises `UsageError` if a feature has another shape than its input."""
-    if not spec.shape.is_compatible_with(shape):
-        raise UsageError(f"The input {name!r} has the shape {list(shape)}. Expected {_described(spec)}.")
-
-
-def _described(spec: tf.TensorSpec) -> str:
-    shape = "any shape" if spec.shape.rank is None else f"the shape {spec.shape.as_list()}"
-    return f"{spec.dtype.name} of {shape}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
-
-
-def _reason(error: tf.errors.OpError) -> str:
-    """What an operation says, without where it is in the graph."""
-    return str(error).partition("\n\t [[")[0].strip().splitlines()[-1]
 
 
 class _Gate:

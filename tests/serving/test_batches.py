@@ -10,7 +10,8 @@ import pytest
 from elasticcb.errors import UsageError
 from elasticcb.serving import batches
 from elasticcb.serving.batches import Batcher, TooManyRequestsError
-from elasticcb.serving.served_model import SIGNATURE, ServedModel
+from elasticcb.serving.loaded_export import SIGNATURE
+from elasticcb.serving.served_model import ServedModel
 from made_exports import MadeExports
 
 RUNNERS = batches._RUNNERS

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticcb.serving.deltas import TableChange, changed, combined
+from elasticcb.serving.deltas import TableChange, combined, moved
 from elasticcb.serving.served_folder import bridge
 
 IDS = st.integers(0, 12)
@@ -26,13 +26,13 @@ def test_table_with_changes_is_that_of_a_dictionary(table, changes):
     found = [TableChange(array(rows), array(rows.values(), np.float32)[:, None], array(gone)) for rows, gone in changes]
     ids = array(sorted(table))
     rows = array((table[id] for id in sorted(table)), np.float32)[:, None]
-    before = ids.copy(), rows.copy()
-    new_ids, new_rows = changed(ids, rows, combined(found))
-    assert new_ids.tolist() == sorted(expected)
-    assert new_rows[:, 0].tolist() == [expected[id] for id in sorted(expected)]
-    assert (new_ids is ids) == (sorted(table) == sorted(expected))
-    np.testing.assert_array_equal(before[0], ids)  # requests read them
-    np.testing.assert_array_equal(before[1], rows)
+    change = combined(found)
+    after, sources, places = moved(ids, change)
+    assert after.tolist() == sorted(expected)
+    assert (after is ids) == (sorted(table) == sorted(expected))
+    new = rows[sources] if len(rows) else np.zeros((len(after), 1))
+    new[places] = change.rows
+    assert new[:, 0].tolist() == [expected[id] for id in sorted(expected)]
 
 
 def test_deltas_lead_over_a_full_export():
