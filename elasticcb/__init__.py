@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         NonFiniteError,
         UsageError,
     )
+    from elasticcb.serving.served_model import ServedModel
     from elasticcb.settings import (
         CheckpointOptions,
         EmbeddingOptions,
@@ -66,6 +67,7 @@ __all__ = [
     "PerWorkerDataset",
     "RecoveryOptions",
     "RemoteValue",
+    "ServedModel",
     "SidecarEvaluator",
     "UsageError",
     "evaluate",
@@ -98,6 +100,7 @@ _MODULES = {
     "PerWorkerDataset": "api.remote",
     "RecoveryOptions": "settings",
     "RemoteValue": "api.remote",
+    "ServedModel": "serving.served_model",
     "SidecarEvaluator": "sidecar",
     "UsageError": "errors",
     "evaluate": "api.one_shot",

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import rich_click as click
 from prometheus_client.samples import Sample
 
 from elasticcb.cli.command import help_of, metavar_of
+from elasticcb.cli.serve import rollback, serve
 from elasticcb.cluster.registry import backends
 from elasticcb.errors import ExitCode
 from elasticcb.master.members import Role
@@ -21,6 +23,8 @@ from elasticcb.master.prometheus import JobCollector
 from elasticcb.master.snapshot import JobSnapshot, ProcessSnapshot
 from elasticcb.master.task import TaskState, TaskType
 from elasticcb.process.stats import TableSize, histograms
+from elasticcb.serving.exports import Export
+from elasticcb.serving.serving_metrics import ServingMetrics
 from elasticcb.settings import Command, written
 from elasticcb.settings.definition import ALL, CLUSTER, PANELS, Setting, settings_of
 from elasticcb.settings.names import EVERYDAY, GROUPED, GROUPS, SETTINGS
@@ -65,6 +69,24 @@ def _options_table(panel: str) -> str:
 
 def _commands(commands: frozenset[Command]) -> str:
     return ", ".join(command.value for command in Command if command in commands)
+
+
+def serve_flags_table() -> str:
+    """The flags of `elasticcb serve`, and of its `rollback`."""
+    return "\n\n".join(f"`elasticcb {name} FOLDER`:\n\n{_flags_table(command)}" for name, command in _SERVE.items())
+
+
+_SERVE = {"serve": serve, "serve rollback": rollback}
+
+
+def _flags_table(command: click.Command) -> str:
+    rows = []
+    for option in command.params:
+        if isinstance(option, click.Option):
+            flag = option.opts[0] if option.is_flag else f"{option.opts[0]}={option.metavar}"
+            default = f"`{option.default}`" if option.show_default is True else option.show_default or ""
+            rows.append(f"| `{flag}` | {default} | {option.help} |")
+    return "\n".join(["| flag | default | what it does |", "|---|---|---|", *rows])
 
 
 def arguments_tables() -> str:
@@ -133,6 +155,25 @@ def metrics_table() -> str:
     return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *rows])
 
 
+def serving_metrics_table() -> str:
+    """What Prometheus is served by `elasticcb serve`."""
+    metrics = ServingMetrics(_ServedNow())  # type: ignore[arg-type]
+    metrics.requests.labels("rest", "200")
+    rows = []
+    for metric in metrics.registry.collect():
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        labels = ", ".join(f"`{label}`" for label in metric.samples[0].labels if label != "le")
+        rows.append(f"| `{name}` | {metric.type} | {labels} | {metric.documentation} |")
+    return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *rows])
+
+
+class _ServedNow:
+    """In the place of a `ServedModel` that has everything."""
+
+    problem, age, rows = "", 0.0, {"table": 0}
+    export = Export(0, None, "", "", 0, 0.0, 0.0)
+
+
 def _label(name: str, samples: Iterable[Sample]) -> str:
     """A label with its values, where they are always the same."""
     values = dict.fromkeys(sample.labels[name] for sample in samples)
@@ -145,6 +186,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "arguments of Cluster": arguments_tables,
     "settings of a table": table_settings,
     "metrics": metrics_table,
+    "flags of serve": serve_flags_table,
+    "metrics of serve": serving_metrics_table,
 }
 
 

@@ -27,6 +27,7 @@ TENSORFLOW = {
     "callbacks.summary_writer": "TensorBoard's files",
     "model.metric_messages": "ragged and sparse outputs",
     "optimizers.rowwise_adagrad": "takes gradients of rows, `tf.IndexedSlices`",
+    "serving": "loads SavedModels, sets their variables, and calls their signatures",
     "serialization.library_objects": "tensors, tables and tf.functions in programs",
     "serialization.reducers": "variables in programs",
     "serialization.process_state": "seeds and switches",

@@ -66,6 +66,7 @@ class Files:
         """Where the file is here. Raises `CheckpointError` if it can't be copied."""
         path = self._here / name
         if self._store is not None and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 self._store.get_file(name, path)
             except FileNotFoundError:

@@ -16,6 +16,7 @@ from elasticcb.cli.job_folders import clean
 from elasticcb.cli.resume import resume
 from elasticcb.cli.run import evaluate, master, predict, ps, train, worker
 from elasticcb.cli.running import dashboard, logs, scale, stop
+from elasticcb.cli.serve import serve
 from elasticcb.cli.status import jobs, status
 from elasticcb.cli.table import table
 from elasticcb.cli.zoo.commands import zoo
@@ -43,6 +44,7 @@ from elasticcb.process.system import allow_many_files
         "clean",
     ],
 )
+@click.command_panel("Serving", commands=["serve"])
 @click.command_panel("Jobs on Kubernetes", commands=["zoo"])
 @click.command_panel("Inspecting embedding tables", commands=["table"])
 @click.command_panel("Single processes, to start manually on several machines", commands=["master", "ps", "worker"])
@@ -57,8 +59,8 @@ def elasticcb() -> None:
 
 
 for _command in (
-    train, resume, status, dashboard, scale, evaluate, predict, export, zoo, jobs, logs, stop, clean, table,
-    master, ps, worker,
+    train, resume, status, dashboard, scale, evaluate, predict, export, serve, zoo, jobs, logs, stop, clean,
+    table, master, ps, worker,
 ):  # fmt: skip
     elasticcb.add_command(_command)
 

@@ -55,7 +55,7 @@ class Kept(NamedTuple):
     Attributes:
         path: or URL; "": there is none, or the model was replaced since.
         version: of the model in it.
-        taken: as `ServedModel.taken` when it was written.
+        taken: as `ModelShard.taken` when it was written.
         removed: how many rows had been removed from tables, of a file for serving.
     """
 
@@ -102,7 +102,7 @@ class MoveGate:
 
 
 @dataclass
-class ServedModel:
+class ModelShard:
     """The result of `Initialize`.
 
     Attributes:
@@ -227,7 +227,7 @@ class Holder:
         self._initializing = threading.Lock()
         self._models = 0  # that it has held
         self.lock = threading.Lock()
-        self.model: ServedModel | None = None
+        self.model: ModelShard | None = None
         self.is_moving = False
 
     @property
@@ -235,7 +235,7 @@ class Holder:
         """Whether it holds and serves its part of the model."""
         return self.model is not None
 
-    def present(self) -> ServedModel:
+    def present(self) -> ModelShard:
         """The model. Raises `ElasticCBError` when there is none yet."""
         if self.model is None:
             raise ElasticCBError(
@@ -245,7 +245,7 @@ class Holder:
         return self.model
 
     @contextlib.contextmanager
-    def locked_model(self) -> Iterator[ServedModel]:
+    def locked_model(self) -> Iterator[ModelShard]:
         """The model, under its lock. Raises the errors of `present`."""
         with self.lock:
             yield self.present()
@@ -335,7 +335,7 @@ class Holder:
                 model.kept = Kept(path, part.version, taken)
         return _answer(saved, "" if since is None else after)
 
-    def _by_map_of(self, request: pb.SaveRequest) -> ServedModel:
+    def _by_map_of(self, request: pb.SaveRequest) -> ModelShard:
         model = self.present()
         if request.map_version != model.shard_map.version:
             raise ElasticCBError("This server does not save: another shard map is in use.")
@@ -398,7 +398,7 @@ class Holder:
             self.close()
             self.is_moving, self.model = self.is_moving or self.model is not None, None
 
-    def _model_of(self, request: pb.InitializeRequest, shard_map: ShardMap, parameters: Parameters) -> ServedModel:
+    def _model_of(self, request: pb.InitializeRequest, shard_map: ShardMap, parameters: Parameters) -> ModelShard:
         self._models += 1
         if parameters.tables.numbers and self._models % _MODELS_WITH_KERNELS == 0:
             from elasticcb.tf.tensors import forget_kernels
@@ -407,7 +407,7 @@ class Holder:
         policy = policy_of(self._options.training, time.monotonic)
         for worker in request.members:
             policy.join(worker)
-        return ServedModel(
+        return ModelShard(
             index=request.index,
             shard_map=shard_map,
             parameters=parameters,
@@ -420,7 +420,7 @@ def _answer(saved: SavedFile, after: str = "") -> pb.SaveResponse:
     return pb.SaveResponse(file=saved.name, bytes=saved.bytes, sha256=saved.sha256, version=saved.version, after=after)
 
 
-def _remove_unused(folder: Path, model: ServedModel, keep: Collection[str]) -> None:
+def _remove_unused(folder: Path, model: ModelShard, keep: Collection[str]) -> None:
     """Removes files of this server that are not in use any more, or that a killed process has not finished. The servers
     share those of servers that have left.
     """

@@ -23,7 +23,7 @@ from elasticcb.errors import CheckpointError, ElasticCBError, WireError
 from elasticcb.optimizers.state import from_tensors, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.embedding_table import EmbeddingTable
-from elasticcb.ps.holder import Exported, Holder, Kept, MoveGate, ServedModel, ServerOptions, values_of
+from elasticcb.ps.holder import Exported, Holder, Kept, ModelShard, MoveGate, ServerOptions, values_of
 from elasticcb.ps.table_rows import OVERHEAD_BYTES
 from elasticcb.ps.update_policy import PushName
 from elasticcb.rpc.frame_service import Handler
@@ -100,7 +100,7 @@ class Servicer:
                 return Frame(pb.ExchangeResponse(status=pb.MOVING), {})
             return self._exchange(frame, self.holder.present())
 
-    def _exchange(self, frame: Frame[pb.ExchangeRequest], model: ServedModel) -> Frame[Any]:
+    def _exchange(self, frame: Frame[pb.ExchangeRequest], model: ModelShard) -> Frame[Any]:
         request = frame.header
         if request.map_version != model.shard_map.version:
             return Frame(pb.ExchangeResponse(status=pb.MOVED, map_version=model.shard_map.version), {})
@@ -151,7 +151,7 @@ class Servicer:
             tensors |= named(STATE, pulled.state)
         return Frame(response, tensors)
 
-    def _push(self, request: pb.ExchangeRequest, tensors: Mapping[str, Array], model: ServedModel) -> None:
+    def _push(self, request: pb.ExchangeRequest, tensors: Mapping[str, Array], model: ModelShard) -> None:
         """Merges a push, or keeps it until it is due; not if it came before."""
         name = PushName(request.worker_id, request.sequence)
         if request.worker_id in self._lost_workers:
@@ -173,12 +173,12 @@ class Servicer:
             model.parameters.merge([push])
             model.taken[name.worker] = name.sequence
 
-    def _merge_due(self, model: ServedModel) -> None:
+    def _merge_due(self, model: ModelShard) -> None:
         names = model.policy.due(self._lost_workers)
         # Others repeat the batches of a lost worker.
         model.merge(names, leave_out=self._lost_workers)
 
-    def _is_merged(self, name: PushName, model: ServedModel) -> bool:
+    def _is_merged(self, name: PushName, model: ModelShard) -> bool:
         """Waits until a movement is merged, which other workers' movements may have to come for."""
         end = time.monotonic() + _LONGEST_WAIT_SECONDS
         while name in model.waiting and time.monotonic() < end and not model.is_closed:
@@ -317,7 +317,7 @@ def _names(pushes: Iterable[tuple[int, int]]) -> list[pb.PushName]:
     return [pb.PushName(worker_id=worker, sequence=sequence) for worker, sequence in pushes]
 
 
-def _load_state(frame: Frame[pb.LoadStateRequest], model: ServedModel) -> pb.LoadStateResponse:
+def _load_state(frame: Frame[pb.LoadStateRequest], model: ModelShard) -> pb.LoadStateResponse:
     request = frame.header
     parameters = model.parameters
     values: dict[int, Array] = {}

@@ -43,15 +43,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or is_folder(host)
 
 
-def token_of_environment() -> str:
-    """The job's token from the environment; "" if there is none.
+def token_of_environment(variable: str = TOKEN_VARIABLE) -> str:
+    """The token in a variable of the environment; "" if there is none.
 
     Raises `UsageError` if it contains invalid characters.
     """
-    token = os.environ.get(TOKEN_VARIABLE, "")
+    token = os.environ.get(variable, "")
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise UsageError(
-            f"The environment variable {TOKEN_VARIABLE} contains invalid characters (its value is not shown here). "
+            f"The environment variable {variable} contains invalid characters (its value is not shown here). "
             "Expected printable ASCII characters without spaces."
         )
     return token

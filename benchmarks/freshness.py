@@ -1,0 +1,300 @@
+"""What it costs to serve a model while it is trained.
+
+    python benchmarks/freshness.py serving [--seconds=5] [--rounds=3] [--rows=1e6]
+
+`serving` compares `elasticcb serve` with the same SavedModel, loaded by `tf.saved_model.load`, behind the same web
+server: requests per second and latency at 1, 16 and 64 clients that send requests of 1 and of 100 examples, in turns.
+Then it measures the latency of requests while a delta of all rows is applied, and before it. The model has one
+table, and a dense layer of 64 units. One process has all clients, on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+CLIENTS, EXAMPLES = (1, 16, 64), (1, 100)
+MANY = 16  # clients while a delta is applied
+IDS, DIM = 8, 16  # ids of an example, elements of a row
+NAME = "exports"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["serving", "plain"])  # `plain` is started by `serving`
+    parser.add_argument("--seconds", type=float, default=5.0, help="of one measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the medians are printed")
+    parser.add_argument("--rows", type=float, default=1e6, help="of the table, and of a delta")
+    parser.add_argument("--new", type=float, default=0.01, help="share of a delta's rows whose ids are new")
+    parser.add_argument("--model", type=Path, help="of plain: folder of a SavedModel")
+    arguments = parser.parse_args()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+    if arguments.what == "plain":
+        serve_plain(arguments.model)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        run_serving(Path(folder) / NAME, arguments.seconds, arguments.rounds, int(arguments.rows), arguments.new)
+
+
+# ---------------------------------------------------------------- exports
+
+
+class Exports:
+    """Writes exports of a model with a table of `rows` rows, as `PeriodicExport` does."""
+
+    def __init__(self, folder: Path, rows: int) -> None:
+        import keras
+
+        import elasticcb
+        from elasticcb.model.weights import variable_specs
+
+        self.folder, self.random = folder, np.random.default_rng(0)
+        self.ids = np.arange(rows, dtype=np.int64) * 7
+        inputs = keras.Input((IDS,), dtype="int64", name="id")
+        self.layer = elasticcb.layers.Embedding(DIM, combiner="mean", name="rows")
+        hidden = keras.layers.Dense(64, activation="relu")(self.layer(inputs))
+        self.model = keras.Model({"id": inputs}, keras.layers.Dense(1, name="score")(hidden))
+        self.layer.set_rows(self.ids)
+        table = next(index for index, each in enumerate(self.model.weights) if each is self.layer.embeddings)
+        self.table, self.specs = table, variable_specs(self.model, tables={table: self.layer.table_spec()})
+        self.version = 0
+
+    def full(self) -> Path:
+        import keras
+
+        from elasticcb.callbacks.serving_signature import add_serving_endpoint
+        from elasticcb.checkpoint.manifest import write_manifest
+        from elasticcb.checkpoint.shard_file import SavedFile
+        from elasticcb.serving.exports import IDS as IDS_COLLECTION
+        from elasticcb.serving.exports import WEIGHTS, Export
+        from elasticcb.storage import durable
+
+        self.version = 1
+        archive = keras.export.ExportArchive()
+        add_serving_endpoint(archive, self.model, None)
+        archive.add_variable_collection(WEIGHTS, self.model.weights)
+        archive.add_variable_collection(IDS_COLLECTION, [self.layer.ids])
+        folder = self.folder / "full-00000001"
+        archive.write_out(str(folder), verbose=False)
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        saved = tuple(SavedFile(str(path.relative_to(folder)), *durable.digest_of(path), 1) for path in files)
+        extra = Export(1, None, "benchmark", "model", 1, time.time(), files=saved).to_extra()
+        write_manifest(folder, version=1, specs=self.specs, parts=[], files=[], extra=extra)
+        self._write_current(())
+        return folder
+
+    def delta(self, new: float) -> None:
+        """Of as many rows as the table has, `new` of which (a share) are new."""
+        from elasticcb.checkpoint.manifest import write_manifest
+        from elasticcb.checkpoint.shard_file import Part, write_part
+        from elasticcb.serving.exports import Export
+        from elasticcb.sharding.partition import partition
+        from elasticcb.sharding.table_state import TableState
+
+        export = Export(self.version + 1, self.version, "benchmark", "model", self.version + 1, time.time())
+        fresh = int(new * len(self.ids))
+        ids = np.concatenate([self.ids[fresh:], self.random.integers(10**12, 10**15, fresh)])
+        rows = self.random.random((len(ids), DIM), np.float32)
+        weights = {index: each.numpy() for index, each in enumerate(self.model.weights) if index != self.table}
+        folder = self.folder / export.name
+        folder.mkdir()
+        saved = write_part(
+            folder / "0.safetensors", Part(export.version, weights, tables={self.table: TableState(ids, rows)})
+        )
+        parts = partition(self.specs, 1, True)
+        write_manifest(
+            folder, version=export.version, specs=self.specs, parts=parts, files=[[saved]], extra=export.to_extra()
+        )
+        self.version += 1
+
+    def publish(self) -> None:
+        """Makes the newest delta current."""
+        steps = range(1, self.version)
+        self._write_current([f"delta-{since:08d}-{since + 1:08d}" for since in steps])
+
+    def _write_current(self, deltas: Sequence[str]) -> None:
+        from elasticcb.serving.exports import CURRENT, Current
+        from elasticcb.storage import durable
+
+        current = Current(self.version, "benchmark", "model", "full-00000001", tuple(deltas), time.time())
+        durable.write(self.folder / CURRENT, current.to_json().encode(), durable.SHARED)
+
+
+# ---------------------------------------------------------------- servers
+
+
+def serve_plain(folder: Path) -> None:
+    """The SavedModel as one would serve it without ElasticCB."""
+    import tensorflow as tf
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    signature = tf.saved_model.load(str(folder)).signatures["serving_default"]
+
+    def computed(ids: Any) -> dict[str, Any]:
+        outputs = signature(id=tf.constant(ids, tf.int64))
+        return {name: output.numpy().tolist() for name, output in outputs.items()}
+
+    async def predict(request: Request) -> JSONResponse:
+        inputs = json.loads(await request.body())["inputs"]
+        return JSONResponse({"outputs": await asyncio.to_thread(computed, inputs)})
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        print(f"http://127.0.0.1:{listener.getsockname()[1]}/", flush=True)
+        app = Starlette(routes=[Route(f"/v1/models/{NAME}:predict", predict, methods=["POST"])])
+        asyncio.run(uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).serve([listener]))
+
+
+@contextlib.contextmanager
+def server(*command: str) -> Iterator[int]:
+    """Runs it meanwhile; yields its port."""
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.match(r"http://127\.0\.0\.1:(\d+)/", line):
+                yield int(found[1])
+                break
+    finally:
+        process.terminate()
+        process.wait()
+
+
+# ---------------------------------------------------------------- clients
+
+
+class Answered(NamedTuple):
+    """A request: when it was sent and answered, in seconds, and by which version; 0: unknown."""
+
+    sent: float
+    answered: float
+    version: int
+
+
+async def _client(port: int, request: bytes, until: Any, answers: list[Answered]) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    while not until():
+        sent = time.perf_counter()
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
+        assert head.startswith(b"HTTP/1.1 200"), head
+        assert length
+        await reader.readexactly(int(length[1]))
+        version = re.search(rb"x-model-version: (\d+)", head, re.IGNORECASE)
+        answers.append(Answered(sent, time.perf_counter(), int(version[1]) if version else 0))
+    writer.close()
+
+
+def requests_of(examples: int, rows: int) -> bytes:
+    ids = (np.random.default_rng(1).integers(0, rows, (examples, IDS)) * 7).tolist()
+    body = json.dumps({"inputs": ids}).encode()
+    return f"POST /v1/models/{NAME}:predict HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def load(port: int, clients: int, examples: int, rows: int, seconds: float, version: int, into: Any) -> None:
+    """Sends requests for some seconds, and then until one is answered by a version; the function of a process."""
+    answers: list[Answered] = []
+    end = time.perf_counter() + seconds
+
+    def over() -> bool:
+        return time.perf_counter() > end and bool(answers) and answers[-1].version >= version
+
+    async def run() -> None:
+        request = requests_of(examples, rows)
+        await asyncio.gather(*(_client(port, request, over, answers) for _ in range(clients)))
+
+    asyncio.run(run())
+    into.send(answers)
+
+
+def start_load(*arguments: Any) -> Any:
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    multiprocessing.get_context("spawn").Process(target=load, args=[*arguments, sending], daemon=True).start()
+    return receiving
+
+
+# ---------------------------------------------------------------- measurements
+
+
+class Figures(NamedTuple):
+    """Requests per second, and milliseconds."""
+
+    rate: float
+    p50: float
+    p99: float
+
+    @classmethod
+    def of(cls, answers: Sequence[Answered]) -> Figures:
+        took = [1e3 * (each.answered - each.sent) for each in answers]
+        seconds = max(each.answered for each in answers) - min(each.sent for each in answers)
+        return cls(len(answers) / seconds, *np.percentile(took, [50, 99]))
+
+    def __str__(self) -> str:
+        return f"{self.rate:7.0f}/s {self.p50:7.1f} ms {self.p99:7.1f} ms"
+
+
+def median(figures: Sequence[Figures]) -> Figures:
+    return Figures(*map(statistics.median, zip(*figures, strict=True)))
+
+
+def run_serving(folder: Path, seconds: float, rounds: int, rows: int, new: float) -> None:
+    exports = Exports(folder, rows)
+    saved_model = exports.full()
+    for _ in range(rounds):
+        exports.delta(new)
+    newest, exports.version = exports.version, 1
+    own = ("-m", "elasticcb", "serve", str(folder), "--port=0", "--poll=0.1")
+    with server(*own) as served, server(__file__, "plain", f"--model={saved_model}") as plain:
+        print("clients examples   elasticcb serve: rate, p50, p99     tf.saved_model: rate, p50, p99", flush=True)
+        for examples in EXAMPLES:
+            for clients in CLIENTS:
+                found: dict[int, list[Figures]] = {served: [], plain: []}
+                for turn in range(rounds + 1):
+                    for port in (served, plain) if turn % 2 else (plain, served):
+                        answers = start_load(port, clients, examples, rows, seconds, 0).recv()
+                        if turn:  # the first is to warm up
+                            found[port].append(Figures.of(answers))
+                both = "    ".join(str(median(found[port])) for port in (served, plain))
+                print(f"{clients:7} {examples:8}   {both}", flush=True)
+    with server(*own) as served:
+        before, during, applied = list[Figures](), list[Figures](), list[float]()
+        start_load(served, MANY, 1, rows, 1.0, 0).recv()
+        while exports.version < newest:
+            exports.version += 1
+            loaded = start_load(served, MANY, 1, rows, 2 * seconds, exports.version)
+            time.sleep(seconds)
+            exports.publish()
+            began = time.perf_counter()
+            answers = loaded.recv()
+            swapped = min(each.sent for each in answers if each.version == exports.version)
+            before.append(Figures.of([each for each in answers if each.answered < began]))
+            during.append(Figures.of([each for each in answers if began <= each.answered and each.sent <= swapped]))
+            applied.append(swapped - began)
+        print(f"a delta of {rows:,} rows is applied in {statistics.median(applied):.2f} s; with {MANY} clients:")
+        print(f"    before {median(before)}\n    during {median(during)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

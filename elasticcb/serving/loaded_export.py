@@ -1,0 +1,214 @@
+"""A full export in memory, of which values are replaced while it is called.
+
+A variable that a graph gathers rows from is copied by TensorFlow whenever it is read or assigned, and a table is too
+large for that. So a new value comes in a new variable, which takes the place of the old one among what the signatures'
+functions have captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from elasticcb.errors import CheckpointError, UsageError
+from elasticcb.rpc.tensors import Array
+from elasticcb.serving.deltas import Delta, TableChange, combined, moved
+from elasticcb.serving.exports import IDS, WEIGHTS, Export
+from elasticcb.sharding.partition import VariableSpec
+from elasticcb.sharding.table_state import TableSpec
+from elasticcb.tf.tensors import array_of, tensor_of
+
+SIGNATURE = "serving_default"
+
+
+class ServingSignature(NamedTuple):
+    """A function of the SavedModel: `tf.TensorSpec` of its inputs and outputs by name."""
+
+    inputs: Mapping[str, tf.TensorSpec]
+    outputs: Mapping[str, tf.TensorSpec]
+
+
+class Replaced(NamedTuple):
+    """New variables, by those that they replace; and the ids of tables that change, by table."""
+
+    variables: list[tuple[tf.Variable, tf.Variable]]
+    ids: dict[int, Array]
+
+
+class LoadedExport:
+    """A SavedModel in memory.
+
+    Raises `CheckpointError` if it has not the variables of its manifest.
+    """
+
+    def __init__(self, folder: Path, export: Export, specs: Sequence[VariableSpec]) -> None:
+        self.export, self.specs = export, specs
+        self._loaded = tf.saved_model.load(str(folder))
+        self._weights = list(getattr(self._loaded, WEIGHTS, ()))
+        tables = [number for number, spec in enumerate(specs[: len(self._weights)]) if spec.table]
+        free = [number for number in tables if self._weights[number].shape[0] is None]
+        self._id_variables = dict(zip(free, getattr(self._loaded, IDS, ()), strict=False))
+        if len(self._weights) != len(specs) or len(self._id_variables) != len(free):
+            raise CheckpointError(
+                f"{folder} has {len(self._weights)} weights and the ids of {len(self._id_variables)} tables; expected "
+                f"{len(specs)} and {len(free)}, as its manifest lists. Is it a folder that PeriodicExport has written?"
+            )
+        self._ids = {number: array_of(variable.read_value()) for number, variable in self._id_variables.items()}
+        self.signature_defs = _signature_defs(folder)
+        self._functions = dict(self._loaded.signatures)
+        self._signatures = {
+            name: ServingSignature(function.structured_input_signature[1], function.structured_outputs)
+            for name, function in self._functions.items()
+        }
+
+    def signature(self, name: str) -> ServingSignature:
+        if name not in self._signatures:
+            known = ", ".join(map(repr, self._signatures))
+            raise UsageError(f"The model has no signature {name!r}. Expected one of: {known}.")
+        return self._signatures[name]
+
+    def tensors_of(self, features: Any, signature: str) -> dict[str, tf.Tensor]:
+        """Raises `UsageError` if the features don't fit."""
+        specs = self.signature(signature).inputs
+        if not isinstance(features, Mapping):
+            if len(specs) != 1:
+                raise UsageError(f"Expected features by name, for each of the inputs {', '.join(map(repr, specs))}.")
+            features = {next(iter(specs)): features}
+        check_names(features, specs)
+        tensors = {}
+        for name, spec in specs.items():
+            try:
+                tensors[name] = tf.convert_to_tensor(features[name], spec.dtype)
+            except (TypeError, ValueError, tf.errors.OpError) as error:
+                raise UsageError(f"The input {name!r} is not {_described(spec)}: {_first_line(error)}") from error
+            check_shape(name, tensors[name].shape, spec)
+        return tensors
+
+    def call(self, signature: str, tensors: Mapping[str, tf.Tensor]) -> Mapping[str, tf.Tensor]:
+        """Raises `UsageError` if the model refuses the values."""
+        try:
+            outputs: Mapping[str, tf.Tensor] = self._functions[signature](**tensors)
+        except tf.errors.InvalidArgumentError as error:
+            raise UsageError(f"The model can't use these features: {_reason(error)}") from error
+        return outputs
+
+    def rows(self) -> dict[str, int]:
+        """The number of rows of each table, by its path."""
+        return {
+            spec.path: len(self._ids[number]) if number in self._ids else spec.shape[0]
+            for number, spec in enumerate(self.specs)
+            if spec.table
+        }
+
+    def prepared(self, lot: Sequence[Delta]) -> Replaced:
+        """What these deltas change. Calls are not disturbed, except that they share the processor."""
+        found = Replaced([], {})
+        for number, (spec, variable) in enumerate(zip(self.specs, self._weights, strict=True)):
+            if not spec.table:
+                found.variables.append((variable, _like(variable, lot[-1].weights[number])))
+                continue
+            change = combined([delta.changes[number] for delta in lot])
+            if not len(change.ids) and not len(change.gone):
+                continue
+            if number in self._ids:
+                ids, sources, places = moved(self._ids[number], change)
+                values = change.rows
+                if ids is not self._ids[number]:
+                    found.variables.append((self._id_variables[number], _like(self._id_variables[number], ids)))
+                    found.ids[number] = ids
+            else:
+                sources, (places, values) = np.arange(spec.shape[0]), _with_initial_rows(change, spec)
+            found.variables.append((variable, _rebuilt(variable, sources, places, values)))
+        return found
+
+    def use(self, replaced: Replaced, export: Export) -> None:
+        """No call may run meanwhile; takes microseconds."""
+        handles = {id(old.handle): new.handle for old, new in replaced.variables}
+        for function in self._functions.values():
+            captured = [handles.get(id(each), each) for each in function.captured_inputs]
+            function.set_external_captures(captured)
+        new = {id(old): new for old, new in replaced.variables}
+        self._weights = [new.get(id(each), each) for each in self._weights]
+        self._id_variables = {number: new.get(id(each), each) for number, each in self._id_variables.items()}
+        self._ids |= replaced.ids
+        self.export = export
+
+    def free(self, replaced: Replaced) -> None:
+        """Frees the old values, after `use`: the SavedModel keeps its variables."""
+        for old, _ in replaced.variables:
+            nothing = tf.zeros([0] * max(1, old.shape.rank or 0), old.dtype)
+            tf.raw_ops.AssignVariableOp(resource=old.handle, value=nothing, validate_shape=False)
+
+
+def _like(variable: tf.Variable, value: Array | tf.Tensor) -> tf.Variable:
+    """A variable with another value, whose memory it shares."""
+    value = tensor_of(value) if isinstance(value, np.ndarray) else value
+    with tf.device(variable.device):
+        return tf.Variable(value, shape=variable.shape, dtype=variable.dtype, trainable=False)
+
+
+def _rebuilt(variable: tf.Variable, sources: Array, places: Array, values: Array) -> tf.Variable:
+    """A table in a new variable: the rows at `sources` of the old one, and then other values at some places."""
+    with tf.device(variable.device):
+        values = tf.convert_to_tensor(values, variable.dtype)
+        if variable.shape[0] is None and len(sources) == len(places):  # it may have been empty
+            return _like(variable, values + tf.zeros_like(values))  # in memory that belongs to TensorFlow
+        return _like(variable, _gathered(variable.handle, tensor_of(sources), tensor_of(places), values))
+
+
+@tf.function(reduce_retracing=True)
+def _gathered(table: tf.Tensor, sources: tf.Tensor, places: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    rows = tf.raw_ops.ResourceGather(resource=table, indices=sources, dtype=values.dtype)
+    return tf.tensor_scatter_nd_update(rows, places[:, None], values)  # in place: nobody else has the rows
+
+
+def _with_initial_rows(change: TableChange, spec: VariableSpec) -> tuple[Array, Array]:
+    """The ids and rows to write to a table with a fixed number of rows: removed ones get their initial values."""
+    if not len(change.gone):
+        return change.ids, change.rows
+    table = TableSpec.from_json(spec.table)
+    initial = np.zeros((len(change.gone), *spec.shape[1:]), spec.dtype)
+    if table.initializer:
+        from elasticcb.layers.initial_values import InitialValues  # which imports Keras
+
+        values = InitialValues(table.initializer, table.seed, table.input_dim, spec.row_elements, spec.dtype)
+        initial = values(change.gone).numpy()
+    return np.concatenate([change.ids, change.gone]), np.concatenate([change.rows, initial])
+
+
+def _signature_defs(folder: Path) -> dict[str, Any]:
+    from tensorflow.core.protobuf import saved_model_pb2
+
+    message = saved_model_pb2.SavedModel.FromString((folder / "saved_model.pb").read_bytes())
+    return dict(message.meta_graphs[0].signature_def)
+
+
+def check_names(features: Mapping[str, Any], specs: Mapping[str, tf.TensorSpec]) -> None:
+    """Raises `UsageError` if the features have not the names of the inputs."""
+    if features.keys() != specs.keys():
+        given = ", ".join(map(repr, sorted(features))) or "none"
+        raise UsageError(f"Received the inputs {given}. Expected {', '.join(map(repr, sorted(specs)))}.")
+
+
+def check_shape(name: str, shape: Any, spec: tf.TensorSpec) -> None:
+    """Raises `UsageError` if a feature has another shape than its input."""
+    if not spec.shape.is_compatible_with(shape):
+        raise UsageError(f"The input {name!r} has the shape {list(shape)}. Expected {_described(spec)}.")
+
+
+def _described(spec: tf.TensorSpec) -> str:
+    shape = "any shape" if spec.shape.rank is None else f"the shape {spec.shape.as_list()}"
+    return f"{spec.dtype.name} of {shape}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _reason(error: tf.errors.OpError) -> str:
+    """What an operation says, without where it is in the graph."""
+    return str(error).partition("\n\t [[")[0].strip().splitlines()[-1]

@@ -1,0 +1,293 @@
+"""A model that is served while it is trained: the newest full export of a folder, and the deltas after it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elasticcb.checkpoint.manifest import MANIFEST, read_manifest
+from elasticcb.checkpoint.shard_file import check_file
+from elasticcb.errors import CheckpointError, UsageError, describe
+from elasticcb.rpc.tensors import Array
+from elasticcb.serving.deltas import Delta, read_delta, specs_in
+from elasticcb.serving.exports import Export, version_of, way_to
+from elasticcb.serving.loaded_export import SIGNATURE, LoadedExport, ServingSignature
+from elasticcb.serving.served_folder import ServedFolder, bridge
+
+logger = logging.getLogger(__name__)
+
+_LOT_BYTES = 256 << 20  # of rows of deltas, that are applied together
+_PATIENCE = 10  # durations of a failed look, before the next one begins
+
+
+class Predicted(dict[str, Array]):
+    """Outputs by name; `version` of the model computed them."""
+
+    def __init__(self, outputs: Mapping[str, Array], version: int) -> None:
+        super().__init__(outputs)
+        self.version = version
+
+
+class ServedModel:
+    """Serves the model that a job exports meanwhile; a context manager. Needs neither Keras nor the model's code.
+
+    Requests read the old version until the new one is completely prepared; none sees parts of two.
+
+    Args:
+        folder: folder or URL that `PeriodicExport` writes to.
+        version: serve only this one; None: the newest, or the one that `elasticcb serve rollback` has pinned.
+        wait: if there is nothing usable yet, `follow` loads the first export; else, that is an error.
+
+    Attributes:
+        problem: why the wanted version is not served; "": it is.
+
+    Raises `CheckpointError` if there is no usable export.
+
+    Example:
+
+        with elasticcb.ServedModel("exports/clicks") as model:
+            model.follow()
+            answer = model.predict({"user": [7], "item": [42]})
+            answer["click"], answer.version
+    """
+
+    def __init__(self, folder: str | Path, version: int | None = None, wait: bool = False) -> None:
+        self._folder, self._wanted = ServedFolder(folder), version
+        self._model: LoadedExport | None = None
+        self._swapping = _Gate()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.problem = ""
+        self.look()
+        if self._model is None and not wait:
+            self.close()
+            raise CheckpointError(self.problem)
+
+    @property
+    def folder(self) -> str:
+        return self._folder.place
+
+    @property
+    def export(self) -> Export | None:
+        """What the manifest says of the served version; None: none is served yet."""
+        return None if self._model is None else self._model.export
+
+    @property
+    def version(self) -> int | None:
+        """None: none is served yet."""
+        return None if self.export is None else self.export.version
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the served version was written, by the clocks of both machines."""
+        return None if self.export is None else max(0.0, time.time() - self.export.written)
+
+    def signature(self, name: str = SIGNATURE) -> ServingSignature:
+        """Raises `UsageError` if there is no such signature."""
+        return self._ready().signature(name)
+
+    @property
+    def signature_defs(self) -> Mapping[str, Any]:
+        """The `SignatureDef` messages of the SavedModel, by name."""
+        return self._ready().signature_defs
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """The number of rows of each table, by its path."""
+        return {} if self._model is None else self._model.rows()
+
+    def predict(self, features: Any, signature: str = SIGNATURE) -> Predicted:
+        """Calls a signature. Any number of threads may do so.
+
+        Args:
+            features: arrays of a batch by the names of the inputs; or one array, of the only input.
+
+        Raises:
+            UsageError: the features do not fit the signature, or the model refuses them.
+            CheckpointError: there is no model yet.
+        """
+        model = self._ready()
+        tensors = model.tensors_of(features, signature)
+        with self._swapping.reading():
+            model = self._ready()
+            outputs, version = model.call(signature, tensors), model.export.version
+        return Predicted({name: output.numpy() for name, output in outputs.items()}, version)
+
+    def _ready(self) -> LoadedExport:
+        if self._model is None:
+            raise CheckpointError(f"No model is served yet. {self.problem}")
+        return self._model
+
+    def follow(self, every: float = 1.0) -> None:
+        """Starts a thread that looks for new versions, and serves them, until `close`.
+
+        Args:
+            every: seconds between two looks.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._follow, args=[every], name="follow", daemon=True)
+            self._thread.start()
+
+    def _follow(self, every: float) -> None:
+        pause = every
+        while not self._closed.wait(pause):
+            began = time.monotonic()
+            self.look()
+            pause = max(every, _PATIENCE * (time.monotonic() - began)) if self.problem else every
+
+    def look(self) -> None:
+        """Looks once for what is to be served, and serves it; `problem` has what prevents that. Only one thread may
+        call it."""
+        try:
+            self._serve(*self._way())
+            problem = ""
+        except (CheckpointError, UsageError) as error:
+            problem = str(error)
+        except Exception as error:  # TensorFlow's, a full disk
+            problem = f"The exports in {self._folder.place} can't be served: {describe(error)}"
+        if problem and problem != self.problem:
+            logger.warning("%s Serving %s.", problem, self._shown())
+        elif self.problem and not problem:
+            logger.info("Serving %s, as wanted.", self._shown())
+        self.problem = problem
+
+    def _shown(self) -> str:
+        return "nothing yet" if self.version is None else f"version {self.version}"
+
+    def _way(self) -> tuple[list[str], str]:
+        """The names of the full export and the deltas that lead to the wanted version, and its exporter; "": any."""
+        wanted = self._folder.pinned() if self._wanted is None else self._wanted
+        if wanted is not None:
+            return self._folder.way_to(wanted), ""
+        current = self._folder.current()
+        return [current.full, *current.deltas], current.exporter
+
+    def _serve(self, way: Sequence[str], exporter: str) -> None:
+        """Serves what a way leads to. Raises `CheckpointError` if it can't; if the way may be of any version (it has an
+        exporter), the best that it can is served then."""
+        here, versions = self.export, [version_of(name) for name in way]
+        if here is not None and exporter in ("", here.exporter):
+            if here.version in versions:
+                self._apply(self._ready(), way[versions.index(here.version) + 1 :])
+                return
+            rest = bridge(self._folder.names(), here.version, {*versions}) if here.version < versions[-1] else []
+            with contextlib.suppress(CheckpointError):
+                if rest:
+                    self._apply(self._ready(), [*rest, *way[versions.index(version_of(rest[-1])) + 1 :]])
+                    return
+        try:
+            loaded = self._load(way[0], exporter)
+        except CheckpointError:
+            if here is None and exporter:
+                self._serve_older(versions[0])
+            raise
+        try:
+            self._apply(loaded, way[1:])
+        finally:
+            if exporter or loaded.export.version == versions[-1]:
+                self._publish(loaded)
+
+    def _serve_older(self, version: int) -> None:
+        """Serves what there is before a full export that can't be read, because nothing is served yet."""
+        names = self._folder.names()
+        while self._model is None and (way := way_to(names, version - 1)):
+            version = version_of(way[0])
+            with contextlib.suppress(CheckpointError):
+                loaded = self._load(way[0])
+                self._publish(loaded)
+                self._apply(loaded, way[1:])
+
+    def _load(self, name: str, exporter: str = "") -> LoadedExport:
+        with self._folder.files(name) as files:
+            folder = files.path(MANIFEST).parent
+            manifest = read_manifest(folder)
+            export = Export.of(manifest, files.name)
+            if exporter not in ("", export.exporter):
+                raise CheckpointError(
+                    f"{files.name} was written by the run {export.exporter}, not by {exporter}, which wrote the newest "
+                    "version there. Give each job that exports a folder of its own."
+                )
+            for saved in export.files:
+                check_file(files.path(saved.name), saved)
+            return LoadedExport(folder, export, specs_in(manifest))
+
+    def _publish(self, loaded: LoadedExport) -> None:
+        with self._swapping.writing():
+            self._model = loaded
+        logger.info("Serving version %d of %s", loaded.export.version, loaded.export.model)
+
+    def _apply(self, model: LoadedExport, names: Sequence[str]) -> None:
+        """Applies deltas; also those before one that can't be read."""
+        lot: list[Delta] = []
+        for name in names:
+            try:
+                with self._folder.files(name) as files:
+                    lot.append(read_delta(files, lot[-1].export if lot else model.export, model.specs))
+            except Exception:
+                self._swap(model, lot)
+                raise
+            if sum(delta.bytes for delta in lot) >= _LOT_BYTES:
+                self._swap(model, lot)
+                lot = []
+        self._swap(model, lot)
+
+    def _swap(self, model: LoadedExport, lot: Sequence[Delta]) -> None:
+        if not lot:
+            return
+        changes = model.prepared(lot)
+        with self._swapping.writing():
+            model.use(changes, lot[-1].export)
+        model.free(changes)
+
+    def close(self) -> None:
+        """Ends `follow`. The model can still be used."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._folder.close()
+
+    def __enter__(self) -> ServedModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Gate:
+    """Lets many read at the same time, or one write. Those who come while it waits to write wait for it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._readers, self._writing = 0, False
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._changed:
+            while self._writing:
+                self._changed.wait()
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                if not self._readers:
+                    self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        with self._changed:
+            self._writing = True
+            while self._readers:
+                self._changed.wait()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()

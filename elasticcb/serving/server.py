@@ -1,0 +1,214 @@
+"""Serves a model by TensorFlow Serving's APIs: REST, and gRPC if its stubs are installed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import re
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from elasticcb.errors import CheckpointError, UsageError
+from elasticcb.rpc.services import LIVE_PATH, READY_PATH
+from elasticcb.serving.rest_format import answer_to, read_request
+from elasticcb.serving.served_model import ServedModel
+from elasticcb.serving.service import ModelService, ServeOptions, TooLargeError, UnknownModelError, status_of
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request as HTTPRequest
+    from starlette.responses import Response
+
+_PATH = re.compile(r"/v1/models/(?P<name>[^/:]+)(?:/versions/(?P<version>\d{1,18}))?(?P<what>:predict|/metadata|)")
+_IN_THREAD_BYTES = 64 << 10  # larger bodies are read in another thread, so that others are answered meanwhile
+_GRACE_SECONDS = 30  # for running requests when the server ends
+
+
+def make_serving_app(service: ModelService) -> Starlette:
+    """The REST API, health checks and metrics."""
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+
+    model, options = service.model, service.options
+
+    async def endpoint(request: HTTPRequest) -> Response:
+        try:
+            options.check_token(request.headers.get("authorization", ""))
+            found = _PATH.fullmatch(request.url.path)
+            if found is None:
+                raise UnknownModelError(f"There is nothing at {request.url.path}. Expected /v1/models/{options.name}.")
+            version = None if found["version"] is None else int(found["version"])
+            service.check_target(found["name"], version)
+            if found["what"] == ":predict":
+                return await predict(request, version)
+            if request.method != "GET":
+                return JSONResponse({"error": "Expected GET, or POST to :predict."}, 405, {"Allow": "GET"})
+            return JSONResponse(_metadata(service) if found["what"] else _status(model))
+        except Exception as error:
+            return refused(error)
+
+    async def predict(request: HTTPRequest, version: int | None) -> Response:
+        if request.method != "POST":
+            return JSONResponse({"error": "Expected POST."}, 405, {"Allow": "POST"})
+        body = await _body_of(request, options.max_body)
+        began, status = time.perf_counter(), 200
+        try:
+            parsed = await _in_thread_if(len(body) > _IN_THREAD_BYTES, read_request, body, model.signature)
+            answer = await service.predict(parsed.features, parsed.signature, version)
+            large = sum(output.nbytes for output in answer.values()) > _IN_THREAD_BYTES
+            content = await _in_thread_if(large, answer_to, parsed, answer)
+            return Response(content, 200, {"X-Model-Version": str(answer.version)}, "application/json")
+        except Exception as error:
+            answered = refused(error)
+            status = answered.status_code
+            return answered
+        finally:
+            service.note("rest", str(status), began)
+
+    def refused(error: Exception) -> Response:
+        status, _, text = status_of(error)
+        extra = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 413: {"Connection": "close"}}
+        return JSONResponse({"error": text}, status, extra.get(status))
+
+    async def live(request: HTTPRequest) -> Response:
+        return JSONResponse({"version": model.version, "age_seconds": model.age, "problem": model.problem})
+
+    async def ready(request: HTTPRequest) -> Response:
+        return JSONResponse({"ready": model.version is not None}, 503 if model.version is None else 200)
+
+    async def metrics(request: HTTPRequest) -> Response:
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def not_found(request: HTTPRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return JSONResponse({"error": f"{error.detail}: {request.url.path}"}, error.status_code, error.headers)
+
+    routes = [
+        Route(LIVE_PATH, live),
+        Route(READY_PATH, ready),
+        Route("/metrics", metrics),
+        Route("/v1/models/{rest:path}", endpoint, methods=["GET", "POST"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: not_found})
+
+
+async def _body_of(request: HTTPRequest, limit: int) -> bytes:
+    """Raises `TooLargeError`; what is a little too large is read to its end, since a client may listen only then."""
+    from starlette.requests import ClientDisconnect
+
+    body, size = bytearray(), 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= limit:
+                body += chunk
+            elif size > 2 * limit:
+                break
+    except ClientDisconnect:
+        raise UsageError("The client has closed the connection.") from None
+    if size > limit:
+        raise TooLargeError(f"The body is larger than {limit:,} bytes (--max_body). Send fewer examples.")
+    return bytes(body)
+
+
+async def _in_thread_if(large: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+    return await asyncio.to_thread(function, *arguments) if large else function(*arguments)
+
+
+def _status(model: ServedModel) -> dict[str, Any]:
+    if model.version is None:
+        raise CheckpointError(f"No model is served yet. {model.problem}")
+    good = {"error_code": "OK", "error_message": ""}
+    return {"model_version_status": [{"version": str(model.version), "state": "AVAILABLE", "status": good}]}
+
+
+def _metadata(service: ModelService) -> dict[str, Any]:
+    from google.protobuf.json_format import MessageToDict
+
+    signatures = {
+        name: MessageToDict(signature, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        for name, signature in service.model.signature_defs.items()
+    }
+    spec = {"name": service.options.name, "signature_name": "", "version": str(service.model.version)}
+    return {"model_spec": spec, "metadata": {"signature_def": {"signature_def": signatures}}}
+
+
+def missing_libraries(options: ServeOptions) -> str:
+    """What must be installed; "": nothing."""
+    needed = {"starlette": "serve", "uvicorn": "serve"}
+    if options.grpc_port is not None:
+        needed["tensorflow_serving"] = "serve-grpc"
+    for module, extra in needed.items():
+        if importlib.util.find_spec(module) is None:
+            return f"Serving needs the Python module {module}. Install it with: pip install 'elasticcb[{extra}]'"
+    return ""
+
+
+def listener_at(host: str, port: int) -> socket.socket:
+    """Raises `UsageError` if the port is taken."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host.strip("[]"), port))
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"The model can't be served at {host}:{port}: {error.strerror}. Choose another --port, or 0 for any that "
+            "is free."
+        ) from None
+    return listener
+
+
+def serve(model: ServedModel, listener: socket.socket, options: ServeOptions, say: Callable[[str], None]) -> None:
+    """Serves a model until SIGINT or SIGTERM; then finishes the requests that it has.
+
+    Args:
+        say: is given the addresses.
+    """
+    with listener:
+        asyncio.run(_serve(model, listener, options, say))
+
+
+async def _serve(
+    model: ServedModel, listener: socket.socket, options: ServeOptions, say: Callable[[str], None]
+) -> None:
+    import uvicorn
+
+    class EndingServer(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: object) -> None:
+            # Uvicorn would raise the signal again at the end, so that the exit code would not be 0.
+            self.force_exit = self.should_exit
+            self.should_exit = True
+
+    service = ModelService(model, options)
+    try:
+        config = uvicorn.Config(
+            make_serving_app(service),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+            ssl_certfile=options.tls_cert or None,
+            ssl_keyfile=options.tls_key or None,
+            ssl_ca_certs=options.tls_ca or None,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if options.tls_ca else ssl.CERT_NONE,
+        )
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        async with contextlib.AsyncExitStack() as until_end:
+            if options.grpc_port is not None:
+                from elasticcb.serving.grpc_service import grpc_server
+
+                say(f"gRPC at {await until_end.enter_async_context(grpc_server(service))}")
+            say(f"{'https' if options.tls_cert else 'http'}://{shown}:{port}/v1/models/{options.name}")
+            await EndingServer(config).serve([listener])
+    finally:
+        service.close()

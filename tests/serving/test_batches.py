@@ -1,0 +1,86 @@
+"""Requests that wait together run as one batch, and each gets its own answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from elasticcb.errors import UsageError
+from elasticcb.serving import batches
+from elasticcb.serving.batches import Batcher, TooManyRequestsError
+from elasticcb.serving.loaded_export import SIGNATURE
+from elasticcb.serving.served_model import ServedModel
+from made_exports import MadeExports
+
+RUNNERS = batches._RUNNERS
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    exports = MadeExports(tmp_path_factory.mktemp("batches") / "exports")
+    exports.train(1)
+    exports.full(1)
+    with ServedModel(exports.folder) as served:
+        yield served
+
+
+def request_of(item: int, examples: int = 1):
+    return {
+        "user": np.full((examples, 1), "ann", object),
+        "item": np.stack([np.full(examples, item), np.arange(examples)], 1),
+    }
+
+
+def answers(model, requests, most_waiting=100, most_examples=1024):
+    """The answers to requests that all wait before the first runs, or errors; and the sizes of the batches."""
+    sizes = []
+
+    async def run():
+        batcher = Batcher(model, most_waiting, most_examples, sizes.append)
+        with model._swapping.writing():  # predictions wait
+            tasks = [asyncio.ensure_future(batcher.predict(request, SIGNATURE)) for request in requests]
+            await asyncio.sleep(0)
+        try:
+            return await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            batcher.close()
+
+    return asyncio.run(run()), sizes
+
+
+def same(answer, expected):
+    assert answer.version == expected.version
+    for name, output in expected.items():
+        np.testing.assert_allclose(answer[name], output, atol=1e-6)
+
+
+def test_waiting_requests_are_one_batch_and_get_their_own_answers(model):
+    requests = [request_of(number, 1 + number % 3) for number in range(12)]
+    found, sizes = answers(model, requests)
+    assert sorted(sizes) == sorted([1] * RUNNERS + [12 - RUNNERS])
+    for request, answer in zip(requests, found, strict=True):
+        same(answer, model.predict(request))
+
+
+def test_batch_has_at_most_so_many_examples(model):
+    found, sizes = answers(model, [request_of(number, 4) for number in range(RUNNERS + 5)], most_examples=8)
+    assert sorted(sizes) == [1] * (RUNNERS + 1) + [2, 2]
+    assert [len(answer["score"]) for answer in found] == [4] * (RUNNERS + 5)
+
+
+def test_bad_request_in_a_batch_harms_only_itself(model):
+    requests = [request_of(number) for number in range(8)]
+    requests[5] = request_of(-1)
+    found, _ = answers(model, requests)
+    assert isinstance(found.pop(5), UsageError)
+    del requests[5]
+    for request, answer in zip(requests, found, strict=True):
+        same(answer, model.predict(request))
+
+
+def test_requests_beyond_those_that_may_wait_are_refused(model):
+    found, _ = answers(model, [request_of(1)] * (RUNNERS + 5), most_waiting=3)
+    refused = [isinstance(answer, TooManyRequestsError) for answer in found]
+    assert refused == [False] * (RUNNERS + 3) + [True] * 2
