@@ -1,11 +1,17 @@
 """What it costs to serve a model while it is trained.
 
     python benchmarks/freshness.py serving [--seconds=5] [--rounds=3] [--rows=1e6]
+    python benchmarks/freshness.py training [--every 1s 10s] [--seconds=600] [--rows=1e6]
 
 `serving` compares `elasticcb serve` with the same SavedModel, loaded by `tf.saved_model.load`, behind the same web
 server: requests per second and latency at 1, 16 and 64 clients that send requests of 1 and of 100 examples, in turns.
 Then it measures the latency of requests while a delta of all rows is applied, and before it. The model has one
 table, and a dense layer of 64 units. One process has all clients, on the same machine.
+
+`training` measures the time from a batch to the first answer that knows it. `elasticcb train` with two workers, a
+parameter server and `--export_every` trains a table of all rows, `elasticcb serve` follows it, and a client asks it
+again and again, all on this machine. Each batch has an id of its own in a second table, whose row is not zero once it
+is trained; the clock starts when the batch is read, some batches before it is trained.
 """
 
 from __future__ import annotations
@@ -37,8 +43,9 @@ NAME = "exports"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["serving", "plain"])  # `plain` is started by `serving`
-    parser.add_argument("--seconds", type=float, default=5.0, help="of one measurement")
+    parser.add_argument("what", choices=["serving", "training", "plain"])  # `plain` is started by `serving`
+    parser.add_argument("--seconds", type=float, help="of one measurement: 5 of serving, 600 of training")
+    parser.add_argument("--every", nargs="+", default=["1s"], help="of training: times between two exports")
     parser.add_argument("--rounds", type=int, default=3, help="of which the medians are printed")
     parser.add_argument("--rows", type=float, default=1e6, help="of the table, and of a delta")
     parser.add_argument("--new", type=float, default=0.01, help="share of a delta's rows whose ids are new")
@@ -50,7 +57,12 @@ def main() -> None:
         serve_plain(arguments.model)
         return
     with tempfile.TemporaryDirectory() as folder:
-        run_serving(Path(folder) / NAME, arguments.seconds, arguments.rounds, int(arguments.rows), arguments.new)
+        if arguments.what == "training":
+            for every in arguments.every:
+                run_training(Path(folder, every), every, arguments.seconds or 600.0, int(arguments.rows))
+            return
+        seconds = arguments.seconds or 5.0
+        run_serving(Path(folder) / NAME, seconds, arguments.rounds, int(arguments.rows), arguments.new)
 
 
 # ---------------------------------------------------------------- exports
@@ -294,6 +306,137 @@ def run_serving(folder: Path, seconds: float, rounds: int, rows: int, new: float
             applied.append(swapped - began)
         print(f"a delta of {rows:,} rows is applied in {statistics.median(applied):.2f} s; with {MANY} clients:")
         print(f"    before {median(before)}\n    during {median(during)}", flush=True)
+
+
+# ---------------------------------------------------------------- freshness
+
+MODEL = """
+import os
+import time
+
+import keras
+import tensorflow as tf
+
+import elasticcb
+
+ROWS, BATCH, READ = {rows}, {batch}, {read!r}
+RECORDS = 1 << 40
+
+
+def custom_model():
+    ids = keras.Input(({ids},), dtype="int64", name="id")
+    marker = keras.Input((1,), dtype="int64", name="marker")
+    rows = keras.layers.Embedding(ROWS, {dim}, name="rows")(ids)
+    hidden = keras.layers.Dense(64, activation="relu")(keras.layers.Flatten()(rows))
+    seen = elasticcb.layers.Embedding(1, combiner="sum", embeddings_initializer="zeros", name="markers")(marker)
+    return keras.Model({{"id": ids, "marker": marker}}, {{"score": keras.layers.Dense(1)(hidden) + seen, "seen": seen}})
+
+
+def loss(labels, predictions):
+    return keras.losses.mean_squared_error(labels, predictions["score"])
+
+
+def optimizer():
+    return keras.optimizers.Adagrad(0.05)
+
+
+def note(marker):
+    with open(READ, "a") as file:
+        file.write(f"{{marker[0, 0]}} {{time.time()}}\\n")
+    return marker
+
+
+def feed_batch(records, mode, metadata):
+    seed = tf.stack([records[0], tf.constant(7, tf.int64)])
+    uniform = tf.random.stateless_uniform([tf.shape(records)[0], {ids}], seed)
+    ids = tf.cast(tf.cast(ROWS, tf.float32) ** uniform, tf.int64) - 1  # about as Zipf's law has them
+    marker = tf.fill([tf.shape(records)[0], 1], records[0] // BATCH)
+    if mode == "training":
+        marker = tf.ensure_shape(tf.numpy_function(note, [marker], tf.int64), [None, 1])
+    labels = tf.cast(ids[:, :1] % 2, tf.float32) + 1
+    return {{"id": ids, "marker": marker}}, labels
+"""
+BATCH, WARM_UP_SECONDS = 128, 20.0
+
+
+def run_training(folder: Path, every: str, seconds: float, rows: int) -> None:
+    folder.mkdir()
+    exports, read = folder / NAME, folder / "read"
+    (folder / "model.py").write_text(MODEL.format(rows=rows, batch=BATCH, read=str(read), ids=IDS, dim=DIM))
+    np.save(folder / "records.npy", np.arange(1 << 26))  # more than are trained
+    job = [
+        *(sys.executable, "-m", "elasticcb", "train", f"--model_zoo={folder}", "--model_def=model.custom_model"),
+        *(f"--training_data={folder}/records.npy", f"--minibatch_size={BATCH}", "--num_workers=2"),
+        *(f"--job_dir={folder}/job", f"--export_dir={exports}", f"--export_every={every}"),
+    ]
+    with (folder / "output").open("w") as output:
+        training = subprocess.Popen(job, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            with server("-m", "elasticcb", "serve", str(exports), "--port=0", "--poll=0.1") as port:
+                seen, sizes = asyncio.run(_ask(port, read, seconds, training))
+        finally:
+            training.terminate()
+            training.wait()
+    began = {int(marker): float(at) for marker, at in map(str.split, read.read_text().splitlines()) if at}
+    took = [at - began[marker] for marker, at in seen.items()]
+    p50, p99 = np.percentile(took, [50, 99])
+    print(
+        f"every {every}: {len(took):,} batches of {BATCH} in {seconds:.0f} s, from read to answered p50 {p50:.2f} s, "
+        f"p99 {p99:.2f} s, longest {max(took):.2f} s; a request takes {statistics.median(sizes) * 1e3:.0f} ms",
+        flush=True,
+    )
+
+
+async def _ask(port: int, read: Path, seconds: float, training: Any) -> tuple[dict[int, float], list[float]]:
+    """When the row of each marker was answered first, for those read after a while; and how long requests took."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    while not read.exists() or (await _answer(reader, writer, [0])) is None:
+        if training.poll() is not None:
+            raise SystemExit("The job has ended.")
+        await asyncio.sleep(0.2)
+    begin = time.time() + WARM_UP_SECONDS
+    seen, took = dict[int, float](), list[float]()
+    waiting, position = dict[int, float](), 0
+    while time.time() < begin + seconds or (waiting and time.time() < begin + 3 * seconds):
+        with read.open() as file:
+            file.seek(position)
+            text = file.read()
+        whole = text[: text.rfind("\n") + 1]
+        position += len(whole.encode())
+        for marker, at in map(str.split, whole.splitlines()):
+            if begin <= float(at) < begin + seconds:
+                waiting[int(marker)] = float(at)
+        asked = list(waiting)[:1024]
+        if asked:
+            started = time.perf_counter()
+            answers = await _answer(reader, writer, asked)
+            took.append(time.perf_counter() - started)
+            now = time.time()
+            for marker, row in zip(asked, answers or (), strict=False):
+                if row[0]:
+                    seen[marker] = now
+                    del waiting[marker]
+        await asyncio.sleep(0.05)
+    if waiting:
+        raise SystemExit(f"{len(waiting)} batches were never answered.")
+    return seen, took
+
+
+async def _answer(reader: Any, writer: Any, markers: Sequence[int]) -> list[list[float]] | None:
+    """The rows of the markers; None: nothing is served yet."""
+    inputs = {"id": [[0] * IDS] * len(markers), "marker": [[marker] for marker in markers]}
+    body = json.dumps({"inputs": inputs}).encode()
+    path = f"POST /v1/models/{NAME}:predict HTTP/1.1"
+    writer.write(f"{path}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
+    assert length
+    answer = json.loads(await reader.readexactly(int(length[1])))
+    if b" 503 " in head.splitlines()[0]:
+        return None
+    assert b" 200 " in head.splitlines()[0], answer
+    seen: list[list[float]] = answer["outputs"]["seen"]
+    return seen
 
 
 if __name__ == "__main__":
