@@ -74,7 +74,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _shown(names: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, names))
+    return ", ".join(map(repr, sorted(names)))
 
 
 def _array(name: str, value: Any, spec: tf.TensorSpec) -> Array:

@@ -208,6 +208,7 @@ async def _serve(
                 from elasticcb.serving.grpc_service import grpc_server
 
                 say(f"gRPC at {await until_end.enter_async_context(grpc_server(service))}")
+            listener.listen()  # who reads the address may connect
             say(f"{'https' if options.tls_cert else 'http'}://{shown}:{port}/v1/models/{options.name}")
             await EndingServer(config).serve([listener])
     finally:

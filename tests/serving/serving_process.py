@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def serving(folder: Path | str, *flags: str, cwd: Path) -> Iterator[Serving]:
     try:
         yield served
     finally:
-        served.process.process.terminate()
+        served.process.process.send_signal(signal.SIGTERM)
         code = served.process.finish()
     assert code in (0, -9), served.process.output
 
