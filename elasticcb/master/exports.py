@@ -90,6 +90,7 @@ class PeriodicExports:
         self._full_due = self._due = 0.0
         self._current = ""  # what current.json says
         self._troubles: dict[str, str] = {}  # why what can't be written
+        self._leftovers: list[str] = []  # folders that could not be removed
         self._untold: list[str] = []  # finished exports that current.json does not lead to yet
         self._told: deque[tuple[int, str]] = deque()  # for `on_export_end`
         self._failure: CallbackError | None = None
@@ -283,9 +284,11 @@ class PeriodicExports:
         self._untold.append(export.name)
 
     def _remove(self, name: str) -> None:
-        """If the store is away, the next exporter removes it, because it has no manifest."""
-        with contextlib.suppress(StoreError):
+        """Removes a folder that is not finished, later if the store is away."""
+        try:
             self._folder.remove(name)
+        except StoreError:
+            self._leftovers.append(name)
 
     # -------------------------------------------------------------- full exports
 
@@ -333,8 +336,10 @@ class PeriodicExports:
         untold = sorted((version_of(name), name) for name in self._untold)
         self._told.extend((version, f"{self._folder.place}/{name}") for version, name in untold)
         self._untold.clear()
-        written_at = self._earlier | self._own
-        for name in unneeded(written_at, way, time.time() - self._callback.keep):
+        while self._leftovers:
+            self._folder.remove(self._leftovers[-1])
+            self._leftovers.pop()
+        for name in unneeded(self._earlier | self._own, way, time.time() - self._callback.keep):
             self._folder.remove(name)
             self._earlier.pop(name, None)
             self._own.pop(name, None)

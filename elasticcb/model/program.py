@@ -314,9 +314,9 @@ def job_callbacks(spec: Spec, settings: JobSettings) -> list[keras.callbacks.Cal
     if wants_export and not any(isinstance(callback, SavedModelExporter) for callback in callbacks):
         # First, so that an uploader among the others finds the model.
         callbacks.insert(0, SavedModelExporter())
-    export = settings.export
-    if settings.command is Command.TRAIN and export.directory:
-        callbacks.append(PeriodicExport(export.directory, export.every, export.full_every))
+    exports = settings.exports
+    if settings.command is Command.TRAIN and exports.directory:
+        callbacks.append(PeriodicExport(exports.directory, exports.every, exports.full_every))
     return callbacks
 
 

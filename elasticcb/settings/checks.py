@@ -119,9 +119,9 @@ def _checkpoints(settings: JobSettings, given: Given) -> Iterator[str]:
                 )
 
 
-def _export(settings: JobSettings, given: Given) -> Iterator[str]:
+def _exports(settings: JobSettings, given: Given) -> Iterator[str]:
     for name in ("export_every", "export_full_every"):
-        if name in given and not settings.export.directory:
+        if name in given and not settings.exports.directory:
             add = given.written(" configures exports, but the job writes none. Add {export_dir}")
             yield f"{given.shown(name)}{add}, or remove {given.name(name)}."
 
@@ -178,4 +178,4 @@ def _tls(settings: JobSettings, given: Given) -> Iterator[str]:
                 )
 
 
-CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _export, _initial, _tables, _silence, _tls)
+CHECKS: tuple[Check, ...] = (_evaluation, _mode, _autoscale, _checkpoints, _exports, _initial, _tables, _silence, _tls)

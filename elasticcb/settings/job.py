@@ -207,7 +207,7 @@ _A_TIME: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings(Section):
+class PeriodicExportSettings(Section):
     """Exports for serving while training continues."""
 
     PANEL = CHECKPOINTS
@@ -280,7 +280,7 @@ class JobSettings(Section):
         default_text="from the file extension of {output}",
         commands=PREDICT,
     )
-    export: ExportSettings = ExportSettings()
+    exports: PeriodicExportSettings = PeriodicExportSettings()
     cluster: ClusterSettings = ClusterSettings()
     name: str = setting(
         "",

@@ -80,7 +80,7 @@ def test_all_kinds_of_values_reach_the_settings(workplace):
     assert settings.checkpoint.directory == str(workplace.root / "new/checkpoints")
     assert settings.checkpoint.keep_max == 0
     assert settings.output == str(workplace.root / "export")
-    export = settings.export
+    export = settings.exports
     assert (export.directory, export.every, export.full_every) == ("s3://models/clicks", "10s", "6h")
     assert settings.name == "mine"
     assert settings.log_level == "WARNING"
