@@ -363,7 +363,7 @@ def run_training(folder: Path, every: str, seconds: float, rows: int) -> None:
     folder.mkdir()
     exports, read = folder / NAME, folder / "read"
     (folder / "model.py").write_text(MODEL.format(rows=rows, batch=BATCH, read=str(read), ids=IDS, dim=DIM))
-    np.save(folder / "records.npy", np.arange(1 << 26))  # more than are trained
+    np.save(folder / "records.npy", np.arange(1 << 25))  # more than are trained
     job = [
         *(sys.executable, "-m", "elasticcb", "train", f"--model_zoo={folder}", "--model_def=model.custom_model"),
         *(f"--training_data={folder}/records.npy", f"--minibatch_size={BATCH}", "--num_workers=2"),

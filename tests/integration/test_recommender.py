@@ -64,7 +64,7 @@ def test_recommender_kit_is_trained_evaluated_and_serves(folder, start_job):
         "User u0, at 20 o'clock:",
         "User unknown, at 20 o'clock:",
     ]
-    recommended = [re.fullmatch(r"  ([01]\.\d\d)  (Film \d+)", line).groups() for line in lines[1:11]]
+    recommended = [re.fullmatch(r"  ([01]\.\d\d)  (Film \d+)", line).groups() for line in lines[2:12]]
     assert recommended == sorted(recommended, key=lambda row: -float(row[0]))
     train_rows = (folder / "data" / "train.csv").read_text().splitlines()
     seen = {row.split(",")[1].replace("m", "Film ") for row in train_rows if row.startswith("u0,")}

@@ -1,18 +1,22 @@
 """Recommends items to users: finds candidates with the retrieval model, and ranks them with the other.
 
     python serve.py u0 u1 --hour=20
+    python serve.py u0 --follow
 
-It needs only TensorFlow, neither Keras nor ElasticCB: models are SavedModels. With millions of items, replace
-`Recommender.candidates` by an approximate nearest-neighbour index (ScaNN, FAISS).
+The models are those that the jobs export to `exports`, also while they are trained: `--follow` recommends again when
+a new version is served. With millions of items, replace `Recommender.candidates` by an approximate nearest-neighbour
+index (ScaNN, FAISS).
 """
 
 import argparse
 import csv
+import time
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
-import tensorflow as tf
+
+import elasticcb
 
 FOLDER = Path(__file__).parent
 MAX_GENRES = 6  # as in features.py
@@ -22,10 +26,27 @@ class Recommender:
     """Both models and the vectors of all items."""
 
     def __init__(self, folder=FOLDER):
-        self.retrieval = tf.saved_model.load(str(folder / "models" / "retrieval")).signatures["serving_default"]
-        self.ranking = tf.saved_model.load(str(folder / "models" / "ranking")).signatures["serving_default"]
+        self.retrieval = elasticcb.ServedModel(folder / "exports" / "retrieval")
+        self.ranking = elasticcb.ServedModel(folder / "exports" / "ranking")
         self.items, self.titles, self.genres, self.shares = read_items(folder)
-        self.vectors = self._vectors("item", np.full(len(self.items), ""), self.items, self.genres)
+        self.vectors = self.item_vectors()
+
+    @property
+    def versions(self):
+        """Of both models."""
+        return self.retrieval.version, self.ranking.version
+
+    def look(self):
+        """Looks for newer versions of the models."""
+        before = self.retrieval.version
+        self.retrieval.look()
+        self.ranking.look()
+        if self.retrieval.version != before:
+            self.vectors = self.item_vectors()
+
+    def item_vectors(self):
+        """Vectors [items, units], normalized."""
+        return self._vectors("item", np.full(len(self.items), ""), self.items, self.genres)
 
     def user_vectors(self, users):
         """Vectors [users, units], normalized like those of items."""
@@ -33,8 +54,7 @@ class Recommender:
 
     def _vectors(self, tower, users, items, genres):
         """One tower's vectors. The model has both towers, so the other gets empty strings."""
-        outputs = self.retrieval(user=tf.constant(users), item=tf.constant(items), genres=tf.constant(genres))
-        return outputs[tower].numpy()
+        return self.retrieval.predict({"user": users, "item": items, "genres": genres})[tower]
 
     def candidates(self, user, count=10, without=()):
         """Row numbers of the items with vectors nearest to the user's, nearest first, by brute force.
@@ -48,13 +68,13 @@ class Recommender:
     def recommend(self, user, hour, count=10, without=()):
         """Candidates as (title, probability that the user likes it), in order of that probability."""
         rows = self.candidates(user, count, without)
-        outputs = self.ranking(
-            user=tf.constant([user] * len(rows)),
-            item=tf.constant(self.items[rows]),
-            genres=tf.constant(self.genres[rows]),
-            hour=tf.constant([hour] * len(rows), tf.int32),
-        )
-        probabilities = outputs["probability"].numpy()[:, 0]
+        features = {
+            "user": [user] * len(rows),
+            "item": self.items[rows],
+            "genres": self.genres[rows],
+            "hour": [hour] * len(rows),
+        }
+        probabilities = self.ranking.predict(features)["probability"][:, 0]
         return [(self.titles[rows[place]], probabilities[place]) for place in np.argsort(-probabilities)]
 
 
@@ -84,14 +104,28 @@ def main():
     parser = argparse.ArgumentParser(description="Recommends items to users.")
     parser.add_argument("users", nargs="*", metavar="USER", help="default: the first user in data/test.csv")
     parser.add_argument("--hour", type=int, default=datetime.now().hour, help="hour of the day, 0 to 23")
+    parser.add_argument("--follow", action="store_true", help="recommend again with each new version, until Ctrl-C")
     options = parser.parse_args()
     recommender = Recommender()
     seen = {}
     for row in ratings("train"):
         seen.setdefault(row["user"], []).append(row["item"])
-    for user in options.users or [ratings("test")[0]["user"]]:
-        print(f"User {user}, at {options.hour} o'clock:")
-        for title, probability in recommender.recommend(user, options.hour, without=seen.get(user, ())):
+    users = options.users or [ratings("test")[0]["user"]]
+    show(recommender, users, options.hour, seen)
+    while options.follow:
+        shown = recommender.versions
+        while recommender.versions == shown:
+            time.sleep(1)
+            recommender.look()
+        show(recommender, users, options.hour, seen)
+
+
+def show(recommender, users, hour, seen):
+    """Prints recommendations, without the items that the users have seen."""
+    print("Versions of retrieval and ranking:", *recommender.versions)
+    for user in users:
+        print(f"User {user}, at {hour} o'clock:")
+        for title, probability in recommender.recommend(user, hour, without=seen.get(user, ())):
             print(f"  {probability:.2f}  {title}")
 
 
