@@ -214,6 +214,11 @@ class TestMistakes:
                 r"returns tuples of 4 in training; expected \(features, labels\)",
             ),
             ({"feed": "def feed(d, mode, metadata): return d.map(lambda r: r['x'])"}, "training", "gives no labels"),
+            (
+                {"feed": "", "feed_batch": "def feed_batch(records, mode, metadata): return records['x']"},
+                "training",
+                r"`feed_batch` in \S+ gives no labels",
+            ),
             ({"feed": "def feed(d, mode, metadata): return d.cache()"}, "training", "caches, .*Remove `cache`"),
             ({"feed": "def feed(d, mode, metadata): return d.repeat()"}, "training", "repeats, .*the number of epochs"),
             ({"feed": "def feed(d, mode, metadata): return d.batch(2)"}, "training", "batches, but"),

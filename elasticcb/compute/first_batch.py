@@ -19,7 +19,7 @@ import numpy as np
 
 from elasticcb.errors import ModelFileError, describe, user_traceback
 from elasticcb.keras_private import compute_loss, compute_output_spec, layers_of, takes_training
-from elasticcb.model.spec import Spec, words_of
+from elasticcb.model.spec import Spec
 from elasticcb.process.wording import how_many
 from elasticcb.serialization.library_objects import buffers_of
 from elasticcb.settings import Mode
@@ -33,7 +33,7 @@ def check_batch(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
     if inputs and isinstance(features, tuple) and len(features) > inputs:
         # Keras would use the first and ignore the others.
         raise ModelFileError(
-            f"{words_of(spec).data} returns {len(features)} features in {mode}, but the model has "
+            f"{spec.words.data} returns {len(features)} features in {mode}, but the model has "
             f"{how_many(inputs, 'input')}.{_shown(batch, mode)}"
         )
     _allow_one_named_feature(model, features)
@@ -50,9 +50,9 @@ def told_with_batch(
         raise ModelFileError(f"{error}{_shown(batch, mode)}", error.user_traceback) from error
     except Exception as error:
         if isinstance(error, ValueError) and "No loss to compute" in str(error):
-            raise ModelFileError(f"{words_of(spec).model} has no loss. {spec.loss_advice}") from error
+            raise ModelFileError(f"{spec.words.model} has no loss. {spec.loss_advice}") from error
         raise ModelFileError(
-            f"{words_of(spec).model} can't run on the first batch: "
+            f"{spec.words.model} can't run on the first batch: "
             f"{explain(error) or describe(error)}{_shown(batch, mode)}",
             user_traceback(error),
         ) from error
@@ -70,7 +70,7 @@ def fixed_batch_size(model: keras.Model) -> int | None:
 def _check_structure(spec: Spec, batch: Any, mode: Mode) -> None:
     if mode is not Mode.PREDICTION and isinstance(batch, tuple) and not 1 <= len(batch) <= 3:
         raise ModelFileError(
-            f"{words_of(spec).data} returns tuples of {len(batch)} in {mode}; expected (features, labels) or "
+            f"{spec.words.data} returns tuples of {len(batch)} in {mode}; expected (features, labels) or "
             "(features, labels, sample_weight). Put several features into a dict or a nested tuple."
         )
 

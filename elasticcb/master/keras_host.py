@@ -163,7 +163,7 @@ class ModelHost:
             return
         if not pipeline.keeps_order:
             raise ModelFileError(
-                f"`{settings.model.feed}` in {self.spec.path} drops, multiplies or reorders records in prediction, so "
+                f"{pipeline.fed_by} drops, multiplies or reorders records in prediction, so "
                 "rows of --output can't be matched to records. When `mode` is Mode.PREDICTION, return one example per "
                 "record, in their order; or process the predictions in a callback."
             )

@@ -31,6 +31,7 @@ class Pipeline(Protocol):
     ends_by_itself: bool  # whether it may yield fewer batches than the shard has
     open_ended: bool  # whether the number of units in an epoch is unknown
     repeatable: bool  # whether a shard has the same units in the next run of the program
+    fed_by: str  # what may drop, multiply or reorder units, for messages
 
     @property
     def fixed(self) -> Sequence[bool]:
@@ -80,6 +81,8 @@ def open_pipeline(
 
 class BatchPipeline:
     """The batches of a `BatchSource`, as tensors."""
+
+    fed_by = "The data"
 
     def __init__(self, source: BatchSource, mode: Mode) -> None:
         self._source = source
@@ -178,6 +181,7 @@ class FeedPipeline:
             owner=str(spec.path),
         )
         self.keeps_order = self._batches.keeps_order
+        self.fed_by = self._batches.fed_by
 
     @property
     def element_spec(self) -> Any:
@@ -212,7 +216,7 @@ class FeedPipeline:
                 for batch in self.batches(name, 0, count):
                     return batch
             tried += count
-        raise DataError(f"`feed` returned no examples for all {tried} records. It must return at least one.")
+        raise DataError(f"{self.fed_by} returned no examples for all {tried} records. It must return at least one.")
 
     def _beginnings(self) -> Iterator[tuple[str, Callable[[int], int]]]:
         """Each source, with a function that returns its number of records, up to a limit."""

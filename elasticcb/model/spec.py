@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.settings import Mode
@@ -25,19 +24,16 @@ class Words:
     definition: str
 
 
-def words_of(spec: Spec) -> Words:
-    """The words for messages about `spec`."""
-    if isinstance(spec.path, Path):
-        return Words(f"The model of {spec.path}", f"`feed` in {spec.path}", str(spec.path))
-    return Words("The model", "The data", "The program")
-
-
 class Spec(ABC):
     """Provides the model, its optimizers, metrics and callbacks, and the data unless it comes from files."""
 
     path: Any  # where it is defined, for messages
     loss_advice: str  # how to add a loss to the model
     is_built = False  # whether its model needs no first batch, because it is a copy of a built one
+
+    @property
+    def words(self) -> Words:
+        return Words("The model", "The data", "The program")
 
     @property
     def variables(self) -> Mapping[int, Any]:

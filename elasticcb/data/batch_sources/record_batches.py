@@ -43,6 +43,7 @@ class RecordBatches:
     Attributes:
       keeps_order: whether the n-th example is made of the n-th record.
       dataset: the batches; each of its iterators reads `ranges`.
+      fed_by: what maps single records, for messages.
 
     Raises:
       DataError: the columns of the data, or the label, can't be found.
@@ -68,10 +69,11 @@ class RecordBatches:
         self.keeps_order = True
         self.ranges: Sequence[Range] = ()
         self._explain: Callable[..., Any] = lambda *_: None
-        self._what = name("feed_batch" if feed_batch else "feed")
+        self.fed_by = name("feed")
         converted = feed_batch is not None
         if feed is None and feed_batch is None:
-            feed = reader.default_feed()
+            feed, self.fed_by = reader.default_feed(), "`default_feed` of the reader"
+        self._what = name("feed_batch") if feed_batch else self.fed_by
         if label and (feed or feed_batch):
             raise ModelFileError(
                 f"The label {label!r} is for data without a feed, but there is {self._what}. Remove one of them."
@@ -90,7 +92,7 @@ class RecordBatches:
         self._stream = RecordStream(reader, lambda: self.ranges, 0 if feed else batch_size)
         dataset = self._stream.dataset
         if feed is not None:
-            dataset = self._fed(feed, mode, batch_size, call, name, joins)
+            dataset = self._fed(feed, mode, batch_size, call, joins)
         if feed_batch is not None:
             dataset = self._fed_batches(dataset, feed_batch, mode, call, converted)
         self.dataset = keras_data.weighted(dataset, class_weight).prefetch(2)
@@ -113,10 +115,9 @@ class RecordBatches:
         mode: str,
         batch_size: int,
         call: Callable[..., Any],
-        name: Callable[[str], str],
         joins: bool,
     ) -> Any:
-        raw, what = self._stream.dataset, name("feed")
+        raw, what = self._stream.dataset, self.fed_by
         try:
             fed = call(feed, raw, str(mode), self.reader.metadata)
         except ModelFileError as error:
