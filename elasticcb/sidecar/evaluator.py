@@ -219,8 +219,8 @@ class ForeignCheckpointError(CheckpointError):
     """A checkpoint belongs to another model, so later ones would fail as well."""
 
 
-def load_version(model: keras.Model, folder: Path) -> None:
-    """Sets the weights of a built model to those of a version of a job, or of its recovery files.
+def load_version(model: keras.Model, folder: Path) -> int:
+    """Sets the weights of a built model to those of a version of a job, or of its recovery files; returns the version.
 
     Raises:
         ForeignCheckpointError: it belongs to another model; the message names the variables.
@@ -242,6 +242,7 @@ def load_version(model: keras.Model, folder: Path) -> None:
             install(model, index, table.ids, table.rows)
         else:
             variable.assign(part.weights[index])
+    return part.version
 
 
 class _WeightsLoader:
