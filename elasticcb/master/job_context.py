@@ -106,7 +106,7 @@ class ModelOrigin:
         if warm_start is not None:
             state, slots = host.fresh_state()
             warm_start.apply(state, slots)
-            return InitialModel(state.weights, "", state.optimizer, 0, state.ids)
+            return InitialModel(state.weights, "", state.optimizer, 0, state.ids, state.used, state.ages)
         weights, ids = host.weights()
         return InitialModel(weights, "", host.optimizer_state(), host.version, ids, host.used())
 
