@@ -20,6 +20,7 @@ import numpy as np
 from elasticcb.errors import ModelFileError, describe, user_traceback
 from elasticcb.keras_private import compute_loss, compute_output_spec, layers_of, takes_training
 from elasticcb.model.spec import Spec
+from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.process.wording import how_many
 from elasticcb.serialization.library_objects import buffers_of
 from elasticcb.settings import Mode
@@ -28,6 +29,7 @@ from elasticcb.settings import Mode
 def check_batch(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
     """Raises `ModelFileError` when a batch of the input pipeline does not have the structure that the model expects."""
     _check_structure(spec, batch, mode)
+    _check_labels(spec, model, batch, mode)
     features = keras.utils.unpack_x_y_sample_weight(batch)[0] if isinstance(batch, tuple) else batch
     inputs = _count_inputs(model)
     if inputs and isinstance(features, tuple) and len(features) > inputs:
@@ -73,6 +75,18 @@ def _check_structure(spec: Spec, batch: Any, mode: Mode) -> None:
             f"{spec.words.data} returns tuples of {len(batch)} in {mode}; expected (features, labels) or "
             "(features, labels, sample_weight). Put several features into a dict or a nested tuple."
         )
+
+
+def _check_labels(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
+    own = "compute_loss", "train_step" if mode is Mode.TRAINING else "test_step"
+    if mode is Mode.PREDICTION or not getattr(model, "loss", None) or any(is_overridden(model, name) for name in own):
+        return
+    if keras.utils.unpack_x_y_sample_weight(batch)[1] is None:
+        text = (
+            f"{spec.words.data} gives no labels in {mode}, which the model's loss needs. Expected (features, labels) "
+            f"or (features, labels, sample_weight).{_shown(batch, mode)}"
+        )
+        raise ModelFileError(text) from ValueError(text)  # which Keras raises, in other words
 
 
 def _allow_one_named_feature(model: keras.Model, features: Any) -> None:
