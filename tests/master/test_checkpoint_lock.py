@@ -64,7 +64,7 @@ def test_a_store_that_can_not_tell_who_was_first_is_told_of_once_and_used(caplog
     settings = JobSettings(command=Command.TRAIN, checkpoint=CheckpointSettings(directory="memory://checkpoints"))
     with caplog.at_level(logging.WARNING, "elasticcb"):
         assert (
-            own_checkpoints(SimpleNamespace(settings=settings, run="one", server=SimpleNamespace(print=print))) is None
+            own_checkpoints(SimpleNamespace(settings=settings, run="one", server=SimpleNamespace(print=pytest.fail))) is None
         )
     (record,) = caplog.records
     assert "memory://checkpoints is not locked against other jobs" in record.getMessage()
