@@ -62,10 +62,9 @@ def test_a_job_that_was_killed_has_it_no_longer_when_it_was_silent(take, url):
 
 def test_a_store_that_can_not_tell_who_was_first_is_told_of_once_and_used(caplog):
     settings = JobSettings(command=Command.TRAIN, checkpoint=CheckpointSettings(directory="memory://checkpoints"))
+    context = SimpleNamespace(settings=settings, run="one", server=SimpleNamespace(print=pytest.fail))
     with caplog.at_level(logging.WARNING, "elasticcb"):
-        assert (
-            own_checkpoints(SimpleNamespace(settings=settings, run="one", server=SimpleNamespace(print=pytest.fail))) is None
-        )
+        assert own_checkpoints(context) is None
     (record,) = caplog.records
     assert "memory://checkpoints is not locked against other jobs" in record.getMessage()
     assert "no conditional writes" in record.getMessage()
