@@ -52,9 +52,11 @@ class CheckpointLock:
 
     def check(self) -> None:
         """Raises `CheckpointError` if another job has taken the lock, because this one was silent for long."""
-        with contextlib.closing(JobStore(self._place)) as store:
-            if store.newest_owner()[0] > self._number:
-                raise CheckpointError(f"Another job took {self._given} while this one could not reach it.")
+        newest = 0
+        with contextlib.closing(JobStore(self._place)) as store, contextlib.suppress(StoreError):  # as in `_beat`
+            newest, _ = store.newest_owner()
+        if newest > self._number:
+            raise CheckpointError(f"Another job took {self._given} while this one could not reach it.")
 
     def release(self) -> None:
         """Lets other jobs have it at once."""
