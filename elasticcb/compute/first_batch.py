@@ -55,9 +55,18 @@ def told_with_batch(
             raise ModelFileError(f"{spec.words.model} has no loss. {spec.loss_advice}") from error
         raise ModelFileError(
             f"{spec.words.model} can't run on the first batch: "
-            f"{explain(error) or describe(error)}{_shown(batch, mode)}",
+            f"{explain(error) or describe(error)}{_advice(error)}{_shown(batch, mode)}",
             user_traceback(error),
         ) from error
+
+
+def _advice(error: Exception) -> str:
+    if "must have the same rank" not in str(error):
+        return ""
+    return (
+        '\nA loss that is a name or an object, such as loss = "binary_crossentropy", matches labels of shape (batch,) '
+        "and outputs of shape (batch, 1), as in `compile`. In a function, match them: labels[:, None]."
+    )
 
 
 def fixed_batch_size(model: keras.Model) -> int | None:

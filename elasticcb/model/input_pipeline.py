@@ -74,6 +74,7 @@ def open_pipeline(
     source = spec.batch_source(mode)
     if source is None:
         return FeedPipeline(settings, spec, mode, find_index)
+    source.select(spec.inputs)
     if next_batch is not None:
         source.connect(next_batch)
     return BatchPipeline(source, mode)
@@ -176,6 +177,7 @@ class FeedPipeline:
             feed=spec.feed,
             feed_batch=spec.feed_batch,
             label=settings.data.label,
+            inputs=spec.inputs,
             call=spec.call,
             name=lambda name: f"`{getattr(settings.model, name)}` in {spec.path}",
             owner=str(spec.path),

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import keras
 
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
-from elasticcb.model.spec import Spec, Words
+from elasticcb.model.spec import Spec, Words, input_names
 from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.settings import ModelSettings
 
@@ -40,6 +40,7 @@ class ModelSpec(Spec):
         self.path, self._model_name = locate(settings)
         self.module = _import(settings.zoo, settings.definition.rpartition(".")[0], self.path)
         self._model_factory = self._get(self._model_name, needed=True)
+        self._inputs: Sequence[str] | None = None
         self.loss_advice = (
             f"Define `{settings.loss}(labels, predictions)` in the file, or return a model that is compiled with a "
             "loss or adds its own losses."
@@ -50,6 +51,10 @@ class ModelSpec(Spec):
         fed_by = next((name for name in (self._settings.feed_batch, self._settings.feed) if self._get(name)), "")
         data = f"`{fed_by}` in {self.path}" if fed_by else "The data"
         return Words(f"The model of {self.path}", data, str(self.path))
+
+    @property
+    def inputs(self) -> Sequence[str] | None:
+        return self._inputs
 
     @property
     def feed(self) -> Callable[..., Any] | None:
@@ -72,6 +77,7 @@ class ModelSpec(Spec):
                 f"{self._model_name}() in {self.path} returned {type(model).__name__}; expected a keras.Model "
                 "(Sequential, functional or subclass)."
             )
+        self._inputs = input_names(model)
         if not model.compiled:
             self._compile(model)
         elif self._get(self._settings.optimizer) is not None:

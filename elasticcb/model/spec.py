@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,22 @@ class Words:
     definition: str
 
 
+def input_names(model: keras.Model) -> tuple[str, ...] | None:
+    """The names of the inputs of a functional model with Keras's own steps; None: unknown."""
+    if not type(model).__module__.startswith("keras."):
+        return None
+    try:
+        given = model.input
+    except (AttributeError, ValueError):  # it is not built
+        return None
+    named = given if isinstance(given, dict) else {getattr(each, "name", ""): each for each in _listed(given)}
+    return tuple(named) if all(hasattr(each, "name") for each in named.values()) else None
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, (list, tuple)) else [given]
+
+
 class Spec(ABC):
     """Provides the model, its optimizers, metrics and callbacks, and the data unless it comes from files."""
 
@@ -34,6 +50,11 @@ class Spec(ABC):
     @property
     def words(self) -> Words:
         return Words("The model", "The data", "The program")
+
+    @property
+    @abstractmethod
+    def inputs(self) -> Sequence[str] | None:
+        """`input_names` of the model that was built last."""
 
     @property
     def variables(self) -> Mapping[int, Any]:

@@ -35,6 +35,7 @@ class RecordBatches:
       feed_batch: from the records of a batch to the batch that the model gets. Without both, the reader's default feed,
         or its columns.
       label: the column of labels; only without `feed` and `feed_batch`.
+      inputs: likewise, the columns that become features; None: all. The model's inputs.
       call: calls a function of the user; its errors become `ModelFileError`s.
       name: how messages name a function of the user: `"feed"`, `"feed_batch"`.
       owner: what lacks a feed, for messages.
@@ -59,6 +60,7 @@ class RecordBatches:
         feed: Feed | None,
         feed_batch: FeedBatch | None,
         label: str,
+        inputs: Sequence[str] | None,
         call: Callable[..., Any],
         name: Callable[[str], str],
         owner: str,
@@ -87,7 +89,7 @@ class RecordBatches:
                     f"records are not known.{reader.unknown_columns} Otherwise, define a feed that converts records "
                     "to (features, labels)."
                 )
-            feed_batch, self._explain = named_feed(columns, label), columns.explain
+            feed_batch, self._explain = named_feed(columns, label, inputs), columns.explain
             self._what = "its columns"
         self._stream = RecordStream(reader, lambda: self.ranges, 0 if feed else batch_size)
         dataset = self._stream.dataset
