@@ -15,6 +15,7 @@ from elasticcb.errors import DataError, ModelFileError
 from elasticcb.model.input_pipeline import FeedPipeline
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.model_file import ModelSpec
+from elasticcb.model.spec import input_names
 from elasticcb.settings import Command, DataSettings, JobSettings, Mode, ModelSettings, TrainingSettings
 
 HEAD = """
@@ -214,6 +215,11 @@ class TestMistakes:
                 r"returns tuples of 4 in training; expected \(features, labels\)",
             ),
             ({"feed": "def feed(d, mode, metadata): return d.map(lambda r: r['x'])"}, "training", "gives no labels"),
+            (
+                {"feed": "", "feed_batch": "def feed_batch(records, mode, metadata): return records['x']"},
+                "training",
+                r"`feed_batch` in \S+ gives no labels",
+            ),
             ({"feed": "def feed(d, mode, metadata): return d.cache()"}, "training", "caches, .*Remove `cache`"),
             ({"feed": "def feed(d, mode, metadata): return d.repeat()"}, "training", "repeats, .*the number of epochs"),
             ({"feed": "def feed(d, mode, metadata): return d.batch(2)"}, "training", "batches, but"),
@@ -363,3 +369,17 @@ class TestPredictionOutputsProcessor:
     def test_our_own_class_when_imported_is_not(self, write):
         spec = ModelSpec(write("from elasticcb.callbacks import PredictionOutputsProcessor").model)
         assert spec.make_callbacks() == []
+
+
+def test_inputs_of_models_have_names_where_keras_passes_a_dict_by_them():
+    inputs = {name: keras.Input((), name=name) for name in ("b", "a")}
+    output = keras.ops.add(*inputs.values())
+    assert input_names(keras.Model(inputs, output)) == ("b", "a")
+    assert input_names(keras.Model(list(inputs.values()), output)) == ("b", "a")
+    assert input_names(keras.Sequential([keras.layers.Dense(1)])) is None
+    assert input_names(keras.Model({"both": list(inputs.values())}, output)) is None
+
+    class Own(keras.Model):
+        """Its step may use other columns."""
+
+    assert input_names(Own(inputs, output)) is None

@@ -131,7 +131,9 @@ class Functions:
     """The functions of a cluster; starts a job for them if there is none."""
 
     def __init__(
-        self, begin: Callable[[], AbstractContextManager[tuple[Master, JobSettings]]], stop: Callable[[], None]
+        self,
+        begin: Callable[[], AbstractContextManager[tuple[Master, JobSettings]]],
+        stop: Callable[[Exception], None],
     ) -> None:
         self._begin = begin
         self._stop = stop
@@ -209,8 +211,8 @@ class Functions:
                 job.abandon()
                 raise
             finally:
-                if job.failed:
-                    self._stop()
+                if job.failed is not None:
+                    self._stop(job.failed)
 
     def abandon(self) -> None:
         """Does not wait; call it before the processes are ended."""
@@ -222,7 +224,7 @@ class Functions:
         with self._lock:
             if self._job is not None:
                 self._job.raise_error()
-                if self._job.failed:
+                if self._job.failed is not None:
                     self.end()
             if self._job is None:
                 placed = None if self._model is None else PlacedWeights(self._model)
@@ -260,7 +262,7 @@ class _FunctionJob:
         self.owner = owner
         self.model: keras.Model | None = None if placed is None else placed.model
         self.elsewhere = backend_of(settings.cluster.kind).separate
-        self.failed = False  # whether the job can't continue
+        self.failed: Exception | None = None  # why the job can't continue
         self._master, self._doubt = master.server, master.watchdog.doubt
         self._placed = placed
         self._start = None if placed is None else placed.start()
@@ -332,7 +334,7 @@ class _FunctionJob:
     def collect(self) -> None:
         """Copies the servers' weights to the caller's model."""
         self._ready.wait()
-        if self._placed is not None and not self.failed:
+        if self._placed is not None and self.failed is None:
             assert self._servers is not None
             self._placed.set_state(self._servers.control.export())
 
@@ -375,7 +377,7 @@ class _FunctionJob:
             self._begin()
             while not self._over:
                 self._turn()
-            if not self.failed:
+            if self.failed is None:
                 self._master.wait_until(lambda state: not state.roster.busy(Role.WORKER), _LEAVE_SECONDS)
         except Exception as error:
             self._fail(error)
@@ -494,7 +496,7 @@ class _FunctionJob:
             error = type(error)(f"{error}\n\n{error.user_traceback.rstrip()}", error.user_traceback)
         with self._master.change():
             error = self._with_names(error)
-            self.failed = True
+            self.failed = error
             if self._open or not self._over:
                 self._error, self._told = error, False
             for value in self._open.values():

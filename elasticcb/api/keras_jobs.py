@@ -257,11 +257,11 @@ class KerasJobs:
                 return summary, state.take_predictions()
         except JobInterrupted as error:
             self._processes.note(str(error))
-            self._processes.stop()
+            self._processes.stop(error)
             raise KeyboardInterrupt from None
         except BaseException as error:
             self._processes.note(f"{settings.command.value} failed: {describe(error)}")
-            self._processes.stop()
+            self._processes.stop(error)
             raise as_the_user_expects(error, self._processes.where_logs_are) from None
 
     def _run(

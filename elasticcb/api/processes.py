@@ -22,10 +22,10 @@ from elasticcb.data.batch_sources.service import DataService
 from elasticcb.master.master import Master
 from elasticcb.process.log_files import close_log, log_to
 from elasticcb.process.signals import end_as_by_sigterm
-from elasticcb.roles.master import STOP_SECONDS
+from elasticcb.roles.master import STOP_SECONDS, keep_status
 from elasticcb.roles.run import run_role
 from elasticcb.security.socket_folder import check_temporary, make_private
-from elasticcb.settings import ClusterSettings
+from elasticcb.settings import STATUS_FILE, ClusterSettings
 from elasticcb.storage.local_folders import TemporaryFolder
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class ClusterProcesses:
         self.stop()
         try:
             folder = str(self._make_directory())
+            Path(folder, STATUS_FILE).unlink(missing_ok=True)  # of the program's last run
             context = BackendContext(self._settings, folder, self._log_level, _say, run_role)
             self._backend = make_backend(context)
             self._backend.prepare()
@@ -94,10 +95,12 @@ class ClusterProcesses:
             self.close()
             raise
 
-    def stop(self) -> None:
-        """Ends the processes."""
+    def stop(self, failure: BaseException | None = None) -> None:
+        """Ends the processes, and records how the last job has ended: with `failure`, if there was one."""
         master, self._master = self._master, None
         backend, self._backend = self._backend, None
+        if master is not None and self._temporary is None and master.observe().command is not None:
+            keep_status(Path(self.directory), master, failure)
         self._until_stopped.close()
         if master is not None:
             master.shut_down(STOP_SECONDS)

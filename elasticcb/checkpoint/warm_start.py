@@ -47,7 +47,8 @@ class WarmStart:
         )
 
     def apply(self, state: ModelState, slots: Collection[Key]) -> None:
-        """Sets the loaded variables in `state`, the job's initial state.
+        """Sets the loaded variables in `state`, the job's initial state. Rows stay as old as they are: those of the
+        checkpoint were trained before version 0.
 
         Args:
             slots: slots of the job's optimizers whose classes are those in `state.optimizer.optimizers`. Slots of other
@@ -72,26 +73,33 @@ class WarmStart:
                 state.weights[new] = rows
             else:
                 self._set_table(state, new, _table(part, old, names))
+                if old in part.ages:
+                    state.ages[new] = part.ages[old] - np.array([part.version, 0])
 
     def _set_table(self, state: ModelState, table: int, taken: TableState) -> None:
         rows = state.weights[table]
         ids = state.ids.get(table)
-        fresh = TableState(np.arange(len(rows), dtype=np.int64) if ids is None else ids, rows)
+        ids = np.arange(len(rows), dtype=np.int64) if ids is None else ids
+        fresh = TableState(ids, rows, used=np.zeros(len(rows), np.int64))
         if np.isin(fresh.ids, taken.ids).all():
-            fresh = TableState(fresh.ids[:0], rows[:0], {name: slot[:0] for name, slot in taken.slots.items()})
+            fresh = taken.select(np.empty(0, np.int64))
         both = overlaid([fresh, taken])
         state.weights[table], state.ids[table] = both.rows.astype(dtype_of(self.specs[table].dtype)), both.ids
         state.optimizer.slots |= {(table, name): slot for name, slot in both.slots.items()}
+        assert both.used is not None
+        state.used[table] = both.used
 
 
 def _table(part: Part, variable: int, names: Collection[str]) -> TableState:
     """Reads a variable of the checkpoint as rows by id, with these slots."""
     if variable in part.tables:
         table = whole(part.tables[variable])
-        return TableState(table.ids, table.rows, {name: table.slots[name] for name in names if name in table.slots})
+        slots = {name: table.slots[name] for name in names if name in table.slots}
+        used = np.zeros(len(table), np.int64) if table.used is None else table.used - part.version
+        return TableState(table.ids, table.rows, slots, used=used)
     rows = part.weights[variable]
     slots = {name: part.optimizers.slots[variable, name] for name in names if (variable, name) in part.optimizers.slots}
-    return TableState(np.arange(len(rows), dtype=np.int64), rows, slots)
+    return TableState(np.arange(len(rows), dtype=np.int64), rows, slots, used=np.zeros(len(rows), np.int64))
 
 
 def warm_start(folder: Path, specs: Sequence[VariableSpec], init_map: str) -> WarmStart:

@@ -66,9 +66,8 @@ def export(source: str, output: str, numbered: bool) -> None:
         with without_native_messages():
             from elasticcb.sidecar.export import export_model
 
-        version = _version(folder)
         target = next_numbered(target) if numbered else target
-        export_model(settings, folder, target)
+        version = export_model(settings, folder, target)
     kind = "model" if target.suffix == ".keras" else "SavedModel"
     print(f"The {kind} of version {version:,} of the job {settings.name} is in {target}")
 
@@ -159,9 +158,3 @@ def _run_of(job: Path) -> str:
 
     path = job / JOURNAL_FILE
     return Journal(path).memory.run if path.is_file() else ""
-
-
-def _version(folder: Path) -> int:
-    from elasticcb.checkpoint.manifest import read_manifest
-
-    return int(read_manifest(folder)["version"])

@@ -16,7 +16,7 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT
 from elasticcb.clients.local_job import StoredJob
 from elasticcb.clients.running_master import COMMAND_LOCK, MASTER_FILE, holds_job, is_of_cluster, refuse_cluster
-from elasticcb.errors import ElasticCBError, UsageError
+from elasticcb.errors import ElasticCBError, ExitCode, UsageError
 from elasticcb.process.wording import how_many
 from elasticcb.security import socket_folder
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, RECOVERY_FOLDER, Command
@@ -60,6 +60,30 @@ def remove_unbegun(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         if folder.parent == Path.cwd() / JOBS:
             folder.parent.rmdir()  # unless it has other jobs
+
+
+@contextlib.contextmanager
+def resumes(folder: Path) -> Iterator[None]:
+    """While active, the job in a folder is resumed. If that fails before anything is trained, commands list the job as
+    they did before."""
+    lock = folder / COMMAND_LOCK
+    version, begun = _version(folder), lock.stat() if lock.exists() else None
+    try:
+        yield
+    except (ElasticCBError, SystemExit) as error:
+        code = error.code if isinstance(error, SystemExit) else error.exit_code
+        if begun is not None and code != ExitCode.INTERRUPTED and _version(folder) == version:
+            os.utime(lock, ns=(begun.st_atime_ns, begun.st_mtime_ns))
+        raise
+
+
+def _version(folder: Path) -> int:
+    """The version of the model that a job's tasks have reached."""
+    from elasticcb.master.journal import Journal
+
+    with contextlib.suppress(ElasticCBError):
+        return Journal(folder / JOURNAL_FILE).memory.version
+    return 0
 
 
 def known_jobs(parent: Path) -> list[tuple[Path, float]]:

@@ -13,7 +13,7 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT, CommandRun
 from elasticcb.cli.job import end_with, run_settings
-from elasticcb.cli.job_folders import JOBS, find_job, new_folder
+from elasticcb.cli.job_folders import JOBS, find_job, new_folder, resumes
 from elasticcb.cli.kubernetes.job import KubernetesJob, follow_job
 from elasticcb.cli.kubernetes.submit import create_all, owner_reference
 from elasticcb.clients.local_job import StoredJob
@@ -57,7 +57,8 @@ def resume(session: CommandRun, job: str, namespace: str | None) -> None:
         missing = list(missing_for(settings.cluster))  # of this machine, on which the job may not have started
         if missing:
             raise UsageError("\n".join(missing))
-        run_settings(settings, session, resumed=True)
+        with resumes(Path(settings.directory)):
+            run_settings(settings, session, resumed=True)
 
 
 def _stored_settings(job: StoredJob) -> JobSettings:

@@ -157,11 +157,14 @@ def jobs(folder: str, as_json: bool, namespace: str | None) -> None:
 def _listed(folder: Path, begun: float) -> dict[str, str]:
     """A job on this machine, as text by column."""
     state, document = _state_of(folder)
+    name, command = document["name"] or folder.name, document["command"] or "-"
+    if is_of_cluster(folder):
+        name, command = folder.name, "program"
     values = {} if document["loss"] is None else {"loss": document["loss"]}
     values |= {f"val_{name}": value for name, value in document["metrics"].items() if value is not None}
     return {
-        "job": document["name"] or folder.name,
-        "command": document["command"] or "-",
+        "job": name,
+        "command": command,
         "state": state,
         "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begun)),
         "metrics": ", ".join(f"{name} {format_metric(value)}" for name, value in values.items()) or "-",
@@ -183,7 +186,7 @@ def _state_of(folder: Path) -> tuple[str, dict[str, Any]]:
             return str(document["phase"]), document
     except (UsageError, ConnectionLostError):
         if is_of_cluster(folder):
-            return "ended", {**unknown, "name": folder.name, "command": "program"}
+            return "ended", unknown
         return ("not finished" if can_resume(folder) else "lost"), unknown
 
 

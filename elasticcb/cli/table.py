@@ -300,7 +300,8 @@ def _id(table: IdInTable, id: int, version: int) -> Iterator[tuple[str, str]]:
     if table.hits is not None:
         yield "lookups", f"{table.hits:,}"
     if table.used is not None:
-        yield "last trained", f"{how_many(max(version - table.used, 0), 'version')} ago, at version {table.used:,}"
+        when = f"at version {table.used:,}" if table.used >= 0 else "before its warm start"
+        yield "last trained", f"{how_many(max(version - table.used, 0), 'version')} ago, {when}"
 
 
 def _why_no_row(table: IdInTable, id: int) -> str:

@@ -27,7 +27,7 @@ from elasticcb.storage.folder_lock import FolderLock, is_owned
 
 MASTER_FILE = "master.json"
 COMMAND_LOCK = ".command.lock"
-_OF_COMMANDS = (JOB_FILE, STATUS_FILE, COMMAND_LOCK)  # files that no `Cluster` has
+_OF_COMMANDS = (JOB_FILE, COMMAND_LOCK)  # files that no `Cluster` has
 
 
 class RunningMaster(NamedTuple):
@@ -127,7 +127,7 @@ def forget_earlier_job(folder: Path) -> None:
 
 def holds_job(folder: Path) -> bool:
     """Whether a folder has a file of a job of a command, or of the processes of a `Cluster`."""
-    return _has_any(folder, (MASTER_FILE, "logs", *_OF_COMMANDS))
+    return _has_any(folder, (MASTER_FILE, STATUS_FILE, "logs", *_OF_COMMANDS))
 
 
 def is_of_cluster(folder: Path) -> bool:

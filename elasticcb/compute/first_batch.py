@@ -19,7 +19,8 @@ import numpy as np
 
 from elasticcb.errors import ModelFileError, describe, user_traceback
 from elasticcb.keras_private import compute_loss, compute_output_spec, layers_of, takes_training
-from elasticcb.model.spec import Spec, words_of
+from elasticcb.model.spec import Spec
+from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.process.wording import how_many
 from elasticcb.serialization.library_objects import buffers_of
 from elasticcb.settings import Mode
@@ -28,12 +29,13 @@ from elasticcb.settings import Mode
 def check_batch(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
     """Raises `ModelFileError` when a batch of the input pipeline does not have the structure that the model expects."""
     _check_structure(spec, batch, mode)
+    _check_labels(spec, model, batch, mode)
     features = keras.utils.unpack_x_y_sample_weight(batch)[0] if isinstance(batch, tuple) else batch
     inputs = _count_inputs(model)
     if inputs and isinstance(features, tuple) and len(features) > inputs:
         # Keras would use the first and ignore the others.
         raise ModelFileError(
-            f"{words_of(spec).data} returns {len(features)} features in {mode}, but the model has "
+            f"{spec.words.data} returns {len(features)} features in {mode}, but the model has "
             f"{how_many(inputs, 'input')}.{_shown(batch, mode)}"
         )
     _allow_one_named_feature(model, features)
@@ -50,12 +52,21 @@ def told_with_batch(
         raise ModelFileError(f"{error}{_shown(batch, mode)}", error.user_traceback) from error
     except Exception as error:
         if isinstance(error, ValueError) and "No loss to compute" in str(error):
-            raise ModelFileError(f"{words_of(spec).model} has no loss. {spec.loss_advice}") from error
+            raise ModelFileError(f"{spec.words.model} has no loss. {spec.loss_advice}") from error
         raise ModelFileError(
-            f"{words_of(spec).model} can't run on the first batch: "
-            f"{explain(error) or describe(error)}{_shown(batch, mode)}",
+            f"{spec.words.model} can't run on the first batch: "
+            f"{explain(error) or describe(error)}{_advice(error)}{_shown(batch, mode)}",
             user_traceback(error),
         ) from error
+
+
+def _advice(error: Exception) -> str:
+    if "must have the same rank" not in str(error):
+        return ""
+    return (
+        '\nA loss that is a name or an object, such as loss = "binary_crossentropy", matches labels of shape (batch,) '
+        "and outputs of shape (batch, 1), as in `compile`. In a function, match them: labels[:, None]."
+    )
 
 
 def fixed_batch_size(model: keras.Model) -> int | None:
@@ -70,9 +81,21 @@ def fixed_batch_size(model: keras.Model) -> int | None:
 def _check_structure(spec: Spec, batch: Any, mode: Mode) -> None:
     if mode is not Mode.PREDICTION and isinstance(batch, tuple) and not 1 <= len(batch) <= 3:
         raise ModelFileError(
-            f"{words_of(spec).data} returns tuples of {len(batch)} in {mode}; expected (features, labels) or "
+            f"{spec.words.data} returns tuples of {len(batch)} in {mode}; expected (features, labels) or "
             "(features, labels, sample_weight). Put several features into a dict or a nested tuple."
         )
+
+
+def _check_labels(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> None:
+    own = "compute_loss", "train_step" if mode is Mode.TRAINING else "test_step"
+    if mode is Mode.PREDICTION or not getattr(model, "loss", None) or any(is_overridden(model, name) for name in own):
+        return
+    if keras.utils.unpack_x_y_sample_weight(batch)[1] is None:
+        text = (
+            f"{spec.words.data} gives no labels in {mode}, which the model's loss needs. Expected (features, labels) "
+            f"or (features, labels, sample_weight).{_shown(batch, mode)}"
+        )
+        raise ModelFileError(text) from ValueError(text)  # which Keras raises, in other words
 
 
 def _allow_one_named_feature(model: keras.Model, features: Any) -> None:

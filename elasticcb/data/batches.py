@@ -62,6 +62,9 @@ class BatchSource(ABC):
     def connect(self, next_batch: NextBatch) -> None:  # noqa: B027 - most sources hold their data
         """Call it on a worker before reading batches."""
 
+    def select(self, inputs: Sequence[str] | None) -> None:  # noqa: B027 - only columns of files are selected
+        """The names of the model's inputs. Call it before reading batches."""
+
     def was_read(self, passes: int) -> None:  # noqa: B027 - most data does not change by being read
         """Changes the caller's data as if its own process had read it `passes` times."""
 

@@ -15,6 +15,7 @@ from elasticcb.checkpoint import remote
 from elasticcb.checkpoint.shard_file import Part, SavedFile, write_part
 from elasticcb.checkpoint.versions import begin_version, finish_version, prune, server_file
 from elasticcb.errors import CheckpointError
+from elasticcb.master.checkpoint_lock import CheckpointLock
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.settings import JobSettings
@@ -38,10 +39,12 @@ class CheckpointWriter:
         master: MasterServer,
         say: Callable[[str], None],
         resumed: bool,
+        lock: CheckpointLock | None,
     ) -> None:
         self._job = settings.name
         self._settings = settings.checkpoint
         self._control, self._master, self._say, self._resumed = control, master, say, resumed
+        self._lock = lock
         # The user has asked for no place that all processes see; the master can write what it holds anyway.
         self._is_of_job = settings.keeps_model_in_folder
         self._may_write_here = (
@@ -94,6 +97,8 @@ class CheckpointWriter:
     def _written(self, version: int, tasks: dict[str, Any]) -> tuple[str, int]:
         """Writes a complete checkpoint, and removes old ones; returns its place and version."""
         folder, keep_max = self._settings.directory, self._settings.keep_max
+        if self._lock is not None:
+            self._lock.check()
         place = remote.place_of(folder, version) if is_url(folder) else str(begin_version(folder, version))
         try:
             files, parts = self._files_in(place)

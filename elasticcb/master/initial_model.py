@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from elasticcb.clients.ps import Ids
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.optimizers.state import OptimizerState, cut_state, to_tensors
 from elasticcb.rpc.tensors import Array
+from elasticcb.sharding.array_names import AGES, named
 from elasticcb.sharding.flat_blocks import pack_weights
 from elasticcb.sharding.table_state import TableState
 from elasticcb.sharding.table_state import to_tensors as tables_to
@@ -29,6 +31,7 @@ class InitialModel(NamedTuple):
     version: int = 0
     ids: Ids | None = None
     used: Mapping[int, Array] | None = None
+    ages: Mapping[int, Array] = MappingProxyType({})
 
     def part(self, servers: ServerGroup, index: int) -> dict[str, Array]:
         """One server's part of weights and state, serialized; without weights, only the optimizer state."""
@@ -39,7 +42,7 @@ class InitialModel(NamedTuple):
             for table, spec in enumerate(specs)
             if spec.table and self.weights
         }
-        return tensors | to_tensors(cut_state(state, specs, slices)) | tables_to(tables)
+        return tensors | to_tensors(cut_state(state, specs, slices)) | tables_to(tables) | named(AGES, self.ages)
 
     def _table(self, table: int, state: OptimizerState) -> TableState:
         slots = {name: slot for (variable, name), slot in state.slots.items() if variable == table}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -75,6 +76,7 @@ class Job:
             make_program=make_program,
             journal=journal,
             memory=memory,
+            run=memory.run or secrets.token_hex(8),
             takeover=takeover,
             arrays=CallbackArrays(Path(settings.directory, RECOVERY_FOLDER), memory.callback_arrays, display.message),
             goes_on_by=goes_on_by,

@@ -41,6 +41,7 @@ class JobContext:
         started: when the user requested it, in seconds.
         make_program: creates the serialized job to run instead of a model file; None: run the model file.
         memory: journal content of an earlier master, if it handed out tasks; else empty.
+        run: name of the training in its files, the same for all its masters.
         goes_on_by: how the user resumes the job, as text; "": the command `elasticcb resume`.
         until_end: closes what the phases open.
     """
@@ -54,6 +55,7 @@ class JobContext:
     make_program: Callable[[], bytes] | None
     journal: Journal | None
     memory: Memory
+    run: str
     takeover: Takeover | None
     arrays: CallbackArrays
     goes_on_by: str
@@ -106,7 +108,7 @@ class ModelOrigin:
         if warm_start is not None:
             state, slots = host.fresh_state()
             warm_start.apply(state, slots)
-            return InitialModel(state.weights, "", state.optimizer, 0, state.ids)
+            return InitialModel(state.weights, "", state.optimizer, 0, state.ids, state.used, state.ages)
         weights, ids = host.weights()
         return InitialModel(weights, "", host.optimizer_state(), host.version, ids, host.used())
 

@@ -37,7 +37,7 @@ from elasticcb.storage.job_store import HOLDER_FILE, LOGS, OWNERS, JobStore, hol
 logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 30.0  # after which a master that has not written is taken for dead
-_BEAT_SECONDS = 5.0
+BEAT_SECONDS = 5.0  # between two writes of an owner
 _LOOK_SECONDS = 0.5
 SLOW_SECONDS, PATIENCE_SECONDS = 15.0, 60.0  # without an answer, until the job says so, and until training pauses
 _LAST_SECONDS = 30.0  # for what is being written when the job ends
@@ -45,28 +45,44 @@ _SEGMENTS = 200  # of a generation
 _SEGMENT = re.compile(r"(\d+)-(\d+)-(\d+)")
 
 
-def _owner(folder: Path, holder: str, ended: bool = False) -> bytes:
+def owner_name(number: int) -> str:
+    """The file of an owner."""
+    return f"{OWNERS}/{number:08d}"
+
+
+def owner_record(folder: Path | str, holder: str, ended: bool = False) -> bytes:
+    """The content of this process's file as an owner."""
     place = {"host": host_name(), "process": os.getpid(), "folder": str(folder), "holder": holder, "ended": ended}
     return json.dumps(place).encode()
 
 
-def wait_until_free(store: JobStore, say: Callable[[str], None]) -> None:
-    """Returns when the last owner of a job has ended, or is silent. Raises `UsageError` if it is alive."""
+def wait_until_free(
+    store: JobStore,
+    say: Callable[[str], None],
+    what: str = "",
+    harm: str = "two masters would undo each other's work",
+) -> None:
+    """Returns when the last owner has ended, or is silent. Raises `UsageError` if it is alive.
+
+    Args:
+        what: what it owns, for messages; "": the job there.
+        harm: what would happen without this.
+    """
     number, owner = store.newest_owner()
     if not number or owner.get("ended"):
         return
-    name = f"{OWNERS}/{number:08d}"
+    what, name = what or f"The job in {store.url}", owner_name(number)
     who = f"process {owner.get('process')} on {owner.get('host')}"
     first = store.changed(name)
     silent = store.now() - first
     if silent < SILENCE_SECONDS:
-        say(f"The job in {store.url} was used by {who} {max(silent, 0):.0f} s ago. Waiting until it is silent.")
+        say(f"{what} was used by {who} {max(silent, 0):.0f} s ago. Waiting until it is silent.")
     while silent < SILENCE_SECONDS:
-        time.sleep(min(_BEAT_SECONDS, SILENCE_SECONDS - silent + 0.5))
+        time.sleep(min(BEAT_SECONDS, SILENCE_SECONDS - silent + 0.5))
         if store.changed(name) != first:
             raise UsageError(
-                f"The job in {store.url} is in use by {who}; two masters would undo each other's work. Wait until it "
-                f"ends, or stop it there; its folder is {owner.get('folder')}."
+                f"{what} is in use by {who}; {harm}. Wait until it ends, or stop it there (its folder is "
+                f"{owner.get('folder')}); or choose another URL."
             )
         silent = store.now() - first
 
@@ -199,13 +215,18 @@ class JobCopy:
         holder = own["holder"] if own.get("store") == url else secrets.token_hex(8)
         elsewhere = bool(number) and last.get("holder") != holder
         if not number:
-            store.check_creates()
+            if not store.tells_who_was_first():
+                raise StoreError(
+                    f"{url} can't be a job's folder: two masters could write there at the same time, because its file "
+                    "system has no conditional writes, or is that of one process. Expected another, such as s3://, "
+                    "gs:// or sftp://, or a local folder; checkpoints can go to any URL (checkpoint_dir)."
+                )
             forget_earlier_job(folder)
         elif elsewhere:
             wait_until_free(store, say)
             holder = secrets.token_hex(8)
             (folder / HOLDER_FILE).unlink(missing_ok=True)  # until all is fetched, the folder is not that of the job
-        if not store.create(f"{OWNERS}/{number + 1:08d}", _owner(folder, holder)):
+        if not store.create(owner_name(number + 1), owner_record(folder, holder)):
             raise UsageError(f"Another master has just taken the job in {url}. Nothing was changed.")
         if elsewhere and resumed:
             _fetch(store, folder, say)
@@ -254,7 +275,7 @@ class JobCopy:
             try:
                 if time.monotonic() > beat:
                     self._beat(master.observe)
-                    beat = time.monotonic() + _BEAT_SECONDS
+                    beat = time.monotonic() + BEAT_SECONDS
                 self._send()
                 self._problem, self._reached = "", time.monotonic()
             except ReplacedError as error:
@@ -295,7 +316,7 @@ class JobCopy:
         number, _ = self._store.newest_owner()
         if number > self.owner:
             raise ReplacedError(f"Another master took over the job in {self.url}; this one exits.")
-        self._store.put(f"{OWNERS}/{self.owner:08d}", _owner(self._folder, self._holder))
+        self._store.put(owner_name(self.owner), owner_record(self._folder, self._holder))
         status = {**observe().to_json(), "written": time.time()}
         self._store.put(STATUS_FILE, json.dumps(status).encode())
 
@@ -345,7 +366,7 @@ class JobCopy:
                     self._store.put_file(path.relative_to(self._folder).as_posix(), path)
             for name in self._store.names(RECOVERY_FOLDER) if removes_recovery else ():
                 self._store.remove(f"{RECOVERY_FOLDER}/{name}")
-            self._store.put(f"{OWNERS}/{self.owner:08d}", _owner(self._folder, self._holder, ended=True))
+            self._store.put(owner_name(self.owner), owner_record(self._folder, self._holder, ended=True))
         except (StoreError, OSError) as error:
             say(f"{error} {self._rest}")
         finally:

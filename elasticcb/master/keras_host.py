@@ -20,7 +20,7 @@ from elasticcb.callbacks.serving_signature import names_of_outputs, serving_inpu
 from elasticcb.callbacks.shared_attributes import check_hooks, shares_state, without_traces
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import find_latest
-from elasticcb.compute.first_batch import rehearse
+from elasticcb.compute.first_batch import check_batch, rehearse
 from elasticcb.compute.registry import backend, runs_eagerly
 from elasticcb.data.batch_sources.keras_data import warn_of_missing_data
 from elasticcb.errors import CallbackError, ElasticCBError, ModelFileError, UsageError
@@ -146,9 +146,12 @@ class ModelHost:
         try:
             batch = pipelines[mode].first_batch()
             step = backend().build(self.spec, self.model, batch, mode)
-            if mode is Mode.TRAINING and Mode.EVALUATION in pipelines and self.metrics.own_steps:
+            if mode is Mode.TRAINING and Mode.EVALUATION in pipelines:
                 validation = pipelines[Mode.EVALUATION].first_batch()
-                backend().build(self.spec, self.model, validation, Mode.EVALUATION)
+                if self.metrics.own_steps:
+                    backend().build(self.spec, self.model, validation, Mode.EVALUATION)
+                else:
+                    check_batch(self.spec, self.model, validation, Mode.EVALUATION)
             return batch, step
         except ElasticCBError:
             self._counts.result()  # damaged data explains the error better
@@ -166,7 +169,7 @@ class ModelHost:
             return
         if not pipeline.keeps_order:
             raise ModelFileError(
-                f"`{settings.model.feed}` in {self.spec.path} drops, multiplies or reorders records in prediction, so "
+                f"{pipeline.fed_by} drops, multiplies or reorders records in prediction, so "
                 "rows of --output can't be matched to records. When `mode` is Mode.PREDICTION, return one example per "
                 "record, in their order; or process the predictions in a callback."
             )

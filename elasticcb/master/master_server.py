@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import signal
 import sys
 import threading
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import (
@@ -32,6 +31,7 @@ from elasticcb.errors import (
 from elasticcb.master.job_history import JobHistory
 from elasticcb.master.job_machine import OTHERS_FIRST, Effects, JobMachine, TaskResult, Wake
 from elasticcb.master.journal import Journal
+from elasticcb.master.locked import Locked
 from elasticcb.master.members import Member, Role, ServedCluster
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Roster
@@ -40,84 +40,12 @@ from elasticcb.master.task_queue import TaskQueue
 from elasticcb.model.metric_messages import Outputs
 from elasticcb.process import forwarded_logs
 from elasticcb.process.log_files import may_reach_nobody
-from elasticcb.process.signals import interrupt, raise_if_interrupted, uninterrupted
+from elasticcb.process.signals import interrupt
 from elasticcb.process.wording import how_many
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.settings import MOST_WORKERS, ClusterSettings, Command, JobSettings
 from elasticcb.sharding.partition import ServerPlace
-
-_LOOK_SECONDS = 0.1  # between checks for Ctrl-C, which does not interrupt waits here
-
-Value = TypeVar("Value")
-
-
-class Locked(Generic[Value]):
-    """`with locked() as value:` is the only access to the value. Blocks of one thread may be nested.
-
-    Args:
-        value: initial value.
-        settle: carries out the effects of a block, still under the lock, and returns which threads to wake. It is
-            called when a block ends, and before it waits.
-    """
-
-    def __init__(self, value: Value, settle: Callable[[Value], Wake]) -> None:
-        lock = threading.RLock()
-        self._value, self._settle = value, settle
-        self._all, self._driver = threading.Condition(lock), threading.Condition(lock)
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[Value]:
-        with uninterrupted(), self._all:
-            try:
-                yield self._value
-            finally:
-                self._end()
-
-    def replace(self, value: Value) -> None:
-        """Replaces the value; waiting threads see the new one when they wake up."""
-        with uninterrupted(), self._all:
-            self._end()
-            self._value = value
-            self._end()
-
-    def wait(self, seconds: float) -> Value:
-        """Inside a block: waits for a change, at most `seconds`; returns the value at that time."""
-        self._end()
-        _wait(self._all, seconds)
-        return self._value
-
-    def wait_for(self, condition: Callable[[Value], bool], seconds: float | None = None) -> Value:
-        """Inside a block: waits until `condition` holds, at most `seconds`; returns the value at that time."""
-        give_up = None if seconds is None else time.monotonic() + seconds
-        while not condition(self._value) and (give_up is None or time.monotonic() < give_up):
-            self._end()
-            _wait(self._all, math.inf if give_up is None else give_up - time.monotonic())
-        return self._value
-
-    def wait_as_driver(self, seconds: float) -> None:
-        """Inside a block of the driving thread: waits for a change, at most `seconds`."""
-        self._end()
-        _wait(self._driver, seconds)
-
-    def _end(self) -> None:
-        wake = self._settle(self._value)
-        if wake >= Wake.DRIVER:
-            self._driver.notify_all()
-        if wake is Wake.ALL:
-            self._all.notify_all()
-
-
-def _wait(changed: threading.Condition, seconds: float) -> None:
-    """Waits up to `seconds`; in the main thread, raises `KeyboardInterrupt` when interrupted."""
-    give_up = time.monotonic() + seconds
-    in_main = threading.current_thread() is threading.main_thread()
-    most = _LOOK_SECONDS if in_main else math.inf
-    woken = False
-    while not woken and (left := min(give_up - time.monotonic(), most)) > 0:
-        woken = changed.wait(None if left == math.inf else left)
-        raise_if_interrupted()
-
 
 logger = logging.getLogger(__name__)
 

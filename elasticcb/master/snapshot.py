@@ -14,7 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.clients.history import finite
-from elasticcb.errors import JobInterrupted
+from elasticcb.errors import ElasticCBError, JobInterrupted, describe
 from elasticcb.settings import Command
 
 if TYPE_CHECKING:
@@ -179,11 +179,11 @@ class JobSnapshot:
 
     def ended(self, error: BaseException | None) -> JobSnapshot:
         """At the end of the job; `error` ended it, None: it succeeded."""
-        interrupted = isinstance(error, (JobInterrupted, KeyboardInterrupt))
+        interrupted = isinstance(error, (JobInterrupted, KeyboardInterrupt, SystemExit))
         return replace(
             self,
             phase="done" if error is None else "interrupted" if interrupted else "failed",
-            error="" if error is None else str(error),
+            error="" if error is None else str(error) if isinstance(error, ElasticCBError) else describe(error),
             error_type="" if error is None else type(error).__name__,
             ready=False,
             seconds_left=None,

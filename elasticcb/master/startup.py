@@ -22,9 +22,10 @@ from elasticcb.callbacks.shared_attributes import left_on_workers
 from elasticcb.checkpoint import remote as remote_checkpoint
 from elasticcb.checkpoint.versions import find_undamaged, find_versions, newest_of_run, put_back, version_of
 from elasticcb.checkpoint.warm_start import WarmStart, warm_start
-from elasticcb.errors import CallbackError, CheckpointError, JobFailedError
+from elasticcb.errors import CallbackError, CheckpointError, JobFailedError, StoreError
 from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.callback_driver import EpochHooks, MasterHooks
+from elasticcb.master.checkpoint_lock import CheckpointLock
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.exports import PeriodicExports
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 def open_job(context: JobContext) -> JobDriver:
     """Opens the job; workers get tasks. Raises the same errors as `Job.run`."""
-    own_checkpoints(context)
+    lock = own_checkpoints(context)
     went_on = _start_processes(context)
     context.report.show()
     origin = _build_model(context)
@@ -64,7 +65,7 @@ def open_job(context: JobContext) -> JobDriver:
     if served.servers.lack_updates:
         _repeat_lost(context, queue)
     _lay_out(context, served, queue, initial_epoch)
-    course = _make_course(context, served, queue, epochs)
+    course = _make_course(context, served, queue, epochs, lock)
     if context.memory.over:
         course.finish()
     else:
@@ -181,7 +182,7 @@ def _connect(context: JobContext, origin: ModelOrigin) -> TrainedModel:
         host.described,
         origin.source,
         server.print,
-        run=memory.run,
+        run=context.run,
         term=1 if context.journal is None else context.journal.term,
         places=() if context.takeover is None else [ServerPlace(*place) for place in memory.servers],
         map_version=memory.map_version,
@@ -352,9 +353,11 @@ def _begin_journal(context: JobContext, state: JobMachine, served: TrainedModel,
     context.server.keep(context.journal)
 
 
-def _make_course(context: JobContext, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks) -> JobDriver:
+def _make_course(
+    context: JobContext, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks, lock: CheckpointLock | None
+) -> JobDriver:
     memory, say, server = context.memory, context.display.message, context.server
-    checkpoints = CheckpointWriter(context.settings, served.ps, server, say, context.resumes)
+    checkpoints = CheckpointWriter(context.settings, served.ps, server, say, context.resumes, lock)
     limits = context.settings.cluster.autoscale
     autoscaling: Callable[[], None] = lambda: None  # noqa: E731
     if limits.most and memory.autoscale and not memory.over:
@@ -445,12 +448,27 @@ def _is_busy(state: JobMachine) -> bool:
     )
 
 
-def own_checkpoints(context: JobContext) -> None:
-    """Locks the job's checkpoint folder against other jobs. Raises `FolderInUseError` when another job uses it."""
-    folder = context.settings.checkpoint.directory
-    if context.settings.command is not Command.TRAIN or not folder or is_url(folder):
-        return
-    given = SETTINGS["checkpoint_dir"].written(context.settings.in_program, folder)
+def own_checkpoints(context: JobContext) -> CheckpointLock | None:
+    """Locks the job's checkpoint folder against other jobs; returns the lock of a URL.
+
+    Raises `UsageError` when another job uses it.
+    """
+    settings, folder = context.settings, context.settings.checkpoint.directory
+    if settings.command is not Command.TRAIN or not folder:
+        return None
+    given = SETTINGS["checkpoint_dir"].written(settings.in_program, folder)
+    if is_url(folder):
+        if settings.keeps_model_in_folder:  # which has an owner
+            return None
+        try:
+            of_url = CheckpointLock(
+                folder, given, settings.store or settings.directory, context.run, context.server.print
+            )
+        except StoreError as error:
+            logger.warning("%s is not locked against other jobs; make sure that no two use it. %s", folder, error)
+            return None
+        context.until_end.callback(of_url.release)
+        return of_url
     lock = FolderLock(Path(folder), given, ENDING_SECONDS, ".checkpoints.lock")
     context.until_end.callback(lock.release)
     try:
@@ -459,6 +477,7 @@ def own_checkpoints(context: JobContext) -> None:
         put_back(folder)
     except OSError as error:  # writing checkpoints will report it; training continues
         logger.warning("Could not lock %s against other jobs: %s", folder, error)
+    return None
 
 
 def warn_of_later_versions(context: JobContext, version: int) -> None:

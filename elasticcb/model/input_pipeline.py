@@ -31,6 +31,7 @@ class Pipeline(Protocol):
     ends_by_itself: bool  # whether it may yield fewer batches than the shard has
     open_ended: bool  # whether the number of units in an epoch is unknown
     repeatable: bool  # whether a shard has the same units in the next run of the program
+    fed_by: str  # what may drop, multiply or reorder units, for messages
 
     @property
     def fixed(self) -> Sequence[bool]:
@@ -73,6 +74,7 @@ def open_pipeline(
     source = spec.batch_source(mode)
     if source is None:
         return FeedPipeline(settings, spec, mode, find_index)
+    source.select(spec.inputs)
     if next_batch is not None:
         source.connect(next_batch)
     return BatchPipeline(source, mode)
@@ -80,6 +82,8 @@ def open_pipeline(
 
 class BatchPipeline:
     """The batches of a `BatchSource`, as tensors."""
+
+    fed_by = "The data"
 
     def __init__(self, source: BatchSource, mode: Mode) -> None:
         self._source = source
@@ -173,11 +177,13 @@ class FeedPipeline:
             feed=spec.feed,
             feed_batch=spec.feed_batch,
             label=settings.data.label,
+            inputs=spec.inputs,
             call=spec.call,
             name=lambda name: f"`{getattr(settings.model, name)}` in {spec.path}",
             owner=str(spec.path),
         )
         self.keeps_order = self._batches.keeps_order
+        self.fed_by = self._batches.fed_by
 
     @property
     def element_spec(self) -> Any:
@@ -212,7 +218,7 @@ class FeedPipeline:
                 for batch in self.batches(name, 0, count):
                     return batch
             tried += count
-        raise DataError(f"`feed` returned no examples for all {tried} records. It must return at least one.")
+        raise DataError(f"{self.fed_by} returned no examples for all {tried} records. It must return at least one.")
 
     def _beginnings(self) -> Iterator[tuple[str, Callable[[int], int]]]:
         """Each source, with a function that returns its number of records, up to a limit."""

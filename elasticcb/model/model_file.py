@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import keras
 
 from elasticcb.errors import ElasticCBError, ModelFileError, describe, user_traceback
-from elasticcb.model.spec import Spec
+from elasticcb.model.spec import Spec, Words, input_names
 from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.settings import ModelSettings
 
@@ -40,10 +40,21 @@ class ModelSpec(Spec):
         self.path, self._model_name = locate(settings)
         self.module = _import(settings.zoo, settings.definition.rpartition(".")[0], self.path)
         self._model_factory = self._get(self._model_name, needed=True)
+        self._inputs: Sequence[str] | None = None
         self.loss_advice = (
             f"Define `{settings.loss}(labels, predictions)` in the file, or return a model that is compiled with a "
             "loss or adds its own losses."
         )
+
+    @property
+    def words(self) -> Words:
+        fed_by = next((name for name in (self._settings.feed_batch, self._settings.feed) if self._get(name)), "")
+        data = f"`{fed_by}` in {self.path}" if fed_by else "The data"
+        return Words(f"The model of {self.path}", data, str(self.path))
+
+    @property
+    def inputs(self) -> Sequence[str] | None:
+        return self._inputs
 
     @property
     def feed(self) -> Callable[..., Any] | None:
@@ -66,6 +77,7 @@ class ModelSpec(Spec):
                 f"{self._model_name}() in {self.path} returned {type(model).__name__}; expected a keras.Model "
                 "(Sequential, functional or subclass)."
             )
+        self._inputs = input_names(model)
         if not model.compiled:
             self._compile(model)
         elif self._get(self._settings.optimizer) is not None:
@@ -178,7 +190,7 @@ class ModelSpec(Spec):
         model.compile(optimizer=self.make_optimizer())
         if loss is not None:
             # Keras would call a compiled loss once per output; a model file's loss gets all outputs.
-            model.compute_loss = _make_compute_loss(model, loss, str(self.path))
+            model.compute_loss = _make_compute_loss(model, loss, self.words)
 
     def require_trainable(self, model: keras.Model) -> None:
         if not model.compiled:
@@ -264,17 +276,17 @@ def _import_error(path: Path, error: BaseException) -> ModelFileError:
     )
 
 
-def _make_compute_loss(model: keras.Model, loss: Callable[..., Any], path: str) -> Callable[..., Any]:
+def _make_compute_loss(model: keras.Model, loss: Callable[..., Any], words: Words) -> Callable[..., Any]:
     """Creates `model.compute_loss`: the mean of `loss` over the batch, plus `model.losses`.
 
     Args:
         loss: returns one number for the batch or one per example; weighted here unless it takes a third argument, the
-            sample weights (None if `feed` returns none).
+            sample weights (None if there are none).
 
     Raises:
         ModelFileError: `loss` has another signature.
     """
-    call = _with_weight(loss, path)
+    call = _with_weight(loss, words)
 
     def compute_loss(
         x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
@@ -282,8 +294,8 @@ def _make_compute_loss(model: keras.Model, loss: Callable[..., Any], path: str) 
         del x, training
         if y is None:
             raise ModelFileError(
-                f"`feed` in {path} gives no labels, which `loss` needs. In training and evaluation, return a dataset "
-                "of (features, labels) or (features, labels, sample_weight)."
+                f"{words.data} gives no labels, which `loss` needs. In training and evaluation, give (features, "
+                "labels) or (features, labels, sample_weight)."
             )
         total = keras.ops.mean(call(y, y_pred, sample_weight))
         for extra in model.losses:
@@ -293,8 +305,9 @@ def _make_compute_loss(model: keras.Model, loss: Callable[..., Any], path: str) 
     return compute_loss
 
 
-def _with_weight(loss: Callable[..., Any], path: str) -> Callable[[Any, Any, Any], Any]:
+def _with_weight(loss: Callable[..., Any], words: Words) -> Callable[[Any, Any, Any], Any]:
     """Wraps `loss` as a function of labels, predictions and sample weights that checks its result."""
+    path = words.definition
     by_name = by_position = False
     try:
         signature = inspect.signature(loss)
@@ -320,7 +333,7 @@ def _with_weight(loss: Callable[..., Any], path: str) -> Callable[[Any, Any, Any
         if by_position:
             return _checked(loss(labels, predictions, sample_weight), path)
         value = _checked(loss(labels, predictions), path)
-        return value if sample_weight is None else _weigh(value, sample_weight, path)
+        return value if sample_weight is None else _weigh(value, sample_weight, words.data)
 
     return call
 
@@ -350,15 +363,15 @@ def _checked(value: Any, path: str) -> Any:
     return tensor
 
 
-def _weigh(value: Any, sample_weight: Any, path: str) -> Any:
+def _weigh(value: Any, sample_weight: Any, data: str) -> Any:
     if isinstance(sample_weight, Mapping):
         raise ModelFileError(
-            f"`feed` in {path} returns sample weights by output ({', '.join(map(str, sample_weight))}), but `loss` "
+            f"{data} returns sample weights by output ({', '.join(map(str, sample_weight))}), but `loss` "
             "takes none, so it is unclear which to apply. Add a third argument `sample_weight` to `loss`."
         )
     if not len(value.shape):
         raise ModelFileError(
-            f"`feed` in {path} returns sample weights, but `loss` returns one number for the whole batch, so they "
+            f"{data} returns sample weights, but `loss` returns one number for the whole batch, so they "
             "can't be applied. Return one loss per example, or add a third argument `sample_weight`."
         )
     weight = keras.ops.cast(sample_weight, value.dtype)

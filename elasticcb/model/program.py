@@ -21,7 +21,7 @@ from elasticcb.data.batches import BatchSource
 from elasticcb.errors import ElasticCBError, ModelFileError, UsageError, describe, user_traceback
 from elasticcb.keras_private import layers_of, seed_generators_of
 from elasticcb.model.model_file import building
-from elasticcb.model.spec import Spec
+from elasticcb.model.spec import Spec, input_names
 from elasticcb.model.weights import constraint_name
 from elasticcb.optimizers.traits import model_optimizers
 from elasticcb.process.import_path import adopt_path, caller_path
@@ -120,6 +120,10 @@ class _SpecOfProgram(Spec):
 
     path = "the model"
     loss_advice = "Pass a loss to `compile`, or let the model add its own losses."
+
+    @property
+    def inputs(self) -> Sequence[str] | None:
+        return input_names(self.build_model())
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.settings import Mode
@@ -25,11 +24,20 @@ class Words:
     definition: str
 
 
-def words_of(spec: Spec) -> Words:
-    """The words for messages about `spec`."""
-    if isinstance(spec.path, Path):
-        return Words(f"The model of {spec.path}", f"`feed` in {spec.path}", str(spec.path))
-    return Words("The model", "The data", "The program")
+def input_names(model: keras.Model) -> tuple[str, ...] | None:
+    """The names of the inputs of a functional model with Keras's own steps; None: unknown."""
+    if not type(model).__module__.startswith("keras."):
+        return None
+    try:
+        given = model.input
+    except (AttributeError, ValueError):  # it is not built
+        return None
+    named = given if isinstance(given, dict) else {getattr(each, "name", ""): each for each in _listed(given)}
+    return tuple(named) if all(hasattr(each, "name") for each in named.values()) else None
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, (list, tuple)) else [given]
 
 
 class Spec(ABC):
@@ -38,6 +46,15 @@ class Spec(ABC):
     path: Any  # where it is defined, for messages
     loss_advice: str  # how to add a loss to the model
     is_built = False  # whether its model needs no first batch, because it is a copy of a built one
+
+    @property
+    def words(self) -> Words:
+        return Words("The model", "The data", "The program")
+
+    @property
+    @abstractmethod
+    def inputs(self) -> Sequence[str] | None:
+        """`input_names` of the model that was built last."""
 
     @property
     def variables(self) -> Mapping[int, Any]:

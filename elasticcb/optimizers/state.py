@@ -16,6 +16,7 @@ import numpy as np
 from elasticcb.errors import WireError
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding.array_names import (
+    AGES,
     EXTRAS,
     SHARED,
     SLOTS,
@@ -82,6 +83,7 @@ class ModelState:
             the slots. Default: 0, 1, ….
         used: for embedding tables, by variable: the version at which each of these rows was last trained, int64 [n];
             unknown for missing variables.
+        ages: likewise when the model had which version, as `RowAges.export`, for rows that age by time.
     """
 
     version: int
@@ -89,6 +91,7 @@ class ModelState:
     optimizer: OptimizerState
     ids: dict[int, Array] = field(default_factory=dict)
     used: dict[int, Array] = field(default_factory=dict)
+    ages: dict[int, Array] = field(default_factory=dict)
 
 
 def to_tensors(state: OptimizerState) -> dict[str, Array]:
@@ -98,7 +101,7 @@ def to_tensors(state: OptimizerState) -> dict[str, Array]:
 
 def from_tensors(tensors: Mapping[str, Array], optimizers: Iterable[str] = ()) -> OptimizerState:
     """The inverse of `to_tensors`. Ignores tensors of weights and tables; raises `WireError` for others."""
-    unknown = without(tensors, WEIGHTS, STATE, TABLE, SLOTS, EXTRAS, SHARED)
+    unknown = without(tensors, WEIGHTS, STATE, TABLE, AGES, SLOTS, EXTRAS, SHARED)
     if unknown:
         raise WireError(
             f"A state contains a tensor named {next(iter(unknown))!r}. Expected weights/DTYPE, state/DTYPE, "

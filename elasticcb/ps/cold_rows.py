@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _AT_ONCE = 1 << 15  # rows
 _READ_BYTES = 1 << 20  # of a snapshot's records, read at a time: the table's lock is held meanwhile
 _ROW_KEY = np.dtype([("space", ">u4"), ("id", ">i8")])
-_USED_KEY = np.dtype([("space", ">u4"), ("used", ">i8"), ("id", ">i8")])
+_USED_KEY = np.dtype([("space", ">u4"), ("used", ">u8"), ("id", ">i8")])  # in the order of the versions
+
+_FIRST_VERSION = np.iinfo(np.int64).min  # rows of a warm start were trained before version 0
 
 ReadRows = Callable[[Array], tuple[Array, TableState]]  # of ids, int64 [n]: (ids found, int64 [m], their rows)
 
@@ -73,14 +75,14 @@ class ColdRows:
     def forget_older(self, version: int) -> Array:
         """Removes rows last trained before `version`; returns their ids, int64 [n]."""
         removed = [np.empty(0, np.int64)]
-        for ids in self._ids(0, version):
+        for ids in self._ids(_FIRST_VERSION, version):
             removed.append(ids)
             self.remove(self.read(ids)[1])
         return np.concatenate(removed)
 
-    def ids(self, since: int = -1) -> Array:
+    def ids(self, since: int = _FIRST_VERSION) -> Array:
         """Ids of rows created or trained from version `since` on, int64 [n]."""
-        return np.concatenate([np.empty(0, np.int64), *self._ids(max(since, 0))])
+        return np.concatenate([np.empty(0, np.int64), *self._ids(since)])
 
     def pieces(self) -> Iterator[TableState]:
         """All current rows in order of ids, in pieces."""
@@ -209,7 +211,8 @@ def _bytes(records: Array) -> list[bytes]:
 
 def _used_keys(space: int, used: Array, ids: Array) -> list[bytes]:
     keys = np.empty(len(ids), _USED_KEY)
-    keys["space"], keys["used"], keys["id"] = space, used, ids
+    keys["space"], keys["id"] = space, ids
+    keys["used"] = used.astype(np.int64).view(np.uint64) ^ np.uint64(1 << 63)
     return _bytes(keys)
 
 

@@ -374,7 +374,7 @@ class EmbeddingTable:
         if self._gone is not None:
             self._gone.append((self._version, ids.copy()))
 
-    def ids(self, since: int = -1) -> Array:
+    def ids(self, since: int = np.iinfo(np.int64).min) -> Array:
         """Ids of all rows created or trained from version `since` on, int64 [n]."""
         ids = self._rows.index.ids[self._rows.used >= since]
         return np.concatenate([ids, self._cold.ids(since)]) if self._cold else ids

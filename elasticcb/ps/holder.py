@@ -30,7 +30,7 @@ from elasticcb.ps.update_policy import AtOnce, PushName, policy_of
 from elasticcb.rpc.tensors import Array, Frame, all_finite
 from elasticcb.security.credentials import Access
 from elasticcb.settings import TrainingSettings
-from elasticcb.sharding.array_names import STATE, WEIGHTS, of_kind
+from elasticcb.sharding.array_names import AGES, STATE, WEIGHTS, by_index, of_kind
 from elasticcb.sharding.partition import MOST_SERVERS, ShardMap, Slice, VariableSpec, check_blocks, layout, partition
 from elasticcb.sharding.partition import block_sizes as sizes_of
 from elasticcb.sharding.push import Push
@@ -286,6 +286,7 @@ class Holder:
             state = from_tensors(frame.tensors)
             parameters.optimizers.check(state)
             parameters.load({}, state, version)
+            parameters.tables.restore_ages(by_index(AGES, frame.tensors), version)
         model = self._model_of(request, shard_map, parameters)
         if loaded is not None and request.manifest:
             model.taken.update(loaded.answered)

@@ -218,7 +218,7 @@ def _ended(master: Master, settings: JobSettings) -> Iterator[None]:
             master.abandon()  # processes and files belong to another master
         else:
             try:
-                _keep_status(status, master, failure)
+                keep_status(status.parent, master, failure)
             finally:
                 master.shut_down(STOP_SECONDS)
             _remove_rows_on_disk(settings)
@@ -239,11 +239,11 @@ def _remove_rows_on_disk(settings: JobSettings) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _keep_status(path: Path, master: Master, failure: BaseException | None) -> None:
-    """Records how a job has ended."""
+def keep_status(folder: Path, master: Master, failure: BaseException | None) -> None:
+    """Records how a job has ended, for `elasticcb status` and `jobs`."""
     try:
-        durable.write_document(path, master.observe().ended(failure).to_json())
-        durable.write_document(path.with_name(HISTORY_FILE), master.past_after(0))
+        durable.write_document(folder / STATUS_FILE, master.observe().ended(failure).to_json())
+        durable.write_document(folder / HISTORY_FILE, master.past_after(0))
     except OSError as error:
         logger.warning("The final status of the job can't be saved: %s", error)
 

@@ -18,8 +18,10 @@ from elasticcb.settings import JobSettings, Mode
 _TRIES = 5  # while servers replace the recovery files
 
 
-def export_model(settings: JobSettings, snapshot: Path, output: Path) -> None:
+def export_model(settings: JobSettings, snapshot: Path, output: Path) -> int:
     """Builds the model of a training job as the job does, with the first batch of its data, and exports it.
+
+    Returns the version of the weights, which may be newer than the snapshot was before the call.
 
     Args:
         snapshot: folder of one version, or of recovery files.
@@ -34,28 +36,28 @@ def export_model(settings: JobSettings, snapshot: Path, output: Path) -> None:
     model = spec.build_model()
     pipeline = open_pipeline(settings, spec, Mode.TRAINING)
     backend().build(spec, model, pipeline.first_batch(), Mode.TRAINING)
-    _load(model, snapshot)
+    version = _load(model, snapshot)
     if output.suffix == ".keras":
         _save(model, output)
-        return
+        return version
     element = pipeline.element_spec
     exporter = SavedModelExporter(output)
     exporter.set_model(model)
     exporter.set_params({"features_spec": element[0] if isinstance(element, tuple) else element})
     exporter.on_train_begin()
     exporter.on_train_end()
+    return version
 
 
-def _load(model: keras.Model, snapshot: Path) -> None:
-    for tries in range(1, _TRIES + 1):
+def _load(model: keras.Model, snapshot: Path) -> int:
+    for _ in range(_TRIES - 1):
         try:
-            load_version(model, str(snapshot))
-            return
+            return load_version(model, str(snapshot))
         except ForeignCheckpointError:
             raise
         except CheckpointError:
-            if tries == _TRIES:
-                raise
+            continue
+    return load_version(model, str(snapshot))
 
 
 def _save(model: keras.Model, output: Path) -> None:

@@ -100,23 +100,18 @@ class JobStore:
                 return False
             return True
 
-    def check_creates(self) -> None:
-        """Raises `StoreError` if the store would let two masters own the job."""
+    def tells_who_was_first(self) -> bool:
+        """Whether it has conditional writes, so that two can't own the same."""
         name = f"probe-{secrets.token_hex(4)}"
         try:
-            if self.create(name, b"1") and not self.create(name, b"2") and "memory" not in self._files.protocol:
-                return
+            return self.create(name, b"1") and not self.create(name, b"2") and "memory" not in self._files.protocol
         except StoreError as error:
             if not isinstance(error.__cause__, (NotImplementedError, TypeError, ValueError)):
                 raise
+            return False
         finally:
             with contextlib.suppress(StoreError):  # the other one says why
                 self.remove(name)
-        raise StoreError(
-            f"{self.url} can't be a job's folder: two masters could write there at the same time, because its file "
-            "system has no conditional writes, or is that of one process. Expected another, such as s3://, gs:// or "
-            "sftp://, or a local folder; checkpoints can go to any URL (checkpoint_dir)."
-        )
 
     def get(self, name: str) -> bytes:
         """Raises `FileNotFoundError` if there is no such file."""

@@ -29,7 +29,7 @@ from elasticcb.model.input_pipeline import Pipeline, open_pipeline
 from elasticcb.model.metric_messages import States
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.program import callback_params, job_callbacks
-from elasticcb.model.spec import Spec, words_of
+from elasticcb.model.spec import Spec
 from elasticcb.model.weights import assign_dense, variable_specs
 from elasticcb.optimizers.traits import model_optimizers, sets_final_weights, unwrapped
 from elasticcb.process.generated_files import remove_generated_files
@@ -374,7 +374,7 @@ def _checked_variables(built: BuiltModel, cluster: Any) -> list[VariableSpec]:
         if [_agreed(spec, table) for spec in expected] != [_agreed(spec, table) for spec in found]:
             raise ModelFileError(
                 f"Weight {index} of the model is {found or 'missing'} on this worker, but {expected or 'missing'} on "
-                f"the master. {words_of(built.spec).definition} must build the same model in every process."
+                f"the master. {built.spec.words.definition} must build the same model in every process."
             )
     return specs
 

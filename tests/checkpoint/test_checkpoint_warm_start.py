@@ -49,6 +49,7 @@ def folder(tmp_path: Path) -> Path:
         slots = {(variable, "m"): 10 * weight for variable, weight in weights.items()}
         slots |= {(variable, "s"): array(len(weight), 1) for variable, weight in weights.items()}
         part = Part(50, weights, OptimizerState(slots, {}, {"iterations": np.array(50)}, ("Adam",)))
+        part.ages = {0: np.array([[30, 1_000], [45, 2_000]])}
         part.tables = {number: table.part(index, shard_map) for number, table in tables.items()}
         files.append(write_part(unfinished / server_file(index, 2), part))
     return finish_version(unfinished, version=50, specs=SAVED, parts=parts, files=files)
@@ -73,7 +74,8 @@ def test_variables_of_the_same_names_are_taken_with_rows_and_slots_wherever_they
     np.testing.assert_array_equal(state.optimizer.slots[0, "m"], 10 * array(3))
     assert not len(state.weights[1])
     assert not state.optimizer.shared  # steps count from 0
-    assert not state.used  # so do versions
+    np.testing.assert_array_equal(state.used[2], [-10, -10, -10])  # rows are as old as before
+    np.testing.assert_array_equal(state.ages[2], [[-20, 1_000], [-5, 2_000]])
     summary = warm_start(folder, specs, "").summary()
     assert re.match(f"Loaded 2 of 3 .*{folder}.*initialized: city/rows.*: hidden/kernel, item/rows", summary)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ LINES = (
 )
 
 
-def batch_of(data: Records, mode: str = "training", start: int = 0) -> Any:
+def batch_of(data: Records, mode: str = "training", start: int = 0, inputs: Sequence[str] | None = None) -> Any:
     source = data.reader.sources()[0]
-    batch = next(data.batches(mode, 64).batches([(source.name, start, source.count)]))
+    batch = next(data.batches(mode, 64, inputs=inputs).batches([(source.name, start, source.count)]))
     return tf.nest.map_structure(lambda leaf: leaf.numpy(), batch)
 
 
@@ -60,6 +61,13 @@ def test_types_and_values_of_empty_fields_can_be_set(clicks: Path) -> None:
     assert x["plays"].tolist() == [3, -1]
     assert x["word"].tolist() == [b"a, b", b"none"]
     assert x["day"].tolist() == [b"2026-11-29", b"1970-01-02"]
+
+
+def test_features_are_the_columns_that_the_models_inputs_name(clicks: Path) -> None:
+    data = read(clicks, header=True, label="click")
+    assert list(batch_of(data, inputs=["price", "user"])[0]) == ["price", "user"]
+    with pytest.raises(DataError, match=r"inputs that are not columns of the data: device\. The columns are user"):
+        batch_of(data, inputs=["price", "device"])
 
 
 def test_predictions_need_no_label(clicks: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def sftp(tmp_path_factory):
 
 @pytest.mark.parametrize("store", ["s3", "sftp", "file"], indirect=True)
 def test_store_keeps_files_and_tells_who_was_first(store, tmp_path):
-    store.check_creates()
+    assert store.tells_who_was_first()
     assert store.names("owners") == []
     assert store.create("owners/1", b"one")
     assert not store.create("owners/1", b"two")
@@ -81,14 +81,14 @@ def test_store_keeps_files_and_tells_who_was_first(store, tmp_path):
         store.get("owners/2")
 
 
-def test_store_that_lets_two_be_first_is_refused(store, monkeypatch):
+def test_store_that_lets_two_be_first_is_refused(store, tmp_path, monkeypatch):
     files = type(fsspec.core.url_to_fs(store.url)[0])
     plain = files.pipe_file
     monkeypatch.setattr(
         files, "pipe_file", lambda self, path, value, mode="overwrite", **more: plain(self, path, value)
     )
     with pytest.raises(StoreError, match=r"can't be a job's folder: .* no conditional writes"):
-        store.check_creates()
+        JobCopy.taken(store.url, tmp_path, False, pytest.fail)
 
 
 def test_bucket_that_is_not_there_is_told(url, tmp_path):
@@ -98,7 +98,7 @@ def test_bucket_that_is_not_there_is_told(url, tmp_path):
 
 def test_of_two_masters_one_is_the_owner(store, tmp_path, monkeypatch):
     monkeypatch.setattr("elasticcb.master.job_copy.SILENCE_SECONDS", 2.0)
-    monkeypatch.setattr("elasticcb.master.job_copy._BEAT_SECONDS", 0.2)
+    monkeypatch.setattr("elasticcb.master.job_copy.BEAT_SECONDS", 0.2)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     taken, told = JobCopy.taken(store.url, tmp_path / "one", False, pytest.fail), []
@@ -134,7 +134,7 @@ def test_of_two_programs_the_second_is_refused_before_its_first_fit(tmp_path, mo
         with first.next_fit() as fit:
             pass
     fit.copy._store.put("owners/00000001", json.dumps({"holder": "of the first", "ended": False}).encode())
-    monkeypatch.setattr("elasticcb.master.job_copy._BEAT_SECONDS", 0.2)
+    monkeypatch.setattr("elasticcb.master.job_copy.BEAT_SECONDS", 0.2)
     monkeypatch.setattr(JobStore, "changed", lambda self, name: time.time())  # it writes all the time
     with pytest.raises(UsageError, match="is in use by process"):
         second.open()
@@ -202,7 +202,7 @@ def test_every_state_in_which_a_crash_leaves_the_copy_can_be_read_and_damage_is_
 def test_job_goes_on_elsewhere_and_the_former_master_gives_way(url, tmp_path, start_job, faults, monkeypatch, capsys):
     offsets_job(tmp_path, IDS, train=RECORDS, test=TESTED)
     faults.shorten("elasticcb.master.job_copy.SILENCE_SECONDS", 8.0)  # longer than a busy machine is
-    faults.shorten("elasticcb.master.job_copy._BEAT_SECONDS", 0.5)
+    faults.shorten("elasticcb.master.job_copy.BEAT_SECONDS", 0.5)
     more = {"num_ps": 2, "num_epochs": 5, "checkpoint_interval": 0.2, "evaluation_steps": 200, "job_dir": url}
     places = [tmp_path / name for name in ("first", "second", "third")]
     for place in places:

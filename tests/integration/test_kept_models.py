@@ -3,12 +3,12 @@
 import json
 import re
 import socket
-import time
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from waiting import wait_until
 
 from elasticcb.checkpoint.versions import find_versions
 from elasticcb.cli.main import main
@@ -79,8 +79,7 @@ def test_a_job_that_runs_or_was_stopped_is_exported(start_job, tmp_path, capsys)
     tables = {"embedding_threshold_bytes": 1, "checkpoint_interval": 0.2, "num_epochs": 3, "job_dir": tmp_path / "job"}
     job = start_job(*flags(tmp_path, "offsets", **tables))
     job.wait_for_line("training: .*version")
-    while not (tmp_path / "job" / "recovery" / "manifest.json").exists():
-        time.sleep(0.1)
+    wait_until((tmp_path / "job" / "recovery" / "manifest.json").exists)
     assert main(["export", str(tmp_path / "job"), f"--output={tmp_path / 'running'}"]) == 0
     assert tf.saved_model.load(str(tmp_path / "running")).signatures
     open_gate(tmp_path)

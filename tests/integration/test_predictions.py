@@ -23,7 +23,6 @@ MODEL = """
 KEEPS = """
     import os
     import signal
-    import time
 
     HERE = os.path.dirname(__file__)
 
@@ -52,7 +51,7 @@ KEEPS = """
                     return
                 os.kill(os.getpid(), SIGNAL)
                 if SIGNAL == signal.SIGKILL:
-                    time.sleep(60)
+                    signal.pause()
 
     def callbacks():
         return [Keeps()]

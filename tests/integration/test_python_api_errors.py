@@ -70,6 +70,8 @@ def test_mistake_is_answered_as_by_keras(name, cluster):
         ("validation_split=-0.5", lambda on: on.fit(make(), X, Y, validation_split=-0.5)),
         ("validation_split=2.0", lambda on: on.fit(make(), X, Y, validation_split=2.0)),
         ("steps=-1", lambda on: on.predict(make(), X, steps=-1)),
+        ("gives no labels in training", lambda on: on.fit(make(), X)),
+        ("gives no labels in evaluation", lambda on: on.fit(make(), X, Y, validation_data=X)),
     ],
 )
 def test_what_keras_lets_pass_or_never_ends_is_an_error_with_words(words, call, cluster):

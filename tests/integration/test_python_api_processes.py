@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import elasticcb
+from elasticcb.cli.main import main
 from elasticcb.clients.master import MasterClient
 from elasticcb.errors import ConnectionLostError
 from elasticcb.security.credentials import Access
@@ -89,14 +90,27 @@ class Asks(keras.callbacks.Callback):
                 self.answers[command] = done.stdout + done.stderr
 
 
-def test_commands_see_the_epochs_of_a_program_that_runs(tmp_path):
+def test_commands_see_the_epochs_of_a_program_that_runs_and_how_it_has_ended(tmp_path, capsys):
     asks = Asks(str(tmp_path / "mine"))
     with elasticcb.Cluster(num_workers=1, directory=asks.folder) as cluster:
         cluster.fit(make(), X, Y, epochs=3, batch_size=100, verbose=0, callbacks=[asks])
     assert "(train): training" in asks.answers["status"]
     assert "epoch 2/3" in asks.answers["status"]
     assert re.search(r"Epoch 1/3 is done in [\d.]+ s: count 2000\.0000, loss ", asks.answers["logs"])
-    assert re.search(r"^fit-\S+ +train +training .* loss .*mine$", asks.answers["jobs"], re.MULTILINE)
+    assert re.search(r"^mine +program +training .* loss .*mine$", asks.answers["jobs"], re.MULTILINE)
+    assert main(["status", asks.folder]) == 0
+    assert "(train): done" in capsys.readouterr().out
+    with elasticcb.Cluster(num_workers=1, directory=asks.folder) as cluster, pytest.raises(ValueError, match="no!"):
+        cluster.fit(make(), X, Y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_begin=_refuse)])
+    assert main(["jobs", str(tmp_path)]) == 0
+    assert re.search(r"^mine +program +failed .*mine$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["status", asks.folder]) == 0
+    assert "(train): failed" in (shown := capsys.readouterr().out)
+    assert "no!" in shown
+
+
+def _refuse(logs):
+    raise ValueError("no!")
 
 
 def test_fit_runs_in_another_thread(cluster):
@@ -235,7 +249,10 @@ def test_script_uses_what_it_defines_and_modules_beside_it_and_leaves_nothing(tm
 def test_interrupt_gives_keyboard_interrupt_with_the_weights_so_far_and_a_killed_caller_leaves_no_process(tmp_path):
     script = start(
         """
+        from pathlib import Path
+
         import elasticcb, keras, numpy as np
+        from elasticcb.clients.local_job import how_it_ended
 
         class Tell(keras.callbacks.Callback):
             def on_epoch_end(self, epoch, logs=None):
@@ -246,12 +263,12 @@ def test_interrupt_gives_keyboard_interrupt_with_the_weights_so_far_and_a_killed
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         first = model.get_weights()[0]
-        with elasticcb.Cluster() as cluster:
+        with elasticcb.Cluster(directory="kept") as cluster:
             try:
                 cluster.fit(model, x, x[:, :1], epochs=100000, verbose=0, callbacks=[Tell()])
             except KeyboardInterrupt:
                 moved = (model.get_weights()[0] != first).any()
-                print("interrupted", moved, int(model.optimizer.iterations) >= 40, flush=True)
+                print(how_it_ended(Path("kept"))["phase"], moved, int(model.optimizer.iterations) >= 40, flush=True)
             cluster.fit(model, x, x[:, :1], epochs=100000, verbose=0, callbacks=[Tell()])
         """,
         tmp_path,

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from elasticcb.cli.job_folders import known_jobs
 from elasticcb.cli.main import main
 from elasticcb.storage import durable
 from jobs import LINEAR_MODEL, linear_data, number, records_trained, train_flags, write_model_file
@@ -247,11 +248,13 @@ def test_interrupted_job_is_resumed_without_a_loss_where_it_can_be(data, start_j
     with np.load(data / "train.npz") as arrays:
         shorter = {name: array[:-100] for name, array in arrays.items()}
     np.savez(data / "train.npz", **shorter)
+    listed = known_jobs(data)
     changed = start_job("resume", str(data / "job"))
     assert changed.finish() == 1
     assert (
         "The training data has changed: 1,200 records in 1 source when the job started, 1,100 records" in changed.output
     )
+    assert known_jobs(data) == listed
     (data / "train.npz").write_bytes(whole)
 
     again = start_job("resume", str(data / "job"))

@@ -12,12 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from stores import free_port
+from waiting import wait_until
 
 from code_blocks import code_blocks
 from jobs import GATE, LINEAR_MODEL, linear_data, open_gate, write_model_file
@@ -107,14 +107,12 @@ def test_script_of_the_page_trains_on_slurm_and_starts_a_lost_worker_again(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
     number = run("sbatch", "--parsable", "train.sbatch", folder=tmp_path).strip()
     job = tmp_path / "jobs" / f"clicks-{number}"
-    while len(pids := workers_that_train(job)) < 2:
-        time.sleep(0.5)
+    wait_until(lambda: len(workers_that_train(job)) == 2)
+    pids = workers_that_train(job)
     os.kill(min(pids), signal.SIGKILL)
-    while len(workers_that_train(job) - pids) < 1:
-        time.sleep(0.5)
+    wait_until(lambda: workers_that_train(job) - pids)
     open_gate(tmp_path)
-    while run("squeue", "--noheader", f"--jobs={number}", folder=tmp_path).strip():
-        time.sleep(0.5)
+    wait_until(lambda: not run("squeue", "--noheader", f"--jobs={number}", folder=tmp_path).strip())
     printed = (tmp_path / f"slurm-{number}.out").read_text()
     assert "JobState=COMPLETED" in run("scontrol", "show", "job", number, folder=tmp_path), printed
     assert re.search(r"records trained +2,400 \(2 epochs of 1,200\)", printed), printed

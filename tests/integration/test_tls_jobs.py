@@ -96,7 +96,7 @@ def test_a_job_outlives_its_certificates_and_its_processes_are_replaced_meanwhil
     def wait_for_their_end():
         """Waits until all certificates that there are have expired; answers when the last one did."""
         end = max(expiries().values())
-        time.sleep(max(0.0, end - time.time()))
+        wait_until(lambda: time.time() > end)
         return end
 
     first = wait_for_their_end()

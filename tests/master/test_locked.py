@@ -12,7 +12,7 @@ import pytest
 from interrupted import interrupted_at
 
 from elasticcb.master.job_machine import Wake
-from elasticcb.master.master_server import Locked
+from elasticcb.master.locked import Locked
 from elasticcb.process import signals
 from elasticcb.process.signals import interrupt, repeat_ignored_interrupts
 

@@ -11,6 +11,7 @@ import pytest
 from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.shard_file import write_part
 from elasticcb.checkpoint.versions import begin_version, finish_version
+from elasticcb.master.initial_model import InitialModel
 from elasticcb.ps import tables as tables_module
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.parameters import Parameters
@@ -21,7 +22,7 @@ from elasticcb.sharding.partition import ShardMap, partition
 from elasticcb.sharding.push import Push, Rows
 from elasticcb.sharding.table_state import TableSpec, TableState
 from helpers_ps import alone, exported, sgd, train_rows
-from helpers_ps_lost import SPECS, Servers
+from helpers_ps_lost import SPECS, VALUES, Servers
 
 DAY = 86_400
 AGED = replace(SPECS[3], table=TableSpec(None, '"zeros"', 7, TableOptions(max_age="7d")).to_json())
@@ -223,3 +224,16 @@ def test_a_server_that_takes_anothers_place_knows_how_old_rows_are_and_no_time_h
     servers.write()
     servers.replace(version=5)
     assert held(servers) == [2, 5]  # those that were removed since the first file do not come back
+
+
+def test_rows_of_a_warm_start_are_as_old_as_in_the_job_before(clock, servers):
+    ids, used = np.array([1, 2]), np.array([-5, -1])  # trained 6 days ago, and later
+    marks = np.array([[-4, int(clock.seconds) - 6 * DAY]])
+    servers.master.initialize(
+        InitialModel([*VALUES[:3], np.ones((2, 3), np.float32)], ids={3: ids}, used={3: used}, ages={3: marks})
+    )
+    servers.push(0, (5,))
+    assert held(servers) == [1, 2, 5]
+    clock.seconds += 2 * DAY
+    servers.push(1, (5,))
+    assert held(servers) == [2, 5]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,17 +48,20 @@ def columns_of(reader: Reader) -> Columns | None:
     return _columns_of_examples(found, reader.may_lack) if found is not None else None
 
 
-def named_feed(columns: Columns, label: str) -> FeedBatch:
+def named_feed(columns: Columns, label: str, inputs: Sequence[str] | None) -> FeedBatch:
     """A `feed_batch` to `(features, labels[, sample_weight])`, or only to `features` in prediction.
 
     The label is the column named by `label`; by default, `y` if there is `x`, or `labels` if there is `features`.
-    Features are a dict of the other columns, or the column itself if the only other one is `x` or `features`. It raises
-    `DataError` if it needs a label and can't determine it.
+    Features are a dict of the other columns, or of those in `inputs`; or the column itself if the only other one is `x`
+    or `features`. It raises `DataError` if it needs a label and can't determine it, or a column of `inputs` is
+    missing.
     """
     names = columns.names
     known_label = label or next((y for x, y in _KNOWN_PAIRS if x in names and y in names), "")
     features = [name for name in names if name not in (known_label, _WEIGHT)]
     bare = features[0] if features in (["x"], ["features"]) else None
+    taken = features if inputs is None or len(features) == len(inputs) == 1 else inputs
+    missing = [name for name in taken if name not in features] if not bare else []
 
     def feed_batch(records: Any, mode: str, metadata: Any) -> Any:
         if mode != Mode.PREDICTION and (known_label not in names or not features):
@@ -67,8 +70,13 @@ def named_feed(columns: Columns, label: str) -> FeedBatch:
                 f"{given}. The columns of the data are {', '.join(names)}. Set --label, or `label` in a program, to "
                 "the column of the labels, or define a feed."
             )
+        if missing:
+            raise DataError(
+                f"The model has inputs that are not columns of the data: {', '.join(missing)}. The columns are "
+                f"{', '.join(features)}. Give inputs the names of columns, or define a feed."
+            )
         found = columns.parse(records)
-        x = found[bare] if bare else {name: found[name] for name in features}
+        x = found[bare] if bare else {name: found[name] for name in taken}
         if mode == Mode.PREDICTION:
             return x
         return (x, found[known_label], found[_WEIGHT]) if _WEIGHT in names else (x, found[known_label])

@@ -35,6 +35,7 @@ class RecordBatches:
       feed_batch: from the records of a batch to the batch that the model gets. Without both, the reader's default feed,
         or its columns.
       label: the column of labels; only without `feed` and `feed_batch`.
+      inputs: likewise, the columns that become features; None: all. The model's inputs.
       call: calls a function of the user; its errors become `ModelFileError`s.
       name: how messages name a function of the user: `"feed"`, `"feed_batch"`.
       owner: what lacks a feed, for messages.
@@ -43,6 +44,7 @@ class RecordBatches:
     Attributes:
       keeps_order: whether the n-th example is made of the n-th record.
       dataset: the batches; each of its iterators reads `ranges`.
+      fed_by: what maps single records, for messages.
 
     Raises:
       DataError: the columns of the data, or the label, can't be found.
@@ -58,6 +60,7 @@ class RecordBatches:
         feed: Feed | None,
         feed_batch: FeedBatch | None,
         label: str,
+        inputs: Sequence[str] | None,
         call: Callable[..., Any],
         name: Callable[[str], str],
         owner: str,
@@ -68,10 +71,11 @@ class RecordBatches:
         self.keeps_order = True
         self.ranges: Sequence[Range] = ()
         self._explain: Callable[..., Any] = lambda *_: None
-        self._what = name("feed_batch" if feed_batch else "feed")
+        self.fed_by = name("feed")
         converted = feed_batch is not None
         if feed is None and feed_batch is None:
-            feed = reader.default_feed()
+            feed, self.fed_by = reader.default_feed(), "`default_feed` of the reader"
+        self._what = name("feed_batch") if feed_batch else self.fed_by
         if label and (feed or feed_batch):
             raise ModelFileError(
                 f"The label {label!r} is for data without a feed, but there is {self._what}. Remove one of them."
@@ -85,12 +89,12 @@ class RecordBatches:
                     f"records are not known.{reader.unknown_columns} Otherwise, define a feed that converts records "
                     "to (features, labels)."
                 )
-            feed_batch, self._explain = named_feed(columns, label), columns.explain
+            feed_batch, self._explain = named_feed(columns, label, inputs), columns.explain
             self._what = "its columns"
         self._stream = RecordStream(reader, lambda: self.ranges, 0 if feed else batch_size)
         dataset = self._stream.dataset
         if feed is not None:
-            dataset = self._fed(feed, mode, batch_size, call, name, joins)
+            dataset = self._fed(feed, mode, batch_size, call, joins)
         if feed_batch is not None:
             dataset = self._fed_batches(dataset, feed_batch, mode, call, converted)
         self.dataset = keras_data.weighted(dataset, class_weight).prefetch(2)
@@ -113,10 +117,9 @@ class RecordBatches:
         mode: str,
         batch_size: int,
         call: Callable[..., Any],
-        name: Callable[[str], str],
         joins: bool,
     ) -> Any:
-        raw, what = self._stream.dataset, name("feed")
+        raw, what = self._stream.dataset, self.fed_by
         try:
             fed = call(feed, raw, str(mode), self.reader.metadata)
         except ModelFileError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,7 +89,12 @@ class Records:
         return f"Records({', '.join([type(self.reader).__name__, *shown])})"
 
     def batches(
-        self, mode: str, batch_size: int, class_weight: Mapping[int, float] | None = None, joins: bool = True
+        self,
+        mode: str,
+        batch_size: int,
+        class_weight: Mapping[int, float] | None = None,
+        joins: bool = True,
+        inputs: Sequence[str] | None = None,
     ) -> RecordBatches:
         """Its batches: see `RecordBatches`."""
         return RecordBatches(
@@ -99,6 +104,7 @@ class Records:
             feed=self.feed,
             feed_batch=self.feed_batch,
             label=self.label,
+            inputs=inputs,
             call=self._call,
             name=lambda name: f"`{name}` of {self}",
             owner=repr(self),
@@ -156,6 +162,7 @@ class RecordSource(PassSource):
         self._class_weight = class_weight
         self._shuffle = shuffle
         self._seed = seed
+        self._inputs: Sequence[str] | None = None
         self._pipeline: RecordBatches | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,12 +206,16 @@ class RecordSource(PassSource):
         # The feed may drop all records of the first batches.
         return next(self.batches(self.first_epoch, 0, self.num_batches), None)
 
+    def select(self, inputs: Sequence[str] | None) -> None:
+        if inputs != self._inputs:
+            self._inputs, self._pipeline = inputs, None
+
     def close(self) -> None:
         self._pipeline = None
 
     def _opened(self) -> RecordBatches:
         if self._pipeline is None:
-            self._pipeline = self.given.batches(self._mode, self._batch_size, self._class_weight)
+            self._pipeline = self.given.batches(self._mode, self._batch_size, self._class_weight, inputs=self._inputs)
         return self._pipeline
 
     def _runs(self, indices: Any) -> Iterator[tuple[int, int]]:
