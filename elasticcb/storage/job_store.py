@@ -142,11 +142,11 @@ class JobStore:
         with self._connected("written to") as files, contextlib.suppress(FileNotFoundError):
             files.rm_file(self._at(name))
 
-    def remove_all(self) -> None:
-        """Removes all files; there need not be any."""
+    def remove_all(self, folder: str = "") -> None:
+        """Removes all files of a folder, of all by default; there need not be any."""
         with self._connected("written to") as files, contextlib.suppress(FileNotFoundError):
             files.invalidate_cache()
-            files.rm(self._root, recursive=True)
+            files.rm(self._at(folder).rstrip("/"), recursive=True)
 
     def changed(self, name: str) -> float:
         """When a file was written, by the clock of the store, in seconds since 1970. Raises `FileNotFoundError`."""
