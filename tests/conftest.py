@@ -33,7 +33,7 @@ _TIME_IS_UP = "the time for deep tests is over"
 _PROCESSES, _JOB = 20, 4
 # Folders and files with few tests, of which each takes as long as one that starts a job as processes.
 _LONG = {
-    "model_zoo", "test_exported_tables.py", "test_health_fuzzing.py", "test_master_fuzzing.py", "test_notebooks.py",
+    "model_zoo", "test_exported_tables.py", "test_master_fuzzing.py", "test_notebooks.py",
     "test_ps_fuzzing.py", "test_ps_memory.py", "test_ps_moving.py", "test_ps_push_in_flight.py", "test_recipes.py",
     "test_tables_in_jobs.py",
 }  # fmt: skip

@@ -66,16 +66,17 @@ def test_a_parameter_server_is_ready_when_it_holds_its_part_of_the_model():
         server.stop()
 
 
-def test_a_probe_reaches_nothing_else_and_sends_no_large_message():
+def test_a_probe_reaches_nothing_else_and_sends_no_broken_or_large_message():
     health = HealthServer("127.0.0.1", 0, "elasticcb.Master", lambda: True)
     try:
         with grpc.insecure_channel(health.address) as channel:
             with pytest.raises(grpc.RpcError) as caught:
                 channel.unary_unary("/elasticcb.Master/GetTask")(pb.GetTaskRequest().SerializeToString(), timeout=60.0)
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-            with pytest.raises(grpc.RpcError) as caught:
-                channel.unary_unary("/grpc.health.v1.Health/Check")(bytes(100_000), timeout=60.0)
-            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            for broken, code in ((b"\xff", "INVALID_ARGUMENT"), (bytes(100_000), "RESOURCE_EXHAUSTED")):
+                with pytest.raises(grpc.RpcError) as caught:
+                    channel.unary_unary("/grpc.health.v1.Health/Check")(broken, timeout=60.0)
+                assert caught.value.code().name == code
     finally:
         health.stop()
 

@@ -205,7 +205,7 @@ def status_of(address, method, *metadata):
 
 
 MASTER_METHODS = [f"/elasticcb.Master/{method.name}" for method in pb.DESCRIPTOR.services_by_name["Master"].methods]
-PS_PATHS = [method.path for method in (*PS_METHODS.values(), PS_METHODS["Exchange"].piece)]
+PS_PATHS = [method.path for method in PS_METHODS.values()]
 
 
 def test_every_method_of_master_and_server_refuses_another_release_in_words(master, ps):

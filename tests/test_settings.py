@@ -87,13 +87,6 @@ def test_settings_of_tables_are_checked_by_the_limits_of_their_fields():
     ]
 
 
-def test_contradictions_are_told_by_the_names_of_arguments():
-    given = Given.by_arguments({"updates": "sync", "local_steps": 4})
-    (problem,) = problems_of(given.settings(), given)
-    assert problem.startswith("local_steps=4 can't be combined with updates='sync', which merges")
-    assert problem.endswith("Set updates='local' or updates='async', or remove local_steps.")
-
-
 @pytest.mark.parametrize(
     ("text", "flags", "arguments"),
     [
@@ -109,10 +102,6 @@ def test_contradictions_are_told_by_the_names_of_arguments():
 )
 def test_messages_name_settings_as_their_reader_does(text, flags, arguments):
     assert (written(text, False), written(text, True)) == (flags, arguments)
-
-
-def test_the_help_of_groups_names_arguments():
-    assert all("--" not in group.__doc__ for group in GROUPS.values())
 
 
 def test_silence_follows_a_shorter_lease_unless_it_is_given():

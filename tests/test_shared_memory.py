@@ -15,9 +15,9 @@ from waiting import wait_until
 
 from elasticcb.errors import ConnectionLostError, WireError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.rpc import shared_frames
+from elasticcb.rpc import frame_service, shared_frames
 from elasticcb.rpc.connection import Connection
-from elasticcb.rpc.shared_frames import Segment, ServerMemory
+from elasticcb.rpc.shared_frames import Segment
 from elasticcb.rpc.stream import ClientStream
 from elasticcb.rpc.tensors import Frame
 
@@ -84,16 +84,7 @@ def test_no_name_is_left_in_memory_while_calls_go_on(serve, folder):
     assert list(folder.iterdir()) == []
 
 
-def test_a_server_that_was_started_anew_gets_the_frame_all_the_same(serve):
-    call = serve(echo)
-    call(a=np.ones(50_000))
-    # As a new server would see it: a key that it has not attached.
-    serve.connection.transport_of(ECHO).side._key = b"\0" * 16
-    np.testing.assert_array_equal(call(a=np.full(50_000, 7.0)).tensors["a"], 7.0)
-    np.testing.assert_array_equal(call(a=np.full(50_000, 8.0)).tensors["a"], 8.0)
-
-
-def test_frames_travel_whole_where_there_is_no_room(serve, folder, monkeypatch, caplog):
+def test_arrays_travel_by_the_socket_where_there_is_no_room(serve, folder, monkeypatch, caplog):
     def full(descriptor, offset, size):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -108,6 +99,7 @@ def test_frames_travel_whole_where_there_is_no_room(serve, folder, monkeypatch, 
         np.testing.assert_array_equal(call(a=np.full(50_000, value)).tensors["a"], value)
     assert list(folder.iterdir()) == []
     assert caplog.text.count("No space left on device") == 1
+    assert serve.connection.transport_of(ECHO).side.link is not None
 
 
 def test_frames_travel_whole_on_a_system_that_can_not_reserve_memory(serve, monkeypatch):
@@ -123,7 +115,7 @@ def test_a_segment_is_not_used_again_after_a_call_that_was_interrupted(serve, mo
     call(a=np.ones(50_000))
     memory = serve.connection.transport_of(ECHO).side
 
-    def interrupted(frame):
+    def interrupted(*args):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -177,23 +169,10 @@ def test_another_file_under_the_path_of_a_segment_and_another_size_are_refused(t
     other.close()
 
 
-def make_segment(queue):
-    segment = Segment.create(4096)
-    queue.put((segment.path, segment.inode))
-    queue.get()
-
-
-def test_a_segment_is_abandoned_when_its_maker_is_killed():
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    maker = context.Process(target=make_segment, args=(queue,))
-    maker.start()
-    segment = Segment.attach(*queue.get(timeout=60), 4096)
-    assert not segment.abandoned
-    maker.kill()
-    maker.join()
-    assert segment.abandoned
-    segment.close()
+def descriptors_in(folder):
+    """How many files of a folder this process has open, also those without a name."""
+    with os.scandir("/proc/self/fd") as found:
+        return sum(os.readlink(each.path).startswith(str(folder)) for each in list(found) if os.path.lexists(each.path))
 
 
 def call_of_a_large_frame(address, folder):
@@ -204,14 +183,14 @@ def call_of_a_large_frame(address, folder):
 @pytest.mark.parametrize("reached", ["the server", "nobody"])
 def test_nothing_is_left_of_a_client_that_is_killed_while_it_attaches(reached, folder, monkeypatch):
     attaching, killed, ended = threading.Event(), threading.Event(), threading.Event()
-    attach = ServerMemory.attach
+    attach, before = frame_service.attach, descriptors_in(folder)
 
-    def slow(self, message):
+    def slow(*args):
         if reached == "nobody":
             attaching.set()
             killed.wait(60)
             ended.set()
-        return attach(self, message)
+        return attach(*args)
 
     connect = shared_frames.connect
 
@@ -223,7 +202,7 @@ def test_nothing_is_left_of_a_client_that_is_killed_while_it_attaches(reached, f
         finally:
             ended.set()
 
-    monkeypatch.setattr(ServerMemory, "attach", slow)
+    monkeypatch.setattr(frame_service, "attach", slow)
     if reached == "the server":
         monkeypatch.setattr(shared_frames, "connect", slowly_connected)
     server = start_server()
@@ -237,5 +216,5 @@ def test_nothing_is_left_of_a_client_that_is_killed_while_it_attaches(reached, f
     client.join()
     killed.set()
     assert ended.wait(60)
-    wait_until(lambda: not server._frame_services[0]._memory._segments)
+    wait_until(lambda: descriptors_in(folder) == before)
     server.stop()

@@ -17,12 +17,6 @@ def all_of(ledger, sightings, now=0.0):
     return list(iter(lambda: ledger.take(sightings, now), None))
 
 
-def test_versions_are_given_once_each_and_in_order_whatever_the_order_of_the_listing():
-    ledger = Ledger(1.0)
-    assert all_of(ledger, [version(30), version(9), version(100)]) == [version(9), version(30), version(100)]
-    assert all_of(ledger, [version(30), version(9), version(100), version(110)]) == [version(110)]
-
-
 def test_an_older_version_that_comes_late_is_given_too():
     ledger = Ledger(1.0)
     all_of(ledger, [version(20)])

@@ -12,7 +12,7 @@ import pytest
 from echo_server import ECHO, ask, link_of, link_threads
 from waiting import wait_until
 
-from elasticcb.rpc import frame_pieces, shared_frames, stream
+from elasticcb.rpc import shared_frames, stream
 from elasticcb.security.tls import make_ca
 
 
@@ -112,14 +112,6 @@ def test_a_server_that_stops_takes_no_streams(serve_and_connect):
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), 20)
     assert not [thread for thread in threading.enumerate() if thread.name == "streams"]
-
-
-def test_a_large_frame_goes_whole_by_a_stream(serve_and_connect, monkeypatch):
-    monkeypatch.setattr(frame_pieces, "LARGEST_FRAME", 100_000)
-    server, connection = serve_and_connect()
-    monkeypatch.setattr(server._frame_services[0]._pieces, "answer", lambda frame: pytest.fail("it went in pieces"))
-    sent = np.arange(300_000.0)
-    np.testing.assert_array_equal(ask(connection, a=sent).tensors["a"], sent)
 
 
 def test_memory_of_streams_is_freed_when_it_is_asked_for(serve_and_connect):

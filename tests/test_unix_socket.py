@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,8 +25,8 @@ def test_a_listener_takes_nobody_without_the_key():
         stranger.shutdown(socket.SHUT_WR)
         strangers.append(stranger)
     key = b"k" * 16
-    servers = ServerLinks(lambda method, request: Message(request.data.upper()))
-    connector = threading.Thread(target=lambda: servers.serve(connect(listener.name, key), lambda: None))
+    servers = ServerLinks(lambda method, request, memory: Message(request.data.upper()))
+    connector = threading.Thread(target=lambda: servers.serve(connect(listener.name, key)))
     connector.start()
     link = listener.accept(key, lambda: True)
     connector.join()
@@ -40,8 +41,8 @@ def test_a_link_by_which_too_many_bytes_are_announced_ends_without_a_traceback(a
     raised = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
     listener, ended = Listener(), threading.Event()
-    servers = ServerLinks(lambda method, request: request)
-    assert servers.serve(connect(listener.name, b"k" * 16), ended.set)
+    servers = ServerLinks(lambda method, request, memory: request)
+    servers.serve(connect(listener.name, b"k" * 16), SimpleNamespace(close=ended.set))
     link = listener.accept(b"k" * 16, lambda: True)
     link._socket.sendall(struct.pack("<QQB", *announced, 4) + b"Echo, and what is not as much")
     link._socket.shutdown(socket.SHUT_WR)

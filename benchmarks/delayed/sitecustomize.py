@@ -22,10 +22,12 @@ from elasticcb.rpc import link, shared_frames  # noqa: E402
 _DELAY_SECONDS = float(os.environ["BENCHMARK_DELAY_MS"]) / 1000
 
 
-class _Delay(grpc.UnaryUnaryClientInterceptor):
+class _Delay(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
     def intercept_unary_unary(self, continuation, details, request):
         time.sleep(_DELAY_SECONDS)
         return continuation(details, request)
+
+    intercept_stream_stream = intercept_unary_unary
 
 
 def _delayed(open_channel):

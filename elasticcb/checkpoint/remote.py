@@ -18,10 +18,10 @@ from typing import Any
 from elasticcb.checkpoint.manifest import MANIFEST, file_names, read_manifest, verify, write_manifest
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import newest_usable, version_folder, version_of
-from elasticcb.errors import CheckpointError, StoreError, describe
+from elasticcb.errors import CheckpointError, StoreError
 from elasticcb.storage.job_store import JobStore
 from elasticcb.storage.local_folders import TemporaryFolder
-from elasticcb.storage.remote_files import is_url, opened
+from elasticcb.storage.remote_files import is_url
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def writable(place: str, scratch: Path | None) -> Iterator[Path]:
         yield Path(place)
         return
     folder, name = posixpath.split(place)
-    with _temporary(scratch) as here, contextlib.closing(JobStore(folder)) as store:
+    with _temporary(scratch) as here, _store(folder) as store:
         yield here / name
         store.put_file(name, here / name)
 
@@ -57,7 +57,7 @@ class Files:
         self._until_end = contextlib.ExitStack()
         self._store: JobStore | None = None
         if is_url(folder):
-            self._store = self._until_end.enter_context(contextlib.closing(JobStore(folder)))
+            self._store = self._until_end.enter_context(_store(folder))
             self._here = self._until_end.enter_context(_temporary(scratch))
         else:
             self._here = Path(folder)
@@ -90,9 +90,9 @@ def place_of(url: str, version: int) -> str:
 
 
 def newest_version(url: str) -> str:
-    """The name of the newest complete version below `url`; "": there is none. Raises `CheckpointError`."""
-    with _connected(url, "can't be read") as (files, root):
-        return (_versions(files, root) or [""])[-1]
+    """The name of the newest complete version below `url`; "": there is none. Raises `StoreError`."""
+    with _store(url) as store:
+        return (_versions(store) or [""])[-1]
 
 
 def finish(folder: str, keep_max: int, run: str = "", **content: Any) -> None:
@@ -104,51 +104,44 @@ def finish(folder: str, keep_max: int, run: str = "", **content: Any) -> None:
         run: the training; versions of others are deleted. "": they stay.
         content: arguments of `write_manifest`, where each server has one file.
 
-    Raises `CheckpointError` if that fails; existing versions are kept, except this one.
+    Raises `StoreError` if that fails; existing versions are kept, except this one.
     """
     url, name = posixpath.split(folder)
     written: list[SavedFile] = content.pop("files")
-    with _connected(url, "can't be written") as (files, root), TemporaryFolder() as here:
-        files.invalidate_cache()
-        for saved in written:
-            arrived = files.info(posixpath.join(root, name, saved.name))["size"]
-            if arrived != saved.bytes:
-                raise OSError(f"{arrived} bytes of {saved.name} arrived, {saved.bytes} were sent")
+    known = {MANIFEST, *(saved.name for saved in written)}
+    with _store(url) as store, TemporaryFolder() as here:
         write_manifest(here, files=[[each] for each in written], **content)
-        files.put_file(str(here / MANIFEST), posixpath.join(root, name, MANIFEST))
-        whole = _versions(files, root)
-        if name not in whole:
-            raise OSError(f"{name}/{MANIFEST} did not arrive")
-        foreign = [each for each in whole if run and _run_of(files, posixpath.join(root, each)) not in ("", run)]
-        whole = [each for each in whole if each not in foreign]
-        unfinished = [each for each in _folders(files, root) if each not in whole]
-        for old in [*(whole[:-keep_max] if keep_max else []), *foreign, *unfinished]:
-            if old != name:
-                _delete(files, posixpath.join(root, old, MANIFEST))
-                files.rm(posixpath.join(root, old), recursive=True)
-        known = {MANIFEST, *(saved.name for saved in written)}
-        for path in files.ls(posixpath.join(root, name), detail=False):
-            if posixpath.basename(path) not in known:  # of an attempt that failed
-                _delete(files, path)
+        store.put_file(f"{name}/{MANIFEST}", here / MANIFEST)
+        there = {*store.names(name)}
+        if known - there:
+            raise StoreError(f"{', '.join(sorted(known - there))} did not arrive in {folder}.")
+        for other in there - known:  # of an attempt that failed
+            store.remove(f"{name}/{other}")
+        own = [each for each in _versions(store) if not run or _run_of(store, each) in ("", run)]
+        kept = {name, *(own[-keep_max:] if keep_max else own)}
+        for old in _folders(store):
+            if old not in kept:
+                store.remove(f"{old}/{MANIFEST}")
+                store.remove_all(old)
 
 
 def newest_of_run(url: str, run: str) -> str:
-    """The newest undamaged version below `url` that a given training wrote; "": there is none.
+    """The newest version below `url` that a given training wrote; "": there is none.
 
     Raises `StoreError` if the URL can't be read now.
     """
-    with _connected(url, "can't be read") as (files, root):
-        for name in reversed(_versions(files, root)):
-            if _run_of(files, posixpath.join(root, name)) == run:
-                return posixpath.join(url, name)
-    return ""
+    with _store(url) as store:
+        own = (name for name in reversed(_versions(store)) if _run_of(store, name) == run)
+        name = next(own, "")
+        return posixpath.join(url, name) if name else ""
 
 
-def _run_of(files: Any, folder: str) -> str:
+def _run_of(store: JobStore, name: str) -> str:
     """The training that wrote a version; "": its manifest is damaged."""
-    with contextlib.suppress(CheckpointError), TemporaryFolder() as here:
-        files.get_file(posixpath.join(folder, MANIFEST), str(here / MANIFEST))
-        return str(read_manifest(here).get("extra", {}).get("run", ""))
+    with TemporaryFolder() as here:
+        store.get_file(f"{name}/{MANIFEST}", here / MANIFEST)
+        with contextlib.suppress(CheckpointError):
+            return str(read_manifest(here).get("extra", {}).get("run", ""))
     return ""
 
 
@@ -161,19 +154,16 @@ def fetch(url: str, to: Path) -> tuple[Path, Sequence[str]]:
 
     Raises `CheckpointError` if there is none, or the file system can't be read.
     """
-    with _connected(url, "can't be read") as (files, root):
-        if files.exists(posixpath.join(root, MANIFEST)):
-            return _fetched(files, root, to / posixpath.basename(root), url), ()
-        versions = _versions(files, root)
+    url = url.rstrip("/")
+    with _store(url) as store:
+        if MANIFEST in store.names(""):
+            return _fetched(store, "", to / posixpath.basename(url), url), ()
+        versions = _versions(store)
         if not versions:
             raise CheckpointError(
                 f"There is no complete checkpoint in {url}. Expected a folder version-… with a {MANIFEST}."
             )
-
-        def fetched(name: str) -> Path:
-            return _fetched(files, posixpath.join(root, name), to / name, posixpath.join(url, name))
-
-        return newest_usable(versions, fetched, url)
+        return newest_usable(versions, lambda name: _fetched(store, f"{name}/", to / name, f"{url}/{name}"), url)
 
 
 @contextlib.contextmanager
@@ -192,17 +182,17 @@ def local_copy(folder: str) -> Iterator[str]:
         yield str(copy)
 
 
-def _fetched(files: Any, root: str, to: Path, url: str) -> Path:
+def _fetched(store: JobStore, prefix: str, to: Path, url: str) -> Path:
     """Copies the version at `url` to disk and verifies it. Raises `CheckpointError` if a file is damaged."""
     with contextlib.suppress(CheckpointError):
         verify(to)
         return to
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir(parents=True)
-    files.get_file(posixpath.join(root, MANIFEST), str(to / MANIFEST))
-    for name in file_names(read_manifest(to), root):
+    store.get_file(prefix + MANIFEST, to / MANIFEST)
+    for name in file_names(read_manifest(to), url):
         with contextlib.suppress(FileNotFoundError):  # `verify` names it
-            files.get_file(posixpath.join(root, name), str(to / name))
+            store.get_file(prefix + name, to / name)
     try:
         verify(to)
     except CheckpointError as error:
@@ -210,33 +200,14 @@ def _fetched(files: Any, root: str, to: Path, url: str) -> Path:
     return to
 
 
-def _versions(files: Any, root: str) -> list[str]:
+def _versions(store: JobStore) -> list[str]:
     """The names of all complete versions, oldest first."""
-    names = [name for name in _folders(files, root) if files.exists(posixpath.join(root, name, MANIFEST))]
-    return sorted(names, key=version_of)
+    return sorted((name for name in _folders(store) if MANIFEST in store.names(name)), key=version_of)
 
 
-def _folders(files: Any, root: str) -> list[str]:
-    files.invalidate_cache()
-    try:
-        names = [posixpath.basename(path.rstrip("/")) for path in files.ls(root, detail=False)]
-    except FileNotFoundError:
-        return []
-    return [name for name in names if version_of(name) >= 0]
+def _folders(store: JobStore) -> list[str]:
+    return [name for name in store.names("") if version_of(name) >= 0]
 
 
-def _delete(files: Any, path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        files.rm_file(path)
-
-
-@contextlib.contextmanager
-def _connected(url: str, problem: str) -> Iterator[tuple[Any, str]]:
-    """A connection whose errors become `StoreError`s."""
-    try:
-        with opened(url) as (files, root):
-            yield files, root
-    except CheckpointError:
-        raise
-    except Exception as error:  # each file system has its own error types
-        raise StoreError(f"The checkpoint folder {url} {problem}: {describe(error)}.") from error
+def _store(url: str) -> contextlib.closing[JobStore]:
+    return contextlib.closing(JobStore(url))

@@ -35,7 +35,6 @@ from elasticcb.cli.figures import (
     status_parts,
 )
 from elasticcb.cluster.registry import backend_of
-from elasticcb.dashboard.beside import line_about, published_address
 from elasticcb.master.snapshot import EpochEnd, JobSnapshot, ProcessCounts, SavedModelInput, format_metric
 from elasticcb.process.log_files import may_reach_nobody, print_line
 from elasticcb.settings import Command, JobSettings
@@ -69,14 +68,12 @@ class Display(Protocol):
 
 
 def make_display(settings: JobSettings) -> Display:
-    """The live display on a terminal, plain lines elsewhere; shows the address of the dashboard, if there is one."""
-    display: Display
-    if redraws(settings):
-        display = LiveDisplay()
-        display.update(JobSnapshot())
-    else:
-        display = PlainDisplay(settings.name)
-    return DisplayWithPage(display, settings.directory) if settings.cluster.dashboard else display
+    """The live display on a terminal, plain lines elsewhere."""
+    if not redraws(settings):
+        return PlainDisplay(settings.name)
+    display = LiveDisplay()
+    display.update(JobSnapshot())
+    return display
 
 
 def start_spinner(settings: JobSettings) -> Status:
@@ -152,22 +149,6 @@ class PlainDisplay:
 
     def _write(self, text: str) -> None:
         print_line(text, self._stream)
-
-
-class DisplayWithPage:
-    """A display that also shows the address of the dashboard once it is served."""
-
-    def __init__(self, display: Display, folder: str) -> None:
-        self._display, self._folder = display, folder
-        self._told = False
-        self.message, self.evaluated, self.epoch_ended = display.message, display.evaluated, display.epoch_ended
-        self.finish, self.close = display.finish, display.close
-
-    def update(self, status: JobSnapshot) -> None:
-        if not self._told and (address := published_address(self._folder)):
-            self._told = True
-            self._display.message(line_about(address))
-        self._display.update(status)
 
 
 class _Reflow(RenderHook):

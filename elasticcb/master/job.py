@@ -26,7 +26,7 @@ from elasticcb.master.job_driver import JobDriver
 from elasticcb.master.journal import Journal, Memory
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
-from elasticcb.master.report import KeptDisplay, Report
+from elasticcb.master.report import Report
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.startup import open_job
 from elasticcb.model.program import callback_params
@@ -64,21 +64,20 @@ class Job:
         takeover: Takeover | None = None,
     ) -> None:
         memory = journal.memory if journal is not None and journal.memory.begun else Memory()
-        display = KeptDisplay(display, master.server.record_event)
+        report = Report(master, settings, display)
         before = time.time() - memory.began if memory.began and takeover is not None else 0.0
         self._context = JobContext(
             settings=replace(settings, keras_backend=chosen_backend()),
             master=master,
-            display=display,
             started=time.monotonic() - max(before, 0.0),
-            report=Report(master, settings, display),
+            report=report,
             make_host=make_host or _host_of_model_file,
             make_program=make_program,
             journal=journal,
             memory=memory,
             run=memory.run or secrets.token_hex(8),
             takeover=takeover,
-            arrays=CallbackArrays(Path(settings.directory, RECOVERY_FOLDER), memory.callback_arrays, display.message),
+            arrays=CallbackArrays(Path(settings.directory, RECOVERY_FOLDER), memory.callback_arrays, report.message),
             goes_on_by=goes_on_by,
         )
         self._course: JobDriver | None = None  # None until the servers hold the model and workers get tasks
@@ -194,7 +193,7 @@ class Job:
         """Saves the trained state; returns where, as text for the user."""
         context = self._context
         again = "" if context.goes_on_by else " (press Ctrl-C again to end at once)"
-        context.display.message(f"Interrupted: finishing running tasks{again}.")
+        context.report.message(f"Interrupted: finishing running tasks{again}.")
         course.served.servers.give_up_after(_RESTORE_SECONDS)
         course.drain(_DRAIN_SECONDS)
         if context.journal is not None:

@@ -48,7 +48,6 @@ class JobContext:
 
     settings: JobSettings
     master: Master
-    display: Any
     started: float
     report: Report
     make_host: Callable[[JobSettings], Any]

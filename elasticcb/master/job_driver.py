@@ -303,9 +303,7 @@ class JobDriver:
         """The epoch is trained, and evaluated if due."""
         seconds, steps = self._clock.take(epoch)
         epochs = self._settings.training.num_epochs
-        self._context.display.epoch_ended(
-            EpochEnd(epoch=epoch + 1, epochs=epochs, seconds=seconds, steps=steps, logs=logs)
-        )
+        self._report.epoch_ended(EpochEnd(epoch=epoch + 1, epochs=epochs, seconds=seconds, steps=steps, logs=logs))
         with self._master.state():
             waits = self.queue.epoch == epoch  # whether workers wait for the hooks
         self._epochs.end(epoch, logs)
@@ -372,7 +370,7 @@ class JobDriver:
             state.history.evaluated(finished.version, metrics)
         shown = ", ".join(f"{name} {format_metric(value)}" for name, value in metrics.items())
         text = f"Evaluation at version {finished.version}: {shown}"
-        self._context.display.evaluated(text, of_epoch=finished.epoch is not None and bool(self._waiting_logs))
+        self._report.evaluated(text, of_epoch=finished.epoch is not None and bool(self._waiting_logs))
         self._end_batches(Mode.EVALUATION, finished.id)
         self._hooks.end_round(finished.id, logs)
         for epoch in sorted(self._waiting_logs):

@@ -74,7 +74,7 @@ def open_job(context: JobContext) -> JobDriver:
     _let_workers_begin(context, served, course)
     if context.takeover is not None:
         seconds = time.monotonic() - context.takeover.since
-        context.display.message(f"The master recovered in {seconds:.1f} s; {went_on} kept running.")
+        context.report.message(f"The master recovered in {seconds:.1f} s; {went_on} kept running.")
     return course
 
 
@@ -213,7 +213,7 @@ def _initialize(context: JobContext, ps: PSControl, origin: ModelOrigin) -> None
         warning = host.check_restored(ps.client.pull_with_optimizers(), source.checkpoint)
         if warning:
             context.server.warn(warning)
-        context.display.message(f"The model starts from {source.checkpoint}, version {ps.client.version}.")
+        context.report.message(f"The model starts from {source.checkpoint}, version {ps.client.version}.")
     if source.checkpoint or origin.warm_start() is not None:
         host.assign(*ps.client.weights())
 
@@ -236,7 +236,7 @@ def _restore(context: JobContext, servers: Servers, host: Any) -> None:
 def _call_first_hooks(context: JobContext, served: TrainedModel) -> tuple[EpochHooks, int]:
     """Calls `on_train_begin`, which may restore weights, optimizer and epoch, and the first epoch hook."""
     memory, host, training = context.memory, served.host, context.settings.training
-    states = CallbackStates(host.callbacks.callbacks, context.display.message)
+    states = CallbackStates(host.callbacks.callbacks, context.report.message)
     if context.resumes:
         keep_files(host.callbacks.callbacks)
         if not memory.over:  # training has already continued from what the hook would set
@@ -356,7 +356,7 @@ def _begin_journal(context: JobContext, state: JobMachine, served: TrainedModel,
 def _make_course(
     context: JobContext, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks, lock: CheckpointLock | None
 ) -> JobDriver:
-    memory, say, server = context.memory, context.display.message, context.server
+    memory, say, server = context.memory, context.report.message, context.server
     checkpoints = CheckpointWriter(context.settings, served.ps, server, say, context.resumes, lock)
     limits = context.settings.cluster.autoscale
     autoscaling: Callable[[], None] = lambda: None  # noqa: E731
@@ -492,7 +492,7 @@ def warn_of_later_versions(context: JobContext, version: int) -> None:
         elif there := find_versions(folder):
             newest = there[-1].name
     if version_of(newest) > version:
-        context.display.message(
+        context.report.message(
             f"{folder} already contains the checkpoint {newest}. `evaluate` and `predict` would use it instead "
             "of earlier versions of this job. Choose another checkpoint_dir, or pass them one version."
         )
@@ -530,7 +530,7 @@ def found(context: JobContext, given: str) -> Found:
 def _told_of_skipped(context: JobContext, found: tuple[Path, Sequence[str]]) -> Path:
     folder, skipped = found
     for fault in skipped:
-        context.display.message(fault)
+        context.report.message(fault)
     return folder
 
 
@@ -546,7 +546,7 @@ def warm_start_of(context: JobContext, host: ModelHost) -> WarmStart | None:
     if not settings.init_from:
         return None
     if host.version:  # a second `fit` keeps the weights of the first
-        context.display.message(
+        context.report.message(
             f"{settings.init_from} is not used: the model has already been trained for "
             f"{how_many(host.version, 'step')}."
         )
@@ -556,5 +556,5 @@ def warm_start_of(context: JobContext, host: ModelHost) -> WarmStart | None:
         loaded = warm_start(Path(start.folder), host.variables, settings.init_map)
     except CheckpointError as error:
         raise CheckpointError(str(error).replace(start.folder, start.place)) from error
-    context.display.message(loaded.summary())
+    context.report.message(loaded.summary())
     return loaded

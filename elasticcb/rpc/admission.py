@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent import futures
 from enum import Enum
 from typing import Any
@@ -186,6 +186,8 @@ class Gate(grpc.ServerInterceptor):
 
     def _watching(self, handler: Any, threads: CallThreads) -> Any:
         """The method's handler, run by `threads`, which counts messages that can't be read or are refused."""
+        if handler.request_streaming:
+            return self._watching_frames(handler, threads)
         read = handler.request_deserializer or bytes
 
         def answer(message: bytes, context: Any) -> Any:
@@ -203,6 +205,18 @@ class Gate(grpc.ServerInterceptor):
 
         answer.experimental_thread_pool = threads  # type: ignore[attr-defined]  # as above
         return grpc.unary_unary_rpc_method_handler(answer, None, handler.response_serializer)
+
+    def _watching_frames(self, handler: Any, threads: CallThreads) -> Any:
+        def answer(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
+            try:
+                yield from handler.stream_stream(chunks, context)
+            except Exception:
+                if context.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    self._refused.add(Refusal.MALFORMED, context.peer())
+                raise
+
+        answer.experimental_thread_pool = threads  # type: ignore[attr-defined]
+        return grpc.stream_stream_rpc_method_handler(answer)
 
 
 def _value(call: Any, name: str) -> str:

@@ -19,7 +19,7 @@ from elasticcb.rpc.call_errors import raise_unless_transient
 from elasticcb.rpc.services import Method
 from elasticcb.rpc.shared_frames import ClientMemory
 from elasticcb.rpc.stream import ClientStream
-from elasticcb.rpc.transport import GrpcTransport, LinkedTransport, Metadata, Transport
+from elasticcb.rpc.transport import GrpcTransport, LinkedTransport, Metadata
 from elasticcb.security import tls
 from elasticcb.security.credentials import OPEN, Access
 from elasticcb.security.socket_folder import host_of
@@ -66,7 +66,7 @@ class Connection:
         """The current channel to the server."""
         return self._grpc.channel
 
-    def transport_of(self, method: Method) -> Transport:
+    def transport_of(self, method: Method) -> GrpcTransport | LinkedTransport:
         """The transport for the messages of a method."""
         if not method.shared:
             return self._grpc

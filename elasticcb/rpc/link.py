@@ -15,13 +15,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 import numpy as np
 
-from elasticcb.rpc.call_errors import CallError, call_error_of_defect
-from elasticcb.rpc.tensors import SHARED_ALIGNMENT, Array, aligned
+from elasticcb.rpc.call_errors import CallError
+from elasticcb.rpc.tensors import ALIGNMENT, Array, aligned
 
 _MOST = 4  # maximum number of kept buffers
 _SMALL = 64 << 10  # bytes; smaller buffers are cheaper to allocate than to keep
@@ -71,8 +71,8 @@ class Message(NamedTuple):
     """A message on a link.
 
     Attributes:
-        data: a frame, or its header.
-        arrays: the arrays that follow, each at a multiple of `SHARED_ALIGNMENT`: those to send, or the received bytes.
+        data: a frame without its arrays.
+        arrays: the arrays that follow, each at a multiple of `ALIGNMENT`: those to send, or the received bytes.
     """
 
     data: bytes
@@ -130,15 +130,21 @@ class ClientLink:
         close(self._socket)
 
 
+class LinkMemory(Protocol):
+    """Memory that a client shares with a server (elasticcb/rpc/shared_frames.py)."""
+
+    def close(self) -> None: ...
+
+
 class ServerLinks:
     """The server's ends of all links, each with a thread.
 
     Args:
-        respond: returns the answer to (method, request), or raises `CallError`. Arrays of a request are valid only
-            during the call.
+        respond: returns the answer to (method, request, memory of the link), or raises `CallError`. Arrays of a request
+            are valid only during the call.
     """
 
-    def __init__(self, respond: Callable[[str, Message], Message]) -> None:
+    def __init__(self, respond: Callable[[str, Message, Any], Message]) -> None:
         self._respond = respond
         self._threads: dict[threading.Thread, socket.socket] = {}
         self._lock = threading.Lock()
@@ -147,26 +153,21 @@ class ServerLinks:
     def serve(
         self,
         connected: socket.socket,
-        ended: Callable[[], Any],
+        memory: LinkMemory | None = None,
         welcome: Callable[[socket.socket], socket.socket] = lambda connected: connected,
-    ) -> bool:
-        """Answers a client's calls until it disconnects, then calls `ended`.
+    ) -> None:
+        """Answers a client's calls until it disconnects, or this process stops.
 
         Args:
+            memory: is closed with the link.
             welcome: authenticates the client and returns the socket to use; raises `OSError` on failure.
-
-        Returns whether the link was started; otherwise the socket is closed.
         """
-        thread = threading.Thread(target=self._run, args=(connected, ended, welcome), name="link", daemon=True)
+        thread = threading.Thread(target=self._run, args=(connected, memory, welcome), name="link", daemon=True)
         with self._lock:
-            if self._stopped:
-                close(connected)
-                return False
             self._threads[thread] = connected
             thread.start()  # before `stop` may wait for it
-        return True
 
-    def _run(self, link: socket.socket, ended: Callable[[], Any], welcome: Any) -> None:
+    def _run(self, link: socket.socket, memory: LinkMemory | None, welcome: Any) -> None:
         thread = threading.current_thread()
         try:
             link = welcome(link)
@@ -174,33 +175,31 @@ class ServerLinks:
                 self._threads[thread] = link
                 if self._stopped:
                     return
-            self._answer_all(link)
+            self._answer_all(link, memory)
         except (OSError, struct.error, UnicodeDecodeError) as error:
             logger.debug("A client disconnected: %s", error)
         finally:
             with self._lock:
                 self._threads.pop(thread, None)
             close(link)
-            ended()
+            if memory is not None:
+                memory.close()
 
-    def _answer_all(self, link: socket.socket) -> None:
+    def _answer_all(self, link: socket.socket, memory: LinkMemory | None) -> None:
         buffers = Buffers()
         while first := link.recv(_CHUNK):
             size, _, length = _PREFIX.unpack_from(first)
             data, arrays = _received(link, first, length + size, buffers)
-            answer, failed = self._answer(data[:length].decode(), Message(data[length:], arrays))
+            answer, failed = self._answer(data[:length].decode(), Message(data[length:], arrays), memory)
             del data, arrays  # so that the buffer can be reused
             _send(link, answer, failed=failed)
 
-    def _answer(self, method: str, request: Message) -> tuple[Message, bool]:
+    def _answer(self, method: str, request: Message, memory: LinkMemory | None) -> tuple[Message, bool]:
         """The answer, and whether it is an error."""
         try:
-            return self._respond(method, request), False
+            return self._respond(method, request, memory), False
         except CallError as error:
             return Message(_encode_error(error)), True
-        except Exception as error:  # a bug; reported like gRPC does
-            logger.exception("A call of %s failed", method)
-            return Message(_encode_error(call_error_of_defect(error))), True
 
     def stop(self, grace_seconds: float) -> None:
         """Closes all links; running calls may still be answered for `grace_seconds`."""
@@ -221,7 +220,7 @@ def _send(link: socket.socket, message: Message, name: bytes = b"", failed: bool
     parts: list[Any] = [b"", name, message.data]
     position = waiting = 0
     for array in message.arrays:
-        content, padding = array.reshape(-1).view(np.uint8).data, bytes(-position % SHARED_ALIGNMENT)
+        content, padding = array.reshape(-1).view(np.uint8).data, bytes(-position % ALIGNMENT)
         position += len(padding) + len(content)
         parts += [padding, content]
     parts[0] = _PREFIX.pack(len(message.data), position, len(name) or failed)

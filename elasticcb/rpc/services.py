@@ -9,8 +9,6 @@ from typing import Any
 
 from elasticcb.proto import elasticcb_pb2 as pb
 
-_PIECE = "Piece"
-
 
 @dataclass(frozen=True)
 class Method:
@@ -22,8 +20,8 @@ class Method:
         transient: the handler keeps no array of a request after the call, so arrays need not be copied out of shared
             memory.
         control: it never waits, and is answered however many other calls run.
-        shared: its frames use shared memory if possible.
-        often: frames of the same size are sent repeatedly, so shared memory for a large one pays off.
+        shared: its frames use a link if possible.
+        often: frames of the same size are sent repeatedly, so shared memory is made large enough for them.
     """
 
     service: str
@@ -46,16 +44,9 @@ class Method:
         """Whether a request carries the number of its call, so that repeated calls are executed once."""
         return "call" in self.request.DESCRIPTOR.fields_by_name
 
-    @functools.cached_property
-    def piece(self) -> Method:
-        """The method of the same service for pieces of arrays too large for a frame (frame_pieces.py)."""
-        return Method(
-            self.service, _PIECE, pb.PieceRequest, pb.PieceResponse, transient=True, control=True, shared=self.shared
-        )
-
     @property
     def attach_path(self) -> str:
-        """The method by which a client attaches its shared memory, or checks that the server is alive; not framed."""
+        """The method by which a client gets a link, or checks that the server is alive; not framed."""
         return f"/{self.service}/Attach"
 
 
@@ -67,7 +58,7 @@ def _methods(
     whole: Collection[str] = (),
     often: Collection[str] = (),
 ) -> dict[str, Method]:
-    """The methods of a service in the proto, by name, except `Method.piece`; those in `whole` are not `shared`."""
+    """The methods of a service in the proto, by name; those in `whole` are not `shared`."""
     described = pb.DESCRIPTOR.services_by_name[service]
     return {
         method.name: Method(
@@ -82,7 +73,6 @@ def _methods(
             often=method.name in often,
         )
         for method in described.methods
-        if method.name != _PIECE
     }
 
 
@@ -96,8 +86,8 @@ PS_METHODS = _methods(
     "ParameterServer",
     transient={"Exchange"},
     control={"RefusedCalls"},
-    # Calls that are rare or large, for which shared memory would be kept; and calls by which a master decides, whose
-    # term is checked at each call (admission.py), but only once with shared memory.
+    # Calls that are rare; and calls by which a master decides, whose term is checked at each call (admission.py), but
+    # only once with a link.
     whole={
         "CountTables", "FindRow", "Snapshot", "Save", "FinishTraining", "SetLearningRate", "LoadState", "Move",
     },

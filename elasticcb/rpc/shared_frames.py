@@ -1,26 +1,21 @@
-"""Frames whose arrays are in memory shared by client and server, if they are on one machine.
+"""Links on one machine: a Unix socket, and memory shared by client and server for the arrays.
 
-The client creates a segment and sends its path to the server (`Attach`); a server that can't open it is on another
-machine, and frames are sent whole. A frame that does not fit is also sent whole, and enlarges the next segment. A
-failed call may still be running, so its segment is never reused.
-
-Each segment comes with a link (elasticcb/rpc/link.py), a Unix socket for the headers; if it is not possible, gRPC is
-used for them.
+With `Attach`, a client sends the path of a segment of memory, and the name of a socket to which the server connects. A
+server on another machine can do neither. The arrays of a frame that does not fit into the segment, or of all frames if
+there is no room for one, follow on the socket; the next segment is larger.
 
 Arrays of an answer are views of the segment. It has two parts for answers, and the client names one in which no array
-is in use; if both are in use, the answer is sent whole. From then on the client copies the arrays of an answer if the
-other part is in use, so that one part stays free.
+is in use; if both are in use, the arrays follow on the socket. From then on the client copies the arrays of an answer
+if the other part is in use, so that one part stays free.
 
 A segment is an in-memory file (/dev/shm) created by the client of a connection, with one part for its requests and two
 for answers. It has no name: the server opens it through the client's file descriptor, and the memory is freed once both
-have closed it, however they exit. One call at a time uses a segment.
+have closed it, however they exit. It belongs to one link: a failed call, which may still be running, closes both.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hmac
 import json
 import logging
@@ -34,23 +29,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from elasticcb.errors import ConnectionLostError, WireError
-from elasticcb.rpc import frame_pieces
 from elasticcb.rpc.link import ClientLink, Message, ServerLinks
 from elasticcb.rpc.tensors import (
-    SHARED_ALIGNMENT,
+    ALIGNMENT,
     Array,
     Frame,
     aligned,
-    decode_frame,
     decode_header,
-    encode_frame,
     encode_header,
-    has_arrays,
 )
 
 _FOLDER = "/dev/shm"
@@ -72,7 +63,6 @@ class Segment:
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
         self.inode = os.fstat(descriptor).st_ino
         self.size = size
-        self._descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
         self._memory = mmap.mmap(descriptor, _PARTS * size)
         self._bytes = np.frombuffer(self._memory, np.uint8)
@@ -86,7 +76,6 @@ class Segment:
         try:
             # Otherwise unavailable pages would kill the process when they are first written.
             os.posix_fallocate(descriptor, 0, _PARTS * size)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # marks the creator as alive
             return cls(descriptor, size)
         except OSError:
             os.close(descriptor)
@@ -110,24 +99,13 @@ class Segment:
         except OSError as error:
             raise WireError(f"The segment {path} is not on this machine: {error.strerror}.") from error
 
-    @property
-    def abandoned(self) -> bool:
-        """Whether its creator has exited; used by the other process."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                return False
-            raise
-        return True
-
     def write(self, arrays: Iterable[Array], part: int) -> None:
         """Copies arrays of `needed` bytes into a part, one after another."""
         position = part * self.size
         for array in arrays:
             # NumPy would release the interpreter's lock, and then wait for it longer than the copy takes.
             self._view[position : position + array.nbytes] = array.reshape(-1).view(np.uint8).data
-            position += array.nbytes + -array.nbytes % SHARED_ALIGNMENT
+            position += array.nbytes + -array.nbytes % ALIGNMENT
 
     def read(self, offset: int, size: int, part: int) -> Array:
         """Bytes of a part: a view, valid until the part is written again. Raises `WireError` beyond its end."""
@@ -155,7 +133,7 @@ def aligned_copy(array: Array) -> Array:
 
 def needed(arrays: Iterable[Any]) -> int:
     """Bytes that arrays take in a part."""
-    return sum(array.nbytes + -array.nbytes % SHARED_ALIGNMENT for array in arrays)
+    return sum(array.nbytes + -array.nbytes % ALIGNMENT for array in arrays)
 
 
 logger = logging.getLogger(__name__)
@@ -163,15 +141,9 @@ logger = logging.getLogger(__name__)
 _SMALLEST = 64 << 10  # bytes of a part
 _LARGEST = 1 << 30
 _KEY_BYTES = 16
-_TAIL_BYTES = _KEY_BYTES + 1  # after a header: the segment's key, and the part for the answer
-_WHOLE = 0  # instead of a part: the answer must contain its arrays
-_LINKED = b"linked"  # the answer of `Attach` once the server has connected
+_NO_PART = 0  # for the answer: its arrays must follow on the socket
 _HANDSHAKE_SECONDS = 5.0
 _CREDENTIALS = struct.Struct("3i")  # process, user and group of the peer
-
-
-class UnknownSegmentError(WireError):
-    """A frame refers to a segment that this server has not attached: the server was restarted."""
 
 
 class ClientMemory:
@@ -182,8 +154,8 @@ class ClientMemory:
             error if the server refuses.
 
     Attributes:
-        link: for frames without arrays, if available.
-        usable: whether a segment may be used; False if the server is on another machine, or memory is short.
+        link: the link, if there is one.
+        usable: False if the server is on another machine.
     """
 
     def __init__(self, attach: Callable[[bytes], bytes], is_alive: Callable[[], bool]) -> None:
@@ -192,46 +164,53 @@ class ClientMemory:
         self._attach = attach
         self._is_alive = is_alive
         self._segment: Segment | None = None
-        self._key = b""
-        self._part = _WHOLE  # for the next answer
+        self._part = _NO_PART  # for the next answer
         self._in_use: dict[int, list[weakref.ref[Array]]] = {}  # weak references to arrays in use, by part
         self._wanted = _SMALLEST  # size of a part that previous frames would have needed
-        self._lacked_parts = False  # whether an answer was ever sent whole because both parts were in use
+        self._has_room = True  # for a segment in memory
+        self._lacked_parts = False  # whether both parts for answers were ever in use
         self.usable = is_supported()
         self._closed = False
 
-    def takes(self, size: int, often: bool) -> bool:
-        """Whether a frame with that many bytes of arrays may be sent as one.
+    def encode(self, frame: Frame[Any], often: bool) -> Message | None:
+        """The message to send by the link; None if there is no link.
 
         Args:
-            often: such frames are sent repeatedly, so a large segment pays off.
+            often: such frames are sent repeatedly, so that a segment for them pays off.
         """
-        return size <= frame_pieces.LARGEST_FRAME or (often and self.usable and size <= _LARGEST)
-
-    def encode(self, frame: Frame[Any]) -> Message:
-        """The bytes to send for a request."""
-        size = needed(frame.tensors.values())
-        self._wanted = max(self._wanted, size)
-        segment = self._usable_segment()
-        if segment is None or size > segment.size:
-            return Message(encode_frame(frame))
         encoded, arrays = encode_header(frame)
-        segment.write(arrays, REQUEST)
-        self._part = next((part for part in ANSWERS if self._is_free(part)), _WHOLE)
-        self._lacked_parts |= self._part == _WHOLE
-        return Message(encoded + self._key + bytes([self._part]))
+        size = needed(arrays)
+        self._want(size, often)
+        if self._segment is not None and self._segment.size < self._wanted and self._has_room:
+            self.forget()
+        if self.link is None and self.usable:
+            self._open()
+        if self.link is None:
+            return None
+        if self._segment is None:
+            return Message(encoded, arrays)
+        self._part = next((part for part in ANSWERS if self._is_free(part)), _NO_PART)
+        self._lacked_parts |= self._part == _NO_PART
+        encoded += bytes([self._part])
+        if size > self._segment.size:
+            return Message(encoded, arrays)
+        self._segment.write(arrays, REQUEST)
+        return Message(encoded)
+
+    def _want(self, size: int, often: bool) -> None:
+        if often and size <= _LARGEST:
+            self._wanted = max(self._wanted, size)
 
     def _is_free(self, part: int) -> bool:
         return all(array() is None for array in self._in_use.get(part, ()))
 
-    def decode(self, answer: Message, header_type: type[Any]) -> Frame[Any]:
+    def decode(self, answer: Message, header_type: type[Any], often: bool) -> Frame[Any]:
         """The received answer."""
-        data = answer.data
-        if has_arrays(data) or self._segment is None:
-            frame = decode_frame(data, header_type)
-            self._wanted = max(self._wanted, needed(frame.tensors.values()))
-            return frame
         segment = self._segment
+        if answer.arrays or segment is None:
+            frame = decode_header(answer.data, header_type, answer.read)
+            self._want(needed(frame.tensors.values()), often)
+            return frame
         used: list[weakref.ref[Array]] = []
         # A caller that keeps arrays for long would block the parts for later answers. A copy costs less than the
         # socket.
@@ -244,13 +223,13 @@ class ClientMemory:
             used.append(weakref.ref(array))
             return array.data  # every view of it keeps it alive
 
-        frame = decode_header(data, header_type, read)
+        frame = decode_header(answer.data, header_type, read)
         if used:
             self._in_use[self._part] = used
         return frame
 
     def forget(self) -> None:
-        """Starts with a new segment: the server may still be writing into this one, or does not know it."""
+        """Closes the link with its segment: a call over it failed, or may still run."""
         if self.link is not None:
             self.link.close()
             self.link = None
@@ -259,7 +238,7 @@ class ClientMemory:
             self._segment = None
 
     def close(self) -> None:
-        """Stops using memory; a call running in another thread frees it at its end."""
+        """Closes the link; a call running in another thread frees the memory at its end."""
         self._closed = True
         link = self.link
         if link is not None:
@@ -271,150 +250,83 @@ class ClientMemory:
                 self.lock.release()
 
     def shrink(self) -> None:
-        """Frees the segment, after frames larger than those to come."""
+        """Frees memory, after frames larger than those to come."""
         with self.lock:
             self.forget()
             self._wanted = _SMALLEST
 
-    def _usable_segment(self) -> Segment | None:
-        if self._segment is not None and self._segment.size < self._wanted <= _LARGEST:
-            self.forget()
-        if self._segment is None and self.usable and self._wanted <= _LARGEST:
-            self._make()
-        return self._segment
-
-    def _make(self) -> None:
-        try:
-            # Some headroom: the number of embedding rows differs from batch to batch.
-            segment = Segment.create(min(self._wanted + self._wanted // 4, _LARGEST))
-        except OSError as error:
-            self.usable = False
-            logger.warning(
-                "No shared memory with a server on this machine: %s. Tensors are sent instead, which is slower.", error
-            )
-            return
+    def _open(self) -> None:
         key = secrets.token_bytes(_KEY_BYTES)
-        listener = _listener()
-        message = {
-            "path": segment.path, "inode": segment.inode, "size": segment.size, "key": key.hex(),
-            "socket": listener.name if listener else "",
-        }  # fmt: skip
+        message: dict[str, Any] = {"key": key.hex()}
+        segment = self._made_segment()
+        if segment is not None:
+            message |= {"path": segment.path, "inode": segment.inode, "size": segment.size}
         try:
-            answer = self._attach(json.dumps(message).encode())
-            self._segment, self._key, self._in_use = segment, key, {}
-            if listener is not None and answer == _LINKED:
-                with contextlib.suppress(OSError):
-                    self.link = listener.accept(key, self._is_alive)
-                    if self._closed:
-                        self.link.close()
+            with contextlib.closing(Listener()) as listener:
+                self._attach(json.dumps({**message, "socket": listener.name}).encode())
+                self.link = listener.accept(key, self._is_alive)
+            self._segment, self._in_use = segment, {}
+            if self._closed:
+                self.link.close()
+            return
         except ConnectionLostError:
-            segment.close()  # the next call waits for the server
+            pass  # the next call waits for the server
         except Exception as error:
             self.usable = False
-            segment.close()
-            logger.debug("The server does not share memory: %s", error)
-        finally:
-            if listener is not None:
-                listener.close()
-
-
-def _listener() -> Listener | None:
-    try:
-        return Listener()
-    except OSError as error:
-        logger.debug("No sockets between processes of this machine: %s", error)
-        return None
-
-
-class ServerMemory:
-    """The server's side of all its connections."""
-
-    def __init__(self, links: ServerLinks) -> None:
-        self._links = links
-        self._segments: dict[bytes, Segment] = {}
-        self._lock = threading.Lock()
-
-    def attach(self, message: bytes) -> bytes:
-        """Maps a client's segment and connects to it; returns the answer. Raises `WireError` when mapping fails."""
-        try:
-            given = json.loads(message)
-            path, inode, size = str(given["path"]), int(given["inode"]), int(given["size"])
-            key, socket = bytes.fromhex(given["key"]), str(given["socket"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise WireError(f"A message to attach shared memory can't be read: {error}.") from error
-        segment = Segment.attach(path, inode, size)
-        with self._lock:
-            for old in [old for old, other in self._segments.items() if other.abandoned]:
-                self._segments.pop(old).close()
-            self._segments[key] = segment
-        linked = socket and self._link(socket, key)
-        if not linked and segment.abandoned:  # the client has exited meanwhile, which would go unnoticed
-            self._detach(key)
-        return _LINKED if linked else b""
-
-    def _link(self, socket: str, key: bytes) -> bool:
-        try:
-            connected = connect(socket, key)
-        except OSError as error:
-            logger.debug("No socket to a client of this machine: %s", error)
-            return False
-        return self._links.serve(connected, lambda: self._detach(key))
-
-    def _detach(self, key: bytes) -> None:
-        with self._lock:
-            segment = self._segments.pop(key, None)
+            logger.debug("No link to a server on this machine: %s", error)
         if segment is not None:
             segment.close()
 
-    def decode(self, data: bytes, header_type: type[Any]) -> tuple[Frame[Any], Reply]:
-        """The request in the received bytes, and where its answer goes. Its arrays may be in a segment, and are then
-        valid only during the call.
-
-        Raises `UnknownSegmentError` for a segment that is not attached.
-        """
-        if has_arrays(data):
-            return decode_frame(data, header_type), Reply(None, _WHOLE)
-        with self._lock:
-            segment = self._segments.get(data[-_TAIL_BYTES:-1])
-        if segment is None:
-            raise UnknownSegmentError("A frame refers to shared memory that is not attached.")
-        part = data[-1]
-        if part not in (_WHOLE, *ANSWERS):
-            raise WireError(f"A frame requests its answer in part {part} of a segment, which has {ANSWERS}.")
-        frame = decode_header(data, header_type, lambda offset, size: segment.read(offset, size, REQUEST).data)
-        return frame, Reply(segment, part)
+    def _made_segment(self) -> Segment | None:
+        if not self._has_room:
+            return None
+        try:
+            # Some headroom: the number of embedding rows differs from batch to batch.
+            return Segment.create(min(self._wanted + self._wanted // 4, _LARGEST))
+        except OSError as error:
+            self._has_room = False
+            logger.warning(
+                "No shared memory with a server on this machine: %s. Tensors are sent instead, which is slower.", error
+            )
+            return None
 
 
-class Reply(NamedTuple):
-    """Where the answer to a request goes.
+def attach(message: bytes, links: ServerLinks) -> None:
+    """The server's side: connects to a client on this machine. Raises `WireError` if that is not possible."""
+    try:
+        given = json.loads(message)
+        key, name = bytes.fromhex(given["key"]), str(given["socket"])
+        where = (str(given["path"]), int(given["inode"]), int(given["size"])) if "path" in given else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise WireError(f"A message to attach shared memory can't be read: {error}.") from error
+    segment = None if where is None else Segment.attach(*where)
+    try:
+        links.serve(connect(name, key), segment)
+    except OSError as error:
+        if segment is not None:
+            segment.close()
+        raise WireError(f"No socket to a client of this machine: {error}.") from error
 
-    Attributes:
-        segment: segment of the request; None if it was sent whole.
-        part: part of the segment for the answer.
-    """
 
-    segment: Segment | None
-    part: int
+def request_in(message: Message, header_type: type[Any], segment: Segment | None) -> Frame[Any]:
+    """The request in a received message. Its arrays are valid only during the call."""
+    if segment is None or message.arrays:
+        frame = decode_header(message.data, header_type, message.read)
+    else:
+        frame = decode_header(message.data, header_type, lambda offset, size: segment.read(offset, size, REQUEST).data)
+    if segment is not None and message.data[-1] not in (_NO_PART, *ANSWERS):
+        raise WireError(f"A frame requests its answer in part {message.data[-1]} of a segment, which has {ANSWERS}.")
+    return frame
 
-    @property
-    def borrowed(self) -> bool:
-        """Whether arrays of the request are valid only during the call."""
-        return self.segment is not None
 
-    def takes(self, size: int) -> bool:
-        """Whether an answer with that many bytes of arrays may be sent as one."""
-        return size <= frame_pieces.LARGEST_FRAME or (
-            self.segment is not None and self.part != _WHOLE and size <= self.segment.size
-        )
-
-    def encode(self, frame: Frame[Any]) -> Message:
-        """The bytes to answer."""
-        fits = self.segment is not None and needed(frame.tensors.values()) <= self.segment.size
-        if self.segment is None or not fits or (frame.tensors and self.part == _WHOLE):
-            return Message(encode_frame(frame))
-        encoded, arrays = encode_header(frame)
-        self.segment.write(arrays, self.part)
-        return Message(encoded)
+def answer_to(request: Message, frame: Frame[Any], segment: Segment | None) -> Message:
+    """The message that answers a request."""
+    encoded, arrays = encode_header(frame)
+    part = _NO_PART if segment is None else request.data[-1]
+    if segment is None or part == _NO_PART or needed(arrays) > segment.size:
+        return Message(encoded, arrays)
+    segment.write(arrays, part)
+    return Message(encoded)
 
 
 class Listener:

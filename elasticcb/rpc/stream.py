@@ -18,9 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from elasticcb.errors import ConnectionLostError, WireError
-from elasticcb.rpc import frame_pieces
 from elasticcb.rpc.link import ClientLink, Message, ServerLinks
-from elasticcb.rpc.tensors import Frame, decode_frame, decode_header, encode_frame, encode_header, has_arrays
+from elasticcb.rpc.tensors import Frame, decode_header, encode_header
 from elasticcb.security.tls import TLS
 
 logger = logging.getLogger(__name__)
@@ -58,18 +57,12 @@ class ClientStream:
         self._ask_at, self._pause = 0.0, _AGAIN_SECONDS
         self._closed = False
 
-    def takes(self, size: int, often: bool) -> bool:
-        """Whether a frame with that many bytes of arrays may be sent as one."""
-        return self._present() is not None or size <= frame_pieces.LARGEST_FRAME
+    def encode(self, frame: Frame[Any], often: bool) -> Message | None:
+        """The message to send by the link; None if there is no link."""
+        return None if self._present() is None else Message(*encode_header(frame))
 
-    def encode(self, frame: Frame[Any]) -> Message:
-        """The bytes to send for a request."""
-        return Message(encode_frame(frame)) if self._present() is None else Message(*encode_header(frame))
-
-    def decode(self, answer: Message, header_type: type[Any]) -> Frame[Any]:
+    def decode(self, answer: Message, header_type: type[Any], often: bool) -> Frame[Any]:
         """The received answer."""
-        if has_arrays(answer.data):
-            return decode_frame(answer.data, header_type)
         return decode_header(answer.data, header_type, answer.read)
 
     def _present(self) -> ClientLink | None:
@@ -178,7 +171,7 @@ class StreamListener:
                 self._one_less()
                 connected.close()
             else:
-                self._links.serve(connected, lambda: None, self._welcome)
+                self._links.serve(connected, welcome=self._welcome)
 
     def _one_less(self) -> None:
         with self._lock:
@@ -210,7 +203,7 @@ class StreamListener:
             self._one_less()
 
     def stop(self, grace_seconds: float) -> None:
-        """Closes all links, as `ServerLinks.stop`."""
+        """Accepts no more connections."""
         self._stopped = True
         with self._lock, contextlib.suppress(OSError):
             if self._socket is not None:
@@ -218,19 +211,6 @@ class StreamListener:
                 self._socket.close()
         if self._thread is not None:
             self._thread.join(grace_seconds)
-        self._links.stop(grace_seconds)
-
-
-class StreamReply:
-    """Where the answer to a request from a stream goes; like `Reply` of shared memory."""
-
-    borrowed = True
-
-    def takes(self, size: int) -> bool:
-        return True
-
-    def encode(self, frame: Frame[Any]) -> Message:
-        return Message(*encode_header(frame))
 
 
 def _listening(host: str) -> socket.socket:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,8 @@ Header = TypeVar("Header")
 
 _PREFIX = struct.Struct("<4sI")  # magic number, bytes of the header
 _MAGIC = b"ECB1"
-_MAGIC_OF_HEADER = b"ECBH"  # a frame without its arrays
-SHARED_ALIGNMENT = 64  # of each array in shared memory: TensorFlow then needs no copy
-_ALIGNMENT = 16  # of each array within a frame: enough for every dtype and for vector loads
+ALIGNMENT = 64  # of each array: TensorFlow needs no copy if their memory begins at a multiple of it
+_CHUNK_BYTES = 32 << 20  # of a frame in one message of gRPC, which holds less than 4 GiB
 
 # Supported dtypes, by NumPy name. bfloat16 and the float8 types are registered by ml_dtypes, a dependency of
 # TensorFlow.
@@ -67,7 +66,7 @@ def from_message(message: pb.Tensor) -> Array:
     """The array in `message`, read-only. Raises `WireError` when size and shape disagree."""
     if message.dtype == "bytes":
         return _strings_from_message(message)
-    return _view(memoryview(message.content), _outline_of(message), message.name)
+    return _view(memoryview(message.content), *_outline_of(message), message.name)
 
 
 def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike, zeros: bool = False) -> Array:
@@ -78,8 +77,8 @@ def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike, zeros: bool = False) -
     """
     kind = np.dtype(dtype)
     size = math.prod(shape) * kind.itemsize
-    memory = (np.zeros if zeros else np.empty)(size + SHARED_ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % SHARED_ALIGNMENT
+    memory = (np.zeros if zeros else np.empty)(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
     array: Array = memory[start : start + size].view(kind).reshape(shape)
     return array
 
@@ -97,24 +96,6 @@ def all_finite(array: Array) -> bool:
     return bool(np.isfinite(array).all())
 
 
-class InPieces(NamedTuple):
-    """Placeholder in a frame for an array that is sent in pieces (elasticcb/rpc/frame_pieces.py), with its key."""
-
-    key: bytes
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the array."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes in the frame."""
-        return 0
-
-
 @dataclass(frozen=True)
 class Frame(Generic[Header]):
     """A header and its arrays, by name."""
@@ -124,56 +105,50 @@ class Frame(Generic[Header]):
 
 
 def encode_frame(frame: Frame[Any]) -> bytes:
-    """The bytes of `frame`. Sets the `tensors` field of its header."""
-    encoded, arrays = _described(frame)
-    pieces: list[Any] = [_PREFIX.pack(_MAGIC, len(encoded)), encoded]
-    size = _PREFIX.size + len(encoded)
+    """The bytes of `frame` with its arrays."""
+    encoded, arrays = encode_header(frame)
+    parts: list[Any] = [encoded]
+    size = len(encoded)
     for array in arrays:
-        padding = -size % _ALIGNMENT
-        pieces += [b"\0" * padding, array.reshape(-1).view(np.uint8).data]
+        padding = -size % ALIGNMENT
+        parts += [bytes(padding), array.reshape(-1).view(np.uint8).data]
         size += padding + array.nbytes
-    return b"".join(pieces)
+    return b"".join(parts)
+
+
+def in_chunks(data: bytes) -> Iterator[bytes]:
+    """The messages in which the bytes of a frame are sent over gRPC."""
+    for start in range(0, len(data), _CHUNK_BYTES):
+        yield data[start : start + _CHUNK_BYTES]
 
 
 def encode_header(frame: Frame[Any]) -> tuple[bytes, list[Array]]:
-    """The bytes of `frame` without its arrays, and these arrays, which are transferred separately."""
-    encoded, arrays = _described(frame)
-    return _PREFIX.pack(_MAGIC_OF_HEADER, len(encoded)) + encoded, arrays
-
-
-def has_arrays(data: bytes) -> bool:
-    """Whether the bytes of a frame contain its arrays: made by `encode_frame`, not `encode_header`."""
-    return data[:4] != _MAGIC_OF_HEADER
-
-
-def decode_header(data: bytes, header_type: type[Header], read: Callable[[int, int], Any]) -> Frame[Header]:
-    """The frame whose `encode_header` is `data`; `read(offset, size)` returns the bytes of its arrays, which are stored
-    consecutively at multiples of `SHARED_ALIGNMENT`. Raises `WireError` like `decode_frame`."""
-    header, _ = _header_of(data, header_type, _MAGIC_OF_HEADER)
-    return Frame(header, _tensors_of(header, 0, SHARED_ALIGNMENT, read))
-
-
-def _described(frame: Frame[Any]) -> tuple[bytes, list[Array]]:
+    """The bytes of `frame` without its arrays, and these arrays. Sets the `tensors` field of its header."""
     header = frame.header
     del header.tensors[:]
     arrays = []
     for name, array in frame.tensors.items():
-        if isinstance(array, InPieces):
-            header.tensors.add(dtype=_name_of(array.dtype), shape=array.shape, name=name, pieces=array.key)
-            continue
         array = np.asarray(array, order="C")
         header.tensors.add(dtype=_name_of(array.dtype), shape=array.shape, name=name)
         arrays.append(array)
-    return header.SerializeToString(), arrays
+    encoded = header.SerializeToString()
+    return _PREFIX.pack(_MAGIC, len(encoded)) + encoded, arrays
 
 
-def _header_of(data: bytes, header_type: type[Any], expected: bytes) -> tuple[Any, int]:
+def decode_header(data: bytes, header_type: type[Header], read: Callable[[int, int], Any]) -> Frame[Header]:
+    """The frame whose `encode_header` is `data`; `read(offset, size)` returns the bytes of its arrays, which are stored
+    consecutively at multiples of `ALIGNMENT`. Raises `WireError` like `decode_frame`."""
+    header, _ = _header_of(data, header_type)
+    return Frame(header, _tensors_of(header, read))
+
+
+def _header_of(data: bytes, header_type: type[Any]) -> tuple[Any, int]:
     """A frame's header, and where it ends."""
     header = header_type()
     try:
         magic, header_size = _PREFIX.unpack_from(data)
         position = _PREFIX.size + header_size
-        if magic != expected or position > len(data):
+        if magic != _MAGIC or position > len(data):
             raise ValueError("no frame prefix")
         header.ParseFromString(data[_PREFIX.size : position])
     except Exception as error:
@@ -189,41 +164,39 @@ def decode_frame(data: bytes, header_type: type[Header]) -> Frame[Header]:
 
     Raises `WireError` for anything that is not a complete frame with this header.
     """
-    header, position = _header_of(data, header_type, _MAGIC)
-    body = memoryview(data)
-    return Frame(header, _tensors_of(header, position, _ALIGNMENT, lambda offset, size: body[offset : offset + size]))
+    header, end = _header_of(data, header_type)
+    body = memoryview(data)[end + -end % ALIGNMENT :]
+    return Frame(header, _tensors_of(header, lambda offset, size: body[offset : offset + size]))
 
 
-def _tensors_of(header: Any, position: int, alignment: int, read: Callable[[int, int], Any]) -> dict[str, Array]:
-    """The arrays that a header describes, stored one after another from `position` on, each at the next multiple of
-    `alignment`; `read(offset, size)` returns their bytes."""
+def _tensors_of(header: Any, read: Callable[[int, int], Any]) -> dict[str, Array]:
     tensors: dict[str, Array] = {}
+    position = 0
     for description in header.tensors:
-        outline = _outline_of(description)
-        if outline.key:
-            tensors[description.name] = outline  # type: ignore[assignment]
-            continue
-        position += -position % alignment
-        tensors[description.name] = _view(read(position, outline.size), outline, description.name)
-        position += outline.size
+        dtype, shape = _outline_of(description)
+        size = math.prod(shape) * dtype.itemsize
+        position += -position % ALIGNMENT
+        tensors[description.name] = _view(read(position, size), dtype, shape, description.name)
+        position += size
     return tensors
 
 
-def _outline_of(message: pb.Tensor) -> InPieces:
-    """The declared dtype and shape of an array; its key is empty if it is not sent in pieces."""
+def _outline_of(message: pb.Tensor) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """The declared dtype and shape of an array."""
     shape = tuple(message.shape)
     if shape and min(shape) < 0:
         raise WireError(f"Tensor {message.name!r} has the shape {list(shape)}, with a negative size.")
-    return InPieces(message.pieces, dtype_of(message.dtype), shape)
+    return dtype_of(message.dtype), shape
 
 
-def _view(content: memoryview, outline: InPieces, name: str) -> Array:
-    if len(content) != outline.size:
+def _view(content: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> Array:
+    size = math.prod(shape) * dtype.itemsize
+    if len(content) != size:
         raise WireError(
-            f"Tensor {name!r} is declared as {_name_of(outline.dtype)}{list(outline.shape)}, which takes "
-            f"{outline.size} bytes, but {len(content)} were received."
+            f"Tensor {name!r} is declared as {_name_of(dtype)}{list(shape)}, which takes {size} bytes, but "
+            f"{len(content)} were received."
         )
-    array: Array = np.frombuffer(content, outline.dtype).reshape(outline.shape)
+    array: Array = np.frombuffer(content, dtype).reshape(shape)
     array.flags.writeable = False
     return array
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import grpc
 
-from elasticcb.rpc import frame_pieces
 from elasticcb.rpc.call_errors import CallError
-from elasticcb.rpc.frame_pieces import PIECES_MISSING, bytes_of, in_pieces
-from elasticcb.rpc.link import Message
 from elasticcb.rpc.services import Method
 from elasticcb.rpc.shared_frames import ClientMemory
 from elasticcb.rpc.stream import ClientStream
-from elasticcb.rpc.tensors import Frame, decode_frame, encode_frame, has_arrays
+from elasticcb.rpc.tensors import Frame, decode_frame, encode_frame, in_chunks
 from elasticcb.security import tls
 from elasticcb.security.socket_folder import host_of, why_unsafe
 
@@ -41,7 +36,7 @@ OPTIONS: list[tuple[str, Any]] = [
 ]
 
 # Codes with which the server itself ends a call.
-_ANSWERS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, PIECES_MISSING}
+_ANSWERS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION}
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -66,24 +61,6 @@ def message_limit(size: int) -> tuple[str, Any]:
     return "grpc.max_receive_message_length", size
 
 
-class Transport(ABC):
-    """Sends frames of any size to the methods of one server."""
-
-    def call(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata = ()) -> Frame[Any]:
-        """The answer to one attempt of a call. Raises `grpc.RpcError`."""
-        send = functools.partial(self._send, timeout=timeout, metadata=metadata)
-        whole, piece = functools.partial(send, method), functools.partial(send, method.piece)
-        return in_pieces(frame, whole, piece, self._takes(bytes_of(frame), method))
-
-    @abstractmethod
-    def _send(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata) -> Frame[Any]:
-        """The answer to a frame that is small enough to be sent whole."""
-
-    @abstractmethod
-    def _takes(self, size: int, method: Method) -> bool:
-        """Whether a frame with that many bytes of arrays may be sent whole."""
-
-
 class _Line(NamedTuple):
     """A channel, the certificate that this process presents there, and functions that send bytes to methods."""
 
@@ -92,8 +69,8 @@ class _Line(NamedTuple):
     senders: dict[str, Any]
 
 
-class GrpcTransport(Transport):
-    """Sends whole frames, and plain messages, over gRPC to any machine."""
+class GrpcTransport:
+    """Sends frames, and plain messages, over gRPC to any machine."""
 
     def __init__(self, address: str, own: tls.TLS | None) -> None:
         self._address, self._tls = address, own
@@ -128,35 +105,31 @@ class GrpcTransport(Transport):
             self._closed = True
             self._line.channel.close()
 
-    def call(self, method: Method, frame: Any, timeout: float, metadata: Metadata = ()) -> Any:
+    def call(self, method: Method, message: Any, timeout: float, metadata: Metadata = ()) -> Any:
+        """The answer to one attempt of a call. Raises `grpc.RpcError`."""
+        send = self.raw(method.path, method.framed)
         if method.framed:
-            return super().call(method, frame, timeout, metadata)
-        answer = self.raw(method.path)(frame.SerializeToString(), timeout=timeout, metadata=metadata)
-        return method.response.FromString(answer)
+            chunks = send(in_chunks(encode_frame(message)), timeout=timeout, metadata=metadata)
+            return decode_frame(b"".join(chunks), method.response)
+        return method.response.FromString(send(message.SerializeToString(), timeout=timeout, metadata=metadata))
 
-    def raw(self, path: str) -> Any:
-        """A function that sends bytes to a method. Raises `CallError` when another user may have its address now."""
+    def raw(self, path: str, framed: bool = False) -> Any:
+        """A function that sends bytes to a method, for a frame in chunks. Raises `CallError` when another user may have
+        its address now."""
         if self._folder and (unsafe := why_unsafe(self._folder)):
             raise CallError(grpc.StatusCode.UNAVAILABLE, unsafe)
         line = self._present()
         if path not in line.senders:
-            line.senders[path] = line.channel.unary_unary(path, None, None)
+            make = line.channel.stream_stream if framed else line.channel.unary_unary
+            line.senders[path] = make(path, None, None)
         return line.senders[path]
 
-    def _send(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata) -> Frame[Any]:
-        answer = self.raw(method.path)(encode_frame(frame), timeout=timeout, metadata=metadata)
-        return decode_frame(answer, method.response)
 
-    def _takes(self, size: int, method: Method) -> bool:
-        return size <= frame_pieces.LARGEST_FRAME
-
-
-class LinkedTransport(Transport):
-    """Sends frames over a link to a server, with its shared memory or stream; over gRPC if that is not possible. Calls
-    are serialized.
+class LinkedTransport:
+    """Sends frames over a link to a server; over gRPC if there is none. Calls are serialized.
 
     Attributes:
-        side: this process's side: shared memory with a server on this machine, or a stream to another machine.
+        side: this process's side: with a server on this machine, or on another machine.
     """
 
     def __init__(self, grpc_transport: GrpcTransport, side: ClientMemory | ClientStream) -> None:
@@ -164,27 +137,19 @@ class LinkedTransport(Transport):
         self.side = side
 
     def call(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata = ()) -> Frame[Any]:
-        with self.side.lock:
-            return super().call(method, frame, timeout, metadata)
-
-    def _send(self, method: Method, frame: Frame[Any], timeout: float, metadata: Metadata) -> Frame[Any]:
-        side, send = self.side, self._grpc.raw(method.path)
-        try:
-            message = side.encode(frame)
-            if side.link is None or has_arrays(message.data):
-                answer = Message(send(message.data, timeout=timeout, metadata=metadata))
-            else:
-                answer = side.link.call(method.name, message, timeout)
-        except BaseException as error:  # after an interrupt, too, the server may still answer
-            if not _is_an_answer(error):
-                side.forget()
-            if not isinstance(error, grpc.RpcError) or error.code() is not grpc.StatusCode.NOT_FOUND:
+        """The answer to one attempt of a call. Raises `grpc.RpcError`."""
+        side = self.side
+        with side.lock:
+            try:
+                message = side.encode(frame, method.often)
+                if message is None or side.link is None:
+                    answer: Frame[Any] = self._grpc.call(method, frame, timeout, metadata)
+                    return answer
+                return side.decode(side.link.call(method.name, message, timeout), method.response, method.often)
+            except BaseException as error:  # after an interrupt, too, the server may still answer
+                if not _is_an_answer(error):
+                    side.forget()
                 raise
-            answer = Message(send(encode_frame(frame), timeout=timeout, metadata=metadata))
-        return side.decode(answer, method.response)
-
-    def _takes(self, size: int, method: Method) -> bool:
-        return self.side.takes(size, method.often)
 
 
 def _is_an_answer(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from elasticcb.keras_private import initialize, set_shape_of, set_value_of, value_of
-from elasticcb.rpc.tensors import SHARED_ALIGNMENT, Array, aligned, dtype_of
+from elasticcb.rpc.tensors import ALIGNMENT, Array, aligned, dtype_of
 
 _DTYPES = (np.float32, np.float64, np.int64)  # of large data, and of counts and ids
 
@@ -27,7 +27,7 @@ def tensor_of(array: Array) -> tf.Tensor:
     TensorFlow never writes into memory that it does not own. A variable that is assigned the tensor may share the
     memory too.
     """
-    if array.dtype in _DTYPES and array.size and not array.ctypes.data % SHARED_ALIGNMENT:
+    if array.dtype in _DTYPES and array.size and not array.ctypes.data % ALIGNMENT:
         view = array.view()
         try:
             view.flags.writeable = True  # required by NumPy's export

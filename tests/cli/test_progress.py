@@ -11,10 +11,9 @@ from rich.console import Console
 from elasticcb.cli.figures import epoch_line, format_seconds, status_parts
 from elasticcb.cli.job import show_header
 from elasticcb.cli.progress import LiveDisplay, PlainDisplay, make_display, start_spinner, summary_lines
-from elasticcb.dashboard.beside import PAGE_FILE
 from elasticcb.master.snapshot import EpochEnd, JobSnapshot, ProcessCounts, SavedModelInput
 from elasticcb.process.log_files import FORMAT_VARIABLE
-from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings
+from elasticcb.settings import Command, JobSettings, ModelSettings
 
 STATUS = JobSnapshot(
     command=Command.TRAIN,
@@ -237,24 +236,6 @@ def test_the_first_lines_have_the_name_of_the_job_where_the_others_have_it(kind,
     monkeypatch.setenv("TERM", kind)
     show_header(JobSettings(command=Command.TRAIN, name="a", directory="/job", model=ModelSettings()))
     assert terminal.getvalue().startswith(begins)
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_the_display_shows_the_address_of_the_page_once_when_that_is_served(terminal, tmp_path, monkeypatch):
-    stream = io.StringIO()
-    stream.isatty = lambda: terminal
-    monkeypatch.setattr("sys.stdout", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    cluster = ClusterSettings(dashboard=True)
-    settings = JobSettings(command=Command.TRAIN, name="a", directory=str(tmp_path), cluster=cluster)
-    display = make_display(settings)
-    display.update(STATUS)
-    assert "http://" not in stream.getvalue()
-    (tmp_path / PAGE_FILE).write_text('{"address": "http://127.0.0.1:1/#key=2"}')
-    display.update(STATUS)
-    display.update(STATUS)
-    display.close()
-    assert stream.getvalue().count("The dashboard of the job: http://127.0.0.1:1/#key=2\n") == 1
 
 
 def test_a_display_that_is_closed_early_gives_the_terminal_back():

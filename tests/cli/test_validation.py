@@ -13,13 +13,6 @@ def test_a_missing_flag_is_told_with_what_it_is_for(workplace, complaint):
     assert "--checkpoint_dir_for_init is missing" in message
 
 
-def test_all_that_is_wrong_is_told_at_once(workplace, complaint):
-    message = complaint("train", "--model_zoo=zoo", "--num_ps=0", "--evaluation_steps=5", "--port=70000")
-    assert "for 5 reasons" in message
-    for name in ("--model_def", "--training_data", "--num_ps=0", "--evaluation_steps=5", "--port=70000"):
-        assert name in message
-
-
 def test_a_mistake_in_one_file_hides_none_in_another(workplace, complaint):
     message = complaint(
         "train", "--model_zoo=zoo", "--model_def=linear.linar.custom_model", "--num_epochs=two", "--minibatch_size=0",

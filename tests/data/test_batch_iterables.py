@@ -215,8 +215,7 @@ def test_who_asks_for_a_batch_again_gets_the_same_one_and_not_the_next(tmp_path:
 
 
 def test_large_batches_arrive_whole(tmp_path: Path, fit: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elasticcb.rpc.frame_pieces.LARGEST_FRAME", 1 << 20)
-    monkeypatch.setattr("elasticcb.rpc.frame_pieces.PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr("elasticcb.rpc.shared_frames._LARGEST", 1 << 20)
     large = np.arange(1 << 20, dtype=np.float64).reshape(4, -1)
     dataset = tf.data.Dataset.from_tensor_slices((large, np.array(["a", "é", "", "b"]))).batch(2)
     assert_same_batches(all_batches(fit.copy_of(fit_source(dataset, tmp_path, fit))), list(dataset))

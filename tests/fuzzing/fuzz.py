@@ -1,5 +1,5 @@
-"""Broken messages on the wire, to every servicer: a master with its health service and its service of batches, and two
-parameter servers, in processes of their own, which listen as those of a job do.
+"""Broken messages on the wire, to every servicer: a master with its service of batches, and two parameter servers, in
+processes of their own, which listen as those of a job do.
 
     python tests/fuzzing/fuzz.py --minutes=10 [--seed=0] [--listen=unix|tls|tcp]
 
@@ -28,7 +28,6 @@ sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in 
 
 import psutil
 
-import health_calls
 import master_calls
 import server_calls
 from elasticcb.data.batch_sources.service import DataService
@@ -48,7 +47,7 @@ def serve(kind: str, folder: Path, host: str, found: Any) -> None:
         data = DataService()
         with master_calls.serving(host, access, data) as master:
             master_calls.begin_job(master)
-            found.put([master.address, master.health_address, master_calls.endless_batches(data)])
+            found.put([master.address, master_calls.endless_batches(data)])
             while True:
                 time.sleep(_JOB_SECONDS)
                 master_calls.begin_job(master)
@@ -86,12 +85,11 @@ def main() -> int:
         if arguments.listen == "tls":
             make_ca(name)
         access = access_in(folder)
-        master, (address, health, source) = start("master", folder, host)
+        master, (address, source) = start("master", folder, host)
         servers, addresses = start("servers", folder, host)
         fuzzers: dict[str, Any] = {
             "master": master_calls.MasterFuzzer(arguments.seed, address, access),
             "batches at its port": master_calls.BatchesFuzzer(arguments.seed, address, source, access),
-            "health service of the master": health_calls.HealthFuzzer(arguments.seed, health),
             "parameter servers": server_calls.ServerFuzzer(arguments.seed, addresses, folder / "checkpoint", access),
         }
         begun = time.monotonic()
@@ -101,8 +99,8 @@ def main() -> int:
                 fuzzer.run(100)
             if time.monotonic() - told > _REPORT_SECONDS:
                 told = time.monotonic()
-                tell(told - begun, fuzzers, [master, master, master, servers])
-        tell(time.monotonic() - begun, fuzzers, [master, master, master, servers])
+                tell(told - begun, fuzzers, [master, master, servers])
+        tell(time.monotonic() - begun, fuzzers, [master, master, servers])
         serves = all(fuzzer.still_serves() for fuzzer in fuzzers.values())
     surprises = sorted(surprise for fuzzer in fuzzers.values() for surprise in fuzzer.surprises)
     print("still serve" if serves else "do not serve any more")

@@ -29,7 +29,6 @@ from elasticcb.sharding.table_state import TableSpec
 from helpers_ps import SPECS, alone, initial_values, movements, push_frame, server_settings, sgd
 from mutations import ALLOWED, changed_bytes, changed_frame
 
-METHODS = {**PS_METHODS, "Piece": PS_METHODS["Exchange"].piece}
 TABLE = len(SPECS)
 _ZEROS = '{"class_name": "Zeros", "config": {}, "module": "keras.initializers"}'
 WITH_TABLE = (
@@ -100,7 +99,7 @@ class ServerFuzzer:
 
     def _call(self, call: Call) -> Frame[Any]:
         connection = self._connections[call.server]
-        answer: Frame[Any] = connection.call(replace(METHODS[call.method], shared=False), call.frame)
+        answer: Frame[Any] = connection.call(replace(PS_METHODS[call.method], shared=False), call.frame)
         return answer
 
     # ------------------------------------------------------------ calls as they should be
@@ -122,12 +121,6 @@ class ServerFuzzer:
         state = pb.LoadStateRequest(save=self._saved(0), optimizers=exported.header.optimizers)
         table = self._call(Call(0, "ReadTable", Frame(pb.ReadTableRequest(variable=TABLE, count=4), {})))
         yield [Call(0, "LoadState", Frame(state, {**exported.tensors, **table.tensors}))]
-        sent = pb.PieceRequest(key=b"k" * 20, size=10)
-        asked = pb.PieceRequest(key=b"k" * 20, count=4)
-        yield [
-            Call(0, "Piece", Frame(sent, {"piece": np.zeros(6, np.uint8)})),
-            Call(0, "Piece", Frame(asked, {})),
-        ]
         yield [self._beginning()]
         yield [Call(0, "Save", Frame(self._saved(0), {}))]
         yield [*self._move()]
@@ -178,7 +171,7 @@ class ServerFuzzer:
                 self._send(call, self._random.random() < broken)
 
     def _send(self, call: Call, broken: bool) -> None:
-        send = self._random.choice((self._by_grpc, self._by_link, self._with_arrays_apart))
+        send = self._random.choice((self._by_grpc, self._by_link))
         try:
             send(call, broken)
             code, words = grpc.StatusCode.OK, ""
@@ -199,22 +192,16 @@ class ServerFuzzer:
         connection, message, path = (
             self._connections[call.server],
             self._message(call, broken),
-            METHODS[call.method].path,
+            PS_METHODS[call.method].path,
         )
         if self._random.random() < 0.01:
             known = b'{"path": "/proc/1/fd/0", "inode": 7, "size": 65536, "key": "00ff", "socket": "elasticcb-0"}'
-            message, path = changed_bytes(known, self._random), METHODS[call.method].attach_path
+            message, path = changed_bytes(known, self._random), PS_METHODS[call.method].attach_path
         connection.channel.unary_unary(path)(message, timeout=30.0, metadata=connection.metadata)
 
     def _by_link(self, call: Call, broken: bool) -> None:
         side = self._sides[call.server]
-        side.encode(call.frame)  # makes the link
-        assert side.link is not None
-        side.link.call(call.method, Message(self._message(call, broken)), 30.0)
-
-    def _with_arrays_apart(self, call: Call, broken: bool) -> None:
-        side = self._sides[call.server]
-        message = side.encode(call.frame)
+        message = side.encode(call.frame, True)  # makes the link
         assert side.link is not None
         data = changed_bytes(message.data, self._random) if broken else message.data
         side.link.call(call.method, Message(data, message.arrays), 30.0)

@@ -53,16 +53,14 @@ class Training:
             QueueSettings(records_per_task=10, minibatch_size=5, num_epochs=2, shuffle_seed=None, hold_epochs=True),
             training=[("a", 20)],
         )
-        display = Told(self.calls)
         order = SimpleNamespace(
             settings=SETTINGS,
             server=server,
             master=self.master,
-            display=display,
             memory=Memory(),
             resumes=False,
             evaluates_as_keras=False,
-            report=Report(self.master, SETTINGS, display),
+            report=Report(self.master, SETTINGS, Told(self.calls)),
         )
         host = SimpleNamespace(
             callbacks=SimpleNamespace(wants=lambda hook: False, stop_requested=False),

@@ -18,7 +18,7 @@ def test_later_versions_are_told_apart_by_their_numbers(tmp_path):
     assert [path.name for path in find_versions(tmp_path)] == ["version-99999999", "version-100000000"]
     told = []
     settings = JobSettings(command=Command.TRAIN, checkpoint=CheckpointSettings(directory=str(tmp_path)))
-    order = SimpleNamespace(settings=settings, display=SimpleNamespace(message=told.append))
+    order = SimpleNamespace(settings=settings, report=SimpleNamespace(message=told.append))
     warn_of_later_versions(order, 100_000_000)
     assert not told
     warn_of_later_versions(order, 99_999_999)

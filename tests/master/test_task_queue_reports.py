@@ -23,19 +23,6 @@ def test_duplicate_report_of_a_failed_lease_uses_up_no_second_retry():
     assert queue.accounting.tasks_retried == 1
 
 
-def test_late_report_of_a_lost_worker_is_refused_and_counted():
-    queue = make_queue()
-    lease = take(queue)
-    queue.worker_lost(1)
-    outcome = queue.report_done(1, lease.id)
-    assert not outcome.accepted
-    assert "lost" in outcome.reason
-    assert not queue.report_progress(1, lease.id, 10, 1.0).accepted
-    assert not queue.report_failed(1, lease.id, "boom", "").accepted
-    assert queue.accounting.reports_refused == 3
-    assert queue.accounting.records_trained == {}
-
-
 def test_report_on_the_lease_of_another_worker_is_refused():
     queue = make_queue()
     lease = take(queue, worker=1)

@@ -11,7 +11,7 @@ from elasticcb.checkpoint.shard_file import TensorFile, read_part
 from elasticcb.errors import ElasticCBError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import table_snapshot
-from elasticcb.rpc import frame_pieces
+from elasticcb.rpc import tensors
 from elasticcb.rpc.tensors import Frame
 from elasticcb.sharding.table_state import joined, whole
 from helpers_ps import assert_same, exported
@@ -188,9 +188,7 @@ def test_export_begins_again_when_a_server_is_replaced_meanwhile(losing, monkeyp
 
 
 def test_weights_and_state_of_any_size_go_to_servers_and_back(losing, monkeypatch):
-    monkeypatch.setattr(frame_pieces, "LARGEST_FRAME", 100)
-    monkeypatch.setattr(frame_pieces, "PIECE_BYTES", 40)
-    monkeypatch.setattr(frame_pieces, "_SMALL_BYTES", 10)
+    monkeypatch.setattr(tensors, "_CHUNK_BYTES", 40)
     servers = trained(losing)
     state = servers.master.export()
     servers.push(50)

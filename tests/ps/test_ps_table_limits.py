@@ -148,19 +148,6 @@ def test_rows_and_candidates_that_are_too_old_go():
     assert values_of(table, [1]) == [0]
 
 
-def test_a_table_may_have_numbers_of_its_own():
-    limits = TableLimits()
-    own, other = make_table(limits), make_table(limits, options=TableOptions(min_count=3, max_age=10))
-    for table in (own, other):
-        train(table, [1, 2], 1)
-    assert (ids_of(own), ids_of(other)) == ([1, 2], [])
-    for version in range(2, 4):
-        train(other, [2], version)
-    for table in (own, other):
-        train(table, [3], 40)
-    assert (ids_of(own), ids_of(other)) == ([1, 2, 3], [])
-
-
 @pytest.mark.parametrize("when_full", [WhenFull.EVICT, WhenFull.INITIAL])
 @pytest.mark.parametrize("room", [0, 1, 7, 60])
 def test_checkpoint_that_comes_in_pieces_gives_the_newest_of_all(when_full, room):
