@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 
 CLIENTS, EXAMPLES = (1, 16, 64), (1, 100)
 MANY = 16  # clients while a delta is applied
@@ -179,14 +180,14 @@ def serve_plain(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def server(*command: str) -> Iterator[int]:
+def server(*command: str) -> Iterator[tuple[int, psutil.Process]]:
     """Runs it meanwhile; yields its port."""
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         for line in process.stdout:
             if found := re.match(r"http://127\.0\.0\.1:(\d+)/", line):
-                yield int(found[1])
+                yield int(found[1]), psutil.Process(process.pid)
                 break
     finally:
         process.terminate()
@@ -227,6 +228,7 @@ def requests_of(examples: int, rows: int) -> bytes:
 
 def load(port: int, clients: int, examples: int, rows: int, seconds: float, version: int, into: Any) -> None:
     """Sends requests for some seconds, and then until one is answered by a version; the function of a process."""
+    into.send("imported")
     answers: list[Answered] = []
     end = time.perf_counter() + seconds
 
@@ -244,6 +246,7 @@ def load(port: int, clients: int, examples: int, rows: int, seconds: float, vers
 def start_load(*arguments: Any) -> Any:
     receiving, sending = multiprocessing.Pipe(duplex=False)
     multiprocessing.get_context("spawn").Process(target=load, args=[*arguments, sending], daemon=True).start()
+    receiving.recv()
     return receiving
 
 
@@ -251,20 +254,21 @@ def start_load(*arguments: Any) -> Any:
 
 
 class Figures(NamedTuple):
-    """Requests per second, and milliseconds."""
+    """Requests per second, and milliseconds: of latency, and of the server's processor time for a request."""
 
     rate: float
     p50: float
     p99: float
+    cpu: float
 
     @classmethod
-    def of(cls, answers: Sequence[Answered]) -> Figures:
+    def of(cls, answers: Sequence[Answered], cpu_seconds: float = 0.0) -> Figures:
         took = [1e3 * (each.answered - each.sent) for each in answers]
         seconds = max(each.answered for each in answers) - min(each.sent for each in answers)
-        return cls(len(answers) / seconds, *np.percentile(took, [50, 99]))
+        return cls(len(answers) / seconds, *np.percentile(took, [50, 99]), 1e3 * cpu_seconds / len(answers))
 
     def __str__(self) -> str:
-        return f"{self.rate:7.0f}/s {self.p50:7.1f} ms {self.p99:7.1f} ms"
+        return f"{self.rate:7.0f}/s {self.p50:7.1f} ms {self.p99:7.1f} ms {self.cpu:6.2f} ms"
 
 
 def median(figures: Sequence[Figures]) -> Figures:
@@ -279,33 +283,35 @@ def run_serving(folder: Path, seconds: float, rounds: int, rows: int, new: float
     newest, exports.version = exports.version, 1
     own = ("-m", "elasticcb", "serve", str(folder), "--port=0", "--poll=0.1")
     with server(*own) as served, server(__file__, "plain", f"--model={saved_model}") as plain:
-        print("clients examples   elasticcb serve: rate, p50, p99     tf.saved_model: rate, p50, p99", flush=True)
+        print("clients examples   elasticcb serve: rate, p50, p99, CPU        tf.saved_model: the same", flush=True)
         for examples in EXAMPLES:
             for clients in CLIENTS:
-                found: dict[int, list[Figures]] = {served: [], plain: []}
+                found: dict[int, list[Figures]] = {served[0]: [], plain[0]: []}
                 for turn in range(rounds + 1):
-                    for port in (served, plain) if turn % 2 else (plain, served):
+                    for port, process in (served, plain) if turn % 2 else (plain, served):
+                        before = process.cpu_times()
                         answers = start_load(port, clients, examples, rows, seconds, 0).recv()
+                        used = sum(process.cpu_times()[:2]) - sum(before[:2])
                         if turn:  # the first is to warm up
-                            found[port].append(Figures.of(answers))
-                both = "    ".join(str(median(found[port])) for port in (served, plain))
+                            found[port].append(Figures.of(answers, used))
+                both = "    ".join(str(median(each)) for each in found.values())
                 print(f"{clients:7} {examples:8}   {both}", flush=True)
     with server(*own) as served:
-        before, during, applied = list[Figures](), list[Figures](), list[float]()
-        start_load(served, MANY, 1, rows, 1.0, 0).recv()
+        steady, during, applied = list[Figures](), list[Figures](), list[float]()
+        start_load(served[0], MANY, 1, rows, 1.0, 0).recv()
         while exports.version < newest:
             exports.version += 1
-            loaded = start_load(served, MANY, 1, rows, 2 * seconds, exports.version)
+            loaded = start_load(served[0], MANY, 1, rows, 2 * seconds, exports.version)
             time.sleep(seconds)
             exports.publish()
             began = time.perf_counter()
             answers = loaded.recv()
             swapped = min(each.sent for each in answers if each.version == exports.version)
-            before.append(Figures.of([each for each in answers if each.answered < began]))
+            steady.append(Figures.of([each for each in answers if each.answered < began]))
             during.append(Figures.of([each for each in answers if began <= each.answered and each.sent <= swapped]))
             applied.append(swapped - began)
         print(f"a delta of {rows:,} rows is applied in {statistics.median(applied):.2f} s; with {MANY} clients:")
-        print(f"    before {median(before)}\n    during {median(during)}", flush=True)
+        print(f"    before {median(steady)}\n    during {median(during)}", flush=True)
 
 
 # ---------------------------------------------------------------- freshness

@@ -60,13 +60,21 @@ def told_with_batch(
         ) from error
 
 
-def _advice(error: Exception) -> str:
-    if "must have the same rank" not in str(error):
-        return ""
-    return (
-        '\nA loss that is a name or an object, such as loss = "binary_crossentropy", matches labels of shape (batch,) '
+_ADVICE = {
+    "must have the same rank": (
+        'A loss that is a name or an object, such as loss = "binary_crossentropy", matches labels of shape (batch,) '
         "and outputs of shape (batch, 1), as in `compile`. In a function, match them: labels[:, None]."
-    )
+    ),
+    "Cast string to": (
+        "Strings need a layer that takes them: elasticcb.layers.Embedding, keras.layers.StringLookup or "
+        "keras.layers.Hashing."
+    ),
+}
+
+
+def _advice(error: Exception) -> str:
+    found = [advice for words, advice in _ADVICE.items() if words in str(error)]
+    return "".join(f"\n{advice}" for advice in found)
 
 
 def fixed_batch_size(model: keras.Model) -> int | None:

@@ -13,7 +13,6 @@ import numpy as np
 
 from elasticcb.errors import ElasticCBError
 from elasticcb.rpc.tensors import Array
-from elasticcb.serving.loaded_export import ServingSignature
 from elasticcb.serving.served_model import Predicted, ServedModel
 
 _RUNNERS = 2  # batches that run at the same time; TensorFlow computes each with all cores
@@ -65,7 +64,7 @@ class Batcher:
 
     def _kind_of(self, features: Mapping[str, Array], signature: str) -> tuple[Any, int]:
         sizes = {array.shape[:1] for array in features.values()}
-        if len(sizes) != 1 or not _may_be_joined(self._model.signature(signature)):
+        if len(sizes) != 1 or not self._model.signature(signature).is_of_batches:
             return None, 1
         ((examples,),) = sizes
         return (signature, *((name, array.dtype, array.shape[1:]) for name, array in features.items())), examples
@@ -129,9 +128,3 @@ class Batcher:
 
     def close(self) -> None:
         self._threads.shutdown()
-
-
-def _may_be_joined(signature: ServingSignature) -> bool:
-    """Whether axis 0 of all inputs and outputs is that of a batch."""
-    shapes = [spec.shape for spec in (*signature.inputs.values(), *signature.outputs.values())]
-    return all(shape.rank and shape[0] is None for shape in shapes)

@@ -30,6 +30,7 @@ class ServingSignature(NamedTuple):
 
     inputs: Mapping[str, tf.TensorSpec]
     outputs: Mapping[str, tf.TensorSpec]
+    is_of_batches: bool  # whether axis 0 of all of them is that of a batch
 
 
 class Replaced(NamedTuple):
@@ -61,7 +62,7 @@ class LoadedExport:
         self.signature_defs = _signature_defs(folder)
         self._functions = dict(self._loaded.signatures)
         self._signatures = {
-            name: ServingSignature(function.structured_input_signature[1], function.structured_outputs)
+            name: _signature_of(function.structured_input_signature[1], function.structured_outputs)
             for name, function in self._functions.items()
         }
 
@@ -142,6 +143,11 @@ class LoadedExport:
         for old, _ in replaced.variables:
             nothing = tf.zeros([0] * max(1, old.shape.rank or 0), old.dtype)
             tf.raw_ops.AssignVariableOp(resource=old.handle, value=nothing, validate_shape=False)
+
+
+def _signature_of(inputs: Mapping[str, tf.TensorSpec], outputs: Mapping[str, tf.TensorSpec]) -> ServingSignature:
+    shapes = [spec.shape for spec in (*inputs.values(), *outputs.values())]
+    return ServingSignature(inputs, outputs, all(shape.rank and shape[0] is None for shape in shapes))
 
 
 def _like(variable: tf.Variable, value: Array | tf.Tensor) -> tf.Variable:

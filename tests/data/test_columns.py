@@ -70,6 +70,14 @@ def test_features_are_the_columns_that_the_models_inputs_name(clicks: Path) -> N
         batch_of(data, inputs=["price", "device"])
 
 
+def test_a_label_that_is_missing_in_a_record_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("price,click\n1,0.5\n2,\n")
+    with pytest.raises(DataError, match=r"a\.csv can't be .*: The label 'click' is missing or NaN in a record"):
+        batch_of(read(path, header=True, label="click"))
+    assert batch_of(read(path, header=True, label="click", fill_null={"click": 2}))[1].tolist() == [0.5, 2]
+
+
 def test_predictions_need_no_label(clicks: Path, tmp_path: Path) -> None:
     assert "click" not in batch_of(read(clicks, header=True, label="click"), "prediction")
     without = tmp_path / "without.csv"

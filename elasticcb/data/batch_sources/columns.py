@@ -79,9 +79,19 @@ def named_feed(columns: Columns, label: str, inputs: Sequence[str] | None) -> Fe
         x = found[bare] if bare else {name: found[name] for name in taken}
         if mode == Mode.PREDICTION:
             return x
-        return (x, found[known_label], found[_WEIGHT]) if _WEIGHT in names else (x, found[known_label])
+        y = _present(found[known_label], known_label)
+        return (x, y, found[_WEIGHT]) if _WEIGHT in names else (x, y)
 
     return feed_batch
+
+
+def _present(labels: Any, name: str) -> Any:
+    """The labels, none of which may be NaN, as missing numbers are."""
+    if not isinstance(labels, tf.Tensor) or not labels.dtype.is_floating:
+        return labels
+    text = f"The label {name!r} is missing or NaN in a record. Remove such records, or set a value by `fill_null`."
+    with tf.control_dependencies([tf.debugging.Assert(~tf.reduce_any(tf.math.is_nan(labels)), [text])]):
+        return tf.identity(labels)
 
 
 def _of_lines(given: LineFormat, lines: Any) -> dict[str, Any]:
