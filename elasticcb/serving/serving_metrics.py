@@ -1,4 +1,4 @@
-"""Prometheus metrics of a process that serves a model; docs/serving_requests.md lists them."""
+"""Prometheus metrics of a process that serves a model; docs/serving.md lists them."""
 
 from __future__ import annotations
 
