@@ -265,14 +265,16 @@ class Figures(NamedTuple):
     def of(cls, answers: Sequence[Answered], cpu_seconds: float = 0.0) -> Figures:
         took = [1e3 * (each.answered - each.sent) for each in answers]
         seconds = max(each.answered for each in answers) - min(each.sent for each in answers)
-        return cls(len(answers) / seconds, *np.percentile(took, [50, 99]), 1e3 * cpu_seconds / len(answers))
+        p50, p99 = np.percentile(took, [50, 99])
+        return cls(len(answers) / seconds, p50, p99, 1e3 * cpu_seconds / len(answers))
 
     def __str__(self) -> str:
         return f"{self.rate:7.0f}/s {self.p50:7.1f} ms {self.p99:7.1f} ms {self.cpu:6.2f} ms"
 
 
 def median(figures: Sequence[Figures]) -> Figures:
-    return Figures(*map(statistics.median, zip(*figures, strict=True)))
+    rate, p50, p99, cpu = map(statistics.median, zip(*figures, strict=True))
+    return Figures(rate, p50, p99, cpu)
 
 
 def run_serving(folder: Path, seconds: float, rounds: int, rows: int, new: float) -> None:
@@ -378,7 +380,7 @@ def run_training(folder: Path, every: str, seconds: float, rows: int) -> None:
     with (folder / "output").open("w") as output:
         training = subprocess.Popen(job, stdout=output, stderr=subprocess.STDOUT)
         try:
-            with server("-m", "elasticcb", "serve", str(exports), "--port=0", "--poll=0.1") as port:
+            with server("-m", "elasticcb", "serve", str(exports), "--port=0", "--poll=0.1") as (port, _):
                 seen, sizes = asyncio.run(_ask(port, read, seconds, training))
         finally:
             training.terminate()
@@ -418,10 +420,10 @@ async def _ask(port: int, read: Path, seconds: float, training: Any) -> tuple[di
             answers = await _answer(reader, writer, asked)
             took.append(time.perf_counter() - started)
             now = time.time()
-            for marker, row in zip(asked, answers or (), strict=False):
+            for asked_one, row in zip(asked, answers or (), strict=False):
                 if row[0]:
-                    seen[marker] = now
-                    del waiting[marker]
+                    seen[asked_one] = now
+                    del waiting[asked_one]
         await asyncio.sleep(0.05)
     if waiting:
         raise SystemExit(f"{len(waiting)} batches were never answered.")

@@ -67,7 +67,8 @@ _ADVICE = {
     ),
     "Cast string to": (
         "Strings need a layer that takes them: elasticcb.layers.Embedding, keras.layers.StringLookup or "
-        "keras.layers.Hashing."
+        "keras.layers.Hashing. If it is a column of numbers or dates, set `column_dtypes`: the error then names a "
+        "record that differs."
     ),
 }
 

@@ -118,3 +118,10 @@ def _check_parameters(chosen: Format, reader: Any, arguments: Mapping[str, Any])
                 + (f"Did you mean {close[0]!r}? " if close else "")
                 + (f"It has: {', '.join(['format', *known])}.")
             )
+    for name in ("column_dtypes", "fill_null"):
+        value = arguments.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise UsageError(
+                f"The reader parameter {name} is {value!r}. Expected a value for each name of a column, such as "
+                f"{name}={{price: {'float32' if name == 'column_dtypes' else 0}}}."
+            )

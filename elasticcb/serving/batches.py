@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from elasticcb.errors import ElasticCBError
+from elasticcb.process.devices import usable_cores
 from elasticcb.rpc.tensors import Array
 from elasticcb.serving.served_model import Predicted, ServedModel
 
-_RUNNERS = 2  # batches that run at the same time; TensorFlow computes each with all cores
+# Batches that run at the same time. TensorFlow computes each with all cores, and fewer batches are larger.
+_RUNNERS = 1 if usable_cores() < 4 else 2
 
 
 class TooManyRequestsError(ElasticCBError):

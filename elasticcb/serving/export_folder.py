@@ -46,8 +46,9 @@ class ExportFolder:
 
     def own(self, owner: str) -> None:
         """Makes `owner`, the name of a training, the only one that writes. Raises `UsageError` when another does."""
-        if self._lock is not None:
+        if self._lock is not None and self._here is not None:
             with _local(self.place):
+                self._here.mkdir(parents=True, exist_ok=True)  # which other users may read
                 self._lock.take()
             return
         age = self._age_of_other(owner)

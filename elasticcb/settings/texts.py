@@ -74,8 +74,11 @@ def parse_scalar(text: str) -> Any:
     return loader.construct_object(yaml.ScalarNode(tag, text))
 
 
+_COLLECTION = re.compile(r"\{.*\}|\[.*\]", re.DOTALL)
+
+
 def parse_params(text: str) -> dict[str, Any]:
-    """`"k=v;k2=v2"` -> {"k": v, "k2": v2}; a quoted value may hold `;`.
+    """`"k=v;k2=v2"` -> {"k": v, "k2": v2}; a quoted value may hold `;`, and a value may be a list or a mapping of YAML.
 
     Raises:
         UsageError: a part has no `=`, or its name is not a valid Python argument.
@@ -91,7 +94,7 @@ def parse_params(text: str) -> dict[str, Any]:
             )
         if name in found:
             raise UsageError(f"{name!r} is given twice. Remove one of the two.")
-        found[name] = parse_scalar(value)
+        found[name] = parse_mapping(value) if _COLLECTION.fullmatch(value.strip()) else parse_scalar(value)
     return found
 
 

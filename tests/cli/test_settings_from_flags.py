@@ -86,9 +86,9 @@ def test_all_kinds_of_values_reach_the_settings(workplace):
     assert settings.log_level == "WARNING"
 
 
-def test_params_are_read_as_yaml_scalars(workplace):
+def test_params_are_read_as_yaml(workplace):
     text = "units=64; rate=1e-3;flag=true;off=no;none=null;name='007';sep=';';when=12:30;day=2024-01-02;e="
-    settings = workplace.settings(*workplace.train, "--model_params", text)
+    settings = workplace.settings(*workplace.train, "--model_params", f"{text};l=[a, 1];m={{a: 0.5}}")
     assert settings.model.params == {
         "units": 64,
         "rate": 0.001,
@@ -100,6 +100,8 @@ def test_params_are_read_as_yaml_scalars(workplace):
         "when": "12:30",
         "day": "2024-01-02",
         "e": "",
+        "l": ["a", 1],
+        "m": {"a": 0.5},
     }
 
 

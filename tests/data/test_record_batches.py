@@ -158,6 +158,10 @@ def test_read_takes_the_parameters_of_the_format_and_refuses_others(tmp_path: Pa
     assert (x["number"].numpy().tolist(), y.numpy().tolist()) == ([4, 5], [2.0, 2.5])
     with pytest.raises(UsageError, match=r"has no parameter 'heder'\. Did you mean 'header'"):
         read(tmp_path / "a.csv", heder=True)
+    with pytest.raises(
+        UsageError, match=r"column_dtypes is 'half'\. Expected a value for each name of a column, such as"
+    ):
+        read(tmp_path / "a.csv", column_dtypes="half")
     with pytest.raises(TypeError, match=r"takes no parameters here. Received: header"):
         read(data.reader, header=True)
     with pytest.raises(TypeError, match="must be a path, glob"):

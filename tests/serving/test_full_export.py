@@ -79,7 +79,7 @@ def snapshot_of(model, folder, version=3):
 def written(model, folder, spec=None):
     process = FullExport(without_weights(model, spec), str(folder / "snapshot"), str(folder / "full"))
     try:
-        wait_until(lambda: process.has_ended)
+        wait_until(lambda: process.has_ended, seconds=280)
         return process.files()
     finally:
         process.close()
