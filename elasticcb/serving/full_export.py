@@ -25,7 +25,6 @@ from elasticcb.storage.local_folders import TemporaryFolder
 from elasticcb.storage.remote_files import is_url
 
 _MODEL, _RESULT, _LOG = "model", "result.json", "log"
-_LESS_URGENT = 5  # niceness
 
 
 class FullExport:
@@ -90,7 +89,6 @@ class FullExport:
 def main() -> int:
     """The entry point of the process."""
     threading.Thread(target=_end_with_master, daemon=True).start()
-    os.nice(_LESS_URGENT)
     given, snapshot, to = sys.argv[1:]
     result: dict[str, Any]
     from elasticcb.serving.loading import ForeignCheckpointError
