@@ -122,6 +122,7 @@ def _write(model: bytes, snapshot: str, to: str) -> list[SavedFile]:
 def _write_saved_model(model: bytes, snapshot: str, folder: Path) -> int:
     """Returns the version of the model."""
     import keras
+    import tensorflow as tf
 
     from elasticcb.callbacks.serving_signature import add_serving_endpoint
     from elasticcb.layers.table_layers import is_own, table_layers
@@ -131,9 +132,11 @@ def _write_saved_model(model: bytes, snapshot: str, folder: Path) -> int:
     content = carry.loads(model)
     rebuilt = content["model"]
     version = load_version(rebuilt, snapshot)
+    own = [layers[0] for _, layers in sorted(table_layers(rebuilt).items()) if is_own(layers[0])]
+    for layer in own:  # on another backend, it was no variable
+        layer._ids = tf.Variable(layer.ids.numpy(), shape=[None], trainable=False, name="ids")
     archive = keras.export.ExportArchive()
     add_serving_endpoint(archive, rebuilt, content["features_spec"])
-    own = [layers[0] for _, layers in sorted(table_layers(rebuilt).items()) if is_own(layers[0])]
     archive.add_variable_collection(WEIGHTS, list(rebuilt.weights))
     archive.add_variable_collection(IDS, [layer.ids for layer in own])
     archive.write_out(str(folder), verbose=False)
