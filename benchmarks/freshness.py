@@ -397,10 +397,12 @@ def run_training(folder: Path, every: str, seconds: float, rows: int) -> None:
 
 async def _ask(port: int, read: Path, seconds: float, training: Any) -> tuple[dict[int, float], list[float]]:
     """When the row of each marker was answered first, for those read after a while; and how long requests took."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    while not read.exists() or (await _answer(reader, writer, [0])) is None:
+    while not read.exists():
         if training.poll() is not None:
             raise SystemExit("The job has ended.")
+        await asyncio.sleep(0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    while (await _answer(reader, writer, [0])) is None:
         await asyncio.sleep(0.2)
     begin = time.time() + WARM_UP_SECONDS
     seen, took = dict[int, float](), list[float]()
@@ -414,16 +416,15 @@ async def _ask(port: int, read: Path, seconds: float, training: Any) -> tuple[di
         for marker, at in map(str.split, whole.splitlines()):
             if begin <= float(at) < begin + seconds:
                 waiting[int(marker)] = float(at)
-        asked = list(waiting)[:1024]
-        if asked:
-            started = time.perf_counter()
-            answers = await _answer(reader, writer, asked)
-            took.append(time.perf_counter() - started)
-            now = time.time()
-            for asked_one, row in zip(asked, answers or (), strict=False):
-                if row[0]:
-                    seen[asked_one] = now
-                    del waiting[asked_one]
+        asked = list(waiting)[:1024] or [0]
+        started = time.perf_counter()
+        answers = await _answer(reader, writer, asked)
+        took.append(time.perf_counter() - started)
+        now = time.time()
+        for asked_one, row in zip(asked, answers or (), strict=False):
+            if row[0] and asked_one in waiting:
+                seen[asked_one] = now
+                del waiting[asked_one]
         await asyncio.sleep(0.05)
     if waiting:
         raise SystemExit(f"{len(waiting)} batches were never answered.")
