@@ -41,7 +41,6 @@ class Export:
         model: the name of the model.
         model_version: of the model; it may go back when a job continues from what it had saved.
         written: seconds since 1970, by the clock of the exporter.
-        newest_record: time of the newest record that was trained, in seconds since 1970; None: unknown.
         files: of a full export, its files; their names are paths in its folder.
     """
 
@@ -51,7 +50,6 @@ class Export:
     model: str
     model_version: int
     written: float
-    newest_record: float | None = None
     files: tuple[SavedFile, ...] = ()
 
     @property
@@ -92,7 +90,6 @@ class Current:
     full: str
     deltas: tuple[str, ...] = ()
     written: float = 0.0
-    newest_record: float | None = None
 
     def to_json(self) -> str:
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)

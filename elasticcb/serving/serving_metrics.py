@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -57,9 +56,6 @@ class _ModelCollector(Collector):
             return
         yield _gauge("version", "The served version.", export.version)
         yield _gauge("version_age_seconds", "Time since the served version was written.", age)
-        if export.newest_record is not None:
-            text = "Time since the newest record that the served version was trained with."
-            yield _gauge("newest_record_age_seconds", text, max(0.0, time.time() - export.newest_record))
         rows = GaugeMetricFamily(f"{_PREFIX}table_rows", "Rows of an embedding table.", labels=["table"])
         for path, count in self._model.rows.items():
             rows.add_metric([path], count)

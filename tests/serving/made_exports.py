@@ -152,16 +152,14 @@ class MadeExports:
 
     def _export(self, version: int, since: int | None) -> Export:
         now = time.time()
-        return Export(version, since, self.exporter, "small", version, now, now - 1.0)
+        return Export(version, since, self.exporter, "small", version, now)
 
     def _finish(self, export: Export) -> None:
         self.version = export.version
         for ids in (*self._changed.values(), *self._gone.values()):
             ids.clear()
         full, *deltas = self.way
-        current = Current(
-            export.version, self.exporter, "small", full, tuple(deltas), export.written, export.newest_record
-        )
+        current = Current(export.version, self.exporter, "small", full, tuple(deltas), export.written)
         durable.write(self.folder / CURRENT, current.to_json().encode(), durable.SHARED)
 
     def expected(self, features) -> list[np.ndarray]:

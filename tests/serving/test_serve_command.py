@@ -45,7 +45,7 @@ def test_served_model_follows_training_through_faults_and_goes_back(exports, tmp
             agree(served, exports)
         assert served.metric("version") == 3
         assert served.metric("problem") == 0
-        assert served.metric("version_age_seconds") <= served.metric("newest_record_age_seconds")
+        assert 0 <= served.metric("version_age_seconds") < 600
         assert served.metric('table_rows{table="items/embeddings"}') == len(exports.model.get_layer("items").rows()[0])
         assert served.metric('requests_total{protocol="rest",status="200"}') == 3
         before = served.predict(FEATURES)
