@@ -133,7 +133,7 @@ def _write_saved_model(model: bytes, snapshot: str, folder: Path) -> int:
     rebuilt = content["model"]
     version = load_version(rebuilt, snapshot)
     own = [layers[0] for _, layers in sorted(table_layers(rebuilt).items()) if is_own(layers[0])]
-    for layer in own:  # on another backend, it was no variable
+    for layer in own:  # on another backend, it is not a variable
         layer._ids = tf.Variable(layer.ids.numpy(), shape=[None], trainable=False, name="ids")
     archive = keras.export.ExportArchive()
     add_serving_endpoint(archive, rebuilt, content["features_spec"])
