@@ -171,7 +171,7 @@ class _ServedNow:
     """In the place of a `ServedModel` that has everything."""
 
     problem, age, rows = "", 0.0, {"table": 0}
-    export = Export(0, None, "", "", 0, 0.0, 0.0)
+    export = Export(0, None, "", "", 0, 0.0)
 
 
 def _label(name: str, samples: Iterable[Sample]) -> str:
