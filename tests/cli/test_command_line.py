@@ -123,7 +123,7 @@ def test_how_a_command_ends_gives_the_exit_code(error, code, capsys, monkeypatch
 
 def test_the_tables_in_the_docs_are_those_of_the_code():
     marks = []
-    for name in ("cli.md", "python_api.md", "embeddings.md", "metrics.md"):
+    for name in ("cli.md", "python_api.md", "embeddings.md", "metrics.md", "serving.md"):
         page = (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
         assert page == update(page), "run: python lint/reference.py docs/*.md"
         # What stands between "begin" and "end" is of benchmarks.

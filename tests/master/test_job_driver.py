@@ -83,7 +83,7 @@ class Training:
         with server.state() as state:
             state.queue, state.rounds = queue, EvaluationRounds()
         self.queue = queue
-        self.course = JobDriver(order, served, queue, epochs, checkpoints, lambda: None)
+        self.course = JobDriver(order, served, queue, epochs, checkpoints, lambda: None, ())
         self.worker = self.master.server.register(Role.WORKER, 0, "", 1, "here").id
 
     def do(self, expected, version=7):

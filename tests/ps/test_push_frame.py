@@ -74,7 +74,7 @@ def test_the_page_of_the_protocol_names_all_kinds_of_arrays():
     table = PAGE.read_text(encoding="utf-8").split("### Names of arrays")[1].split("\n## ")[0]
     rows = [row.partition(" | ")[0] for row in table.splitlines() if row.startswith("|")]
     documented = {kind for row in rows for kind in re.findall(r"`(\w+)/[A-Z]", row)}
-    of_files = {getattr(array_names, name) for name in ("WEIGHT", "AGES", "GONE")}
+    of_files = {getattr(array_names, name) for name in ("WEIGHT", "GONE")}
     assert kinds - of_files == documented
 
 

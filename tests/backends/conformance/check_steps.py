@@ -13,6 +13,7 @@ from elasticcb.compute.backend import HeldModel
 from elasticcb.compute.registry import backend
 from elasticcb.errors import ModelFileError
 from elasticcb.model.metrics import ModelMetrics
+from elasticcb.model.spec import Words
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.held_state import read_optimizers
 from elasticcb.serialization import carry
@@ -22,7 +23,9 @@ from elasticcb.sharding.flat_blocks import PlacedBlocks, pack_weights
 from elasticcb.sharding.partition import partition
 from own_steps import own_step
 
-SPEC = SimpleNamespace(path="the model", loss_advice="Give it one.")
+SPEC = SimpleNamespace(
+    path="the model", loss_advice="Give it one.", words=Words("The model", "The data", "The program")
+)
 
 
 def tensors(batch):
