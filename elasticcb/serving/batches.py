@@ -49,10 +49,6 @@ class Batcher:
         self._threads = ThreadPoolExecutor(_RUNNERS, "predict")
         self._loop = asyncio.get_running_loop()
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
     async def predict(self, features: Mapping[str, Array], signature: str) -> Predicted:
         """Like `ServedModel.predict`. Raises `TooManyRequestsError` in addition."""
         if len(self._waiting) >= self._most_waiting:

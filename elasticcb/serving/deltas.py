@@ -35,9 +35,11 @@ class TableChange(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """Attributes:
-    weights: of all dense variables, by index.
-    changes: by table.
+    """A delta in memory.
+
+    Attributes:
+        weights: of all dense variables, by index.
+        changes: by table.
     """
 
     export: Export

@@ -129,6 +129,21 @@ def way_to(names: Sequence[str], version: int | None = None) -> list[str]:
     return []
 
 
+def bridge(names: Sequence[str], version: int, goals: set[int]) -> list[str]:
+    """The names of the deltas that lead from a version to one of `goals`; empty: there are none."""
+    steps: dict[int, str] = {}
+    for name in sorted(names, key=version_of):
+        if found := _DELTA.fullmatch(name):
+            steps[int(found[1])] = name
+    way: list[str] = []
+    while version not in goals:
+        if version not in steps:
+            return []
+        way.append(steps[version])
+        version = version_of(steps[version])
+    return way
+
+
 def unneeded(written: Mapping[str, float], way: Sequence[str], oldest: float) -> list[str]:
     """The names of the finished exports to remove, in this order: those written before `oldest`, except what the
     current version needs, and the deltas from the oldest full export that stays.

@@ -81,19 +81,3 @@ class ServedFolder:
 
     def close(self) -> None:
         self._store.close()
-
-
-def bridge(names: list[str], version: int, goals: set[int]) -> list[str]:
-    """The names of the deltas that lead from a version to one of `goals`; empty: there are none."""
-    steps: dict[int, str] = {}
-    for name in names:
-        if name.startswith("delta-"):
-            _, since, _ = name.split("-")
-            steps[int(since)] = max(steps.get(int(since), ""), name, key=version_of)
-    found: list[str] = []
-    while version not in goals:
-        if version not in steps:
-            return []
-        found.append(steps[version])
-        version = version_of(steps[version])
-    return found

@@ -15,9 +15,9 @@ from elasticcb.checkpoint.shard_file import check_file
 from elasticcb.errors import CheckpointError, UsageError, describe
 from elasticcb.rpc.tensors import Array
 from elasticcb.serving.deltas import Delta, read_delta, specs_in
-from elasticcb.serving.exports import Export, version_of, way_to
+from elasticcb.serving.exports import Export, bridge, version_of, way_to
 from elasticcb.serving.loaded_export import SIGNATURE, LoadedExport, ServingSignature
-from elasticcb.serving.served_folder import ServedFolder, bridge
+from elasticcb.serving.served_folder import ServedFolder
 
 logger = logging.getLogger(__name__)
 

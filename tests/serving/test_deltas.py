@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticcb.serving.deltas import TableChange, combined, moved
-from elasticcb.serving.served_folder import bridge
+from elasticcb.serving.exports import bridge
 
 IDS = st.integers(0, 12)
 TABLES = st.dictionaries(IDS, st.integers(0, 99))
