@@ -8,7 +8,8 @@
 `epochs` trains a small model on files with 8 features and a label, with batches of 512: by plain Keras, whose input is
 a tf.data pipeline that parses batches (for Parquet a generator of PyArrow's batches), by `elasticcb train`, and by
 `Cluster.fit` with `elasticcb.data.read`. All parse by the same function. It prints the seconds of the shortest epoch of
-three after the first, and the seconds until the first batch of an opened file is parsed.
+three after the first, and the seconds until the first batch of an opened file is parsed. Plain Keras, and a job of one
+worker with its master and server, have one core; two workers have two.
 
 `checksums` reads TFRecords that are in the system's file cache, with and without the verification of their data, in
 turns. It prints the difference of the medians, in seconds per GB of data.
@@ -116,6 +117,10 @@ def first_batch(path):
 """
 
 
+_ONE_CORE = ("taskset", "-c", "0")
+_CORES: tuple[tuple[int, tuple[str, ...]], ...] = ((1, _ONE_CORE), (2, ("taskset", "-c", "0,1")))  # by workers
+
+
 def epochs(rows: int, formats: list[str], runs: int) -> None:
     import numpy as np
 
@@ -130,9 +135,9 @@ def epochs(rows: int, formats: list[str], runs: int) -> None:
             train = [sys.executable, "-m", "elasticcb", "train", f"--model_zoo={folder}", "--minibatch_size=512"]
             train += ["--model_def=model.custom_model", f"--training_data={path}", "--num_epochs=4"]
             commands = [
-                _call(f"plain({str(path)!r})"),
-                *([*train, f"--num_workers={n}", f"--job_dir={folder}/job{n}"] for n in (1, 2)),
-                *(_call(f"in_cluster({str(path)!r}, {n})") for n in (1, 2)),
+                [*_ONE_CORE, *_call(f"plain({str(path)!r})")],
+                *([*core, *train, f"--num_workers={n}", f"--job_dir={folder}/job{n}"] for n, core in _CORES),
+                *([*core, *_call(f"in_cluster({str(path)!r}, {n})")] for n, core in _CORES),
             ]
             best = [float("inf")] * len(commands)
             for _ in range(runs):
