@@ -87,6 +87,7 @@ class Reader(ABC):
         """The feed for model files without one; None: columns become features and labels."""
         return None
 
+    may_skip = False  # whether a range may have fewer records than numbers
     may_lack = ""  # a column that reader parameters name and the data may lack: the label, in prediction
     unknown_columns = ""  # for messages: why `record_format` is None, and what to do
 

@@ -25,11 +25,13 @@ from elasticcb.master.evaluation import Round
 from elasticcb.master.exports import PeriodicExports
 from elasticcb.master.job_context import JobContext, TrainedModel
 from elasticcb.master.job_machine import JobMachine
+from elasticcb.master.observation import epochs_of
 from elasticcb.master.snapshot import EpochEnd, format_metric
 from elasticcb.master.task import Milestone, MilestoneKind, TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizers.traits import may_serve_rows
 from elasticcb.settings import Command, Mode, written
+from elasticcb.settings.choices import seconds_of
 
 
 class Pace(NamedTuple):
@@ -44,16 +46,23 @@ class EpochClock:
 
     Epochs may overlap: some workers begin the next epoch while others still have tasks of this one. Each epoch is timed
     from the end of the previous one, and counts everything trained in that time.
+
+    Args:
+        seconds: of an epoch of a stream; None: it does not end by time.
     """
 
-    def __init__(self, minibatch_size: int) -> None:
-        self._minibatch_size = minibatch_size
+    def __init__(self, minibatch_size: int, seconds: float | None = None) -> None:
+        self._minibatch_size, self._seconds = minibatch_size, seconds
         self._begun, self._records = 0.0, 0
         self._paces: dict[int, Pace] = {}
 
     def begin(self, now: float, records: int) -> None:
         """An epoch begins; `records` were trained before it, over all epochs."""
         self._begun, self._records = now, records
+
+    def is_over(self, now: float) -> bool:
+        """Whether the epoch should end by time."""
+        return self._seconds is not None and now - self._begun >= self._seconds
 
     def trained(self, epoch: int, now: float, records: int) -> None:
         """All records of `epoch` are trained; the next epoch begins now, unless `begin` is called later."""
@@ -96,7 +105,8 @@ class JobDriver:
         self._host, self._hooks = served.host, served.hooks
         self._epochs, self._autoscale, self.exports = epochs, autoscale, exports
         self._waiting_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their evaluation pass
-        self._clock = EpochClock(self._settings.training.minibatch_size)
+        every = self._settings.stream.epoch_every
+        self._clock = EpochClock(self._settings.training.minibatch_size, seconds_of(every) if every else None)
         self._more_batches = False  # more are ready for callbacks now
         self.over = False
         self.follows_batches = any(map(self._host.callbacks.wants, BATCH_HOOKS))
@@ -148,6 +158,9 @@ class JobDriver:
         self._context.master.server_scaling.turn(servers.resize, self._why_servers_wait, self._why_no_servers)
         self._deliver_batches()
         self._merge_states()
+        if self._clock.is_over(time.monotonic()):
+            with self._master.state() as state:
+                state.end_epoch()
         for exports in self.exports:
             exports.turn()
         if idle:
@@ -302,7 +315,7 @@ class JobDriver:
     def _end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
         """The epoch is trained, and evaluated if due."""
         seconds, steps = self._clock.take(epoch)
-        epochs = self._settings.training.num_epochs
+        epochs = epochs_of(self._settings)
         self._report.epoch_ended(EpochEnd(epoch=epoch + 1, epochs=epochs, seconds=seconds, steps=steps, logs=logs))
         with self._master.state():
             waits = self.queue.epoch == epoch  # whether workers wait for the hooks

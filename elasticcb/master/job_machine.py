@@ -17,7 +17,15 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from elasticcb.errors import CallbackWarning, ClusterLostError, ElasticCBError, JobFailedError, JobOverError, UsageError
+from elasticcb.errors import (
+    CallbackWarning,
+    ClusterLostError,
+    DataError,
+    ElasticCBError,
+    JobFailedError,
+    JobOverError,
+    UsageError,
+)
 from elasticcb.master.accounting import IllegalTransitionError, Speed
 from elasticcb.master.batch_log import BatchEvent, BatchLog
 from elasticcb.master.evaluation import EpochStates, EvaluationRounds
@@ -43,6 +51,7 @@ from elasticcb.process.wording import how_many
 from elasticcb.settings import Command, JobSettings, Updates
 
 if TYPE_CHECKING:
+    from elasticcb.data.unbounded import Partition
     from elasticcb.master.callback_arrays import SharedCallbacks
     from elasticcb.master.journal import Memory
     from elasticcb.master.prediction_output import PredictionOutput
@@ -479,6 +488,26 @@ class JobMachine:
             if member is not None:
                 self.history.began(decision.lease, member.index)
         return decision
+
+    @event(_if_any)
+    def stream_grew(self, seen: Mapping[str, Partition], now: float) -> bool:
+        """What is there of a stream's partitions by now. Returns whether somebody has to act on it."""
+        if self.queue is None or self.queue.stream is None or self.over:
+            return False
+        try:
+            story = self.queue.grow(seen, now)
+        except DataError as error:
+            self.error = error
+            return True
+        if story:
+            self.warn(CallbackWarning("lost records of the stream", story, 0))
+        return self.queue.has_milestones or (bool(self.waiting) and self.queue.stream.is_ready)
+
+    @event()
+    def end_epoch(self) -> None:
+        """The current epoch of a stream gets no more records."""
+        if self.queue is not None:
+            self.queue.end_epoch()
 
     def must_tell(self, worker: int, decision: TaskDecision) -> bool:
         """Whether a worker must be told now that there is no task for it: until then, others wait for its batches."""

@@ -76,6 +76,7 @@ class ModelHost:
 
     Attributes:
         features_spec: as for `add_serving_endpoint`.
+        stream: the source of training records that grows; None: it has a known size.
     """
 
     def __init__(self, settings: JobSettings, spec: Any = None, rehearses: bool = False) -> None:
@@ -93,6 +94,7 @@ class ModelHost:
             mode = Mode.of(settings.command)
             pipeline = open_pipeline(settings, self.spec, mode)
             self.open_ended, self.repeatable = pipeline.open_ended, pipeline.repeatable
+            self.stream = pipeline.stream
             pipelines: dict[str, Pipeline] = {mode: pipeline}
             if mode is Mode.TRAINING and (settings.data.validation or self.spec.batch_source(Mode.EVALUATION)):
                 pipelines[Mode.EVALUATION] = open_pipeline(settings, self.spec, Mode.EVALUATION)
@@ -240,9 +242,11 @@ class ModelHost:
 
     def _batches(self, settings: JobSettings) -> int | None:
         """Batches of an epoch, or of all evaluated or predicted records; None if unknown."""
-        if self.open_ended:
-            return None
         size = settings.training.minibatch_size
+        if self.stream is not None and settings.stream.records_per_epoch:
+            return -(-settings.stream.records_per_epoch // size)
+        if self.open_ended or self.stream is not None:
+            return None
         return sum(-(-count // size) for _, count in self.sources[Mode.of(settings.command)])
 
     def saved_model_inputs(self) -> tuple[SavedModelInput, ...]:

@@ -12,9 +12,13 @@ import tensorflow as tf
 
 from elasticcb.data import Reader, checked_sources, open_reader
 from elasticcb.data.batch_sources.record_batches import RecordBatches
+from elasticcb.data.batch_sources.records import StreamSource
 from elasticcb.data.batches import BatchSource, NextBatch
 from elasticcb.data.file_reader import FileReader
-from elasticcb.errors import DataError
+from elasticcb.data.formats import is_stream
+from elasticcb.data.growing_files import SETTLE, GrowingFiles
+from elasticcb.data.unbounded import UnboundedSource
+from elasticcb.errors import DataError, UsageError
 from elasticcb.model.spec import Spec
 from elasticcb.settings import JobSettings, Mode
 
@@ -32,6 +36,7 @@ class Pipeline(Protocol):
     open_ended: bool  # whether the number of units in an epoch is unknown
     repeatable: bool  # whether a shard has the same units in the next run of the program
     fed_by: str  # what may drop, multiply or reorder units, for messages
+    stream: UnboundedSource | None  # what it reads, if that grows while the job trains
 
     @property
     def fixed(self) -> Sequence[bool]:
@@ -73,17 +78,54 @@ def open_pipeline(
     """
     source = spec.batch_source(mode)
     if source is None:
-        return FeedPipeline(settings, spec, mode, find_index)
+        return _of_files(settings, spec, mode, find_index)
     source.select(spec.inputs)
+    if isinstance(source, StreamSource):
+        return FeedPipeline(source.opened(), mode, settings.training.minibatch_size)
     if next_batch is not None:
         source.connect(next_batch)
     return BatchPipeline(source, mode)
+
+
+def _of_files(settings: JobSettings, spec: Spec, mode: Mode, find_index: Callable[[str], bytes] | None) -> FeedPipeline:
+    """The input that a command names."""
+    origin = getattr(settings.data, "validation" if mode is Mode.EVALUATION else mode.value)
+    grows = mode is Mode.TRAINING
+    params = {} if not grows and is_stream(settings.data.training) else settings.data.reader_params  # else the stream's
+    reader = open_reader(
+        origin,
+        {name: value for name, value in params.items() if grows or name != SETTLE},
+        custom=spec.custom_data_reader,
+        records_per_task=settings.training.minibatch_size * settings.training.batches_per_task(None, 1),
+        follow=grows and settings.data.follow,
+    )
+    if isinstance(reader, UnboundedSource) and mode is not Mode.TRAINING:
+        raise UsageError(
+            f"The {mode} data {origin} is a stream, which never ends. Expected files; only training data may grow."
+        )
+    files = reader.files if isinstance(reader, GrowingFiles) else reader
+    if isinstance(files, FileReader):
+        files.find_index = find_index
+    batches = RecordBatches(
+        reader,
+        mode.value,
+        settings.training.minibatch_size,
+        feed=spec.feed,
+        feed_batch=spec.feed_batch,
+        label=settings.data.label,
+        inputs=spec.inputs,
+        call=spec.call,
+        name=lambda name: f"`{getattr(settings.model, name)}` in {spec.path}",
+        owner=str(spec.path),
+    )
+    return FeedPipeline(batches, mode, settings.training.minibatch_size, reads_few=settings.dry_run)
 
 
 class BatchPipeline:
     """The batches of a `BatchSource`, as tensors."""
 
     fed_by = "The data"
+    stream = None
 
     def __init__(self, source: BatchSource, mode: Mode) -> None:
         self._source = source
@@ -155,35 +197,13 @@ class FeedPipeline:
     repeatable = True
     fixed: Sequence[bool] = ()
 
-    def __init__(
-        self, settings: JobSettings, spec: Spec, mode: Mode, find_index: Callable[[str], bytes] | None = None
-    ) -> None:
-        origin = getattr(settings.data, "validation" if mode is Mode.EVALUATION else mode.value)
-        self.reader: Reader = open_reader(
-            origin,
-            settings.data.reader_params,
-            custom=spec.custom_data_reader,
-            records_per_task=settings.training.minibatch_size * settings.training.batches_per_task(None, 1),
-        )
-        if isinstance(self.reader, FileReader):
-            self.reader.find_index = find_index
-        self._minibatch_size = settings.training.minibatch_size
-        self._reads_few = settings.dry_run
+    def __init__(self, batches: RecordBatches, mode: Mode, minibatch_size: int, reads_few: bool = False) -> None:
+        self.reader: Reader = batches.reader
+        self.stream = self.reader if isinstance(self.reader, UnboundedSource) else None
+        self._minibatch_size, self._reads_few = minibatch_size, reads_few
         self._predicts = mode is Mode.PREDICTION  # then the feed returns only features
-        self._batches = RecordBatches(
-            self.reader,
-            mode.value,
-            self._minibatch_size,
-            feed=spec.feed,
-            feed_batch=spec.feed_batch,
-            label=settings.data.label,
-            inputs=spec.inputs,
-            call=spec.call,
-            name=lambda name: f"`{getattr(settings.model, name)}` in {spec.path}",
-            owner=str(spec.path),
-        )
-        self.keeps_order = self._batches.keeps_order
-        self.fed_by = self._batches.fed_by
+        self._batches = batches
+        self.keeps_order, self.fed_by = batches.keeps_order, batches.fed_by
 
     @property
     def element_spec(self) -> Any:
@@ -191,6 +211,8 @@ class FeedPipeline:
         return self._batches.dataset.element_spec
 
     def sources(self) -> Sources:
+        if self.stream is not None:
+            return []
         if self._reads_few:  # without scanning the data
             few = self._minibatch_size if self.keeps_order else max(self._minibatch_size, _FEW_RECORDS)
             for name, head in self._beginnings():
@@ -208,6 +230,10 @@ class FeedPipeline:
 
     def first_batch(self) -> Any:
         """A batch from the start of the data, for building a model."""
+        if self.stream is not None:
+            for records in (self._minibatch_size, _FEW_RECORDS):
+                for batch in self.batches(*self.stream.beginning(records)):
+                    return batch
         tried = 0
         for name, head in self._beginnings():
             count = 0

@@ -14,6 +14,7 @@ from elasticcb.settings.choices import Updates, read_init_map
 from elasticcb.settings.given import Given
 from elasticcb.settings.job import JobSettings
 from elasticcb.settings.table import read_table_options
+from elasticcb.settings.training import ENDLESS
 
 Check = Callable[[JobSettings, Given], Iterator[str]]
 
@@ -31,7 +32,10 @@ def completed(settings: JobSettings, given: Given) -> JobSettings:
         more["silence_seconds"] = min(cluster.silence_seconds, cluster.lease_seconds)
     if cluster.autoscale.most and "num_workers" not in given:
         more["num_workers"] = cluster.autoscale.least
-    return dataclasses.replace(settings, cluster=dataclasses.replace(cluster, **more))
+    training = settings.training
+    if (settings.stream.records_per_epoch or settings.stream.epoch_every) and "num_epochs" not in given:
+        training = dataclasses.replace(training, num_epochs=ENDLESS)
+    return dataclasses.replace(settings, training=training, cluster=dataclasses.replace(cluster, **more))
 
 
 def in_words(what: str, problems: Sequence[str]) -> str:
