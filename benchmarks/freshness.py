@@ -172,7 +172,7 @@ def serve_plain(folder: Path) -> None:
         inputs = json.loads(await request.body())["inputs"]
         return JSONResponse({"outputs": await asyncio.to_thread(computed, inputs)})
 
-    with socket.socket() as listener:
+    with socket.socket(proto=socket.IPPROTO_TCP) as listener:  # so that asyncio sets TCP_NODELAY
         listener.bind(("127.0.0.1", 0))
         print(f"http://127.0.0.1:{listener.getsockname()[1]}/", flush=True)
         app = Starlette(routes=[Route(f"/v1/models/{NAME}:predict", predict, methods=["POST"])])

@@ -96,7 +96,7 @@ async def _serve(config: uvicorn.Config, listener: socket.socket, broadcast: Bro
 
 
 def _listener(port: int) -> socket.socket:
-    listener = socket.socket()
+    listener = socket.socket(proto=socket.IPPROTO_TCP)  # so that asyncio sets TCP_NODELAY
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((_HOST, port))
