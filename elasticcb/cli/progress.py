@@ -350,6 +350,8 @@ FAULTS: Mapping[str, str] = {
     "updates lost with them": "updates_lost",
     "task retries": "tasks_retried",
     "duplicate records (at most)": "records_repeated",
+    "records removed before training": "records_lost",
+    "bad records skipped": "bad_records",
     "batches skipped (NaN or infinity)": "batches_skipped",
     "checkpoints not written": "checkpoints_failed",
     "recovery files not written": "recovery_files_failed",

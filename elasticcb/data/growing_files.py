@@ -7,16 +7,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticcb.data.content import is_remote, open_file
 from elasticcb.data.file_reader import FileReader
 from elasticcb.data.files import list_files
-from elasticcb.data.reader import Feed, Metadata
+from elasticcb.data.reader import Metadata
 from elasticcb.data.record_formats import RecordFormat
 from elasticcb.data.stacking import CHUNK_RECORDS
 from elasticcb.data.unbounded import Partition, UnboundedSource
 from elasticcb.errors import DataError, StreamError
+
+if TYPE_CHECKING:
+    from elasticcb.data.reader import Feed
 
 logger = logging.getLogger(__name__)
 

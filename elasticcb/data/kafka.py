@@ -138,6 +138,15 @@ class Kafka(UnboundedSource):
         if closing is not None:
             closing.consumer.close()
 
+    def as_it_came(self, name: str, number: int) -> bytes:
+        reading = _Reading(self._consumer())
+        try:
+            reading.begin(name, number)
+            chunks = reading.chunks(number + 1, 1, self._closed)
+            return next((message.value() or b"" for chunk in chunks for message in chunk), b"")
+        finally:
+            reading.consumer.close()
+
     def _reading(self, name: str, start: int) -> _Reading:
         """A consumer that reads from this offset on; preferably one that is there already."""
         with self._lock:

@@ -148,6 +148,7 @@ class TaskResult:
         outputs: by batch: predictions, or inputs of metrics without mergeable state.
         ended_after: number of records after which the source ended; None: it did not.
         servers: `JobMachine.newest_server` when the first batch began that was not reported before.
+        bad_records, bad_record: number of records that were skipped, and what is wrong with the first one.
         restarts: `states` and `outputs` replace those of earlier tasks of the epoch or pass.
     """
 
@@ -155,6 +156,8 @@ class TaskResult:
     states: States = field(default_factory=dict)
     outputs: list[Outputs] = field(default_factory=list)
     batches_skipped: int = 0
+    bad_records: int = 0
+    bad_record: str = ""
     ended_after: int | None = None
     function_result: bytes = b""
     servers: int = 0
@@ -633,8 +636,21 @@ class JobMachine:
         if outcome.counts and task is not None:
             self.history.ended(lease, "done", task)
             self.totals.batches_skipped += result.batches_skipped
+            self._note_bad_records(result)
             self._take_in(worker, task, result)
         return outcome
+
+    def _note_bad_records(self, result: TaskResult) -> None:
+        if not result.bad_records or self.settings is None:
+            return
+        self.totals.bad_records += result.bad_records
+        self.warn(CallbackWarning("bad records", result.bad_record, 0))
+        limit = self.settings.data.bad_records_limit
+        if limit and self.totals.bad_records > limit:
+            self.error = DataError(
+                f"{how_many(self.totals.bad_records, 'record')} can't be converted, more than --bad_records_limit="
+                f"{limit}. The last of them: {result.bad_record}\nCorrect the feed or the data, or raise the limit."
+            )
 
     def _take_in(self, worker: int, task: Task, result: TaskResult) -> None:
         if task.type is TaskType.TRAINING:

@@ -78,6 +78,7 @@ class Totals:
     """Totals over the whole job, besides the task queue's accounting."""
 
     batches_skipped: int = 0
+    bad_records: int = 0  # that could not be converted, and were skipped
     callback_errors: int = 0
     checkpoints_failed: int = 0  # that could not be written; training continued
     stragglers: list[int] = field(default_factory=list)  # indexes of workers that were ever stragglers

@@ -36,6 +36,7 @@ def observe(state: JobMachine, refused: Mapping[str, int], now: float) -> JobSna
         version=state.version,
         loss=state.loss,
         batches_skipped=totals.batches_skipped,
+        bad_records=totals.bad_records,
         callback_errors=totals.callback_errors,
         checkpoints_failed=totals.checkpoints_failed,
         workers=_counts(state, Role.WORKER),

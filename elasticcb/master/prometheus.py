@@ -66,6 +66,7 @@ def _job(seen: JobSnapshot) -> Iterator[Metric]:
     repeated = seen.records_repeated
     yield _counter("records_repeated", "Records trained or predicted more than once (upper bound).", repeated)
     yield _counter("batches_skipped", "Batches skipped because of NaN or infinity.", seen.batches_skipped)
+    yield _counter("bad_records", "Records that could not be converted, and were skipped.", seen.bad_records)
     yield _counter("callback_errors", "Callback errors after which the job continued.", seen.callback_errors)
     yield _counter("checkpoints_failed", "Checkpoints that could not be written.", seen.checkpoints_failed)
     age = {} if seen.checkpoint_age_seconds is None else {(): seen.checkpoint_age_seconds}

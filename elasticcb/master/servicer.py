@@ -155,6 +155,8 @@ class MasterServicer:
                 states=from_metric_states(request.metrics),
                 outputs=from_outputs(request.outputs),
                 batches_skipped=request.batches_skipped,
+                bad_records=request.bad_records,
+                bad_record=request.bad_record,
                 ended_after=request.records_done if request.exhausted else None,
                 function_result=request.result,
                 servers=request.servers,

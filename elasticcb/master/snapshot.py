@@ -125,6 +125,7 @@ class JobSnapshot:
     tasks_split: int = 0  # times a worker handed the rest of its task to an idle worker
     reports_refused: int = 0  # for tasks that had been reassigned
     batches_skipped: int = 0  # NaN or infinity, with --non_finite=skip
+    bad_records: int = 0  # that could not be converted, with --bad_records
     callback_errors: int = 0  # with --callback_errors=warn
     checkpoints_failed: int = 0  # that could not be written; training continued
     # seconds since the newest checkpoint, or the start; None: no regular checkpoints

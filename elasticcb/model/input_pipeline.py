@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from elasticcb.data import Reader, checked_sources, open_reader
+from elasticcb.data.bad_records import BadRecords
 from elasticcb.data.batch_sources.record_batches import RecordBatches
 from elasticcb.data.batch_sources.records import StreamSource
 from elasticcb.data.batches import BatchSource, NextBatch
@@ -24,6 +25,7 @@ from elasticcb.settings import JobSettings, Mode
 
 Sources = list[tuple[str, int]]
 
+FAIL, SKIP = "fail", "skip"  # settings of bad records; any other is a folder
 _FEW_RECORDS = 256  # in which a feed that drops records leaves some
 _UNKNOWN = 1 << 40  # batches in an epoch of unknown length: more than possible
 
@@ -37,6 +39,7 @@ class Pipeline(Protocol):
     repeatable: bool  # whether a shard has the same units in the next run of the program
     fed_by: str  # what may drop, multiply or reorder units, for messages
     stream: UnboundedSource | None  # what it reads, if that grows while the job trains
+    bad: BadRecords | None  # finds records that can't be converted; None: they are an error
 
     @property
     def fixed(self) -> Sequence[bool]:
@@ -118,14 +121,15 @@ def _of_files(settings: JobSettings, spec: Spec, mode: Mode, find_index: Callabl
         name=lambda name: f"`{getattr(settings.model, name)}` in {spec.path}",
         owner=str(spec.path),
     )
-    return FeedPipeline(batches, mode, settings.training.minibatch_size, reads_few=settings.dry_run)
+    bad = settings.data.bad_records if grows else FAIL
+    return FeedPipeline(batches, mode, settings.training.minibatch_size, reads_few=settings.dry_run, bad_records=bad)
 
 
 class BatchPipeline:
     """The batches of a `BatchSource`, as tensors."""
 
     fed_by = "The data"
-    stream = None
+    stream = bad = None
 
     def __init__(self, source: BatchSource, mode: Mode) -> None:
         self._source = source
@@ -185,11 +189,14 @@ def _spec_of(leaf: Any) -> Any:
 
 
 class FeedPipeline:
-    """The batches of one mode: records of a reader, converted by the model file's feeds.
+    """The batches of one mode: records of a reader, converted by feeds.
 
-    Raises:
-        DataError: the data can't be read.
-        ModelFileError: there is no feed, or it raises or returns something unusable.
+    Args:
+        reads_few: only enough records for a batch.
+        bad_records: what to do with those that can't be converted: `FAIL`, `SKIP`, or a folder to keep them in.
+
+    Attributes:
+        bad: finds those; None: they are an error.
     """
 
     ends_by_itself = False
@@ -197,13 +204,27 @@ class FeedPipeline:
     repeatable = True
     fixed: Sequence[bool] = ()
 
-    def __init__(self, batches: RecordBatches, mode: Mode, minibatch_size: int, reads_few: bool = False) -> None:
+    def __init__(
+        self,
+        batches: RecordBatches,
+        mode: Mode,
+        minibatch_size: int,
+        reads_few: bool = False,
+        bad_records: str = FAIL,
+    ) -> None:
         self.reader: Reader = batches.reader
         self.stream = self.reader if isinstance(self.reader, UnboundedSource) else None
         self._minibatch_size, self._reads_few = minibatch_size, reads_few
         self._predicts = mode is Mode.PREDICTION  # then the feed returns only features
         self._batches = batches
         self.keeps_order, self.fed_by = batches.keeps_order, batches.fed_by
+        self.bad: BadRecords | None = None
+        if bad_records != FAIL:
+            folder = "" if bad_records == SKIP else bad_records
+            self.bad = BadRecords(self.reader, self._convert, self.keeps_order, folder)
+
+    def _convert(self, name: str, start: int, end: int) -> Iterator[Any]:
+        return self._batches.batches([(name, start, end)])
 
     @property
     def element_spec(self) -> Any:
@@ -225,7 +246,12 @@ class FeedPipeline:
 
     def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
         """Yields the batches of records [start, end) of a source. Raises the reader's errors."""
-        for batch in self._batches.batches([(name, start, end)]):
+        found = (
+            self._convert(name, start, end)
+            if self.bad is None
+            else self.bad.good_batches(name, start, end, self._minibatch_size, records_in)
+        )
+        for batch in found:
             yield (batch,) if self._predicts else batch
 
     def first_batch(self) -> Any:

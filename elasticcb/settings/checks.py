@@ -6,6 +6,7 @@ Files and packages of this machine are checked where they are used.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,10 @@ def completed(settings: JobSettings, given: Given) -> JobSettings:
     training = settings.training
     if (settings.stream.records_per_epoch or settings.stream.epoch_every) and "num_epochs" not in given:
         training = dataclasses.replace(training, num_epochs=ENDLESS)
-    return dataclasses.replace(settings, training=training, cluster=dataclasses.replace(cluster, **more))
+    data = settings.data
+    if data.bad_records not in ("fail", "skip") and "://" not in data.bad_records:
+        data = dataclasses.replace(data, bad_records=os.path.abspath(data.bad_records))
+    return dataclasses.replace(settings, data=data, training=training, cluster=dataclasses.replace(cluster, **more))
 
 
 def in_words(what: str, problems: Sequence[str]) -> str:

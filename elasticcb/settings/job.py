@@ -129,6 +129,20 @@ class DataSettings(Section):
         commands=TRAIN_AND_EVALUATE,
     )
     label: str = setting("", "Column of the labels, for a model file without a feed.", unit="COLUMN")
+    bad_records: str = setting(
+        "fail",
+        "What to do with a record to train on that can't be converted to an example. fail: the job fails. skip: it is "
+        "counted and skipped. A folder or URL: it is also kept there, as it came.",
+        unit="fail|skip|FOLDER",
+        commands=TRAIN,
+    )
+    bad_records_limit: int = setting(
+        1000,
+        "With {bad_records}: the job fails after this number of bad records; 0: no limit.",
+        unit="RECORDS",
+        minimum=0,
+        commands=TRAIN,
+    )
     reader_params: dict[str, Any] = setting(
         dict, 'Arguments for the data reader, e.g. "header=true;encoding=latin-1".', name="data_reader_params"
     )

@@ -181,13 +181,14 @@ class TaskRun:
             self.finish(exhausted=False)
             self.is_left = True
 
-    def finish(self, exhausted: bool) -> None:
-        """Reports the task as done; `exhausted`: its source ended early."""
+    def finish(self, exhausted: bool, bad: tuple[int, str] = (0, "")) -> None:
+        """Reports the task as done; arguments as in `TaskRead`."""
         self.settle()
         session, report = self._session, self._progress.report
         report.servers = min(session.progress.servers, self._progress.servers)
         session.progress.clear()
         report.exhausted, report.records_done = exhausted, self._progress.units_done
+        report.bad_records, report.bad_record = bad
         states: States = {}
         if self.task.type == pb.EVALUATION:
             states = session.metrics.of_task(session.metrics.states(), self.task.shard.start)
