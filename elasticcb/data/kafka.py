@@ -38,7 +38,7 @@ class Kafka(UnboundedSource):
         servers: "HOST:PORT", or several joined by commas.
         topic: its name.
         start: where a new job begins: "earliest", "latest", or a time (ISO 8601 text, or seconds since the epoch).
-            A resumed job goes on where it was; partitions that are added later begin with their first record.
+            A resumed job continues where it was; partitions that are added later begin with their first record.
         stop: where the job ends: None: never; "latest": the records that are there when it begins; a time; or a number
             of records.
         columns: NumPy's dtype, or "string", of each column: `{"user": "int64", "clicked": "float32"}`.
@@ -327,7 +327,7 @@ class _Reading:
                 error = message.error()
                 if error is None:
                     if message.offset() >= end:  # the offsets before it have no message
-                        self.position, self.name = end, ""  # it can't go on from here: the message is taken
+                        self.position, self.name = end, ""  # it can't continue from here: the message is taken
                         break
                     taken.append(message)
                     nbytes += len(message)

@@ -100,12 +100,12 @@ class StreamRanges:
         text = f"{lost:,} records of {name}, from offset {known.position:,}, were removed before they were trained"
         if not self.skips_lost:
             raise DataError(
-                f"{text}: its retention is shorter than the job's lag. Raise it; to go on without these records, set "
+                f"{text}: its retention is shorter than the job's lag. Raise it; to continue without these records, set "
                 "--lost_offsets=skip (lost_offsets='skip')."
             )
         self.lost += lost
         known.position = first
-        return f"{text}; the job goes on without them."
+        return f"{text}; the job continues without them."
 
     @property
     def has_ended(self) -> bool:

@@ -15,7 +15,7 @@ from elasticcb.master.snapshot import PartitionLag
 logger = logging.getLogger(__name__)
 
 _TELL_SECONDS = 5.0  # between two looks at times of records, and commits of offsets
-_TROUBLE_SECONDS = 5.0  # after which it is told that the stream does not answer
+_TROUBLE_SECONDS = 5.0  # after which a warning says that the stream does not answer
 _END_SECONDS = 5.0
 
 

@@ -103,14 +103,14 @@ def test_every_record_is_trained_through_kills_and_an_absent_broker(tmp_path, ka
     job.interrupt()
     assert job.finish() == 130
     job.assert_no_orphans()
-    kafka.send("faults", clicks(1200, 1300))
+    kafka.send("faults", clicks(1200, 1400))
     resumed = start_job("resume", tmp_path / "job")
-    wait_until(lambda: len(read(tmp_path)) == 1300)
-    resumed.wait_for_line(r"Epoch 6 ")
+    wait_until(lambda: len(read(tmp_path)) == 1400)
+    resumed.wait_for_line(r"Epoch 7 ")
     resumed.interrupt()
     assert resumed.finish() == 130
     epochs = (tmp_path / "stream.py.epochs").read_text().splitlines()
-    assert [int(line.split()[0]) for line in epochs] == list(range(6))
+    assert [int(line.split()[0]) for line in epochs] == list(range(7))
 
 
 def test_a_job_stops_at_the_newest_record_and_counts_them(tmp_path, kafka, start_job):
