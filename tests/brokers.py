@@ -38,6 +38,7 @@ class Broker:
         self._wait()
         # It tells the offset of the newest batch as that of the newest message: so these are the same.
         self._producer = Producer({"bootstrap.servers": self.address, "batch.num.messages": 1, "log_level": 2})
+        self._batching = Producer({"bootstrap.servers": self.address, "linger.ms": 20, "log_level": 2})
 
     def _wait(self) -> None:
         for _ in range(300):
@@ -53,14 +54,23 @@ class Broker:
             made.result(10)
         return f"kafka://{self.address}/{name}"
 
-    def send(self, topic: str, values: Any, partitions: int = 2, **more: Any) -> None:
+    def send(self, topic: str, values: Any, partitions: int = 2) -> None:
         """Sends each value, as JSON unless it is bytes, to the partitions in turns."""
         for place, value in enumerate(values):
             data = value if isinstance(value, bytes) else json.dumps(value).encode()
-            self._producer.produce(topic, value=data, partition=place % partitions, **more)
+            self._producer.produce(topic, value=data, partition=place % partitions)
             if place % 1000 == 999:
                 self._producer.flush(30)
         assert self._producer.flush(30) == 0
+
+    def send_many(self, topic: str, values: Any, partitions: int) -> None:
+        """Like `send`, in large batches: the last one is seen once another follows."""
+        producer = self._batching
+        for place, value in enumerate(values):
+            producer.produce(topic, value=value, partition=place % partitions)
+            if place % 50_000 == 49_999:
+                producer.flush(30)
+        assert producer.flush(30) == 0
 
     def pause(self) -> None:
         """It does not answer any more, until `go_on`."""

@@ -53,21 +53,22 @@ class EpochClock:
 
     def __init__(self, minibatch_size: int, seconds: float | None = None) -> None:
         self._minibatch_size, self._seconds = minibatch_size, seconds
+        self._epoch = -1  # that is timed
         self._begun, self._records = 0.0, 0
         self._paces: dict[int, Pace] = {}
 
-    def begin(self, now: float, records: int) -> None:
+    def begin(self, epoch: int, now: float, records: int) -> None:
         """An epoch begins; `records` were trained before it, over all epochs."""
-        self._begun, self._records = now, records
+        self._epoch, self._begun, self._records = epoch, now, records
 
-    def is_over(self, now: float) -> bool:
-        """Whether the epoch should end by time."""
-        return self._seconds is not None and now - self._begun >= self._seconds
+    def over(self, now: float) -> int | None:
+        """The epoch that should end by time; None: none should."""
+        return self._epoch if self._seconds is not None and now - self._begun >= self._seconds else None
 
     def trained(self, epoch: int, now: float, records: int) -> None:
         """All records of `epoch` are trained; the next epoch begins now, unless `begin` is called later."""
         self._paces[epoch] = Pace(now - self._begun, -(-(records - self._records) // self._minibatch_size))
-        self.begin(now, records)
+        self.begin(epoch + 1, now, records)
 
     def take(self, epoch: int) -> Pace:
         """The pace of an epoch that was `trained`; returned once."""
@@ -121,7 +122,7 @@ class JobDriver:
                 self._hooks.prepare("on_epoch_begin", initial_epoch, {}, learning_rate=memory.learning_rate_before)
             elif not (self._context.resumes and self.queue.training_done):
                 self._epochs.begin(initial_epoch)
-            self._clock.begin(*self._progress())
+            self._clock.begin(initial_epoch, *self._progress())
             self._master.set_status(phase="training")
             if self._host.exports:
                 self._master.set_status(saved_model_inputs=self._host.saved_model_inputs())
@@ -158,9 +159,10 @@ class JobDriver:
         self._context.master.server_scaling.turn(servers.resize, self._why_servers_wait, self._why_no_servers)
         self._deliver_batches()
         self._merge_states()
-        if self._clock.is_over(time.monotonic()):
+        over = self._clock.over(time.monotonic())
+        if over is not None:
             with self._master.state() as state:
-                state.end_epoch()
+                state.end_epoch(over)
         for exports in self.exports:
             exports.turn()
         if idle:
@@ -321,7 +323,7 @@ class JobDriver:
             waits = self.queue.epoch == epoch  # whether workers wait for the hooks
         self._epochs.end(epoch, logs)
         if waits:
-            self._clock.begin(*self._progress())
+            self._clock.begin(epoch + 1, *self._progress())
 
     def _progress(self) -> tuple[float, int]:
         """The time, and the records trained over all epochs."""

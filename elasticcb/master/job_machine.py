@@ -506,11 +506,10 @@ class JobMachine:
             self.warn(CallbackWarning("lost records of the stream", story, 0))
         return self.queue.has_milestones or (bool(self.waiting) and self.queue.stream.is_ready)
 
-    @event()
-    def end_epoch(self) -> None:
-        """The current epoch of a stream gets no more records."""
-        if self.queue is not None:
-            self.queue.end_epoch()
+    @event(_if_any)
+    def end_epoch(self, epoch: int) -> bool:
+        """This epoch of a stream gets no more records. Returns whether that is news."""
+        return self.queue is not None and self.queue.end_epoch(epoch)
 
     def must_tell(self, worker: int, decision: TaskDecision) -> bool:
         """Whether a worker must be told now that there is no task for it: until then, others wait for its batches."""

@@ -100,8 +100,8 @@ class StreamRanges:
         text = f"{lost:,} records of {name}, from offset {known.position:,}, were removed before they were trained"
         if not self.skips_lost:
             raise DataError(
-                f"{text}: its retention is shorter than the job's lag. Raise it; to continue without these records, set "
-                "--lost_offsets=skip (lost_offsets='skip')."
+                f"{text}: its retention is shorter than the job's lag. Raise it; to continue without these records, "
+                "set --lost_offsets=skip."
             )
         self.lost += lost
         known.position = first

@@ -539,10 +539,14 @@ class TaskQueue:
         self._milestones += self._epochs.settle()
         return story
 
-    def end_epoch(self) -> None:
-        """The current epoch of a stream gets no more records, if it has some."""
-        if self._epochs.stream is not None and self._epochs.stream.end_epoch():
-            self._milestones += self._epochs.settle()
+    def end_epoch(self, epoch: int) -> bool:
+        """The epoch of a stream gets no more records, if it is the current one, and has some. Returns whether that is
+        news."""
+        stream = self._epochs.stream
+        if stream is None or self._epochs.current != epoch or not stream.left or not stream.end_epoch():
+            return False
+        self._milestones += self._epochs.settle()
+        return True
 
     @property
     def stream(self) -> StreamRanges | None:

@@ -36,7 +36,8 @@ def test_good_records_are_converted_once_and_bad_ones_counted(reader, tmp_path, 
     assert sorted(n for batch in batches for n in batch) == [n for n in range(1, 31) if n % 7]
     count, first = bad.take()
     assert count == 4
-    assert first.startswith("Record 6 of ") and "bad 7" in first
+    assert first.startswith("Record 6 of ")
+    assert "bad 7" in first
     assert bad.take() == (0, "")
     kept = {path.name: path.read_bytes() for path in (tmp_path / "bad").iterdir()}
     assert sorted(kept.values())[-4:] == [b"bad 14", b"bad 21", b"bad 28", b"bad 7"]

@@ -59,9 +59,11 @@ def test_epochs_end_after_their_records_and_by_time_and_with_the_stream():
     queue.grow(there(a=50), 0.0)
     assert taken(queue, 0.0) == ["a [0, 20)", "a [20, 30)", "a [30, 50)"]
     assert reached(queue) == [(EPOCH_DONE, 0)]
-    queue.end_epoch()
+    assert not queue.end_epoch(0)  # it is over
+    assert queue.end_epoch(1)
     assert reached(queue) == [(EPOCH_DONE, 1)]
-    queue.end_epoch()  # an epoch without records goes on
+    assert not queue.end_epoch(1)
+    assert not queue.end_epoch(2)  # it has no records yet
     assert reached(queue) == []
     queue.grow({"a": Partition(start=0, first=0, end=60, stop=60)}, 1.0)
     assert taken(queue, 1.0) == ["a [50, 60)"]
@@ -174,7 +176,8 @@ def test_every_offset_is_trained_at_least_once_through_losses_and_restarts(seed)
             mark = queue.begin_save()
             queue.saved(mark)
             lost_after.clear()
-        queue.end_epoch() if rng.random() < 0.05 else None
+        if rng.random() < 0.05:
+            queue.end_epoch(queue.epoch)
         queue.take_milestones()
         low = queue.trained_to()
         assert all(trained[name, offset] > 0 for name, end in low.items() for offset in range(end))
