@@ -70,6 +70,7 @@ class ServedCluster:
     batch_events: bool = False  # whether to report each batch
     predictions: bool = False  # whether to report predictions
     replayed_metrics: Sequence[str] = ()  # as `ModelMetrics.replayed`
+    progressive: bool = False  # whether to evaluate each batch before it is trained
     map_version: int = 0  # of their `ShardMap`
 
 

@@ -59,9 +59,9 @@ def _job(seen: JobSnapshot) -> Iterator[Metric]:
     yield _counter("records", "Records that workers reported as done, counted once each.", records, ("type",))
     behind = {(name,): lag.records for name, lag in seen.stream.items()}
     yield _gauge("stream_lag_records", "Records of a stream that are there and not trained.", behind, ("partition",))
-    behind = {(name,): lag.seconds for name, lag in seen.stream.items()}
+    seconds = {(name,): lag.seconds for name, lag in seen.stream.items()}
     text = "Time since the oldest of these records came; 0: there is none."
-    yield _gauge("stream_lag_seconds", text, behind, ("partition",))
+    yield _gauge("stream_lag_seconds", text, seconds, ("partition",))
     yield _counter("records_lost", "Records of a stream that were removed before they were trained.", seen.records_lost)
     repeated = seen.records_repeated
     yield _counter("records_repeated", "Records trained or predicted more than once (upper bound).", repeated)

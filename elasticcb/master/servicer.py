@@ -90,6 +90,7 @@ class MasterServicer:
             batch_events=cluster.batch_events,
             predictions=cluster.predictions,
             replayed_metrics=cluster.replayed_metrics,
+            progressive=cluster.progressive,
             map_version=cluster.map_version,
         )
 

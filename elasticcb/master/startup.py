@@ -418,6 +418,7 @@ def _let_workers_begin(context: JobContext, served: TrainedModel, course: JobDri
             batch_events=course.follows_batches,
             predictions=host.collects_predictions,
             replayed_metrics=sorted(host.metrics.replayed),
+            progressive=host.progressive,
             map_version=ps.servers.shard_map.version,
         )
         state.persist(servers=served.servers.places, merging_units=sorted(state.epoch_states.merging))

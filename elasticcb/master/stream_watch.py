@@ -81,7 +81,8 @@ class StreamWatch:
         with self._master.state() as state:
             if state.queue is None or state.queue.stream is None:
                 return
-            trained, ends = state.queue.trained_to(), state.queue.stream.ends
+            trained, ends = state.queue.trained_to(saved=False), state.queue.stream.ends
+            saved = state.queue.trained_to(saved=True)
         lags, now = {}, time.time()
         for name, offset in trained.items():
             records = ends[name] - offset
@@ -91,4 +92,4 @@ class StreamWatch:
                 lags[name] = PartitionLag(offset=offset, records=records, seconds=seconds)
         self._master.set_status(stream=lags)
         with contextlib.suppress(StreamError):
-            self._source.trained(trained)
+            self._source.trained(saved)

@@ -553,10 +553,10 @@ class TaskQueue:
         """The partitions of a stream; None: the job has data of known size."""
         return self._epochs.stream
 
-    def trained_to(self) -> dict[str, int]:
-        """By partition of a stream: the offset before which all is trained, and saved."""
+    def trained_to(self, saved: bool) -> dict[str, int]:
+        """By partition of a stream: the offset before which all is trained; if `saved`, also by the servers."""
         offsets = {} if self.stream is None else self.stream.positions
-        tasks = [record.task for record in (*self._doing, *self._todo)] + list(self._epochs.unsaved)
+        tasks = [record.task for record in (*self._doing, *self._todo)] + (list(self._epochs.unsaved) if saved else [])
         for task in tasks:
             if task.type is TaskType.TRAINING and task.shard.name in offsets:
                 offsets[task.shard.name] = min(offsets[task.shard.name], task.shard.start)

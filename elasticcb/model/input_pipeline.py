@@ -129,7 +129,8 @@ class BatchPipeline:
     """The batches of a `BatchSource`, as tensors."""
 
     fed_by = "The data"
-    stream = bad = None
+    stream: UnboundedSource | None = None
+    bad: BadRecords | None = None
 
     def __init__(self, source: BatchSource, mode: Mode) -> None:
         self._source = source

@@ -171,6 +171,11 @@ class StreamSettings(Section):
         minimum=0,
     )
     epoch_every: str = setting("", "Of a stream: time after which an epoch ends.", **_A_TIME)
+    progressive: bool = setting(
+        False,
+        "Evaluate each batch before it is trained, and log the metrics of each epoch as progressive_NAME; as with "
+        "elasticcb.callbacks.ProgressiveMetrics. `{progressive}` without a value means true.",
+    )
     lost_offsets: LostOffsets = setting(
         LostOffsets.FAIL,
         "Of a stream: what to do when records were removed, by retention, before they were trained: fail, or count and "

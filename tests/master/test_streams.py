@@ -43,7 +43,7 @@ def test_whole_batches_come_at_once_and_a_rest_after_a_while():
     assert taken(queue, 2.1) == ["b [0, 7)", "a [30, 35)"]
     queue.grow(there(a=36, b=7), 2.2)
     assert taken(queue, 2.3) == []
-    assert queue.trained_to() == {"a": 35, "b": 7}
+    assert queue.trained_to(saved=True) == {"a": 35, "b": 7}
 
 
 def test_partitions_take_turns_or_follow_each_other():
@@ -122,7 +122,7 @@ def test_stopping_drops_nothing_that_is_there():
     queue.stop_training("asked")
     queue.report_done(1, lease.id)
     assert reached(queue) == [(EPOCH_DONE, 0), (TRAINING_DONE, 0)]
-    assert queue.trained_to() == {"a": 20}
+    assert queue.trained_to(saved=True) == {"a": 20}
 
 
 def test_epochs_without_end_don_t_fill_the_memory():
@@ -179,7 +179,7 @@ def test_every_offset_is_trained_at_least_once_through_losses_and_restarts(seed)
         if rng.random() < 0.05:
             queue.end_epoch(queue.epoch)
         queue.take_milestones()
-        low = queue.trained_to()
+        low = queue.trained_to(saved=True)
         assert all(trained[name, offset] > 0 for name, end in low.items() for offset in range(end))
     for worker in range(1, 4):
         queue.worker_lost(worker)
@@ -192,5 +192,5 @@ def test_every_offset_is_trained_at_least_once_through_losses_and_restarts(seed)
             note(decision.lease.task.shard, 0, decision.lease.task.shard.records)
             queue.report_done(9, decision.lease.id)
         queue.take_milestones()
-    assert queue.trained_to() == ends or all(v <= ends[k] for k, v in queue.trained_to().items())
+    assert queue.trained_to(saved=True) == ends or all(v <= ends[k] for k, v in queue.trained_to(saved=True).items())
     assert all(trained[name, offset] > 0 for name, end in ends.items() for offset in range(end))
