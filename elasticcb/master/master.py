@@ -52,14 +52,7 @@ class Master:
         self.server = MasterServer(cluster, backend, say, self._grpc.address, access)
         self.server_scaling = ServerScaling(self.server)
         self.watchdog = Watchdog(self.server, cluster.silence_seconds, backend.watches)
-        servicer = MasterServicer(
-            self.server,
-            self.server_scaling,
-            self.watchdog.doubt,
-            self.observe,
-            self.past_after,
-            cluster.silence_seconds,
-        )
+        servicer = MasterServicer(self.server, self.server_scaling, self.watchdog.doubt, self.observe)
         self._grpc.grpc_server.add_generic_rpc_handlers((message_service(MASTER_METHODS, servicer),))
         if is_folder(host):
             host = "127.0.0.1"  # where metrics and health checks are expected
