@@ -11,7 +11,7 @@ from elasticcb.compute import registry
 from elasticcb.compute.first_batch import Rehearsal
 from elasticcb.errors import DataError, ElasticCBError, ModelFileError, NonFiniteError, TableError, UsageError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.roles.process import Farewell
+from elasticcb.roles.process import farewell
 from elasticcb.worker.task_input import TaskStarted
 from elasticcb.worker.task_run import Tally, TaskRun
 
@@ -69,7 +69,7 @@ def test_progress_is_sent_before_a_failure_and_the_lease_kept_until_the_report_i
 def test_a_program_that_exits_is_not_started_again(error: BaseException, fatal: bool) -> None:
     told: list[Any] = []
     client = SimpleNamespace(leave=lambda *args: told.extend(args), close=lambda: None)
-    with pytest.raises(type(error)), Farewell(client, pb.WORKER, 0):
+    with pytest.raises(type(error)), farewell(client, pb.WORKER, 0):
         raise error
     assert told[4] is fatal
 
