@@ -16,11 +16,19 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT
 from elasticcb.clients.local_job import StoredJob
 from elasticcb.clients.running_master import COMMAND_LOCK, MASTER_FILE, holds_job, is_of_cluster, refuse_cluster
-from elasticcb.errors import ElasticCBError, ExitCode, UsageError
+from elasticcb.errors import (
+    CallbackError,
+    CheckpointError,
+    DataError,
+    ElasticCBError,
+    ExitCode,
+    ModelFileError,
+    UsageError,
+)
 from elasticcb.process.wording import how_many
 from elasticcb.security import socket_folder
-from elasticcb.settings import JOB_FILE, JOURNAL_FILE, RECOVERY_FOLDER, Command
-from elasticcb.storage import local_folders
+from elasticcb.settings import JOB_FILE, JOURNAL_FILE, RECOVERY_FOLDER, STATUS_FILE, Command
+from elasticcb.storage import durable, local_folders
 from elasticcb.storage.folder_lock import held_if_free
 from elasticcb.storage.remote_files import is_url
 
@@ -29,6 +37,7 @@ LATEST = "latest"
 _NAME = re.compile(r"[a-z]+-(.+)-(\d{8}-\d{6})(?:-(\d+))?")  # command, job, time, number
 _STAMP = "%Y%m%d-%H%M%S"
 _MOST_LISTED = 3
+_REFUSALS = (CallbackError, CheckpointError, DataError, ModelFileError)
 
 
 def new_folder(parent: Path, command: Command, name: str) -> Path:
@@ -47,6 +56,15 @@ def new_folder(parent: Path, command: Command, name: str) -> Path:
             raise UsageError(f"The job's folder {path} can't be created: {error}. Choose another --job_dir.") from error
         return path
     raise UsageError(f"No unused folder name like {parent / stamp} was found. Choose a --job_dir.")
+
+
+def was_refused(folder: Path) -> bool:
+    """Whether a job has failed before its first task by what its user gave it: its error tells all. (Of processes that
+    could not start, the logs tell more.)"""
+    with contextlib.suppress(OSError, ValueError):
+        status = durable.read_document(folder / STATUS_FILE)
+        return not status["tasks"] and status["error_type"] in {each.__name__ for each in _REFUSALS}
+    return False
 
 
 def remove_unbegun(folder: Path) -> None:

@@ -255,6 +255,7 @@ def _to_message(lease: Lease, payload: bytes) -> pb.Task:
         epoch=task.epoch,
         evaluation_round=task.evaluation_round,
         payload=payload,
+        failures=lease.failures,
     )
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from elasticcb.cli.job_folders import find_job, new_folder
+from elasticcb.cli.job_folders import find_job, new_folder, was_refused
 from elasticcb.cli.main import main
 from elasticcb.clients.running_master import command_runs
 from elasticcb.errors import UsageError
@@ -68,6 +68,16 @@ def test_a_job_that_is_resumed_and_one_with_a_folder_name_of_its_own_are_the_lat
     assert find_job("latest", only_training=True) == find_job("mnist") == resumed
     durable.write_document(own / JOB_FILE, {})
     assert find_job("latest", only_training=True) == own
+
+
+@pytest.mark.parametrize(
+    ("tasks", "error", "refused"),
+    [({}, "DataError", True), ({}, "ClusterLostError", False), ({"training": {"todo": 3}}, "DataError", False)],
+)
+def test_a_job_whose_error_before_its_first_task_tells_all_is_told_from_others(tmp_path, tasks, error, refused):
+    assert not was_refused(tmp_path)
+    durable.write_document(tmp_path / STATUS_FILE, {"tasks": tasks, "error_type": error})
+    assert was_refused(tmp_path) is refused
 
 
 def test_who_names_no_job_is_told_of_those_that_there_are(jobs, monkeypatch):

@@ -31,11 +31,11 @@ class Told:
         return lambda *args: self.calls.append(name)
 
 
-def run(told: Told) -> TaskRun:
+def run(told: Told, failures: int = 0) -> TaskRun:
     session: Any = SimpleNamespace(
         client=told, progress=told, input=told, local=None, exchanges=SimpleNamespace(forget_rows=lambda: None)
     )
-    return TaskRun(session, Tally(), TaskStarted(pb.Task(id=1, lease=5, type=pb.TRAINING)))
+    return TaskRun(session, Tally(), TaskStarted(pb.Task(id=1, lease=5, type=pb.TRAINING, failures=failures)))
 
 
 @pytest.mark.parametrize(("accepted", "gave_up"), [(True, True), (False, False)])
@@ -55,6 +55,17 @@ def test_a_worker_ends_with_a_fatal_error_only_when_the_task_was_its_own(accepte
 )
 def test_an_error_of_a_server_that_would_come_again_is_not_tried_again(error: ElasticCBError, fatal: bool) -> None:
     failing = run(Told(accepted=True))
+    failing.fail(error)
+    assert failing.gave_up is fatal
+
+
+@pytest.mark.parametrize(("cause", "failures", "fatal"), [(None, 0, False), (None, 1, True), (OSError(), 1, False)])
+def test_an_error_in_the_data_is_tried_once_more_and_one_of_the_storage_more_often(
+    cause: OSError | None, failures: int, fatal: bool
+) -> None:
+    error = DataError("record 7 is torn")
+    error.__cause__ = cause
+    failing = run(Told(accepted=True), failures)
     failing.fail(error)
     assert failing.gave_up is fatal
 
