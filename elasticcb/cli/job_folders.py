@@ -145,7 +145,8 @@ def find_job(job: str, only_training: bool = False) -> Path:
     for folder in found:
         if job == LATEST or ((match := _NAME.fullmatch(folder.name)) and job == match[1]):
             return folder
-    for folder in filter(Path.is_dir, folders):
+    for folder in filter(os.path.isdir, folders):
+        os.listdir(folder)  # of another user, it can't be read
         refuse_cluster(folder)
         raise UsageError(f"{folder} is not the folder of a job. {_expected(job, names)}")
     kind = "training jobs" if only_training else "jobs"
@@ -172,7 +173,7 @@ def _begun(folder: Path) -> tuple[float, int] | None:
 
 
 def _trains(folder: Path) -> bool:
-    return folder.name.startswith(f"{Command.TRAIN.value}-") or (folder / JOB_FILE).exists()
+    return folder.name.startswith(f"{Command.TRAIN.value}-") or os.path.exists(folder / JOB_FILE)
 
 
 def _expected(job: str, names: list[str]) -> str:
@@ -214,7 +215,7 @@ def _recovery_folders(jobs: list[Path]) -> Iterator[Path]:
     """Folders of finished jobs; each is locked until the next one is requested."""
     for job in jobs:
         folder = job / RECOVERY_FOLDER
-        if folder.is_dir() and folder.stat().st_uid == os.getuid():
+        if os.path.isdir(folder) and folder.stat().st_uid == os.getuid():
             with held_if_free(job) as is_free:
                 if is_free and _is_done(job):
                     yield folder
@@ -225,7 +226,7 @@ def _is_done(job: Path) -> bool:
 
     path = job / JOURNAL_FILE
     try:
-        return path.is_file() and Journal(path).memory.over
+        return os.path.isfile(path) and Journal(path).memory.over
     except ElasticCBError:  # damaged, or of a later release
         return False
 

@@ -1,6 +1,9 @@
 """How commands find the folder of a job."""
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -116,3 +119,28 @@ def test_jobs_are_listed_newest_first_with_what_is_known_of_them(jobs, capsys):
     ]  # fmt: skip
     assert main(["jobs", "elsewhere"]) == 0
     assert capsys.readouterr().out == f"There are no jobs in {jobs}/elsewhere.\n"
+
+
+def test_folders_of_other_users_are_listed_and_refused_in_words(jobs, capsys, monkeypatch):
+    foreign = jobs / "jobs" / "train-mnist-20260101-120000"
+    stat, listdir = os.stat, os.listdir
+
+    def denied(function, is_in):
+        def call(path, *arguments, **named):
+            if is_in(path):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return function(path, *arguments, **named)
+
+        return call
+
+    monkeypatch.setattr(os, "stat", denied(stat, lambda path: foreign in Path(os.fsdecode(path)).parents))
+    monkeypatch.setattr(os, "listdir", denied(listdir, lambda path: Path(path) == foreign))
+    assert main(["jobs"]) == 0
+    assert str(foreign.name) in capsys.readouterr().out
+    assert main(["clean", "--dry_run"]) == 0
+    for command in ("status", "table"):
+        assert main([command, str(foreign)]) == 2
+        assert f"{foreign.name}" in (said := capsys.readouterr().err)
+        assert "Permission denied. Run the command as its owner" in said
+    assert main(["status", "x" * 5000]) == 2
+    assert "There is no job" in capsys.readouterr().err
