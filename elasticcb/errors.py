@@ -64,6 +64,10 @@ class DataChangedError(DataError):
     """A data file has changed since the job started; retrying does not help."""
 
 
+class StreamError(DataError):
+    """A source that grows can't be reached now; it is asked again."""
+
+
 class CallbackError(ElasticCBError):
     """A hook of a user's callback raised an error."""
 

@@ -19,7 +19,7 @@ from elasticcb.cli.serve import rollback, serve
 from elasticcb.errors import ExitCode
 from elasticcb.master.members import Role
 from elasticcb.master.prometheus import JobCollector
-from elasticcb.master.snapshot import JobSnapshot, ProcessSnapshot
+from elasticcb.master.snapshot import JobSnapshot, PartitionLag, ProcessSnapshot
 from elasticcb.master.task import TaskState, TaskType
 from elasticcb.process.stats import TableSize, histograms
 from elasticcb.serving.exports import Export
@@ -121,6 +121,7 @@ def metrics_table() -> str:
         checkpoint_age_seconds=0.0,
         export_age_seconds=0.0,
         metrics={"accuracy": 0.0},
+        stream={"clicks/0": PartitionLag(offset=0, records=0, seconds=0.0)},
         tables={"table": TableSize(0, 0)},
         histograms=histograms(),
         **measured,

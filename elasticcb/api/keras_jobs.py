@@ -25,6 +25,7 @@ from elasticcb.api.processes import ClusterProcesses
 from elasticcb.callbacks.placement import Place, hooks_at, overridden_hooks, stock
 from elasticcb.cluster.registry import backend_of
 from elasticcb.compute.registry import runs_eagerly
+from elasticcb.data.batch_sources.records import StreamSource
 from elasticcb.data.batches import BatchSource
 from elasticcb.errors import (
     CallbackError,
@@ -47,6 +48,7 @@ from elasticcb.model.metric_messages import Outputs
 from elasticcb.model.program import CallerSpec, Program
 from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.settings import CheckpointSettings, Command, JobSettings, Mode
+from elasticcb.settings.job import StreamSettings
 from elasticcb.settings.training import is_due
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -240,12 +242,18 @@ class KerasJobs:
         """
         master = self._processes.start()
         folder = call.folder if call.fit is None else call.fit.folder
+        data, stream = sources.get(Mode.TRAINING), StreamSettings()
+        of_ranges = _OF_BATCHES
+        if isinstance(data, StreamSource):
+            of_ranges = {**_OF_BATCHES, "minibatch_size": data.batch_size}
+            stream = StreamSettings(records_per_epoch=(data.steps or 0) * data.batch_size)
         settings = dataclasses.replace(
             self._settings,
             command=command,
+            stream=stream,
             name=folder.name,
             directory=str(folder),
-            training=dataclasses.replace(self._settings.training, **_OF_BATCHES, **training),
+            training=dataclasses.replace(self._settings.training, **of_ranges, **training),
             checkpoint=self._settings.checkpoint if command is Command.TRAIN else CheckpointSettings(),
             callback_params=params,
         )

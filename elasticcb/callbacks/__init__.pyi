@@ -10,5 +10,6 @@ from .placement import Place as Place
 from .placement import runs_on as runs_on
 from .prediction_outputs_processor import BasePredictionOutputsProcessor as BasePredictionOutputsProcessor
 from .prediction_outputs_processor import PredictionOutputsProcessor as PredictionOutputsProcessor
+from .progressive_metrics import ProgressiveMetrics as ProgressiveMetrics
 from .saved_model_exporter import SavedModelExporter as SavedModelExporter
 from .summary_writer import SummaryWriter as SummaryWriter

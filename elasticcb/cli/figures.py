@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from elasticcb.master.snapshot import EpochEnd, JobSnapshot, format_metric
+from elasticcb.master.snapshot import EpochEnd, JobSnapshot, format_metric, of_epochs
 from elasticcb.settings import Command
 
 
@@ -72,6 +72,10 @@ def figures_of(status: JobSnapshot) -> list[Figure]:
     found = []
     if status.records_per_second:
         found.append(Figure("records/s", format_count(round(status.records_per_second)), 2))
+    if status.stream:
+        behind = f"{format_count(status.lag_records)} records"
+        behind += f", {format_seconds(status.lag_seconds)}" if status.lag_seconds else ""
+        found.append(Figure("lag", behind, 2))
     if status.version:
         found.append(Figure("version", format_count(status.version), 6))
     if status.loss is not None:
@@ -105,8 +109,8 @@ def share_done(status: JobSnapshot) -> float | None:
 def status_parts(status: JobSnapshot) -> list[str]:
     """The known figures of `status` as parts of a line."""
     parts = []
-    if status.epochs:
-        parts.append(f"epoch {status.epoch}/{status.epochs}")
+    if status.epoch:
+        parts.append(f"epoch {of_epochs(status.epoch, status.epochs)}")
     if status.records_total:
         done, total = format_count(status.records_trained), format_count(status.records_total)
         parts.append(f"{share_done(status):.0%} ({done}/{total} records)")
@@ -121,10 +125,16 @@ def epoch_line(end: EpochEnd, width: int | None = None) -> str:
 
     Times are columns, so that the lines of epochs align; empty if there is no time.
     """
-    epochs = str(end.epochs)
+    epoch = of_epochs(end.epoch, end.epochs)
+    if end.epochs:
+        epoch = epoch.rjust(2 * len(str(end.epochs)) + 1)
     seconds = format_seconds(end.seconds).replace(" ", "") if end.steps else ""
     step = format_step(end.seconds / end.steps) if end.steps else ""
-    parts = [(f"Epoch {end.epoch:>{len(epochs)}}/{epochs}", 0), (f"{seconds:>5}", 4), (f"{step:>9}", 6)]
+    parts = [
+        (f"Epoch {epoch}", 0),
+        (f"{seconds:>5}", 4),
+        (f"{step:>9}", 6),
+    ]
     for name, value in end.logs.items():
         rank = _EPOCH_RANKS.get(name, 3 if name.startswith("val_") else 5)
         parts.append((f"{name} {format_metric(value)}", rank))

@@ -35,7 +35,7 @@ from elasticcb.cli.figures import (
     status_parts,
 )
 from elasticcb.cluster.registry import backend_of
-from elasticcb.master.snapshot import EpochEnd, JobSnapshot, ProcessCounts, SavedModelInput, format_metric
+from elasticcb.master.snapshot import EpochEnd, JobSnapshot, ProcessCounts, SavedModelInput, format_metric, of_epochs
 from elasticcb.process.log_files import may_reach_nobody, print_line
 from elasticcb.settings import Command, JobSettings
 
@@ -238,7 +238,7 @@ class LiveDisplay:
         left = "" if status.seconds_left is None else f"{format_seconds(status.seconds_left)} left"
         parts = [
             (Text(status.phase, style="bold"), 0),
-            (Text(f"epoch {status.epoch}/{status.epochs}" if status.epoch else ""), 1),
+            (Text(f"epoch {of_epochs(status.epoch, status.epochs)}" if status.epoch else ""), 1),
             (Text("" if share is None else f"{share:4.0%}"), 2),
             (Text(left), 3),
         ]
@@ -350,6 +350,8 @@ FAULTS: Mapping[str, str] = {
     "updates lost with them": "updates_lost",
     "task retries": "tasks_retried",
     "duplicate records (at most)": "records_repeated",
+    "records removed before training": "records_lost",
+    "bad records skipped": "bad_records",
     "batches skipped (NaN or infinity)": "batches_skipped",
     "checkpoints not written": "checkpoints_failed",
     "recovery files not written": "recovery_files_failed",

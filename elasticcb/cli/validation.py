@@ -132,7 +132,7 @@ def _check_cluster(given: Given) -> Iterator[str]:
 
 
 def _check_follow(given: Given) -> Iterator[str]:
-    if given["follow"] and given["dry_run"]:
+    if given["follow"] and given["dry_run"] and given.command is Command.EVALUATE:
         yield "--dry_run applies only to `train`. Remove it."
     if given.command is Command.EVALUATE and not given["follow"]:
         for name in ("follow_timeout", "max_evaluations"):
@@ -168,7 +168,7 @@ def _check_folders(given: Given) -> Iterator[str]:
                     f"{given.shown('checkpoint_interval')} keeps nothing to resume from. Remove one of "
                     "the two."
                 )
-            elif given["follow"]:
+            elif given["follow"] and given.command is Command.EVALUATE:
                 yield f"{given.shown(name)} is a URL. --follow needs a local folder."
         elif is_url(given[name] or ""):
             yield f"{given.shown(name)} is a URL. Expected a local folder.{hint}"

@@ -13,25 +13,30 @@ if TYPE_CHECKING:
     from elasticcb.data.batch_sources.records import Records, read
     from elasticcb.data.custom import ElasticDLReader
     from elasticcb.data.formats import open_reader
+    from elasticcb.data.kafka import Kafka
     from elasticcb.data.numpy_arrays import NumpyReader
     from elasticcb.data.parquet import ParquetReader
     from elasticcb.data.reader import Metadata, Reader, Source, checked_sources
     from elasticcb.data.stream import RecordStream, make_dataset
     from elasticcb.data.text import TextReader
     from elasticcb.data.tfrecord import TFRecordReader
+    from elasticcb.data.unbounded import Partition, UnboundedSource
 
 _MODULES = {
     "ArrayRecordReader": "array_record",
     "ElasticDLReader": "custom",
+    "Kafka": "kafka",
     "Metadata": "reader",
     "NumpyReader": "numpy_arrays",
     "ParquetReader": "parquet",
+    "Partition": "unbounded",
     "Reader": "reader",
     "RecordStream": "stream",
     "Records": "batch_sources.records",
     "Source": "reader",
     "TFRecordReader": "tfrecord",
     "TextReader": "text",
+    "UnboundedSource": "unbounded",
     "checked_sources": "reader",
     "make_dataset": "stream",
     "open_reader": "formats",
@@ -41,15 +46,18 @@ _MODULES = {
 __all__ = [
     "ArrayRecordReader",
     "ElasticDLReader",
+    "Kafka",
     "Metadata",
     "NumpyReader",
     "ParquetReader",
+    "Partition",
     "Reader",
     "RecordStream",
     "Records",
     "Source",
     "TFRecordReader",
     "TextReader",
+    "UnboundedSource",
     "checked_sources",
     "make_dataset",
     "open_reader",

@@ -94,7 +94,7 @@ class FileReader(Reader):
         """
         if self._sources is None:
             with ThreadPoolExecutor(min(_SCANNING_THREADS, len(self._files))) as pool:
-                surveys = list(pool.map(self._survey, self._files))
+                surveys = list(pool.map(self.survey, self._files))
             first: tuple[str, str] | None = None
             for name, (count, layout) in zip(self._files, surveys, strict=True):
                 if not count or not layout:
@@ -187,7 +187,14 @@ class FileReader(Reader):
             data = self.find_index(name)
         return FileIndex.from_bytes(data) if data else None
 
-    def _survey(self, name: str) -> tuple[int, str]:
+    def forget(self, name: str) -> None:
+        """Nothing more of the file `name` is read."""
+        self._indexes.pop(name, None)
+        with self._lock:
+            self._cache.pop(name, None)
+
+    def survey(self, name: str) -> tuple[int, str]:
+        """The number of records of a file, and its layout as in `Opened`. Raises `DataError`."""
         file = _StoppableFile(open_file(name), self._stopped)
         index = None
         with contextlib.suppress(Exception):  # there is none, or its file is damaged: the data is scanned

@@ -26,12 +26,15 @@ def endings_of(name: str) -> tuple[str, str]:
     return PurePosixPath(path.name.removesuffix(compression)).suffix, compression
 
 
-def list_files(origin: str) -> list[str]:
+def list_files(origin: str, may_lack: bool = False) -> list[str]:
     """The files of `origin`, sorted and without duplicates: absolute paths or URLs.
 
     `origin` is a path, a glob, a folder (searched recursively, following links), a URL of one of these, or several
     joined by commas. Folders and globs skip files and folders whose names start with `.` or `_`; globs also skip
     folders that can't be listed. If links give a local file several names, the first one is used.
+
+    Args:
+      may_lack: a part may match nothing.
 
     Raises `DataError` if a part matches nothing, a folder can't be listed, or a link in a folder is broken.
     """
@@ -44,7 +47,9 @@ def list_files(origin: str) -> list[str]:
             f"The data origin {origin!r} is empty. Expected a path, a glob, a folder or a URL, or several joined by "
             "commas."
         )
-    return _with_readable_names(_without_doubles(sorted({name for part in parts for name in _files_of(part)})))
+    return _with_readable_names(
+        _without_doubles(sorted({name for part in parts for name in _files_of(part, may_lack)}))
+    )
 
 
 def _with_readable_names(names: list[str]) -> list[str]:
@@ -66,7 +71,7 @@ def _without_doubles(names: Sequence[str]) -> list[str]:
     return list(first.values())
 
 
-def _files_of(part: str) -> list[str]:
+def _files_of(part: str, may_lack: bool) -> list[str]:
     part = part.removeprefix("file://")
     try:
         found = _remote_files(part) if is_remote(part) else list(_local_files(part))
@@ -74,7 +79,7 @@ def _files_of(part: str) -> list[str]:
         raise
     except Exception as error:
         raise DataError(f"The data at {part} can't be listed: {type(error).__name__}: {error}") from error
-    if not found:
+    if not found and not may_lack:
         raise DataError(
             f"There is no data at {part}: it is neither a file nor a folder or glob with files (names that start with "
             "'.' or '_' are ignored). Check the path."

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from elasticcb.data.content import COMPRESSIONS
 from elasticcb.data.custom import open_custom_reader
+from elasticcb.data.file_reader import FileReader
 from elasticcb.data.files import endings_of, list_files
+from elasticcb.data.growing_files import SETTLE, GrowingFiles
 from elasticcb.data.reader import Reader
+from elasticcb.data.unbounded import UnboundedSource
 from elasticcb.errors import DataError, UsageError
 
 
@@ -35,21 +39,26 @@ FORMATS = (
     Format("parquet", (".parquet", ".pq"), "parquet.ParquetReader"),
 )
 
+STREAMS = {"kafka": "kafka.Kafka"}  # "module.class" in this package of sources that grow, by scheme of their URL
+
 
 def open_reader(
     origin: str,
     params: Mapping[str, Any] | None = None,
     custom: Callable[..., Any] | None = None,
     records_per_task: int = 0,
+    follow: bool = False,
 ) -> Reader:
     """Creates the reader of a data origin: with `custom`, or for the format of the files.
 
     Args:
-      origin: a path, glob, folder or URL, or several joined by commas; with `custom`, any text that it accepts.
+      origin: a path, glob, folder or URL, or several joined by commas; or the URL of a stream, such as
+        kafka://HOST:PORT/TOPIC. With `custom`, any text that it accepts.
       params: keyword arguments of the reader or of `custom`. `format` names one of `FORMATS` for files without a known
         extension.
       custom: the model file's `custom_data_reader(data_origin, **params)`.
       records_per_task: passed to `custom` if it has a parameter of this name.
+      follow: read also the files that are added later: the result is an `UnboundedSource`.
 
     Raises:
       DataError: there are no files, or they don't all have the same known format.
@@ -58,14 +67,48 @@ def open_reader(
     """
     arguments = dict(params or {})
     if custom is not None:
-        return open_custom_reader(custom, origin, arguments, records_per_task)
-    files = list_files(origin)
+        reader = open_custom_reader(custom, origin, arguments, records_per_task)
+        if follow and not isinstance(reader, UnboundedSource):
+            raise UsageError(
+                f"--follow is for files, but {getattr(custom, '__name__', custom)} reads {origin} by a "
+                f"{type(reader).__name__}. Expected an elasticcb.data.UnboundedSource. Remove --follow."
+            )
+        return reader
+    if is_stream(origin):
+        scheme = origin.partition("://")[0]
+        stream = _class_of(STREAMS[scheme])
+        _check_parameters(f"A {scheme}:// stream", stream, arguments, ("servers", "topic"))
+        source: Reader = stream.of_url(origin, **arguments)
+        return source
+    if follow:
+        settle = {SETTLE: _seconds(arguments.pop(SETTLE))} if SETTLE in arguments else {}
+        return GrowingFiles(origin, functools.partial(_of_files, origin, arguments), **settle)
+    return _of_files(origin, arguments, list_files(origin))
+
+
+def _of_files(origin: str, params: Mapping[str, Any], files: list[str]) -> FileReader:
+    arguments = dict(params)
     chosen = _named_format(arguments.pop("format")) if "format" in arguments else _common_format(origin, files)
-    module, _, name = chosen.reader.rpartition(".")
-    reader: Any = getattr(importlib.import_module(f"elasticcb.data.{module}"), name)
-    _check_parameters(chosen, reader, arguments)
-    opened: Reader = reader(files, **{**chosen.defaults, **arguments})
+    reader = _class_of(chosen.reader)
+    _check_parameters(f"The reader of {chosen.name} files", reader, arguments, ("files",), ("format",))
+    opened: FileReader = reader(files, **{**chosen.defaults, **arguments})
     return opened
+
+
+def is_stream(origin: str) -> bool:
+    """Whether it is the URL of a source that grows."""
+    return origin.partition("://")[0] in STREAMS and "://" in origin
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
+        return float(value)
+    raise UsageError(f"The reader parameter {SETTLE} is {value!r}. Expected a number of seconds, 0 or more.")
+
+
+def _class_of(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"elasticcb.data.{module}"), name)
 
 
 def format_of(file: str) -> Format | None:
@@ -108,15 +151,18 @@ def _common_format(origin: str, files: list[str]) -> Format:
     return by_name[next(iter(first_of))]
 
 
-def _check_parameters(chosen: Format, reader: Any, arguments: Mapping[str, Any]) -> None:
-    known = [name for name in inspect.signature(reader).parameters if name != "files"]
+def _check_parameters(
+    what: str, reader: Any, arguments: Mapping[str, Any], not_given: Sequence[str], besides: Sequence[str] = ()
+) -> None:
+    """`reader` takes, besides those `not_given` by name, its own parameters; `besides` are taken before."""
+    known = [name for name in inspect.signature(reader).parameters if name not in not_given]
     for name in arguments:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             raise UsageError(
-                f"The reader of {chosen.name} files has no parameter {name!r}. "
+                f"{what} has no parameter {name!r}. "
                 + (f"Did you mean {close[0]!r}? " if close else "")
-                + (f"It has: {', '.join(['format', *known])}.")
+                + (f"It has: {', '.join([*besides, *known])}.")
             )
     for name in ("column_dtypes", "fill_null"):
         value = arguments.get(name)

@@ -78,6 +78,11 @@ class Reader(ABC):
         """
         return stack_records(self.read(name, start, end), self.element_spec, name, start, size)
 
+    def as_it_came(self, name: str, number: int) -> bytes:
+        """A record, for people who look for what is wrong with it."""
+        record = next(iter(self.read(name, number, number + 1)))
+        return record if isinstance(record, bytes) else repr(record).encode()
+
     def told_of(self) -> str:
         """What a person needs to know of the records when a feed fails: the names of the columns, if there are any."""
         names = getattr(self.metadata, "column_names", ())  # a user's own reader may have other metadata
@@ -87,6 +92,7 @@ class Reader(ABC):
         """The feed for model files without one; None: columns become features and labels."""
         return None
 
+    may_skip = False  # whether a range may have fewer records than numbers
     may_lack = ""  # a column that reader parameters name and the data may lack: the label, in prediction
     unknown_columns = ""  # for messages: why `record_format` is None, and what to do
 

@@ -143,7 +143,7 @@ class RecordStream:
             if count > end - start:
                 break
             yield chunk
-        if count != end - start:
+        if count > end - start or (count < end - start and not self._reader.may_skip):
             raise DataError(
                 f"Records [{start}, {end}) of {name} were requested, but {type(self._reader).__name__} yielded "
                 f"{'more' if count > end - start else count} records. Its sources() and read() must agree."

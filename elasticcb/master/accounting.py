@@ -14,6 +14,7 @@ from elasticcb.master.shards import Shard
 from elasticcb.master.task import RESUMABLE, TRANSITIONS, Lease, Task, TaskEvent, TaskState, TaskType
 
 _BY_EPOCH = ("records_trained", "records_dropped")
+_MOST_EPOCHS = 1000  # that are counted by themselves
 _SPEED_SECONDS = 10.0  # window of the current speed
 _SMOOTHING_SECONDS = 60.0  # time constant of the smoothed speed
 _LEAST_SECONDS = 2.0  # minimum window of the smoothed speed
@@ -40,10 +41,18 @@ class Accounting:
         """`records` more records of the task were reported."""
         if task.type is TaskType.TRAINING and records:
             self.records_trained[task.epoch] = self.records_trained.get(task.epoch, 0) + records
+            if len(self.records_trained) > _MOST_EPOCHS:
+                self._fold()
         elif task.type is TaskType.EVALUATION:
             self.records_evaluated += records
         elif task.type is TaskType.PREDICTION:
             self.records_predicted += records
+
+    def _fold(self) -> None:
+        """Adds the older half of the epochs up, as the first of them: a stream has epochs without end."""
+        epochs = sorted(self.records_trained)
+        older = epochs[: len(epochs) // 2]
+        self.records_trained[older[0]] = sum(map(self.records_trained.pop, older))
 
     def count_again(self, task: Task) -> None:
         """The task is handed out again; some of its records may already have been processed."""

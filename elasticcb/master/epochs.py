@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from elasticcb.master.shards import Shard, ShardLayout, ShardOrder
+from elasticcb.master.stream_ranges import StreamRanges
 from elasticcb.master.task import Milestone, MilestoneKind, QueueSettings, Task, TaskType
 
 
@@ -21,6 +22,9 @@ class Unsaved:
 
     def __len__(self) -> int:
         return len(self._parts)
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self._parts)
 
     def add(self, part: Task) -> None:
         """Part of a task was reported."""
@@ -67,19 +71,23 @@ class Epochs:
 
     Attributes:
         unsaved: what was trained since the servers last wrote their recovery files.
+        stream: the ranges of partitions that grow; None: the number of records is known.
     """
 
     def __init__(self, layout: ShardLayout, settings: QueueSettings) -> None:
         self._layout, self._settings = layout, settings
+        self.stream = settings.stream()
         first = settings.initial_epoch
         self.current = first - 1  # epoch whose tasks are being created; one less before the first task
-        self.done = not layout or first >= settings.num_epochs  # all tasks that will ever be are closed
+        # all tasks that will ever be are closed
+        self.done = not (layout or self.stream) or first >= settings.num_epochs
         self.stop_reason: str | None = None
         self.batches_made = 0
         self.unsaved = Unsaved()
         self.ended_by_source: set[int] = set()  # epochs in which the source ended
 
-        self._order = ShardOrder(ShardLayout((), 1, 1))  # tasks of `current` still to create
+        # tasks of `current` still to create
+        self._order: ShardOrder | StreamRanges = ShardOrder(ShardLayout((), 1, 1))
         self._open: dict[int, int] = {}  # epoch -> tasks that are TODO or DOING
         self.epochs_done = first  # earlier epochs are done, or were skipped
         self._released = first - 1  # newest released epoch
@@ -91,8 +99,12 @@ class Epochs:
         if not self._goes_on():
             if not self._more_epochs() or (self._settings.hold_epochs and self._released < self.current):
                 return None
+            if self.stream is not None and not self.stream.is_ready:
+                return None
             self.current += 1
             self._order = self._order_of(self.current)
+        if not self._order.is_ready:
+            return None
         shard = self._within_max_batches(self._order.draw())
         self._open[self.current] = self._open.get(self.current, 0) + 1
         return Task(task_id, TaskType.TRAINING, shard, epoch=self.current)
@@ -111,6 +123,8 @@ class Epochs:
         """Tasks still to create, over all epochs; an estimate if `max_batches` will end training early."""
         if self.stop_reason is not None or not self._batches_left():
             return 0
+        if self.stream is not None:  # of what is there
+            return -(-self.stream.waiting // self._layout.records_per_task)
         tasks = self._order.left + (self._settings.num_epochs - 1 - self.current) * len(self._layout)
         if 0 < self._settings.max_batches < self._settings.num_epochs * self._layout.batches:
             per_task = -(-self._layout.records_per_task // self._layout.minibatch_size)
@@ -129,13 +143,19 @@ class Epochs:
         self.batches_made += batches
         return shard
 
-    def _order_of(self, epoch: int) -> ShardOrder:
+    def _order_of(self, epoch: int) -> ShardOrder | StreamRanges:
+        if self.stream is not None:
+            self.stream.begin_epoch()
+            return self.stream
+        return ShardOrder(self._layout, self._seed_of(epoch))
+
+    def _seed_of(self, epoch: int) -> str | None:
         seed = self._settings.shuffle_seed
-        return ShardOrder(self._layout, None if seed is None else f"{seed}/{epoch}")
+        return None if seed is None else f"{seed}/{epoch}"
 
     def _batches_left(self) -> bool:
         used_up = 0 < self._settings.max_batches <= self.batches_made
-        return not used_up and bool(self._layout)
+        return not used_up and bool(self._layout if self.stream is None else not self.stream.has_ended)
 
     def _goes_on(self) -> bool:
         """Whether the current epoch has more tasks to create."""
@@ -153,7 +173,7 @@ class Epochs:
 
     def unmade(self) -> tuple[int, int]:
         """(tasks, records) of the current epoch that are still to be created."""
-        if self._settings.open_ended:
+        if self._settings.open_ended or isinstance(self._order, StreamRanges):
             return 0, 0  # unknown
         return (self._order.left, self._order.records_left) if self._goes_on() else (0, 0)
 
@@ -198,7 +218,8 @@ class Epochs:
         """JSON values; open tasks are saved elsewhere."""
         return {
             "epoch": self.current,
-            "drawn": self._order.drawn,
+            "drawn": 0 if isinstance(self._order, StreamRanges) else self._order.drawn,
+            **({} if self.stream is None else self.stream.to_dict()),
             "epochs_done": self.epochs_done,
             "released": self._released,
             "training_done": self.done,
@@ -208,8 +229,11 @@ class Epochs:
     def restore(self, saved: dict[str, Any], batches_made: int) -> None:
         """Restores the state saved by `to_dict`; each task that was open then must be reopened."""
         self.current = saved["epoch"]
-        if saved["drawn"]:  # else all its tasks are created
-            self._order = self._order_of(self.current)
+        if self.stream is not None:
+            self.stream.restore(saved)
+            self._order = self.stream if self.current >= 0 else self._order
+        elif saved["drawn"]:  # else all its tasks are created
+            self._order = ShardOrder(self._layout, self._seed_of(self.current))
             for _ in range(saved["drawn"]):
                 self._order.draw()
         self.epochs_done = saved["epochs_done"]

@@ -25,11 +25,13 @@ from elasticcb.master.evaluation import Round
 from elasticcb.master.exports import PeriodicExports
 from elasticcb.master.job_context import JobContext, TrainedModel
 from elasticcb.master.job_machine import JobMachine
+from elasticcb.master.observation import epochs_of
 from elasticcb.master.snapshot import EpochEnd, format_metric
 from elasticcb.master.task import Milestone, MilestoneKind, TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.optimizers.traits import may_serve_rows
 from elasticcb.settings import Command, Mode, written
+from elasticcb.settings.choices import seconds_of
 
 
 class Pace(NamedTuple):
@@ -44,21 +46,29 @@ class EpochClock:
 
     Epochs may overlap: some workers begin the next epoch while others still have tasks of this one. Each epoch is timed
     from the end of the previous one, and counts everything trained in that time.
+
+    Args:
+        seconds: of an epoch of a stream; None: it does not end by time.
     """
 
-    def __init__(self, minibatch_size: int) -> None:
-        self._minibatch_size = minibatch_size
+    def __init__(self, minibatch_size: int, seconds: float | None = None) -> None:
+        self._minibatch_size, self._seconds = minibatch_size, seconds
+        self._epoch = -1  # that is timed
         self._begun, self._records = 0.0, 0
         self._paces: dict[int, Pace] = {}
 
-    def begin(self, now: float, records: int) -> None:
+    def begin(self, epoch: int, now: float, records: int) -> None:
         """An epoch begins; `records` were trained before it, over all epochs."""
-        self._begun, self._records = now, records
+        self._epoch, self._begun, self._records = epoch, now, records
+
+    def over(self, now: float) -> int | None:
+        """The epoch that should end by time; None: none should."""
+        return self._epoch if self._seconds is not None and now - self._begun >= self._seconds else None
 
     def trained(self, epoch: int, now: float, records: int) -> None:
         """All records of `epoch` are trained; the next epoch begins now, unless `begin` is called later."""
         self._paces[epoch] = Pace(now - self._begun, -(-(records - self._records) // self._minibatch_size))
-        self.begin(now, records)
+        self.begin(epoch + 1, now, records)
 
     def take(self, epoch: int) -> Pace:
         """The pace of an epoch that was `trained`; returned once."""
@@ -96,7 +106,8 @@ class JobDriver:
         self._host, self._hooks = served.host, served.hooks
         self._epochs, self._autoscale, self.exports = epochs, autoscale, exports
         self._waiting_logs: dict[int, dict[str, Any]] = {}  # of epochs that wait for their evaluation pass
-        self._clock = EpochClock(self._settings.training.minibatch_size)
+        every = self._settings.stream.epoch_every
+        self._clock = EpochClock(self._settings.training.minibatch_size, seconds_of(every) if every else None)
         self._more_batches = False  # more are ready for callbacks now
         self.over = False
         self.follows_batches = any(map(self._host.callbacks.wants, BATCH_HOOKS))
@@ -111,7 +122,7 @@ class JobDriver:
                 self._hooks.prepare("on_epoch_begin", initial_epoch, {}, learning_rate=memory.learning_rate_before)
             elif not (self._context.resumes and self.queue.training_done):
                 self._epochs.begin(initial_epoch)
-            self._clock.begin(*self._progress())
+            self._clock.begin(initial_epoch, *self._progress())
             self._master.set_status(phase="training")
             if self._host.exports:
                 self._master.set_status(saved_model_inputs=self._host.saved_model_inputs())
@@ -148,6 +159,10 @@ class JobDriver:
         self._context.master.server_scaling.turn(servers.resize, self._why_servers_wait, self._why_no_servers)
         self._deliver_batches()
         self._merge_states()
+        over = self._clock.over(time.monotonic())
+        if over is not None:
+            with self._master.state() as state:
+                state.end_epoch(over)
         for exports in self.exports:
             exports.turn()
         if idle:
@@ -302,13 +317,13 @@ class JobDriver:
     def _end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
         """The epoch is trained, and evaluated if due."""
         seconds, steps = self._clock.take(epoch)
-        epochs = self._settings.training.num_epochs
+        epochs = epochs_of(self._settings)
         self._report.epoch_ended(EpochEnd(epoch=epoch + 1, epochs=epochs, seconds=seconds, steps=steps, logs=logs))
         with self._master.state():
             waits = self.queue.epoch == epoch  # whether workers wait for the hooks
         self._epochs.end(epoch, logs)
         if waits:
-            self._clock.begin(*self._progress())
+            self._clock.begin(epoch + 1, *self._progress())
 
     def _progress(self) -> tuple[float, int]:
         """The time, and the records trained over all epochs."""

@@ -17,7 +17,15 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from elasticcb.errors import CallbackWarning, ClusterLostError, ElasticCBError, JobFailedError, JobOverError, UsageError
+from elasticcb.errors import (
+    CallbackWarning,
+    ClusterLostError,
+    DataError,
+    ElasticCBError,
+    JobFailedError,
+    JobOverError,
+    UsageError,
+)
 from elasticcb.master.accounting import IllegalTransitionError, Speed
 from elasticcb.master.batch_log import BatchEvent, BatchLog
 from elasticcb.master.evaluation import EpochStates, EvaluationRounds
@@ -43,6 +51,7 @@ from elasticcb.process.wording import how_many
 from elasticcb.settings import Command, JobSettings, Updates
 
 if TYPE_CHECKING:
+    from elasticcb.data.unbounded import Partition
     from elasticcb.master.callback_arrays import SharedCallbacks
     from elasticcb.master.journal import Memory
     from elasticcb.master.prediction_output import PredictionOutput
@@ -139,6 +148,7 @@ class TaskResult:
         outputs: by batch: predictions, or inputs of metrics without mergeable state.
         ended_after: number of records after which the source ended; None: it did not.
         servers: `JobMachine.newest_server` when the first batch began that was not reported before.
+        bad_records, bad_record: number of records that were skipped, and what is wrong with the first one.
         restarts: `states` and `outputs` replace those of earlier tasks of the epoch or pass.
     """
 
@@ -146,6 +156,8 @@ class TaskResult:
     states: States = field(default_factory=dict)
     outputs: list[Outputs] = field(default_factory=list)
     batches_skipped: int = 0
+    bad_records: int = 0
+    bad_record: str = ""
     ended_after: int | None = None
     function_result: bytes = b""
     servers: int = 0
@@ -480,6 +492,25 @@ class JobMachine:
                 self.history.began(decision.lease, member.index)
         return decision
 
+    @event(_if_any)
+    def stream_grew(self, seen: Mapping[str, Partition], now: float) -> bool:
+        """What is there of a stream's partitions by now. Returns whether somebody has to act on it."""
+        if self.queue is None or self.queue.stream is None or self.over:
+            return False
+        try:
+            story = self.queue.grow(seen, now)
+        except DataError as error:
+            self.error = error
+            return True
+        if story:
+            self.warn(CallbackWarning("lost records of the stream", story, 0))
+        return self.queue.has_milestones or (bool(self.waiting) and self.queue.stream.is_ready)
+
+    @event(_if_any)
+    def end_epoch(self, epoch: int) -> bool:
+        """This epoch of a stream gets no more records. Returns whether that is news."""
+        return self.queue is not None and self.queue.end_epoch(epoch)
+
     def must_tell(self, worker: int, decision: TaskDecision) -> bool:
         """Whether a worker must be told now that there is no task for it: until then, others wait for its batches."""
         if self.gathering is None or self.queue is None or decision.reason == OTHERS_FIRST:
@@ -604,8 +635,21 @@ class JobMachine:
         if outcome.counts and task is not None:
             self.history.ended(lease, "done", task)
             self.totals.batches_skipped += result.batches_skipped
+            self._note_bad_records(result)
             self._take_in(worker, task, result)
         return outcome
+
+    def _note_bad_records(self, result: TaskResult) -> None:
+        if not result.bad_records or self.settings is None:
+            return
+        self.totals.bad_records += result.bad_records
+        self.warn(CallbackWarning("bad records", result.bad_record, 0))
+        limit = self.settings.data.bad_records_limit
+        if limit and self.totals.bad_records > limit:
+            self.error = DataError(
+                f"{how_many(self.totals.bad_records, 'record')} can't be converted, more than --bad_records_limit="
+                f"{limit}. The last of them: {result.bad_record}\nCorrect the feed or the data, or raise the limit."
+            )
 
     def _take_in(self, worker: int, task: Task, result: TaskResult) -> None:
         if task.type is TaskType.TRAINING:

@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from elasticcb.callbacks import SavedModelExporter
+from elasticcb.callbacks import ProgressiveMetrics, SavedModelExporter
 from elasticcb.callbacks.dispatch import Dispatcher, HookLogs, check_monitors
 from elasticcb.callbacks.placement import Place, holds_predictions, takes_predictions
 from elasticcb.callbacks.serving_signature import names_of_outputs, serving_inputs
@@ -32,7 +32,7 @@ from elasticcb.master.prediction_output import PredictionOutput
 from elasticcb.master.snapshot import SavedModelInput
 from elasticcb.master.source_counts import SourceCounts
 from elasticcb.model.input_pipeline import Pipeline, Sources, open_pipeline
-from elasticcb.model.metric_messages import flatten_outputs, unflatten_outputs
+from elasticcb.model.metric_messages import PROGRESSIVE, flatten_outputs, unflatten_outputs
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.model_file import ModelSpec
 from elasticcb.model.program import callback_params, job_callbacks
@@ -76,6 +76,8 @@ class ModelHost:
 
     Attributes:
         features_spec: as for `add_serving_endpoint`.
+        progressive: whether each batch is evaluated before it is trained.
+        stream: the source of training records that grows; None: it has a known size.
     """
 
     def __init__(self, settings: JobSettings, spec: Any = None, rehearses: bool = False) -> None:
@@ -93,6 +95,7 @@ class ModelHost:
             mode = Mode.of(settings.command)
             pipeline = open_pipeline(settings, self.spec, mode)
             self.open_ended, self.repeatable = pipeline.open_ended, pipeline.repeatable
+            self.stream = pipeline.stream
             pipelines: dict[str, Pipeline] = {mode: pipeline}
             if mode is Mode.TRAINING and (settings.data.validation or self.spec.batch_source(Mode.EVALUATION)):
                 pipelines[Mode.EVALUATION] = open_pipeline(settings, self.spec, Mode.EVALUATION)
@@ -131,6 +134,10 @@ class ModelHost:
                 one_worker=shares_state(settings),
             )
             check_hooks(self.callbacks.callbacks, settings)
+            callbacks = self.callbacks.callbacks
+            self.progressive = self.trains and any(isinstance(each, ProgressiveMetrics) for each in callbacks)
+            if self.progressive:
+                self.metrics.check_progressive()
             if self.trains and not self.in_program and Mode.EVALUATION not in pipelines:
                 check_monitors(self.callbacks.callbacks)
             self.shared_callbacks = SharedCallbacks(self.callbacks.callbacks, settings, self.model, bool(self.tables))
@@ -240,9 +247,11 @@ class ModelHost:
 
     def _batches(self, settings: JobSettings) -> int | None:
         """Batches of an epoch, or of all evaluated or predicted records; None if unknown."""
-        if self.open_ended:
-            return None
         size = settings.training.minibatch_size
+        if self.stream is not None and settings.stream.records_per_epoch:
+            return -(-settings.stream.records_per_epoch // size)
+        if self.open_ended or self.stream is not None:
+            return None
         return sum(-(-count // size) for _, count in self.sources[Mode.of(settings.command)])
 
     def saved_model_inputs(self) -> tuple[SavedModelInput, ...]:
@@ -375,8 +384,11 @@ class ModelHost:
             name: self.metrics.merge_states(name, values) if name in merging else values
             for name, values in states.items()
         }
-        self.metrics.load(states)
-        return self.metrics.results(step="train")
+        before = {name.removeprefix(PROGRESSIVE): own for name, own in states.items() if name.startswith(PROGRESSIVE)}
+        self.metrics.load({name: own for name, own in states.items() if not name.startswith(PROGRESSIVE)})
+        logs = self.metrics.results(step="train")
+        progressive = self.metrics.results_of(before, "test") if before else {}
+        return {**logs, **{f"progressive_{name}": value for name, value in progressive.items()}}
 
 
 def _settings_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:

@@ -70,6 +70,7 @@ class ServedCluster:
     batch_events: bool = False  # whether to report each batch
     predictions: bool = False  # whether to report predictions
     replayed_metrics: Sequence[str] = ()  # as `ModelMetrics.replayed`
+    progressive: bool = False  # whether to evaluate each batch before it is trained
     map_version: int = 0  # of their `ShardMap`
 
 
@@ -78,6 +79,7 @@ class Totals:
     """Totals over the whole job, besides the task queue's accounting."""
 
     batches_skipped: int = 0
+    bad_records: int = 0  # that could not be converted, and were skipped
     callback_errors: int = 0
     checkpoints_failed: int = 0  # that could not be written; training continued
     stragglers: list[int] = field(default_factory=list)  # indexes of workers that were ever stragglers

@@ -20,6 +20,7 @@ from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.host import host_name
 from elasticcb.process.stats import SECONDS, Histogram, TableSize, histograms, resident_bytes
 from elasticcb.settings import Command, JobSettings
+from elasticcb.settings.training import ENDLESS
 from elasticcb.storage.remote_files import is_url
 
 
@@ -35,6 +36,7 @@ def observe(state: JobMachine, refused: Mapping[str, int], now: float) -> JobSna
         version=state.version,
         loss=state.loss,
         batches_skipped=totals.batches_skipped,
+        bad_records=totals.bad_records,
         callback_errors=totals.callback_errors,
         checkpoints_failed=totals.checkpoints_failed,
         workers=_counts(state, Role.WORKER),
@@ -109,11 +111,17 @@ def figures_of(queue: TaskQueue, state: JobMachine, now: float) -> dict[str, Any
     total, begun, smoothed = records_to_train(settings, queue), state.records_begun(queue), state.speed.smoothed
     return values | {
         "epoch": queue.epoch + 1,
-        "epochs": settings.training.num_epochs,
+        "epochs": epochs_of(settings),
+        "records_lost": 0 if queue.stream is None else queue.stream.lost,
         "records_total": total,
         "records_per_second": state.speed.per_second(now, begun),
-        "seconds_left": max(total - begun, 0) / smoothed if smoothed else None,
+        "seconds_left": max(total - begun, 0) / smoothed if smoothed and queue.stream is None else None,
     }
+
+
+def epochs_of(settings: JobSettings) -> int:
+    """The planned number of epochs; 0: without end."""
+    return 0 if settings.training.num_epochs == ENDLESS else settings.training.num_epochs
 
 
 def _tasks(queue: TaskQueue) -> dict[tuple[str, str], int]:

@@ -57,7 +57,7 @@ def _job(seen: JobSnapshot) -> Iterator[Metric]:
     if seen.command is not None:
         yield _gauge("model_version", "Updates applied to the model.", seen.version)
         yield _gauge("epoch", "The current epoch, from 1; 0: none.", seen.epoch)
-        yield _gauge("epochs", "Epochs to train; 0: the job does not train.", seen.epochs)
+        yield _gauge("epochs", "Epochs to train; 0: without end, or the job does not train.", seen.epochs)
         if seen.loss is not None:
             yield _gauge("training_loss", "Mean over the batches of a worker's last report.", seen.loss)
         values = {(name,): value for name, value in seen.metrics.items() if isinstance(value, (int, float))}
@@ -70,9 +70,16 @@ def _job(seen: JobSnapshot) -> Iterator[Metric]:
         ("prediction",): seen.records_predicted,
     }
     yield _counter("records", "Records that workers reported as done, counted once each.", records, ("type",))
+    behind = {(name,): lag.records for name, lag in seen.stream.items()}
+    yield _gauge("stream_lag_records", "Records of a stream that are there and not trained.", behind, ("partition",))
+    seconds = {(name,): lag.seconds for name, lag in seen.stream.items()}
+    text = "Time since the oldest of these records came; 0: there is none."
+    yield _gauge("stream_lag_seconds", text, seconds, ("partition",))
+    yield _counter("records_lost", "Records of a stream that were removed before they were trained.", seen.records_lost)
     repeated = seen.records_repeated
     yield _counter("records_repeated", "Records trained or predicted more than once (upper bound).", repeated)
     yield _counter("batches_skipped", "Batches skipped because of NaN or infinity.", seen.batches_skipped)
+    yield _counter("bad_records", "Records that could not be converted, and were skipped.", seen.bad_records)
     yield _counter("callback_errors", "Callback errors after which the job continued.", seen.callback_errors)
     yield _counter("checkpoints_failed", "Checkpoints that could not be written.", seen.checkpoints_failed)
     age = {} if seen.checkpoint_age_seconds is None else {(): seen.checkpoint_age_seconds}

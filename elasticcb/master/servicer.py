@@ -92,6 +92,7 @@ class MasterServicer:
             batch_events=cluster.batch_events,
             predictions=cluster.predictions,
             replayed_metrics=cluster.replayed_metrics,
+            progressive=cluster.progressive,
             map_version=cluster.map_version,
         )
 
@@ -157,6 +158,8 @@ class MasterServicer:
                 states=from_metric_states(request.metrics),
                 outputs=from_outputs(request.outputs),
                 batches_skipped=request.batches_skipped,
+                bad_records=request.bad_records,
+                bad_record=request.bad_record,
                 ended_after=request.records_done if request.exhausted else None,
                 function_result=request.result,
                 servers=request.servers,

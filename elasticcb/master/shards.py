@@ -82,6 +82,8 @@ class ShardOrder:
     def left(self) -> int:
         return len(self._layout) - self.drawn
 
+    is_ready = True  # when there are some left
+
     def draw(self) -> Shard:
         """The next shard. Raises `IndexError` when none is left."""
         index = self.drawn

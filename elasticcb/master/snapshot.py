@@ -66,7 +66,7 @@ class EpochEnd:
     """A finished epoch, with its evaluation pass if any."""
 
     epoch: int  # from 1
-    epochs: int  # planned
+    epochs: int  # planned; 0: without end
     seconds: float  # of training
     # batches trained by all workers in that time, including those of the next epoch; 0: under another master
     steps: int
@@ -76,7 +76,16 @@ class EpochEnd:
     def text(self) -> str:
         """For a log: "Epoch 2/4 is done in 12.3 s: loss 0.6550"."""
         values = ", ".join(f"{name} {format_metric(value)}" for name, value in self.logs.items())
-        return f"Epoch {self.epoch}/{self.epochs} is done in {self.seconds:.1f} s: {values}"
+        return f"Epoch {of_epochs(self.epoch, self.epochs)} is done in {self.seconds:.1f} s: {values}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionLag:
+    """How far training is behind a partition of a stream."""
+
+    offset: int  # before which all records are trained
+    records: int  # that are there from it on
+    seconds: float  # since the first of these came; 0: there is none, or the source does not say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +103,15 @@ class JobSnapshot:
     seconds_left: float | None = None  # estimate
     seconds_to_first_step: float | None = None  # since the start of the command
     epoch: int = 0  # current epoch, from 1; 0: none yet, or not training
-    epochs: int = 0  # planned; 0: not training
+    epochs: int = 0  # planned; 0: without end, or not training
     version: int = 0
     loss: float | None = None  # mean over the last batches
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last evaluation pass
     stopped_early: str = ""  # why training ended before its last epoch; "": it did not
     records_per_epoch: tuple[int, ...] = ()  # trained records of each epoch, counted once each
     records_total: int = 0  # to train over all epochs; 0: unknown
+    stream: Mapping[str, PartitionLag] = field(default_factory=dict)  # by partition; {}: the data does not grow
+    records_lost: int = 0  # of the stream, removed before they were trained
     records_per_second: float = 0.0  # recent rate
     records_evaluated: int = 0  # in the last evaluation pass, counted once each
     records_evaluated_before: int = 0  # in earlier rounds
@@ -114,6 +125,7 @@ class JobSnapshot:
     tasks_split: int = 0  # times a worker handed the rest of its task to an idle worker
     reports_refused: int = 0  # for tasks that had been reassigned
     batches_skipped: int = 0  # NaN or infinity, with --non_finite=skip
+    bad_records: int = 0  # that could not be converted, with --bad_records
     callback_errors: int = 0  # with --callback_errors=warn
     checkpoints_failed: int = 0  # that could not be written; training continued
     # seconds since the newest checkpoint, or the start; None: no regular checkpoints
@@ -146,6 +158,16 @@ class JobSnapshot:
     def records_trained(self) -> int:
         """Over all epochs."""
         return sum(self.records_per_epoch)
+
+    @property
+    def lag_records(self) -> int:
+        """Over all partitions of a stream."""
+        return sum(lag.records for lag in self.stream.values())
+
+    @property
+    def lag_seconds(self) -> float:
+        """Of the partition that is most behind."""
+        return max((lag.seconds for lag in self.stream.values()), default=0.0)
 
     @property
     def tasks_by_state(self) -> Mapping[str, int]:
@@ -198,7 +220,12 @@ class JobSnapshot:
         for (kind, state), count in self.tasks.items():
             tasks.setdefault(kind, {})[state] = count
         shown = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "histograms"}
-        computed = {"records_trained": self.records_trained, "conditions": self.conditions}
+        computed = {
+            "records_trained": self.records_trained,
+            "conditions": self.conditions,
+            "lag_records": self.lag_records,
+            "lag_seconds": self.lag_seconds,
+        }
         document: dict[str, Any] = _json({**shown, "tasks": tasks, **computed})
         return document
 
@@ -212,6 +239,7 @@ class JobSnapshot:
             "metrics": {name: value for name, value in values["metrics"].items() if value is not None},
             "tasks": {(kind, state): n for kind, states in values["tasks"].items() for state, n in states.items()},
             "workers": ProcessCounts(**values["workers"]),
+            "stream": {name: PartitionLag(**lag) for name, lag in values["stream"].items()},
             "servers": ProcessCounts(**values["servers"]),
         })  # fmt: skip
 
@@ -231,6 +259,11 @@ def _json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _json(each) for name, each in value.items()}
     return [_json(each) for each in value] if isinstance(value, (tuple, list)) else finite(value)
+
+
+def of_epochs(epoch: int, epochs: int) -> str:
+    """ "3/10"; "3" without end."""
+    return f"{epoch}/{epochs}" if epochs else str(epoch)
 
 
 def format_metric(value: Any) -> str:

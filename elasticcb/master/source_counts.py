@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from elasticcb.data.file_reader import FileReader
+from elasticcb.data.growing_files import GrowingFiles
 from elasticcb.model.input_pipeline import FeedPipeline, Pipeline, Sources
 from elasticcb.settings import INDEX_FILE, RECOVERY_FOLDER, Command, JobSettings
 from elasticcb.storage import durable
@@ -38,6 +39,11 @@ class SourceCounts:
             for mode, pipeline in pipelines.items()
             if isinstance(pipeline, FeedPipeline) and isinstance(pipeline.reader, FileReader)
         }
+        self._growing = {
+            mode: pipeline.reader
+            for mode, pipeline in pipelines.items()
+            if isinstance(pipeline, FeedPipeline) and isinstance(pipeline.reader, GrowingFiles)
+        }
         known = {mode: pipeline.sources() for mode, pipeline in pipelines.items() if mode not in self._readers}
         pool = ThreadPoolExecutor(1, "counting")
         self._sources: dict[str, Sources | Future[Sources]] = {
@@ -60,7 +66,8 @@ class SourceCounts:
 
     def find_index(self, mode: str, file: str) -> bytes:
         """As `FileIndex.to_bytes`; b"" when unknown."""
-        reader = self._readers.get(mode)
+        growing = self._growing.get(mode)
+        reader = self._readers.get(mode) if growing is None else growing.files
         return b"" if reader is None else reader.indexes().get(file, b"")
 
     def _scan(self, mode: str, pipeline: Pipeline) -> Sources:

@@ -22,7 +22,8 @@ from elasticcb.callbacks.shared_attributes import left_on_workers
 from elasticcb.checkpoint import remote as remote_checkpoint
 from elasticcb.checkpoint.versions import find_undamaged, find_versions, newest_of_run, put_back, version_of
 from elasticcb.checkpoint.warm_start import WarmStart, warm_start
-from elasticcb.errors import CallbackError, CheckpointError, JobFailedError, StoreError
+from elasticcb.data.unbounded import UnboundedSource
+from elasticcb.errors import CallbackError, CheckpointError, JobFailedError, StoreError, UsageError
 from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.callback_driver import EpochHooks, MasterHooks
 from elasticcb.master.checkpoint_lock import CheckpointLock
@@ -39,11 +40,13 @@ from elasticcb.master.members import PlaceState, Role, ServedCluster
 from elasticcb.master.observation import figures_of, records_to_train
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.master.servers import Servers
+from elasticcb.master.stream_watch import StreamWatch
 from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.forwarded_logs import shown
 from elasticcb.process.wording import how_many
-from elasticcb.settings import INITIAL_FOLDER, Command, Mode, WorkerRange
+from elasticcb.settings import INITIAL_FOLDER, Command, JobSettings, Mode, WorkerRange, written
+from elasticcb.settings.choices import LostOffsets
 from elasticcb.settings.names import SETTINGS
 from elasticcb.sharding.partition import ServerPlace
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
@@ -254,12 +257,14 @@ def _call_first_hooks(context: JobContext, served: TrainedModel) -> tuple[EpochH
 
 
 def _new_queue(context: JobContext, host: Any, initial_epoch: int) -> TaskQueue:
-    training, cluster = context.settings.training, context.settings.cluster
+    training, cluster, stream = context.settings.training, context.settings.cluster, context.settings.stream
+    _check_stream(context.settings, host.stream)
     batches = max(
         (sum(-(-count // training.minibatch_size) for _, count in found) for found in host.sources.values()), default=0
     )
     workers = max(cluster.num_workers, cluster.autoscale.most)
-    per_task = training.batches_per_task(None if host.open_ended else batches, workers)
+    unknown = host.open_ended or host.stream is not None
+    per_task = training.batches_per_task(None if unknown else batches, workers)
     return TaskQueue(
         QueueSettings(
             records_per_task=training.minibatch_size * per_task,
@@ -274,10 +279,30 @@ def _new_queue(context: JobContext, host: Any, initial_epoch: int) -> TaskQueue:
             open_ended=host.open_ended,
             hold_predictions=host.holds_predictions,
             repeats_lost=host.repeatable and context.settings.repeats_lost,
+            grows=host.stream is not None,
+            records_per_epoch=stream.records_per_epoch,
+            in_order=host.stream is not None and host.stream.in_order,
+            most=None if host.stream is None else host.stream.most,
+            skips_lost=stream.lost_offsets is LostOffsets.SKIP,
         ),
         training=host.sources.get(Mode.TRAINING, ()),
         prediction=host.sources.get(Mode.PREDICTION, ()),
     )
+
+
+def _check_stream(settings: JobSettings, source: UnboundedSource | None) -> None:
+    """Raises `UsageError` when the settings of epochs don't fit the data."""
+    stream = settings.stream
+    ends = [name for name in ("records_per_epoch", "epoch_every") if getattr(stream, name)]
+    if source is None and ends:
+        given = SETTINGS[ends[0]].written(settings.in_program, getattr(stream, ends[0]))
+        raise UsageError(
+            f"{given} is for data that grows, but the training data has a known number of records. Remove it."
+        )
+    if source is not None and settings.training.num_epochs > 1 and not ends:
+        given = SETTINGS["num_epochs"].written(settings.in_program, settings.training.num_epochs)
+        add = "steps_per_epoch" if settings.in_program else written("{records_per_epoch} or {epoch_every}", False)
+        raise UsageError(f"{given}: a stream has no end, so an epoch needs one. Add {add}.")
 
 
 def resumed_queue(context: JobContext, host: Any) -> TaskQueue | None:
@@ -393,11 +418,16 @@ def _let_workers_begin(context: JobContext, served: TrainedModel, course: JobDri
             batch_events=course.follows_batches,
             predictions=host.collects_predictions,
             replayed_metrics=sorted(host.metrics.replayed),
+            progressive=host.progressive,
             map_version=ps.servers.shard_map.version,
         )
         state.persist(servers=served.servers.places, merging_units=sorted(state.epoch_states.merging))
     for exports in course.exports:
         exports.begin()
+    if host.stream is not None:
+        watch = StreamWatch(host.stream, context.server)
+        context.until_end.callback(watch.close)
+        watch.begin()
 
 
 def _records_of(sources: Sequence[tuple[str, int]]) -> str:

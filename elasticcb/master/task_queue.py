@@ -16,15 +16,17 @@ with `take_milestones`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+from elasticcb.data.unbounded import Partition
 from elasticcb.errors import CheckpointError, WireError
 from elasticcb.master.accounting import Accounting, Attempt, Failure, TaskRecord
 from elasticcb.master.epochs import Epochs
 from elasticcb.master.leases import Leases
+from elasticcb.master.stream_ranges import StreamRanges
 from elasticcb.master.task import (
     RESUMABLE,
     Answer,
@@ -121,6 +123,8 @@ class TaskQueue:
         """
         doing = self._doing
         doing.tell_time(now)
+        if self._epochs.stream is not None:
+            self._epochs.stream.tell_time(now)
         if self.failure is not None:
             return TaskDecision(DecisionKind.FINISHED, None, "the job has failed")
         if doing.is_lost(worker):
@@ -529,6 +533,38 @@ class TaskQueue:
         layout = self._settings.layout(sources)
         self._milestones += self._evaluation.add(round, layout)
         return len(layout)
+
+    def grow(self, seen: Mapping[str, Partition], now: float) -> str:
+        """The records of a stream that are there by now; returns a message about lost ones, as `StreamRanges.grow`,
+        and raises its errors."""
+        stream = self._epochs.stream
+        assert stream is not None
+        story = stream.grow(seen, now)
+        self._milestones += self._epochs.settle()
+        return story
+
+    def end_epoch(self, epoch: int) -> bool:
+        """The epoch of a stream gets no more records, if it is the current one, and has some. Returns whether that is
+        news."""
+        stream = self._epochs.stream
+        if stream is None or self._epochs.current != epoch or not stream.left or not stream.end_epoch():
+            return False
+        self._milestones += self._epochs.settle()
+        return True
+
+    @property
+    def stream(self) -> StreamRanges | None:
+        """The partitions of a stream; None: the job has data of known size."""
+        return self._epochs.stream
+
+    def trained_to(self, saved: bool) -> dict[str, int]:
+        """By partition of a stream: the offset before which all is trained; if `saved`, also by the servers."""
+        offsets = {} if self.stream is None else self.stream.positions
+        tasks = [record.task for record in (*self._doing, *self._todo)] + (list(self._epochs.unsaved) if saved else [])
+        for task in tasks:
+            if task.type is TaskType.TRAINING and task.shard.name in offsets:
+                offsets[task.shard.name] = min(offsets[task.shard.name], task.shard.start)
+        return offsets
 
     def release_epoch(self, epoch: int) -> None:
         """Lets the epoch after `epoch` begin; matters only with `hold_epochs`."""

@@ -11,15 +11,21 @@ import keras
 import tensorflow as tf
 
 from elasticcb.data import Reader, checked_sources, open_reader
+from elasticcb.data.bad_records import BadRecords
 from elasticcb.data.batch_sources.record_batches import RecordBatches
+from elasticcb.data.batch_sources.records import StreamSource
 from elasticcb.data.batches import BatchSource, NextBatch
 from elasticcb.data.file_reader import FileReader
-from elasticcb.errors import DataError
+from elasticcb.data.formats import is_stream
+from elasticcb.data.growing_files import SETTLE, GrowingFiles
+from elasticcb.data.unbounded import UnboundedSource
+from elasticcb.errors import DataError, UsageError
 from elasticcb.model.spec import Spec
 from elasticcb.settings import JobSettings, Mode
 
 Sources = list[tuple[str, int]]
 
+FAIL, SKIP = "fail", "skip"  # settings of bad records; any other is a folder
 _FEW_RECORDS = 256  # in which a feed that drops records leaves some
 _UNKNOWN = 1 << 40  # batches in an epoch of unknown length: more than possible
 
@@ -32,6 +38,8 @@ class Pipeline(Protocol):
     open_ended: bool  # whether the number of units in an epoch is unknown
     repeatable: bool  # whether a shard has the same units in the next run of the program
     fed_by: str  # what may drop, multiply or reorder units, for messages
+    stream: UnboundedSource | None  # what it reads, if that grows while the job trains
+    bad: BadRecords | None  # finds records that can't be converted; None: they are an error
 
     @property
     def fixed(self) -> Sequence[bool]:
@@ -73,17 +81,56 @@ def open_pipeline(
     """
     source = spec.batch_source(mode)
     if source is None:
-        return FeedPipeline(settings, spec, mode, find_index)
+        return _of_files(settings, spec, mode, find_index)
     source.select(spec.inputs)
+    if isinstance(source, StreamSource):
+        return FeedPipeline(source.opened(), mode, settings.training.minibatch_size)
     if next_batch is not None:
         source.connect(next_batch)
     return BatchPipeline(source, mode)
+
+
+def _of_files(settings: JobSettings, spec: Spec, mode: Mode, find_index: Callable[[str], bytes] | None) -> FeedPipeline:
+    """The input that a command names."""
+    origin = getattr(settings.data, "validation" if mode is Mode.EVALUATION else mode.value)
+    grows = mode is Mode.TRAINING
+    params = {} if not grows and is_stream(settings.data.training) else settings.data.reader_params  # else the stream's
+    reader = open_reader(
+        origin,
+        {name: value for name, value in params.items() if grows or name != SETTLE},
+        custom=spec.custom_data_reader,
+        records_per_task=settings.training.minibatch_size * settings.training.batches_per_task(None, 1),
+        follow=grows and settings.data.follow,
+    )
+    if isinstance(reader, UnboundedSource) and mode is not Mode.TRAINING:
+        raise UsageError(
+            f"The {mode} data {origin} is a stream, which never ends. Expected files; only training data may grow."
+        )
+    files = reader.files if isinstance(reader, GrowingFiles) else reader
+    if isinstance(files, FileReader):
+        files.find_index = find_index
+    batches = RecordBatches(
+        reader,
+        mode.value,
+        settings.training.minibatch_size,
+        feed=spec.feed,
+        feed_batch=spec.feed_batch,
+        label=settings.data.label,
+        inputs=spec.inputs,
+        call=spec.call,
+        name=lambda name: f"`{getattr(settings.model, name)}` in {spec.path}",
+        owner=str(spec.path),
+    )
+    bad = settings.data.bad_records if grows else FAIL
+    return FeedPipeline(batches, mode, settings.training.minibatch_size, reads_few=settings.dry_run, bad_records=bad)
 
 
 class BatchPipeline:
     """The batches of a `BatchSource`, as tensors."""
 
     fed_by = "The data"
+    stream: UnboundedSource | None = None
+    bad: BadRecords | None = None
 
     def __init__(self, source: BatchSource, mode: Mode) -> None:
         self._source = source
@@ -143,11 +190,14 @@ def _spec_of(leaf: Any) -> Any:
 
 
 class FeedPipeline:
-    """The batches of one mode: records of a reader, converted by the model file's feeds.
+    """The batches of one mode: records of a reader, converted by feeds.
 
-    Raises:
-        DataError: the data can't be read.
-        ModelFileError: there is no feed, or it raises or returns something unusable.
+    Args:
+        reads_few: only enough records for a batch.
+        bad_records: what to do with those that can't be converted: `FAIL`, `SKIP`, or a folder to keep them in.
+
+    Attributes:
+        bad: finds those; None: they are an error.
     """
 
     ends_by_itself = False
@@ -156,34 +206,26 @@ class FeedPipeline:
     fixed: Sequence[bool] = ()
 
     def __init__(
-        self, settings: JobSettings, spec: Spec, mode: Mode, find_index: Callable[[str], bytes] | None = None
+        self,
+        batches: RecordBatches,
+        mode: Mode,
+        minibatch_size: int,
+        reads_few: bool = False,
+        bad_records: str = FAIL,
     ) -> None:
-        origin = getattr(settings.data, "validation" if mode is Mode.EVALUATION else mode.value)
-        self.reader: Reader = open_reader(
-            origin,
-            settings.data.reader_params,
-            custom=spec.custom_data_reader,
-            records_per_task=settings.training.minibatch_size * settings.training.batches_per_task(None, 1),
-        )
-        if isinstance(self.reader, FileReader):
-            self.reader.find_index = find_index
-        self._minibatch_size = settings.training.minibatch_size
-        self._reads_few = settings.dry_run
+        self.reader: Reader = batches.reader
+        self.stream = self.reader if isinstance(self.reader, UnboundedSource) else None
+        self._minibatch_size, self._reads_few = minibatch_size, reads_few
         self._predicts = mode is Mode.PREDICTION  # then the feed returns only features
-        self._batches = RecordBatches(
-            self.reader,
-            mode.value,
-            self._minibatch_size,
-            feed=spec.feed,
-            feed_batch=spec.feed_batch,
-            label=settings.data.label,
-            inputs=spec.inputs,
-            call=spec.call,
-            name=lambda name: f"`{getattr(settings.model, name)}` in {spec.path}",
-            owner=str(spec.path),
-        )
-        self.keeps_order = self._batches.keeps_order
-        self.fed_by = self._batches.fed_by
+        self._batches = batches
+        self.keeps_order, self.fed_by = batches.keeps_order, batches.fed_by
+        self.bad: BadRecords | None = None
+        if bad_records != FAIL:
+            folder = "" if bad_records == SKIP else bad_records
+            self.bad = BadRecords(self.reader, self._convert, self.keeps_order, folder)
+
+    def _convert(self, name: str, start: int, end: int) -> Iterator[Any]:
+        return self._batches.batches([(name, start, end)])
 
     @property
     def element_spec(self) -> Any:
@@ -191,6 +233,8 @@ class FeedPipeline:
         return self._batches.dataset.element_spec
 
     def sources(self) -> Sources:
+        if self.stream is not None:
+            return []
         if self._reads_few:  # without scanning the data
             few = self._minibatch_size if self.keeps_order else max(self._minibatch_size, _FEW_RECORDS)
             for name, head in self._beginnings():
@@ -203,11 +247,20 @@ class FeedPipeline:
 
     def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
         """Yields the batches of records [start, end) of a source. Raises the reader's errors."""
-        for batch in self._batches.batches([(name, start, end)]):
+        found = (
+            self._convert(name, start, end)
+            if self.bad is None
+            else self.bad.good_batches(name, start, end, self._minibatch_size, records_in)
+        )
+        for batch in found:
             yield (batch,) if self._predicts else batch
 
     def first_batch(self) -> Any:
         """A batch from the start of the data, for building a model."""
+        if self.stream is not None:
+            for records in (self._minibatch_size, _FEW_RECORDS):
+                for batch in self.batches(*self.stream.beginning(records)):
+                    return batch
         tried = 0
         for name, head in self._beginnings():
             count = 0

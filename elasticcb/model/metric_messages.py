@@ -12,6 +12,7 @@ from elasticcb.rpc.tensors import from_message, to_message
 
 # Values of `metric.variables`, by metric. Those of `OUTPUTS` are the packed inputs of all metrics, one array per batch.
 States = dict[str, list[np.ndarray]]
+PROGRESSIVE = "progressive/"  # before names of metrics, of batches that were evaluated before they are trained
 OUTPUTS = "~outputs"
 
 Outputs = dict[str, np.ndarray]  # of one batch: arrays by their paths in a structure

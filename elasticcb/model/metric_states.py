@@ -252,7 +252,7 @@ def result_of(metric: keras.metrics.Metric, values: Sequence[np.ndarray]) -> Any
     if type(metric).result is keras.metrics.Mean.result:  # of most, many times faster than setting the variables
         total, count = values
         return total / count if count else 0.0
-    before = [np.array(variable.value) for variable in metric.variables]
+    before = [np.array(variable.numpy()) for variable in metric.variables]
     assign(metric, values)
     try:
         return metric.result()

@@ -19,9 +19,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from elasticcb.errors import ModelFileError, describe
+from elasticcb.errors import CallbackError, ModelFileError, describe
 from elasticcb.keras_private import CompileMetrics
-from elasticcb.model.metric_messages import OUTPUTS, outputs_in
+from elasticcb.model.metric_messages import OUTPUTS, PROGRESSIVE, outputs_in
 from elasticcb.model.metric_states import (
     LastValue,
     adds_up,
@@ -355,17 +355,35 @@ class ModelMetrics:
         names = self.units().keys() - self.replayed
         return frozenset(names | {OUTPUTS} if self.replayed else names)
 
+    def check_progressive(self) -> None:
+        """Raises `CallbackError` if a batch can't be evaluated before it is trained: metrics without mergeable state
+        would count it twice."""
+        found = [name for name, transport in self.transports().items() if transport is MetricTransport.OUTPUTS]
+        if found:
+            raise CallbackError(
+                f"ProgressiveMetrics needs metrics with mergeable state, which {', '.join(found)} have not. Remove "
+                "ProgressiveMetrics or these metrics, or give them merge_state(metrics)."
+            )
+
+    def states_before(self) -> dict[str, list[np.ndarray]]:
+        """Like `states`, of a batch that was evaluated before it is trained: names in `States` for that."""
+        transports = self.transports()
+        states = self.states().items()
+        return {f"{PROGRESSIVE}{name}": own for name, own in states if transports[name] is not MetricTransport.LAST}
+
     @property
     def merging_units(self) -> frozenset[str]:
         """The names in `States` whose values can't be summed."""
         merging = (MetricTransport.MERGE, MetricTransport.LAST)
         names = frozenset(name for name, transport in self.transports().items() if transport in merging)
+        names |= {f"{PROGRESSIVE}{name}" for name in names}
         return names | {OUTPUTS} if self.replayed else names
 
     def merge_states(self, name: str, tasks: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
         """The state of one unit over the records of several tasks, or batches in order."""
         if name == OUTPUTS:
             return [array for task in tasks for array in task]
+        name = name.removeprefix(PROGRESSIVE)
         transport = self.transports()[name]
         if transport is MetricTransport.LAST:
             return last_of(tasks)

@@ -308,7 +308,7 @@ def job_callbacks(spec: Spec, settings: JobSettings) -> list[keras.callbacks.Cal
     """Creates the callback objects of one process of the job."""
     import keras
 
-    from elasticcb.callbacks import PeriodicExport, SavedModelExporter
+    from elasticcb.callbacks import PeriodicExport, ProgressiveMetrics, SavedModelExporter
 
     callbacks = spec.make_callbacks()
     if settings.command is not Command.TRAIN and settings.model.definition:
@@ -318,6 +318,8 @@ def job_callbacks(spec: Spec, settings: JobSettings) -> list[keras.callbacks.Cal
     if wants_export and not any(isinstance(callback, SavedModelExporter) for callback in callbacks):
         # First, so that an uploader among the others finds the model.
         callbacks.insert(0, SavedModelExporter())
+    if settings.stream.progressive and not any(isinstance(each, ProgressiveMetrics) for each in callbacks):
+        callbacks.insert(0, ProgressiveMetrics())
     exports = settings.exports
     if settings.command is Command.TRAIN and exports.directory:
         callbacks.append(PeriodicExport(exports.directory, exports.every, exports.full_every))

@@ -6,6 +6,7 @@ Files and packages of this machine are checked where they are used.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from elasticcb.settings.choices import Updates, read_init_map
 from elasticcb.settings.given import Given
 from elasticcb.settings.job import JobSettings
 from elasticcb.settings.table import read_table_options
+from elasticcb.settings.training import ENDLESS
 
 Check = Callable[[JobSettings, Given], Iterator[str]]
 
@@ -31,7 +33,13 @@ def completed(settings: JobSettings, given: Given) -> JobSettings:
         more["silence_seconds"] = min(cluster.silence_seconds, cluster.lease_seconds)
     if cluster.autoscale.most and "num_workers" not in given:
         more["num_workers"] = cluster.autoscale.least
-    return dataclasses.replace(settings, cluster=dataclasses.replace(cluster, **more))
+    training = settings.training
+    if (settings.stream.records_per_epoch or settings.stream.epoch_every) and "num_epochs" not in given:
+        training = dataclasses.replace(training, num_epochs=ENDLESS)
+    data = settings.data
+    if data.bad_records not in ("fail", "skip") and "://" not in data.bad_records:
+        data = dataclasses.replace(data, bad_records=os.path.abspath(data.bad_records))
+    return dataclasses.replace(settings, data=data, training=training, cluster=dataclasses.replace(cluster, **more))
 
 
 def in_words(what: str, problems: Sequence[str]) -> str:

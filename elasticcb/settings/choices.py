@@ -57,6 +57,13 @@ class LostUpdates(str, Enum):
     ACCEPT = "accept"  # they stay lost
 
 
+class LostOffsets(str, Enum):
+    """What happens when records of a stream were removed before they were trained."""
+
+    FAIL = "fail"  # the job fails
+    SKIP = "skip"  # they are counted
+
+
 class CallbackErrors(str, Enum):
     """What happens when a callback hook raises."""
 

@@ -14,12 +14,6 @@ class FollowSettings(Section):
     PANEL = CHECKPOINTS
     COMMANDS = EVALUATE
 
-    enabled: bool = setting(
-        False,
-        "Evaluate each checkpoint in {checkpoint_dir_for_init}, then each new one when it appears. `{follow}` "
-        "without a value means true.",
-        name="follow",
-    )
     timeout: float = setting(
         0.0,
         "With {follow}: exit if no new checkpoint appears for this long; 0: no limit.",

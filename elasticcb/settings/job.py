@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticcb.errors import UsageError
-from elasticcb.settings.choices import PREDICTION_FORMATS, TIME, Command, LostUpdates
+from elasticcb.settings.choices import PREDICTION_FORMATS, TIME, Command, LostOffsets, LostUpdates
 from elasticcb.settings.cluster import ClusterSettings
 from elasticcb.settings.definition import (
     ALL,
@@ -122,9 +122,64 @@ class DataSettings(Section):
         needed=PREDICT,
         what="the records to predict",
     )
+    follow: bool = setting(
+        False,
+        "`train`: train also on files that are added to {training_data} later. `evaluate`: evaluate each checkpoint in "
+        "{checkpoint_dir_for_init}, then each new one when it appears. `{follow}` without a value means true.",
+        commands=TRAIN_AND_EVALUATE,
+    )
     label: str = setting("", "Column of the labels, for a model file without a feed.", unit="COLUMN")
+    bad_records: str = setting(
+        "fail",
+        "What to do with a record to train on that can't be converted to an example. fail: the job fails. skip: it is "
+        "counted and skipped. A folder or URL: it is also kept there, as it came.",
+        unit="fail|skip|FOLDER",
+        commands=TRAIN,
+    )
+    bad_records_limit: int = setting(
+        1000,
+        "With {bad_records}: the job fails after this number of bad records; 0: no limit.",
+        unit="RECORDS",
+        minimum=0,
+        commands=TRAIN,
+    )
     reader_params: dict[str, Any] = setting(
         dict, 'Arguments for the data reader, e.g. "header=true;encoding=latin-1".', name="data_reader_params"
+    )
+
+
+_A_TIME: dict[str, Any] = {
+    "unit": "TIME",
+    "commands": TRAIN,
+    "pattern": TIME,
+    "expected": "a time, such as 30s, 10m, 6h or 2d",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSettings(Section):
+    """Training on data that grows."""
+
+    PANEL = DATA
+    COMMANDS = TRAIN
+
+    records_per_epoch: int = setting(
+        0,
+        "Of a stream: records in an epoch, after which the model is evaluated, and callbacks run. Without it and "
+        "{epoch_every}, an epoch ends with the stream.",
+        unit="RECORDS",
+        minimum=0,
+    )
+    epoch_every: str = setting("", "Of a stream: time after which an epoch ends.", **_A_TIME)
+    progressive: bool = setting(
+        False,
+        "Evaluate each batch before it is trained, and log the metrics of each epoch as progressive_NAME; as with "
+        "elasticcb.callbacks.ProgressiveMetrics. `{progressive}` without a value means true.",
+    )
+    lost_offsets: LostOffsets = setting(
+        LostOffsets.FAIL,
+        "Of a stream: what to do when records were removed, by retention, before they were trained: fail, or count and "
+        "skip them.",
     )
 
 
@@ -198,14 +253,6 @@ class CheckpointSettings(CheckpointOptions):
     )
 
 
-_A_TIME: dict[str, Any] = {
-    "unit": "TIME",
-    "commands": TRAIN,
-    "pattern": TIME,
-    "expected": "a time, such as 30s, 10m, 6h or 2d",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class PeriodicExportSettings(Section):
     """Exports for serving while training continues."""
@@ -259,6 +306,7 @@ class JobSettings(Section):
     command: Command
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
+    stream: StreamSettings = StreamSettings()
     training: TrainingSettings = TrainingSettings()
     embedding: EmbeddingOptions = EmbeddingOptions()
     checkpoint: CheckpointSettings = CheckpointSettings()

@@ -26,6 +26,8 @@ _MOST_BATCHES_PER_TASK = 64
 _BATCHES_PER_TASK_OF_UNKNOWN = 16  # the epoch may be short
 _TASKS_PER_WORKER = 4  # at least, in each epoch, so that workers end at about the same time
 
+ENDLESS = 2**31 - 1  # number of epochs of a stream
+
 # ElasticDL's settings, which become others.
 EARLIER = ("use_async", "grads_to_wait", "get_model_steps", "sync_version_tolerance")
 

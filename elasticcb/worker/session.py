@@ -21,7 +21,7 @@ from elasticcb.clients.progress_reporter import ProgressReporter
 from elasticcb.clients.ps import PSClient, PushResult
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.cluster.registry import backend_of
-from elasticcb.compute.backend import Computation, HeldModel
+from elasticcb.compute.backend import Computation, HeldModel, TableRows
 from elasticcb.compute.first_batch import Rehearsal, digest_of, rehearsed
 from elasticcb.compute.registry import backend, runs_eagerly
 from elasticcb.errors import ModelFileError
@@ -132,6 +132,7 @@ class Session:
         self.metrics.replayed = frozenset(cluster.replayed_metrics)
         self.training_units = self.metrics.training_units()
         self.reports_batches, self.reports_predictions = cluster.batch_events, cluster.predictions
+        self._is_progressive = cluster.progressive
         self.progress = ProgressReporter(client)
         self._assigned: PlacedBlocks | None = None  # the current values of the model's variables
         self.state = StateChanges(settings, self.progress)
@@ -320,6 +321,14 @@ class Session:
     def show_tables(self) -> None:
         """Loads all rows of the embedding tables into the model; no more batches come."""
         self.computation.hold_tables(whole_tables(self.ps, self.settings.directory))
+
+    def evaluated_before(self, batch: Batch, rows: TableRows) -> States:
+        """States of the metrics of a batch by the weights before it is trained; {}: nobody wants them."""
+        if not self._is_progressive:
+            return {}
+        self.metrics.begin_part(Mode.EVALUATION)
+        self.computation.evaluate(batch.inputs, rows)
+        return self.metrics.states_before()
 
     def begin_training_pass(self) -> None:
         """The master's callbacks may have set the learning rate at the end of the previous epoch."""

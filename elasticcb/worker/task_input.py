@@ -60,6 +60,7 @@ class TaskRead:
 
     error: BaseException | None = None
     exhausted: bool = False  # the source ended before the shard did
+    bad: tuple[int, str] = (0, "")  # records that were skipped, and what is wrong with the first one
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,8 @@ class TaskInput:
             self._put(TaskRead(error))
         else:
             short = units < task.shard.end - task.shard.start
-            self._put(TaskRead(exhausted=pipeline.ends_by_itself and short))
+            bad = (0, "") if pipeline.bad is None else pipeline.bad.take()
+            self._put(TaskRead(exhausted=pipeline.ends_by_itself and short, bad=bad))
 
 
 def _pass_of(task: Any) -> int:

@@ -27,7 +27,15 @@ from elasticcb.errors import (
     describe,
     user_traceback,
 )
-from elasticcb.model.metric_messages import OUTPUTS, Outputs, States, flatten_outputs, to_metric_states, to_outputs
+from elasticcb.model.metric_messages import (
+    OUTPUTS,
+    PROGRESSIVE,
+    Outputs,
+    States,
+    flatten_outputs,
+    to_metric_states,
+    to_outputs,
+)
 from elasticcb.model.metrics import MetricTransport
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.shared_frames import aligned_copy
@@ -182,13 +190,14 @@ class TaskRun:
             self.finish(exhausted=False)
             self.is_left = True
 
-    def finish(self, exhausted: bool) -> None:
-        """Reports the task as done; `exhausted`: its source ended early."""
+    def finish(self, exhausted: bool, bad: tuple[int, str] = (0, "")) -> None:
+        """Reports the task as done; arguments as in `TaskRead`."""
         self.settle()
         session, report = self._session, self._progress.report
         report.servers = min(session.progress.servers, self._progress.servers)
         session.progress.clear()
         report.exhausted, report.records_done = exhausted, self._progress.units_done
+        report.bad_records, report.bad_record = bad
         states: States = {}
         if self.task.type == pb.EVALUATION:
             states = session.metrics.of_task(session.metrics.states(), self.task.shard.start)
@@ -289,6 +298,7 @@ class _LocalTraining:
         started = time.perf_counter()
         with session.progress.computing(progress.task.lease):
             rows = session.exchanges.rows_of(batch) if batch.ids else {}
+            before = session.evaluated_before(batch, rows)
             result = session.computation.train(batch.inputs, rows)
             if not math.isfinite(result.loss) and skips and self._redo():
                 result = session.computation.train(batch.inputs, rows)  # earlier batches had ruined the weights
@@ -309,7 +319,8 @@ class _LocalTraining:
         session.running.add(result.states)
         logs = session.logs_of(result.logs)
         adopted = self._adopt(session.call_of_batch("on_train_batch_end", of_epoch, local.version, logs))
-        trained = _Trained(batch.units, loss, progress.event, {} if adopted else result.states)
+        states = {} if adopted else {**result.states, **before}
+        trained = _Trained(batch.units, loss, progress.event, states)
         if local.may_go_back:
             # Copies, because answers share a small pool of buffers, which would stay in use until the window ends.
             trained = replace(trained, batch=batch, rows={index: aligned_copy(own) for index, own in rows.items()})
@@ -468,7 +479,7 @@ class TaskProgress:
     def add_states(self, states: States) -> None:
         """Keeps a training batch's metric states until the task's end."""
         for name, values in states.items():
-            if name in self._session.training_units:
+            if name in self._session.training_units or name.startswith(PROGRESSIVE):
                 self._batch_states.setdefault(name, []).append(values)
 
     def restart(self, states: States) -> None:

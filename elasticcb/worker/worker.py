@@ -106,7 +106,7 @@ class TaskLoop:
         elif isinstance(event, TaskRead):
             if event.error is not None:
                 raise event.error
-            run.finish(event.exhausted)
+            run.finish(event.exhausted, event.bad)
 
     def _begin(self, run: TaskRun) -> None:
         if run.task.lease in self._given_back:

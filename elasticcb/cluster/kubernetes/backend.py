@@ -44,6 +44,7 @@ from elasticcb.cluster.kubernetes.pods import (
 from elasticcb.cluster.role import Place, RoleProcess, common_environment
 from elasticcb.errors import UsageError
 from elasticcb.security.credentials import TOKEN_VARIABLE, is_loopback
+from elasticcb.settings import Command
 from elasticcb.settings.definition import KUBERNETES
 
 PATCHED = ("all", "master", "worker", "ps")  # keys of a --cluster_spec
@@ -51,7 +52,7 @@ PATCHED = ("all", "master", "worker", "ps")  # keys of a --cluster_spec
 
 def mistakes(given: Given) -> Iterator[str]:
     """Messages about invalid flags."""
-    if given["follow"]:
+    if given["follow"] and given.command is Command.EVALUATE:
         yield "--follow evaluates on this machine, one checkpoint after another. Remove --cluster=kubernetes."
     try:
         api.check_installed()

@@ -152,7 +152,7 @@ function showHeader(status) {
   // name: [text, the value of the document that it shows]
   const figures = {
     "progress": planned && [`${Math.floor(share * 100)} %`, trained],
-    "epoch": status.epochs && [`${status.epoch} of ${status.epochs}`, status.epoch],
+    "epoch": status.epoch && [status.epochs ? `${status.epoch} of ${status.epochs}` : `${status.epoch}`, status.epoch],
     "time left": status.seconds_left !== null && [duration(status.seconds_left), status.seconds_left],
     "records": trained && [`${short(trained)} of ${short(planned)}`, trained],
     "evaluated": status.records_evaluated && [whole(status.records_evaluated), status.records_evaluated],

@@ -16,10 +16,11 @@ from elasticcb.data.batch_sources.arrays import ArraySource
 from elasticcb.data.batch_sources.dataset_fn import DatasetFactory, DatasetFnSource
 from elasticcb.data.batch_sources.iterables import ServedSource, StoredSource, begin_one_more, chooses_anew
 from elasticcb.data.batch_sources.py_dataset import PyDatasetSource
-from elasticcb.data.batch_sources.records import Records, RecordSource
+from elasticcb.data.batch_sources.records import Records, RecordSource, StreamSource
 from elasticcb.data.batch_sources.service import DataService
 from elasticcb.data.batches import BatchSource, PassSource, Purpose
 from elasticcb.data.reader import Reader
+from elasticcb.data.unbounded import UnboundedSource
 from elasticcb.settings import Mode
 
 # Keras's name of the number of batches in an epoch, by purpose.
@@ -69,6 +70,10 @@ def adapt(
     if isinstance(x, Reader | Records):
         _refuse("elasticcb.data Reader", y, sample_weight)
         records = x if isinstance(x, Records) else Records(x)
+        if isinstance(records.reader, UnboundedSource):
+            if not fit:
+                raise ValueError(f"{records.reader} never ends, so only `fit` takes it. Received it in `{purpose}`.")
+            return StreamSource(records, batch_size or _DEFAULT_BATCH_SIZE, class_weight, steps)
         amount |= {"mode": _MODES[purpose], "class_weight": class_weight, "shuffle": bool(shuffle), "seed": seed}
         source = RecordSource(records, batch_size or _DEFAULT_BATCH_SIZE, **amount)
     elif isinstance(x, DatasetFactory) or (callable(x) and not isinstance(x, keras.utils.PyDataset)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from elasticcb.data.batch_sources.record_batches import RecordBatches
-from elasticcb.data.batches import PassSource, source_seed
+from elasticcb.data.batches import BatchSource, PassSource, source_seed
 from elasticcb.data.formats import open_reader
 from elasticcb.data.reader import Reader, checked_sources
 from elasticcb.data.stream import Range
@@ -30,6 +30,7 @@ def read(
     label: str = "",
     feed_batch: FeedBatch | None = None,
     feed: Feed | None = None,
+    follow: bool = False,
     **reader_params: Any,
 ) -> Records:
     """Records of files, as data for `fit`, `evaluate` and `predict`: `fit(model, read("*.parquet", label="y"))`.
@@ -43,6 +44,7 @@ def read(
       feed_batch: `feed_batch(records, mode, metadata)`, as in a model file: converts the records of a batch to
         `(features, labels[, sample_weight])`, or to features only if `mode` is `Mode.PREDICTION`.
       feed: `feed(dataset, mode, metadata)`, as in a model file: maps a dataset of single records.
+      follow: train also on files that are added while `fit` runs; its epochs have `steps_per_epoch`, or it never ends.
       reader_params: parameters of the format's reader, such as `header=True`, and `format`.
 
     Raises:
@@ -51,15 +53,16 @@ def read(
       TypeError: an argument has a wrong type.
     """
     if isinstance(origin, Reader):
-        if reader_params:
-            raise TypeError(f"A Reader takes no parameters here. Received: {', '.join(reader_params)}")
+        if reader_params or follow:
+            given = [*reader_params, *(["follow"] if follow else [])]
+            raise TypeError(f"A Reader takes no parameters here. Received: {', '.join(given)}")
         return Records(origin, feed, feed_batch, label)
     if not isinstance(origin, str | os.PathLike):
         raise TypeError(
             "`origin` must be a path, glob, folder or URL, or an elasticcb.data.Reader. Received: "
             f"{origin} of type {type(origin).__name__}"
         )
-    return Records(open_reader(os.fspath(origin), reader_params), feed, feed_batch, label)
+    return Records(open_reader(os.fspath(origin), reader_params, follow=follow), feed, feed_batch, label)
 
 
 class Records:
@@ -120,6 +123,36 @@ class Records:
         except Exception as error:
             name = getattr(function, "__name__", repr(function))
             raise ModelFileError(f"{name}() of {self} raised {describe(error)}", user_traceback(error)) from error
+
+
+class StreamSource(BatchSource):
+    """Records of a source that grows, whose tasks are ranges of records, not of batches.
+
+    Args:
+      steps: batches in an epoch; None: it ends with the stream.
+    """
+
+    num_batches = None
+
+    def __init__(
+        self, records: Records, batch_size: int, class_weight: Mapping[int, float] | None, steps: int | None
+    ) -> None:
+        self.given, self.batch_size, self.steps = records, batch_size, steps
+        self._class_weight = class_weight
+        self._inputs: Sequence[str] | None = None
+
+    def opened(self) -> RecordBatches:
+        """Its batches, by ranges of records."""
+        return self.given.batches(Mode.TRAINING, self.batch_size, self._class_weight, joins=False, inputs=self._inputs)
+
+    def batches(self, epoch: int, start: int, end: int) -> Iterator[Any]:
+        raise TypeError("A stream has no numbered batches.")
+
+    def select(self, inputs: Sequence[str] | None) -> None:
+        self._inputs = inputs
+
+    def close(self) -> None:
+        self.given.reader.close()
 
 
 class RecordSource(PassSource):

@@ -1,0 +1,24 @@
+"""Metrics of each batch before the model is trained on it."""
+
+# mypy: allow-subclassing-any
+
+from __future__ import annotations
+
+import keras
+
+
+class ProgressiveMetrics(keras.callbacks.Callback):
+    """Evaluates each batch, as `evaluate` would, before a worker trains on it ("test, then train"). The logs of
+    `on_epoch_end` get the loss and the metrics over the records of the epoch, as `progressive_loss` and so on: how good
+    the model is for records that it has not seen. A step takes longer by an evaluation.
+
+    Raises, before training, `CallbackError` if a metric of the model has no mergeable state.
+
+    Example:
+
+        def callbacks():
+            return [ProgressiveMetrics(), keras.callbacks.EarlyStopping(monitor="progressive_loss")]
+    """
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        """The master has put the metrics into the logs."""

@@ -1,0 +1,219 @@
+"""The ranges of partitions that grow, as training tasks. Pure; times are arguments, in seconds of one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elasticcb.data.unbounded import Partition
+from elasticcb.errors import DataError
+from elasticcb.master.shards import Shard
+
+_PREFIX = "stream/"  # of keys of saved partitions: one each, because an entry of the journal has what has changed
+
+
+@dataclass
+class _Growing:
+    """A partition.
+
+    Attributes:
+        position: offset of the next record to hand out.
+        end: after the newest record to train.
+        since: when the oldest record was seen that is not handed out.
+    """
+
+    position: int
+    stop: int | None
+    end: int = 0
+    since: float = 0.0
+
+    @property
+    def waiting(self) -> int:
+        return max(self.end - self.position, 0)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.stop is not None and self.position >= self.stop
+
+
+@dataclass
+class StreamRanges:
+    """Draws ranges like `ShardOrder`, as records come, in epochs.
+
+    Whole batches are drawn at once; a smaller rest waits for more records, up to `linger` seconds.
+
+    Attributes:
+        per_epoch: records in an epoch; 0: it ends by `end_epoch`, or with the stream.
+        in_order, most: as in `UnboundedSource`.
+        skips_lost: records that were removed before they were trained are counted; else they are an error.
+        records, all_records: drawn in this epoch, and in all.
+        lost: records that were removed.
+    """
+
+    per_task: int
+    minibatch_size: int
+    per_epoch: int = 0
+    in_order: bool = False
+    most: int | None = None
+    skips_lost: bool = False
+    linger: float = 1.0
+    records: int = 0
+    all_records: int = 0
+    lost: int = 0
+    _partitions: dict[str, _Growing] = field(default_factory=dict)
+    _turns: dict[str, None] = field(default_factory=dict)  # names of those with waiting records, the next one first
+    _now: float = 0.0
+    _epoch_ended: bool = False
+
+    # ------------------------------------------------------------ growing
+
+    def grow(self, seen: Mapping[str, Partition], now: float) -> str:
+        """What is there by now. Returns a message about records that were lost; "": none.
+
+        Raises `DataError` for lost records, unless they are skipped.
+        """
+        self._now = now
+        stories = []
+        for name, found in seen.items():
+            known = self._partitions.get(name)
+            if known is None:
+                known = self._partitions[name] = _Growing(found.start, found.stop)
+            if found.end < known.position and (known.stop is None or found.end < known.stop):
+                raise DataError(
+                    f"{name} ends at offset {found.end:,}, but the job has read up to {known.position:,}: it was "
+                    "deleted and created again, or cut. Start a new job."
+                )
+            if known.position < found.first and not known.has_ended:
+                stories.append(self._skip(name, known, found.first))
+            known.stop = found.stop if known.stop is None else known.stop
+            end = found.end if known.stop is None else min(found.end, known.stop)
+            if end > known.end:
+                known.since = now if not known.waiting else known.since
+                known.end = end
+            if known.waiting:
+                self._turns.setdefault(name)
+        return " ".join(stories)
+
+    def _skip(self, name: str, known: _Growing, first: int) -> str:
+        lost = first - known.position
+        text = f"{lost:,} records of {name}, from offset {known.position:,}, were removed before they were trained"
+        if not self.skips_lost:
+            raise DataError(
+                f"{text}: its retention is shorter than the job's lag. Raise it; to continue without these records, "
+                "set --lost_offsets=skip."
+            )
+        self.lost += lost
+        known.position = first
+        return f"{text}; the job continues without them."
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all records up to where the job ends have been handed out."""
+        if self.most is not None and self.all_records >= self.most:
+            return True
+        return bool(self._partitions) and all(each.has_ended for each in self._partitions.values())
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._partitions)
+
+    # ------------------------------------------------------------ epochs
+
+    def begin_epoch(self) -> None:
+        self.records, self._epoch_ended = 0, False
+
+    def end_epoch(self) -> bool:
+        """The epoch has no more records; not before it has some. Returns whether it ends."""
+        self._epoch_ended = self._epoch_ended or self.records > 0
+        return self._epoch_ended
+
+    @property
+    def left(self) -> int:
+        """0 when the epoch has no more records; else 1: their number is not known."""
+        full = 0 < self.per_epoch <= self.records
+        return int(not (self._epoch_ended or full or self.has_ended))
+
+    # ------------------------------------------------------------ drawing
+
+    def tell_time(self, now: float) -> None:
+        self._now = now
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a range to draw now."""
+        return self._next() is not None
+
+    @property
+    def waiting(self) -> int:
+        """Records that are there and not drawn."""
+        return sum(each.waiting for each in self._partitions.values())
+
+    def draw(self) -> Shard:
+        """The next range. Raises `IndexError` when there is none now."""
+        name = self._next()
+        if name is None:
+            raise IndexError("no range is ready")
+        growing = self._partitions[name]
+        count = self._ready(growing)
+        if self.per_epoch:
+            count = min(count, self.per_epoch - self.records)
+        if self.most is not None:
+            count = min(count, self.most - self.all_records)
+        shard = Shard(name, growing.position, growing.position + count)
+        growing.position = shard.end
+        growing.since = self._now
+        self.records += count
+        self.all_records += count
+        if not self.in_order or not growing.waiting:
+            del self._turns[name]
+        if growing.waiting:
+            self._turns.setdefault(name)
+        return shard
+
+    def _next(self) -> str | None:
+        for name in self._turns:
+            growing = self._partitions[name]
+            if self._ready(growing):
+                return name
+            if self.in_order and growing.waiting:
+                return None
+        return None
+
+    def _ready(self, growing: _Growing) -> int:
+        """Records of a partition to draw now."""
+        count = min(growing.waiting, self.per_task)
+        whole = count - count % self.minibatch_size
+        ends = growing.stop is not None and growing.end >= growing.stop
+        return count if ends or count == self.per_task or self._now - growing.since >= self.linger else whole
+
+    # ------------------------------------------------------------ lag, and saving
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """By partition: the offset of the next record to hand out."""
+        return {name: each.position for name, each in self._partitions.items()}
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """By partition: the offset after the newest record to train."""
+        return {name: max(each.end, each.position) for name, each in self._partitions.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        saved = {f"{_PREFIX}{name}": [each.position, each.stop, each.end] for name, each in self._partitions.items()}
+        return saved | {
+            "stream_epoch": [self.records, self.all_records, self._epoch_ended],
+            "stream_lost": self.lost,
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restores the state saved by `to_dict`."""
+        for key, value in saved.items():
+            if key.startswith(_PREFIX):
+                name = key.removeprefix(_PREFIX)
+                growing = self._partitions[name] = _Growing(*value)
+                if growing.waiting:
+                    self._turns[name] = None
+        self.records, self.all_records, self._epoch_ended = saved["stream_epoch"]
+        self.lost = saved["stream_lost"]

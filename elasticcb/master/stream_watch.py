@@ -1,0 +1,95 @@
+"""Looks at a stream several times a second, in a thread of its own: what has come, and how far training is behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+
+from elasticcb.data.unbounded import UnboundedSource
+from elasticcb.errors import CallbackWarning, ElasticCBError, StreamError
+from elasticcb.master.master_server import MasterServer
+from elasticcb.master.snapshot import PartitionLag
+
+logger = logging.getLogger(__name__)
+
+_TELL_SECONDS = 5.0  # between two looks at times of records, and commits of offsets
+_TROUBLE_SECONDS = 5.0  # after which a warning says that the stream does not answer
+_END_SECONDS = 5.0
+
+
+class StreamWatch:
+    """Tells the job what is there of a stream. `begin` starts the thread."""
+
+    def __init__(self, source: UnboundedSource, master: MasterServer) -> None:
+        self._source, self._master = source, master
+        self._stopped = threading.Event()
+        self._silent_since = 0.0  # 0: it answers
+        self._told_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(_END_SECONDS)
+        self._source.close()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._source.look_seconds):
+            try:
+                self._look()
+                if self._silent_since:
+                    logger.info("The stream answers again")
+                self._silent_since = 0.0
+            except StreamError as error:
+                self._is_silent(error)
+            except ElasticCBError as error:
+                self._fail(error)
+                return
+            except Exception as error:  # of a user's own source
+                logger.exception("Looking at the stream failed")
+                self._fail(error)
+                return
+
+    def _fail(self, error: Exception) -> None:
+        with self._master.change() as state:
+            state.fail(error)
+
+    def _is_silent(self, error: StreamError) -> None:
+        now = time.monotonic()
+        self._silent_since = self._silent_since or now
+        logger.debug("%s", error)
+        if now - self._silent_since >= _TROUBLE_SECONDS:
+            self._master.warn(CallbackWarning("the stream does not answer", f"{error} The job waits for it.", 0))
+
+    def _look(self) -> None:
+        with self._master.state() as state:
+            known = [] if state.queue is None or state.queue.stream is None else state.queue.stream.names
+        seen = self._source.partitions(known)
+        with self._master.state() as state:
+            state.stream_grew(seen, time.monotonic())
+        if time.monotonic() - self._told_at >= _TELL_SECONDS:
+            self._told_at = time.monotonic()
+            self._tell()
+
+    def _tell(self) -> None:
+        """The lag of each partition, for people; and the trained offsets, for monitors of the source."""
+        with self._master.state() as state:
+            if state.queue is None or state.queue.stream is None:
+                return
+            trained, ends = state.queue.trained_to(saved=False), state.queue.stream.ends
+            saved = state.queue.trained_to(saved=True)
+        lags, now = {}, time.time()
+        for name, offset in trained.items():
+            records = ends[name] - offset
+            if records or not self._source.in_order:  # else it is a file that is done
+                since = self._source.time_of(name, offset) if records else 0.0
+                seconds = max(now - since, 0.0) if since else 0.0
+                lags[name] = PartitionLag(offset=offset, records=records, seconds=seconds)
+        self._master.set_status(stream=lags)
+        with contextlib.suppress(StreamError):
+            self._source.trained(saved)

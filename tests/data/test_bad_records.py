@@ -1,0 +1,73 @@
+"""Records that can't be converted: found among the others, counted, and kept as they came."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticcb.data import open_reader
+from elasticcb.data.bad_records import BadRecords
+from elasticcb.errors import DataChangedError, DataError
+
+
+@pytest.fixture
+def reader(tmp_path):
+    lines = [str(n) if n % 7 else f"bad {n}" for n in range(1, 31)]
+    (tmp_path / "data.csv").write_text("\n".join(lines) + "\n")
+    return open_reader(str(tmp_path / "data.csv"))
+
+
+def converter(reader, size=4):
+    def convert(name, start, end):
+        records = [*reader.read(name, start, end)]
+        for place in range(0, len(records), size):
+            batch = records[place : place + size]
+            if bad := [each for each in batch if b"bad" in each]:
+                raise DataError(f"{bad[0]} is not a number")
+            yield [int(each) for each in batch]
+
+    return convert
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+def test_good_records_are_converted_once_and_bad_ones_counted(reader, tmp_path, keeps_order):
+    bad = BadRecords(reader, converter(reader), keeps_order, str(tmp_path / "bad"))
+    (source,) = reader.sources()
+    batches = [*bad.good_batches(source.name, 0, 30, 4, len)]
+    assert sorted(n for batch in batches for n in batch) == [n for n in range(1, 31) if n % 7]
+    count, first = bad.take()
+    assert count == 4
+    assert first.startswith("Record 6 of ")
+    assert "bad 7" in first
+    assert bad.take() == (0, "")
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "bad").iterdir()}
+    assert sorted(kept.values())[-4:] == [b"bad 14", b"bad 21", b"bad 28", b"bad 7"]
+    assert len(kept) == 8
+
+
+def test_data_without_bad_records_is_converted_in_one_go(reader):
+    asked = []
+
+    def convert(name, start, end):
+        asked.append((start, end))
+        yield from converter(reader)(name, start, end)
+
+    bad = BadRecords(reader, convert, True, "")
+    assert len([*bad.good_batches(reader.sources()[0].name, 7, 13, 4, len)]) == 2
+    assert asked == [(7, 13)]
+
+
+def test_changed_data_is_no_bad_record(reader):
+    def convert(name, start, end):
+        raise DataChangedError("it was changed")
+        yield
+
+    bad = BadRecords(reader, convert, True, "")
+    with pytest.raises(DataChangedError):
+        [*bad.good_batches("a", 0, 4, 4, len)]
+
+
+def test_a_folder_that_can_t_be_written_is_an_error(reader, tmp_path):
+    (tmp_path / "file").touch()
+    bad = BadRecords(reader, converter(reader), True, str(tmp_path / "file"))
+    with pytest.raises(DataError, match="can't be kept in"):
+        [*bad.good_batches(reader.sources()[0].name, 0, 30, 4, len)]

@@ -1,0 +1,72 @@
+"""Files that are added while a job trains: each is read once, when it is complete."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from elasticcb.data import open_reader
+from elasticcb.errors import DataError, UsageError
+
+
+def write(folder, name, first, last, age=100.0):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{n},{n % 2}\n" for n in range(first, last)))
+    os.utime(path, (time.time() - age, time.time() - age))
+    return str(path)
+
+
+@pytest.fixture
+def growing(tmp_path):
+    return open_reader(str(tmp_path), follow=True)
+
+
+def test_complete_files_become_partitions_in_the_order_of_their_names(tmp_path, growing):
+    a, b = write(tmp_path, "a.csv", 0, 3), write(tmp_path, "sub/b.csv", 3, 8)
+    young = write(tmp_path, "c.csv", 8, 9, age=0)
+    write(tmp_path, "_d.csv", 9, 10)
+    found = growing.partitions(())
+    assert [(name, each.end) for name, each in found.items()] == [(a, 3), (b, 5)]
+    assert growing.partitions(found) == {}
+    (tmp_path / "_SUCCESS").touch()
+    assert [*growing.partitions(found)] == [young]
+    (tmp_path / "_d.csv").rename(tmp_path / "0.csv")
+    assert [*growing.partitions([*found, young])] == [str(tmp_path / "0.csv")]
+    assert list(growing.read(b, 1, 3)) == [b"4,0", b"5,1"]
+    assert growing.beginning(2) == (a, 0, 2)
+
+
+def test_files_known_from_before_are_not_counted_again(tmp_path, growing):
+    known = write(tmp_path, "a.csv", 0, 3)
+    write(tmp_path, "b.csv", 0, 4)
+    assert [each.end for each in growing.partitions([known]).values()] == [4]
+
+
+def test_a_file_of_other_columns_is_an_error_that_names_it(tmp_path):
+    growing = open_reader(str(tmp_path), {"header": True}, follow=True)
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+    (tmp_path / "_SUCCESS").touch()
+    assert len(growing.partitions(())) == 1
+    (tmp_path / "b.csv").write_text("x,z\n1,2\n")
+    with pytest.raises(DataError, match=r"b\.csv has .*same layout"):
+        growing.partitions([str(tmp_path / "a.csv")])
+
+
+def test_settling_is_a_parameter(tmp_path):
+    write(tmp_path, "a.csv", 0, 3, age=5)
+    assert not open_reader(str(tmp_path), follow=True).partitions(())
+    assert open_reader(str(tmp_path), {"settle_seconds": 2}, follow=True).partitions(())
+    with pytest.raises(UsageError, match="settle_seconds"):
+        open_reader(str(tmp_path), {"settle_seconds": "soon"}, follow=True)
+
+
+def test_custom_readers_of_known_data_can_t_follow(tmp_path):
+    def custom(data_origin):
+        return open_reader(data_origin)
+
+    write(tmp_path, "a.csv", 0, 3)
+    with pytest.raises(UsageError, match="--follow"):
+        open_reader(str(tmp_path), custom=custom, follow=True)

@@ -1,0 +1,154 @@
+"""Jobs that train on a stream, as records come, with a real broker."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from brokers import broker
+
+from jobs import number, train_flags, write_model_file
+
+MODEL = """
+    import json
+
+    import keras
+    import tensorflow as tf
+
+    import elasticcb
+
+    def custom_model():
+        user = keras.Input((), dtype="int64", name="user")
+        rows = elasticcb.layers.Embedding(1, embeddings_initializer="zeros", name="users")(user)
+        return keras.Model({"user": user}, keras.layers.Flatten()(rows))
+
+    def loss(labels, predictions):
+        return keras.losses.mean_squared_error(labels, predictions)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.5)
+
+    LEDGER = elasticcb.__file__ and __file__ + ".ledger"
+
+    def note(values):
+        with open(LEDGER, "ab") as file:
+            file.write(b"".join(value + b"\\n" for value in values))
+        return values
+
+    def feed_batch(records, mode, metadata):
+        values = records["value"]
+        if mode == "training":
+            values = tf.ensure_shape(tf.numpy_function(note, [values], tf.string), [None])
+        numbers = tf.io.decode_csv(values, [[0], [0.0]])
+        return {"user": tf.cast(numbers[0], tf.int64)}, numbers[1][:, None]
+
+    class Ends(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            with open(__file__ + ".epochs", "a") as file:
+                file.write(f"{epoch} {sorted(logs)}\\n")
+
+    def callbacks():
+        return [Ends()]
+"""
+
+
+@pytest.fixture(scope="module")
+def kafka():
+    with broker() as found:
+        yield found
+
+
+def clicks(first, last):
+    return [b"%d,%d" % (n, n % 2) for n in range(first, last)]
+
+
+def flags(folder, url, **more):
+    write_model_file(folder, MODEL, "stream")
+    given = {"training_data": url, "checkpoint_interval": 0.5, "num_minibatches_per_task": 4, **more}
+    return ["train", *(each for each in train_flags(folder, "stream", **given) if "validation_data" not in each)]
+
+
+def read(folder):
+    """How often each value was read for training."""
+    return Counter((folder / "stream.py.ledger").read_bytes().split())
+
+
+def wait_until(condition, seconds=60.0):
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
+
+
+def test_every_record_is_trained_through_kills_and_an_absent_broker(tmp_path, kafka, start_job):
+    url = kafka.topic("faults")
+    kafka.send("faults", clicks(0, 400))
+    job = start_job(*flags(tmp_path, url, records_per_epoch=200, metrics_port=0))
+    job.wait_for_line(r"Epoch 1 ")
+    job.kill("worker")
+    kafka.send("faults", clicks(400, 800))
+    job.wait_for_line(r"Epoch 3 ")
+    kafka.pause()
+    job.kill("ps")
+    job.wait_for_line(r"does not answer")
+    kafka.go_on()
+    kafka.send("faults", clicks(800, 1200))
+    job.master.kill()
+    job.wait_for_line(r"recovered in")
+    job.wait_for_line(r"Epoch 5 ")
+    wait_until(lambda: len(read(tmp_path)) == 1200)
+    time.sleep(2.0)  # the last ones are reported
+    job.interrupt()
+    assert job.finish() == 130
+    job.assert_no_orphans()
+    kafka.send("faults", clicks(1200, 1400))
+    resumed = start_job("resume", tmp_path / "job")
+    wait_until(lambda: len(read(tmp_path)) == 1400)
+    resumed.wait_for_line(r"Epoch 7 ")
+    resumed.interrupt()
+    assert resumed.finish() == 130
+    epochs = (tmp_path / "stream.py.epochs").read_text().splitlines()
+    assert [int(line.split()[0]) for line in epochs] == list(range(7))
+
+
+def test_a_job_stops_at_the_newest_record_and_counts_them(tmp_path, kafka, start_job):
+    url = kafka.topic("stops", 3)
+    kafka.send("stops", clicks(0, 333), 3)
+    job = start_job(*flags(tmp_path, url, data_reader_params="stop=latest", num_workers=1))
+    assert job.finish() == 0
+    first = clicks(0, 24)[::3]  # of which the master and the worker have built their models
+    assert read(tmp_path) == Counter(clicks(0, 333)) + Counter(2 * first)
+    assert number(job.output, "records trained") == 333
+
+
+def test_fit_on_a_stream_trains_like_fit_on_its_records(kafka):
+    import keras
+
+    import elasticcb
+
+    kafka.topic("fit", 1)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(96, 2)).round(3)
+    kafka.send("fit", [{"a": float(a), "b": float(b), "y": float(a - 2 * b)} for a, b in x], 1)
+
+    def model():
+        keras.utils.set_random_seed(1)
+        inputs = {name: keras.Input((1,), name=name) for name in "ab"}
+        out = keras.layers.Dense(1)(keras.layers.Concatenate()([*inputs.values()]))
+        built = keras.Model(inputs, out)
+        built.compile(keras.optimizers.SGD(0.1), "mse")
+        return built
+
+    by_fit, by_stream = model(), model()
+    columns = {"a": x[:, 0].astype("float32"), "b": x[:, 1].astype("float32")}
+    y = (x[:, 0] - 2 * x[:, 1]).astype("float32")
+    expected = by_fit.fit(columns, y, batch_size=8, shuffle=False, epochs=3, steps_per_epoch=4, verbose=0)
+    stream = elasticcb.data.Kafka(kafka.address, "fit", columns=dict.fromkeys(("a", "b", "y"), "float32"))
+    data = elasticcb.data.read(stream, label="y")
+    with elasticcb.Cluster(num_workers=1, kind="inprocess") as cluster:
+        found = cluster.fit(by_stream, data, batch_size=8, epochs=3, steps_per_epoch=4, verbose=0)
+    np.testing.assert_allclose(found.history["loss"], expected.history["loss"], rtol=1e-5)
+    for one, other in zip(by_fit.get_weights(), by_stream.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

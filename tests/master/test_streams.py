@@ -1,0 +1,196 @@
+"""Tasks of a stream: ranges that come while the job trains, in epochs, and where they continue after a restart."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+import pytest
+from task_queues import EPOCH_DONE, TRAINING_DONE, reached
+
+from elasticcb.data.unbounded import Partition
+from elasticcb.errors import DataError
+from elasticcb.master.task import DecisionKind, QueueSettings
+from elasticcb.master.task_queue import TaskQueue
+
+
+def make_stream(**more):
+    given = {"records_per_task": 20, "minibatch_size": 10, "num_epochs": 1, "grows": True, **more}
+    return TaskQueue(QueueSettings(**given))
+
+
+def there(**ends):
+    return {name: Partition(start=0, first=0, end=end) for name, end in ends.items()}
+
+
+def taken(queue, now, worker=1):
+    """All ranges that are ready, done at once."""
+    found = []
+    while (decision := queue.get_task(worker, now)).kind is DecisionKind.TASK:
+        found.append(str(decision.lease.task.shard))
+        queue.report_done(worker, decision.lease.id)
+    return found
+
+
+def test_whole_batches_come_at_once_and_a_rest_after_a_while():
+    queue = make_stream()
+    assert taken(queue, 0.0) == []
+    queue.grow(there(a=35, b=7), 1.0)
+    assert taken(queue, 1.0) == ["a [0, 20)", "a [20, 30)"]
+    queue.grow(there(a=35, b=7), 1.9)
+    assert taken(queue, 1.9) == []
+    assert taken(queue, 2.1) == ["b [0, 7)", "a [30, 35)"]
+    queue.grow(there(a=36, b=7), 2.2)
+    assert taken(queue, 2.3) == []
+    assert queue.trained_to(saved=True) == {"a": 35, "b": 7}
+
+
+def test_partitions_take_turns_or_follow_each_other():
+    queue, in_order = make_stream(), make_stream(in_order=True)
+    for each in (queue, in_order):
+        each.grow(there(a=40, b=40), 0.0)
+    assert taken(queue, 0.0) == ["a [0, 20)", "b [0, 20)", "a [20, 40)", "b [20, 40)"]
+    assert taken(in_order, 0.0) == ["a [0, 20)", "a [20, 40)", "b [0, 20)", "b [20, 40)"]
+
+
+def test_epochs_end_after_their_records_and_by_time_and_with_the_stream():
+    queue = make_stream(num_epochs=9, records_per_epoch=30)
+    queue.grow(there(a=50), 0.0)
+    assert taken(queue, 0.0) == ["a [0, 20)", "a [20, 30)", "a [30, 50)"]
+    assert reached(queue) == [(EPOCH_DONE, 0)]
+    assert not queue.end_epoch(0)  # it is over
+    assert queue.end_epoch(1)
+    assert reached(queue) == [(EPOCH_DONE, 1)]
+    assert not queue.end_epoch(1)
+    assert not queue.end_epoch(2)  # it has no records yet
+    assert reached(queue) == []
+    queue.grow({"a": Partition(start=0, first=0, end=60, stop=60)}, 1.0)
+    assert taken(queue, 1.0) == ["a [50, 60)"]
+    assert reached(queue) == [(EPOCH_DONE, 2), (TRAINING_DONE, 0)]
+
+
+def test_a_stream_without_epochs_is_one():
+    queue = make_stream()
+    queue.grow(there(a=40), 0.0)
+    taken(queue, 0.0)
+    assert reached(queue) == []
+    queue.grow({"a": Partition(0, 0, 40, stop=40)}, 1.0)
+    assert reached(queue) == [(EPOCH_DONE, 0), (TRAINING_DONE, 0)]
+
+
+def test_the_stop_is_where_it_was_when_the_job_began():
+    queue = make_stream()
+    queue.grow({"a": Partition(start=10, first=0, end=30, stop=30)}, 0.0)
+    queue.grow({"a": Partition(start=40, first=0, end=90, stop=90)}, 0.0)
+    assert taken(queue, 0.0) == ["a [10, 30)"]
+    assert reached(queue) == [(EPOCH_DONE, 0), (TRAINING_DONE, 0)]
+
+
+def test_the_job_ends_after_a_number_of_records():
+    queue = make_stream(most=25)
+    queue.grow(there(a=100, b=100), 0.0)
+    assert taken(queue, 0.0) == ["a [0, 20)", "b [0, 5)"]
+    assert reached(queue) == [(EPOCH_DONE, 0), (TRAINING_DONE, 0)]
+
+
+def test_removed_records_are_an_error_or_are_counted():
+    queue, skips = make_stream(), make_stream(skips_lost=True)
+    for each in (queue, skips):
+        each.grow(there(a=20), 0.0)
+        taken(each, 0.0)
+    removed = {"a": Partition(start=0, first=50, end=60)}
+    with pytest.raises(DataError, match=r"30 records of a, from offset 20.*lost_offsets"):
+        queue.grow(removed, 1.0)
+    assert "30 records" in skips.grow(removed, 1.0)
+    assert taken(skips, 1.0) == ["a [50, 60)"]
+    assert skips.stream.lost == 30
+
+
+def test_a_partition_that_begins_again_is_an_error():
+    queue = make_stream()
+    queue.grow(there(a=20), 0.0)
+    taken(queue, 0.0)
+    with pytest.raises(DataError, match="deleted and created again"):
+        queue.grow(there(a=5), 1.0)
+
+
+def test_stopping_drops_nothing_that_is_there():
+    queue = make_stream()
+    queue.grow(there(a=200), 0.0)
+    lease = queue.get_task(1, 0.0).lease
+    queue.stop_training("asked")
+    queue.report_done(1, lease.id)
+    assert reached(queue) == [(EPOCH_DONE, 0), (TRAINING_DONE, 0)]
+    assert queue.trained_to(saved=True) == {"a": 20}
+
+
+def test_epochs_without_end_don_t_fill_the_memory():
+    queue = make_stream(num_epochs=10**6, records_per_epoch=10)
+    queue.grow(there(a=25_000), 0.0)
+    taken(queue, 0.0)
+    assert len(queue.accounting.records_trained) <= 1000
+    assert sum(queue.accounting.records_trained.values()) == 25_000
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_offset_is_trained_at_least_once_through_losses_and_restarts(seed):
+    rng = random.Random(seed)
+    queue = make_stream(num_epochs=10**6, records_per_epoch=rng.choice([0, 35, 64]), repeats_lost=True)
+    ends, trained, now = {"a": 0}, Counter(), 0.0
+    lost_after = []  # offsets reported since the servers saved
+
+    def note(shard, start, end):
+        offsets = [(shard.name, offset) for offset in range(shard.start + start, shard.start + end)]
+        trained.update(offsets)
+        lost_after.extend(offsets)
+
+    for _ in range(300):
+        now += rng.random()
+        worker = rng.randrange(1, 4)
+        action = rng.randrange(10)
+        if action < 3:
+            if rng.random() < 0.1:
+                ends[f"p{len(ends)}"] = 0
+            name = rng.choice([*ends])
+            ends[name] += rng.randrange(40)
+            queue.grow(there(**ends), now)
+        elif action < 7:
+            decision = queue.get_task(worker, now)
+            if decision.lease is not None:
+                shard, lease = decision.lease.task.shard, decision.lease.id
+                part = rng.randrange(shard.records + 1)
+                queue.report_progress(worker, lease, part, now)
+                note(shard, 0, part)
+                if rng.random() < 0.6:
+                    queue.report_done(worker, lease)
+                    note(shard, part, shard.records)
+        elif action == 7:
+            queue.worker_lost(worker)
+            queue = TaskQueue.from_dict(json.loads(json.dumps(queue.to_dict(leases=True))), now)
+        elif action == 8:
+            trained.subtract(lost_after)
+            lost_after.clear()
+            queue.updates_lost()
+        else:
+            mark = queue.begin_save()
+            queue.saved(mark)
+            lost_after.clear()
+        if rng.random() < 0.05:
+            queue.end_epoch(queue.epoch)
+        queue.take_milestones()
+        low = queue.trained_to(saved=True)
+        assert all(trained[name, offset] > 0 for name, end in low.items() for offset in range(end))
+    for worker in range(1, 4):
+        queue.worker_lost(worker)
+    queue = TaskQueue.from_dict(json.loads(json.dumps(queue.to_dict())))
+    queue.grow(there(**ends), now)
+    for _ in range(1000):
+        now += 1.1
+        decision = queue.get_task(9, now)
+        if decision.lease is not None:
+            note(decision.lease.task.shard, 0, decision.lease.task.shard.records)
+            queue.report_done(9, decision.lease.id)
+        queue.take_milestones()
+    assert queue.trained_to(saved=True) == ends or all(v <= ends[k] for k, v in queue.trained_to(saved=True).items())
+    assert all(trained[name, offset] > 0 for name, end in ends.items() for offset in range(end))
