@@ -73,9 +73,9 @@ def run_job(given: Given, session: CommandRun) -> None:
             run_settings(settings, session)
         except (ElasticCBError, SystemExit) as error:
             code = error.code if isinstance(error, SystemExit) else error.exit_code
-            if code == ExitCode.WRONG_USAGE and not there:
-                remove_unbegun(Path(settings.directory))
-            elif code == ExitCode.JOB_FAILED and not given["job_dir"] and was_refused(Path(settings.directory)):
+            if (code == ExitCode.WRONG_USAGE and not there) or (
+                code == ExitCode.JOB_FAILED and not given["job_dir"] and was_refused(Path(settings.directory))
+            ):
                 remove_unbegun(Path(settings.directory))
             raise
 
