@@ -39,10 +39,10 @@ def serve(pipe: Any, folder: str) -> None:
 def measured(rows: int, given: argparse.Namespace) -> str:
     from elasticcb.clients.ps import PSClient
     from elasticcb.clients.ps_servers import ServerGroup
-    from elasticcb.master.initial_model import InitialModel
     from elasticcb.master.ps_admin import PSControl
     from elasticcb.master.recovery_files import RecoveryFiles
     from elasticcb.master.server_scaling import Pause
+    from elasticcb.optimizers.state import ModelState
     from elasticcb.sharding.partition import Places, ServerPlace, ShardMap
     from elasticcb.sharding.push import Movement
 
@@ -59,7 +59,7 @@ def measured(rows: int, given: argparse.Namespace) -> str:
         client = PSClient(group, 1)
         recovery = RecoveryFiles(Path(folder, "recovery"), "run", group.specs)
         control = PSControl(client, "run", recovery=recovery)
-        control.initialize(InitialModel([np.zeros(16, np.float32), np.zeros((0, given.dim), np.float32)]))
+        control.initialize(ModelState([np.zeros(16, np.float32), np.zeros((0, given.dim), np.float32)]))
         client.pull()
 
         def train(first: int, last: int) -> None:
@@ -80,7 +80,7 @@ def measured(rows: int, given: argparse.Namespace) -> str:
         group.follow(Places(places[: given.after], group.shard_map.resized(given.after)))
         begun = time.monotonic()
         restored = group.each(
-            lambda index: control.restore(index, *places[index], 0, lambda: InitialModel(), 0, None),
+            lambda index: control.restore(index, *places[index], 0, lambda: ModelState(), 0, None),
             range(given.after),
         )
         read = time.monotonic() - begun

@@ -177,10 +177,10 @@ def main() -> None:
 
     from elasticcb.clients.ps import PSClient
     from elasticcb.clients.ps_servers import ServerGroup
-    from elasticcb.master.initial_model import InitialModel
     from elasticcb.master.job_copy import RecoveryCopy
     from elasticcb.master.ps_admin import PSControl
     from elasticcb.master.recovery_files import RecoveryFiles
+    from elasticcb.optimizers.state import ModelState
     from elasticcb.proto import elasticcb_pb2 as pb
     from elasticcb.sharding.partition import Places, ServerPlace, ShardMap
 
@@ -189,7 +189,7 @@ def main() -> None:
     copy = RecoveryCopy(place, 1) if given.url else None
     recovery = RecoveryFiles(Path(folder, "recovery"), "training", specs, copy)
     control = PSControl(PSClient(ServerGroup(places, specs, True)), "training", recovery=recovery)
-    control.initialize(InitialModel([np.ones(16, np.float32), np.zeros((rows, given.dim), np.float32)]))
+    control.initialize(ModelState([np.ones(16, np.float32), np.zeros((rows, given.dim), np.float32)]))
     client = PSClient(ServerGroup(places, specs, True), client_id=1)
     client.pull()
     pusher = Pusher(client, rows, given.dim, given.ids)
@@ -228,7 +228,7 @@ def main() -> None:
         server.join()
         pipe, server, address = start(folder)  # as a replaced server: empty
         begun = time.perf_counter()
-        restored = control.restore(0, address, 0, version, lambda: InitialModel(), 0, None)
+        restored = control.restore(0, address, 0, version, lambda: ModelState(), 0, None)
         print(f"Restored from {restored.source} in {time.perf_counter() - begun:.1f} s.", flush=True)
     finally:
         pusher.stop()

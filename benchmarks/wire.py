@@ -107,12 +107,12 @@ def _group(place: Any, specs: list[Any]) -> Any:
 
 def _initialize(place: Any, specs: list[Any]) -> None:
     from elasticcb.clients.ps import PSClient
-    from elasticcb.master.initial_model import InitialModel
     from elasticcb.master.ps_admin import PSControl
+    from elasticcb.optimizers.state import ModelState
 
     control = PSControl(PSClient(_group(place, specs)), "wire")
     control.initialize(
-        InitialModel([np.zeros((0, *spec.shape[1:]) if spec.table else spec.shape, "f4") for spec in specs])
+        ModelState([np.zeros((0, *spec.shape[1:]) if spec.table else spec.shape, "f4") for spec in specs])
     )
     control.client.servers.close()
 

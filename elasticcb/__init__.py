@@ -9,8 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elasticcb.api.cluster import Cluster
-    from elasticcb.api.one_shot import evaluate, fit, predict
+    from elasticcb.api.cluster import Cluster, evaluate, fit, predict
     from elasticcb.api.remote import PerWorkerDataset, RemoteValue
     from elasticcb.api.restartable import handle_restartable_error
     from elasticcb.data.batch_sources.dataset_fn import DatasetFactory
@@ -103,10 +102,10 @@ _MODULES = {
     "ServedModel": "serving.served_model",
     "SidecarEvaluator": "sidecar",
     "UsageError": "errors",
-    "evaluate": "api.one_shot",
-    "fit": "api.one_shot",
+    "evaluate": "api.cluster",
+    "fit": "api.cluster",
     "handle_restartable_error": "api.restartable",
-    "predict": "api.one_shot",
+    "predict": "api.cluster",
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from prometheus_client.samples import Sample
 
 from elasticcb.cli.command import help_of, metavar_of
 from elasticcb.cli.serve import rollback, serve
-from elasticcb.cluster.registry import backends
 from elasticcb.errors import ExitCode
 from elasticcb.master.members import Role
 from elasticcb.master.prometheus import JobCollector
@@ -89,37 +88,18 @@ def _flags_table(command: click.Command) -> str:
     return "\n".join(["| flag | default | what it does |", "|---|---|---|", *rows])
 
 
-def arguments_tables() -> str:
-    """The arguments of `Cluster` as Markdown: the common ones, then the fields of each group."""
-    everyday = sorted(EVERYDAY.values(), key=lambda setting: setting.panel != CLUSTER)
-    return f"{_arguments_table(everyday)}\n\n{_groups_table()}"
+def arguments_table() -> str:
+    """The arguments of `Cluster` that are settings, with their flags: its own, then the fields of each group."""
+    own = sorted(EVERYDAY.values(), key=lambda setting: setting.panel != CLUSTER)
+    rows = [("Cluster(…)", own)]
+    rows += [(f"{group}=elasticcb.{owner.__name__}(…)", GROUPED[group]) for group, owner in GROUPS.items()]
+    lines = [f"| `{call}` | {', '.join(map(_with_flag, settings))} |" for call, settings in rows]
+    return "\n".join(["| arguments of | and their flags |", "|---|---|", *lines])
 
 
-def _groups_table() -> str:
-    lines = ["| group | fields, and their flags |", "|---|---|"]
-    for group, owner in GROUPS.items():
-        fields = ", ".join(
-            f"`{setting.field}`" + ("" if setting.name == setting.field else f" (`--{setting.name}`)")
-            for setting in GROUPED[group]
-        )
-        lines.append(f"| `{group}=elasticcb.{owner.__name__}(…)` | {fields} |")
-    return "\n".join(lines)
-
-
-def _default(setting: Setting) -> str:
-    return written(setting.default_text, True, "`") or f"`{setting.initial!r}`"
-
-
-def _arguments_table(settings: Sequence[Setting]) -> str:
-    rows = []
-    for setting in settings:
-        name = setting.argument or setting.field
-        names, text = list(setting.choices), written(setting.help, True, "`")
-        if setting.name == "cluster":
-            names, text = [each.name for each in backends().values() if each.in_programs], help_of(setting)
-        choices = " or ".join(f"`{name!r}`" for name in names)
-        rows.append(f"| `{name}` | {_default(setting)} | {choices}{'. ' if choices else ''}{text} |")
-    return "\n".join(["| argument | default | what it does |", "|---|---|---|", *rows])
+def _with_flag(setting: Setting) -> str:
+    name = setting.argument or setting.field
+    return f"`{name}`" + ("" if setting.name == name else f" (`--{setting.name}`)")
 
 
 def table_settings() -> str:
@@ -184,7 +164,7 @@ def _label(name: str, samples: Iterable[Sample]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "options": options_tables,
     "exit codes": exit_codes_table,
-    "arguments of Cluster": arguments_tables,
+    "arguments of Cluster": arguments_table,
     "settings of a table": table_settings,
     "metrics": metrics_table,
     "flags of serve": serve_flags_table,

@@ -48,15 +48,6 @@ def test_index_of_the_docs_lists_every_page():
     assert missing in ([], ["README.md"])
 
 
-def test_errors_that_the_troubleshooting_page_lists_are_those_of_the_code():
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").partition("## By error")[2]
-    listed = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
-    source = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "elasticcb").rglob("*.py")))
-    in_one_piece = re.sub(r'"\s*\n\s*f?"', "", source)
-    assert listed
-    assert not [text for text in listed if text not in in_one_piece]
-
-
 def test_errors_that_the_docs_name_can_be_imported_from_the_package():
     own = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
     named = own & {word for page in PAGES for word in re.findall(r"\w+", page.read_text(encoding="utf-8"))}

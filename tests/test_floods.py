@@ -16,7 +16,7 @@ from echo_server import ask, start_server
 from health_probe import SERVING, check
 
 from elasticcb.cluster.external import ExternalCluster
-from elasticcb.master import metrics_server
+from elasticcb.master import prometheus
 from elasticcb.master.master import Master
 from elasticcb.rpc import server as rpc_server
 from elasticcb.rpc.connection import Connection
@@ -87,9 +87,7 @@ def test_half_sent_scrapes_do_not_block_the_metrics() -> None:
     lines: list[str] = []
     master = Master(ClusterSettings(metrics_port=0), ExternalCluster(lines.append), lines.append, ACCESS)
     try:
-        with connected(
-            master.metrics_address, 4 * metrics_server._MOST_CONNECTIONS, b"GET /metrics HTTP/1.1\r\n"
-        ) as found:
+        with connected(master.metrics_address, 4 * prometheus._MOST_CONNECTIONS, b"GET /metrics HTTP/1.1\r\n") as found:
             assert Scrape(master.metrics_address).find("elasticcb_ready") == 0
             assert found[0].recv(1) == b""  # the oldest has been ended
     finally:
@@ -97,7 +95,7 @@ def test_half_sent_scrapes_do_not_block_the_metrics() -> None:
 
 
 def test_a_connection_to_the_metrics_that_is_quiet_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.1)
+    monkeypatch.setattr(prometheus._Handler, "timeout", 0.1)
     lines: list[str] = []
     master = Master(ClusterSettings(metrics_port=0), ExternalCluster(lines.append), lines.append, ACCESS)
     try:

@@ -9,11 +9,11 @@ from ps_clients import TrainingControl
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import UsageError
-from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.master import Master
 from elasticcb.master.members import ServedCluster
 from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
+from elasticcb.optimizers.state import ModelState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.server import PSServer
 from elasticcb.rpc.server import HealthServer
@@ -58,7 +58,7 @@ def test_a_parameter_server_is_ready_when_it_holds_its_part_of_the_model():
     try:
         assert check(health.address, "") == SERVING
         assert check(health.address, "elasticcb.ParameterServer") == NOT_SERVING
-        control.initialize(InitialModel([[1.0, 2.0]]))
+        control.initialize(ModelState([[1.0, 2.0]]))
         assert check(health.address, "elasticcb.ParameterServer") == SERVING
     finally:
         control.close()

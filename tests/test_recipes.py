@@ -178,7 +178,7 @@ def test_a_setting(copy):
         from elasticcb.cli.main import main
         from elasticcb.errors import UsageError
         from elasticcb.settings import ClusterSettings, Command, JobSettings
-        from reference import arguments_tables, options_tables
+        from reference import arguments_table, options_tables
 
         settings = JobSettings(command=Command.TRAIN, cluster=ClusterSettings(toy_limit=8))
         assert JobSettings.from_json(settings.to_json()) == settings
@@ -191,7 +191,7 @@ def test_a_setting(copy):
             except UsageError as error:
                 print(error)
         elasticcb.Cluster(recovery=elasticcb.RecoveryOptions(toy_limit=9))
-        print(options_tables(), arguments_tables())
+        print(options_tables(), arguments_table())
         """
     )
     help_line = next(line for line in printed.splitlines() if "--toy_limit" in line)

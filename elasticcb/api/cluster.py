@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from elasticcb.api import processes
 from elasticcb.api.arguments import (
     ShowsModel,
     check_apart,
+    check_keywords,
     check_model,
     check_numbers,
     check_split,
@@ -485,3 +487,77 @@ class Turn:
                 f"`{name}` was called inside `{self._name}`, which is still running. To stop training from a "
                 "callback, set self.model.stop_training = True."
             )
+
+
+# `fit`, `evaluate` and `predict` of the package: each on a temporary local cluster.
+
+
+def fit(
+    model: keras.Model,
+    *args: Any,
+    num_workers: int = 1,
+    num_ps: int = 1,
+    job_dir: str | os.PathLike[str] | None = None,
+    cluster: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> keras.callbacks.History:
+    """Starts a `Cluster`, trains `model` on it with `Cluster.fit`, and closes it.
+
+    Args:
+        *args: arguments of `Cluster.fit`.
+        num_workers: argument of `Cluster`.
+        num_ps: argument of `Cluster`.
+        job_dir: argument of `Cluster`.
+        cluster: other arguments of `Cluster`.
+        **kwargs: arguments of `Cluster.fit`.
+
+    Raises:
+        TypeError: a keyword argument is unknown; nothing was started.
+    """
+    _check_keywords("fit", model, kwargs)
+    with Cluster(num_workers, num_ps, **{"job_dir": job_dir, **(cluster or {})}) as own:
+        return own.fit(model, *args, **kwargs)
+
+
+def evaluate(
+    model: keras.Model,
+    *args: Any,
+    num_workers: int = 1,
+    num_ps: int = 1,
+    cluster: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Like `fit`, with `Cluster.evaluate`."""
+    _check_keywords("evaluate", model, kwargs)
+    with Cluster(num_workers, num_ps, **(cluster or {})) as own:
+        return own.evaluate(model, *args, **kwargs)
+
+
+def predict(
+    model: keras.Model,
+    *args: Any,
+    num_workers: int = 1,
+    num_ps: int = 1,
+    cluster: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Like `fit`, with `Cluster.predict`."""
+    _check_keywords("predict", model, kwargs)
+    with Cluster(num_workers, num_ps, **(cluster or {})) as own:
+        return own.predict(model, *args, **kwargs)
+
+
+def _check_keywords(method: str, model: Any, given: Mapping[str, Any]) -> None:
+    """Raises `TypeError` for keyword arguments that neither `elasticcb.fit` (or another method) nor `Cluster.fit` has.
+    A model's own method may have others."""
+    if isinstance(model, keras.Model) and is_overridden(model, method):
+        return
+    of_method = list(inspect.signature(getattr(Cluster, method)).parameters)[1:]
+    own = [name for name in inspect.signature(globals()[method]).parameters if name not in ("args", "kwargs")]
+    for name, value in given.items():
+        if name not in of_method and name in inspect.signature(Cluster).parameters:
+            raise TypeError(
+                f"elasticcb.{method}() got an argument of Cluster, {name}={value!r}. Pass it as "
+                f"cluster={{{name!r}: {value!r}}}."
+            )
+    check_keywords(f"elasticcb.{method}", given, [*of_method, *own])

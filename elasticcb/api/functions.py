@@ -21,7 +21,6 @@ from elasticcb.cluster.registry import backend_of
 from elasticcb.errors import ElasticCBError, FunctionError, JobFailedError, UsageError
 from elasticcb.keras_private import layers_of, trained_by
 from elasticcb.layers import Embedding
-from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.job_machine import JobMachine
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role, ServedCluster
@@ -31,7 +30,7 @@ from elasticcb.master.task_queue import TaskQueue
 from elasticcb.model.program import Program
 from elasticcb.model.weights import variable_specs
 from elasticcb.optimizers.held_state import read_optimizers, write_optimizers
-from elasticcb.optimizers.state import ModelState
+from elasticcb.optimizers.state import ModelState, OptimizerState
 from elasticcb.optimizers.traits import learning_rate_variable, may_split, model_optimizers, steps_made, unwrapped
 from elasticcb.optimizers.variables import StepVariables, described
 from elasticcb.process.import_path import caller_path
@@ -72,13 +71,13 @@ class PlacedWeights:
         self.may_split = all(map(may_split, optimizers))
         self.optimizers = described(optimizers, self.variables, model.weights)
 
-    def start(self) -> InitialModel:
+    def start(self) -> ModelState:
         """The present state of the model."""
         optimizers = model_optimizers(self.model)
         version = steps_made(optimizers)
-        state = read_optimizers(optimizers, self.model.weights, self.variables) if version else None
+        state = read_optimizers(optimizers, self.model.weights, self.variables) if version else OptimizerState()
         weights = [variable.numpy() for variable in self.model.weights]
-        return InitialModel(weights, optimizer_state=state, version=version)
+        return ModelState(weights, state, version)
 
     def program(self) -> bytes:
         """The serialized model for workers and servers."""

@@ -196,7 +196,7 @@ class KeptFit:
         """While active, what `master` does for it is copied to the URL."""
         if self.copy is None:
             return contextlib.nullcontext()
-        return self.copy.kept(master, _say, keeps_recovery=True)
+        return self.copy.kept(master, keeps_recovery=True)
 
     def _compare(self, name: str, before: Any, now: Any) -> None:
         if before == now:

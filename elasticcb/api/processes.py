@@ -99,7 +99,7 @@ class ClusterProcesses:
         """Ends the processes, and records how the last job has ended: with `failure`, if there was one."""
         master, self._master = self._master, None
         backend, self._backend = self._backend, None
-        if master is not None and self._temporary is None and master.observe().command is not None:
+        if master is not None and self._given is not None and master.observe().command is not None:
             keep_status(Path(self.directory), master, failure)
         self._until_stopped.close()
         if master is not None:

@@ -28,6 +28,9 @@ def exit_code(run: Callable[[], Any], session: CommandRun) -> int:
     except Exception as error:
         if isinstance(error, OSError) and is_scarcity(error):
             return _end(f"Error: {describe_scarcity(error)}", ExitCode.JOB_FAILED, session)
+        if isinstance(error, PermissionError) and error.filename:
+            text = f"Error: {error.filename}: {error.strerror}. Run the command as its owner, or choose another folder."
+            return _end(text, ExitCode.WRONG_USAGE, session)
         session.debug = True
         text = f"Error: ElasticCB itself failed, not your code: {type(error).__name__}: {error}"
         return _end(f"{text}\nPlease report this with the traceback above.", ExitCode.JOB_FAILED, session)

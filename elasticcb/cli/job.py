@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticcb.cli.command import CommandRun
 from elasticcb.cli.exits import exit_code
-from elasticcb.cli.job_folders import JOBS, new_folder, remove_unbegun
+from elasticcb.cli.job_folders import JOBS, new_folder, remove_unbegun, was_refused
 from elasticcb.cli.kubernetes.submit import kubernetes_settings, submit
 from elasticcb.cli.validation import names_predictions, prediction_format, validate
 from elasticcb.clients.local_job import has_unfinished
@@ -25,6 +25,7 @@ from elasticcb.cluster.registry import backend_of, backends
 from elasticcb.dashboard.beside import page_beside
 from elasticcb.errors import (
     GO_ON,
+    ElasticCBError,
     ExitCode,
     JobDoneError,
     JobFailedError,
@@ -70,9 +71,11 @@ def run_job(given: Given, session: CommandRun) -> None:
             settings = build_settings(given)
         try:
             run_settings(settings, session)
-        except (UsageError, SystemExit) as error:
+        except (ElasticCBError, SystemExit) as error:
             code = error.code if isinstance(error, SystemExit) else error.exit_code
-            if code == ExitCode.WRONG_USAGE and not there:
+            if (code == ExitCode.WRONG_USAGE and not there) or (
+                code == ExitCode.JOB_FAILED and not given["job_dir"] and was_refused(Path(settings.directory))
+            ):
                 remove_unbegun(Path(settings.directory))
             raise
 

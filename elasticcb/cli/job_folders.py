@@ -16,11 +16,19 @@ import rich_click as click
 from elasticcb.cli.command import CONTEXT
 from elasticcb.clients.local_job import StoredJob
 from elasticcb.clients.running_master import COMMAND_LOCK, MASTER_FILE, holds_job, is_of_cluster, refuse_cluster
-from elasticcb.errors import ElasticCBError, ExitCode, UsageError
+from elasticcb.errors import (
+    CallbackError,
+    CheckpointError,
+    DataError,
+    ElasticCBError,
+    ExitCode,
+    ModelFileError,
+    UsageError,
+)
 from elasticcb.process.wording import how_many
 from elasticcb.security import socket_folder
-from elasticcb.settings import JOB_FILE, JOURNAL_FILE, RECOVERY_FOLDER, Command
-from elasticcb.storage import local_folders
+from elasticcb.settings import JOB_FILE, JOURNAL_FILE, RECOVERY_FOLDER, STATUS_FILE, Command
+from elasticcb.storage import durable, local_folders
 from elasticcb.storage.folder_lock import held_if_free
 from elasticcb.storage.remote_files import is_url
 
@@ -29,6 +37,7 @@ LATEST = "latest"
 _NAME = re.compile(r"[a-z]+-(.+)-(\d{8}-\d{6})(?:-(\d+))?")  # command, job, time, number
 _STAMP = "%Y%m%d-%H%M%S"
 _MOST_LISTED = 3
+_REFUSALS = (CallbackError, CheckpointError, DataError, ModelFileError)
 
 
 def new_folder(parent: Path, command: Command, name: str) -> Path:
@@ -47,6 +56,15 @@ def new_folder(parent: Path, command: Command, name: str) -> Path:
             raise UsageError(f"The job's folder {path} can't be created: {error}. Choose another --job_dir.") from error
         return path
     raise UsageError(f"No unused folder name like {parent / stamp} was found. Choose a --job_dir.")
+
+
+def was_refused(folder: Path) -> bool:
+    """Whether a job has failed before its first task by what its user gave it: its error tells all. (Of processes that
+    could not start, the logs tell more.)"""
+    with contextlib.suppress(OSError, ValueError):
+        status = durable.read_document(folder / STATUS_FILE)
+        return not status["tasks"] and status["error_type"] in {each.__name__ for each in _REFUSALS}
+    return False
 
 
 def remove_unbegun(folder: Path) -> None:
@@ -127,7 +145,8 @@ def find_job(job: str, only_training: bool = False) -> Path:
     for folder in found:
         if job == LATEST or ((match := _NAME.fullmatch(folder.name)) and job == match[1]):
             return folder
-    for folder in filter(Path.is_dir, folders):
+    for folder in filter(os.path.isdir, folders):
+        os.listdir(folder)  # of another user, it can't be read
         refuse_cluster(folder)
         raise UsageError(f"{folder} is not the folder of a job. {_expected(job, names)}")
     kind = "training jobs" if only_training else "jobs"
@@ -154,7 +173,7 @@ def _begun(folder: Path) -> tuple[float, int] | None:
 
 
 def _trains(folder: Path) -> bool:
-    return folder.name.startswith(f"{Command.TRAIN.value}-") or (folder / JOB_FILE).exists()
+    return folder.name.startswith(f"{Command.TRAIN.value}-") or os.path.exists(folder / JOB_FILE)
 
 
 def _expected(job: str, names: list[str]) -> str:
@@ -196,7 +215,7 @@ def _recovery_folders(jobs: list[Path]) -> Iterator[Path]:
     """Folders of finished jobs; each is locked until the next one is requested."""
     for job in jobs:
         folder = job / RECOVERY_FOLDER
-        if folder.is_dir() and folder.stat().st_uid == os.getuid():
+        if os.path.isdir(folder) and folder.stat().st_uid == os.getuid():
             with held_if_free(job) as is_free:
                 if is_free and _is_done(job):
                     yield folder
@@ -207,7 +226,7 @@ def _is_done(job: Path) -> bool:
 
     path = job / JOURNAL_FILE
     try:
-        return path.is_file() and Journal(path).memory.over
+        return os.path.isfile(path) and Journal(path).memory.over
     except ElasticCBError:  # damaged, or of a later release
         return False
 

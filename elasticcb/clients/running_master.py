@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -116,7 +117,7 @@ def running_master(folder: str | Path) -> RunningMaster:
 
 def can_resume(folder: Path) -> bool:
     """Whether `elasticcb resume` can continue the job in a folder, or says that it is done."""
-    return all((folder / name).is_file() for name in (JOB_FILE, JOURNAL_FILE))
+    return all(os.path.isfile(folder / name) for name in (JOB_FILE, JOURNAL_FILE))
 
 
 def forget_earlier_job(folder: Path) -> None:
@@ -146,15 +147,15 @@ def refuse_cluster(folder: Path) -> None:
 
 
 def _has_any(folder: Path, names: Iterable[str]) -> bool:
-    return any((folder / name).exists() for name in names)
+    return any(os.path.exists(folder / name) for name in names)  # False for another user's folder, or a long name
 
 
 def _why_not(folder: Path) -> str:
-    if (folder / STATUS_FILE).is_file():
+    if os.path.isfile(folder / STATUS_FILE):
         return f"The job has ended: `elasticcb status {shlex.quote(str(folder))}` shows how."
     if has_ended(folder) and can_resume(folder):
         return f"The job was not finished: `elasticcb resume {shlex.quote(str(folder))}` resumes it."
-    if has_ended(folder) and (folder / COMMAND_LOCK).exists():
+    if has_ended(folder) and os.path.exists(folder / COMMAND_LOCK):
         return "The job left no final state: it was interrupted before it began, or was killed. Start it again."
     return (
         f"Pass the job directory that `elasticcb train` printed. Its file {MASTER_FILE} appears some seconds after the "
@@ -170,4 +171,4 @@ def has_ended(folder: Path) -> bool:
     except FileNotFoundError:
         return True
     except OSError:
-        return not (folder / MASTER_FILE).exists()  # this file system does not support locks
+        return not os.path.exists(folder / MASTER_FILE)  # this file system does not support locks

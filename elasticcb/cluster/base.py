@@ -40,7 +40,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class BackendContext:
-    """The constructor arguments of a backend.
+    """What a backend is made from.
 
     Attributes:
         directory: the job's folder; logs go to `logs` below it.
@@ -96,10 +96,13 @@ class ClusterBackend(ABC):
     # credentials of the job; processes get the token in ELASTICCB_JOB_TOKEN. Set before the first `start`.
     access = OPEN
 
+    def __init__(self, context: BackendContext) -> None:
+        self.context = context
+
     @classmethod
     def make(cls, context: BackendContext) -> ClusterBackend:
         """Raises `UsageError` if the backend is not available."""
-        raise NotImplementedError(f"{cls.__name__} is not made from settings")
+        return cls(context)
 
     @classmethod
     def missing(cls, cluster: ClusterSettings) -> Iterator[str]:

@@ -268,6 +268,12 @@ class TaskRecord:
         return rest
 
     @property
+    def failed_on(self) -> int | None:
+        """The worker that has reported the failure of the last attempt; None: that did not end so."""
+        last = self.attempts[-1] if self.attempts else None
+        return last.worker if last is not None and last.event is TaskEvent.REPORTED_FAILED else None
+
+    @property
     def nothing_left(self) -> bool:
         """Whether all records were reported, so that nothing is left for another worker."""
         return self.task.type in RESUMABLE and self.reported == self.task.shard.records

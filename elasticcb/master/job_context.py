@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from elasticcb.checkpoint.warm_start import WarmStart
 from elasticcb.master.callback_arrays import CallbackArrays
 from elasticcb.master.callback_driver import MasterHooks
-from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.journal import Journal, Memory
 from elasticcb.master.master import Master
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.master.report import Report
 from elasticcb.master.servers import Servers
+from elasticcb.optimizers.state import ModelState, OptimizerState
 from elasticcb.settings import JobSettings
 
 
@@ -96,20 +96,20 @@ class ModelOrigin:
     of_earlier_master: Callable[[], str] | None = None  # called only on demand: it reads whole files
     warm_start: Callable[[], WarmStart | None] = lambda: None
 
-    def source(self) -> InitialModel:
+    def source(self) -> ModelState:
         """The newest checkpoint, or fresh weights."""
         if self.of_earlier_master is not None:
             self.checkpoint = self.of_earlier_master() or self.checkpoint
             self.of_earlier_master = None
         if self.checkpoint:
-            return InitialModel(checkpoint=self.checkpoint)
+            return ModelState(checkpoint=self.checkpoint)
         host, warm_start = self.host, self.warm_start()
         if warm_start is not None:
             state, slots = host.fresh_state()
             warm_start.apply(state, slots)
-            return InitialModel(state.weights, "", state.optimizer, 0, state.ids, state.used, state.ages)
+            return state
         weights, ids = host.weights()
-        return InitialModel(weights, "", host.optimizer_state(), host.version, ids, host.used())
+        return ModelState(weights, host.optimizer_state() or OptimizerState(), host.version, ids, host.used())
 
 
 @dataclass(frozen=True)

@@ -172,10 +172,12 @@ class JobCopy:
         was_fetched: whether the local folder has what another machine had copied.
     """
 
-    def __init__(self, store: JobStore, owner: int, folder: Path, holder: str, was_fetched: bool) -> None:
+    def __init__(
+        self, store: JobStore, owner: int, folder: Path, holder: str, was_fetched: bool, say: Callable[[str], None]
+    ) -> None:
         self.url, self.owner, self.was_fetched = store.url, owner, was_fetched
         self._store, self._folder = store, folder
-        self._holder = holder
+        self._holder, self._say = holder, say
         self._journal = _Segments(folder / JOURNAL_FILE, owner)
         self._sent: set[str] = set()  # files of the recovery folder
         self._unsent = [JOB_FILE, FIT_FILE]  # a job has one of them
@@ -189,6 +191,9 @@ class JobCopy:
         """Makes the master that works in a local folder the owner of the copy. If another machine had a job that is
         resumed, its files are copied to the folder; if nobody had one, what is in the folder is forgotten. The copy of
         the folder itself, whose last master was killed, is waited for as long as training would continue without it.
+
+        Args:
+            say: shows a line to the user.
 
         Raises:
             UsageError: another master has the job.
@@ -231,23 +236,22 @@ class JobCopy:
         if elsewhere and resumed:
             _fetch(store, folder, say)
         durable.write_document(folder / HOLDER_FILE, {"store": url, "holder": holder})
-        return cls(store, number + 1, folder, holder, elsewhere and resumed)
+        return cls(store, number + 1, folder, holder, elsewhere and resumed, say)
 
     @contextlib.contextmanager
-    def kept(self, master: _Running, say: Callable[[str], None], keeps_recovery: bool = False) -> Iterator[None]:
+    def kept(self, master: _Running, keeps_recovery: bool = False) -> Iterator[None]:
         """While active, what is new is copied; at the end, status and logs too.
 
         Args:
             master: gives the status, hands out no tasks when the store is away for long, and fails if another
                 master has taken the job.
-            say: shows a line to the user.
             keeps_recovery: whether the recovery files are needed when the job is done.
         """
         with contextlib.suppress(StoreError):  # `_run` tries again
             self._describe()
         self._reached = time.monotonic()
         copying = threading.Thread(target=self._run, args=(master,), name="job copy", daemon=True)
-        watching = threading.Thread(target=self._watch, args=(master, say), name="job copy watch", daemon=True)
+        watching = threading.Thread(target=self._watch, args=(master,), name="job copy watch", daemon=True)
         copying.start()
         watching.start()
         done = False
@@ -261,9 +265,9 @@ class JobCopy:
             watching.join()
             copying.join(_LAST_SECONDS)
             if copying.is_alive():  # the store hangs
-                say(f"{self.url} does not answer. {self._rest}")
+                self._say(f"{self.url} does not answer. {self._rest}")
             else:
-                self._end(done and not keeps_recovery, say)
+                self._end(done and not keeps_recovery)
 
     def _is_closed_after(self, seconds: float) -> bool:
         with self._changed:
@@ -274,7 +278,7 @@ class JobCopy:
         while not self._is_closed_after(_LOOK_SECONDS):
             try:
                 if time.monotonic() > beat:
-                    self._beat(master.observe)
+                    self._beat(master)
                     beat = time.monotonic() + BEAT_SECONDS
                 self._send()
                 self._problem, self._reached = "", time.monotonic()
@@ -284,7 +288,7 @@ class JobCopy:
             except (StoreError, OSError) as error:
                 self._problem = str(error)
 
-    def _watch(self, master: _Running, say: Callable[[str], None]) -> None:
+    def _watch(self, master: _Running) -> None:
         """Tells the user when the store is away, and pauses the job when it is for long: it may also hang."""
         told = paused = False
         while not self._is_closed_after(_LOOK_SECONDS):
@@ -292,15 +296,16 @@ class JobCopy:
             hangs = f"{self.url} has not answered for {away:.0f} s." if away > SLOW_SECONDS else ""
             problem = self._problem or hangs
             if problem and not told:
-                say(
+                self._say(
                     f"{problem} Training continues here for up to {PATIENCE_SECONDS:g} s; if this machine is lost now, "
                     "what is done from now on is done again."
                 )
             if told and not problem:
-                say(f"The job's folder {self.url} can be written to again.{' Training continues.' if paused else ''}")
+                again = " Training continues." if paused else ""
+                self._say(f"The job's folder {self.url} can be written to again.{again}")
             told, too_long = bool(problem), bool(problem) and away > PATIENCE_SECONDS
             if too_long and not paused:
-                say(
+                self._say(
                     f"The job's folder {self.url} could not be written to for {away:.0f} s. Training pauses until it "
                     "can be. Nothing is lost while this machine runs."
                 )
@@ -312,12 +317,12 @@ class JobCopy:
             self._store.put(name, json.dumps(durable.read_document(self._folder / name)).encode())
             self._unsent.remove(name)
 
-    def _beat(self, observe: Callable[[], JobSnapshot]) -> None:
+    def _beat(self, master: _Running) -> None:
         number, _ = self._store.newest_owner()
         if number > self.owner:
             raise ReplacedError(f"Another master took over the job in {self.url}; this one exits.")
         self._store.put(owner_name(self.owner), owner_record(self._folder, self._holder))
-        status = {**observe().to_json(), "written": time.time()}
+        status = {**master.observe().to_json(), "written": time.time()}
         self._store.put(STATUS_FILE, json.dumps(status).encode())
 
     def _send(self) -> None:
@@ -354,7 +359,7 @@ class JobCopy:
         """The copy of the recovery files."""
         return RecoveryCopy(self.url, self.owner)
 
-    def _end(self, removes_recovery: bool, say: Callable[[str], None]) -> None:
+    def _end(self, removes_recovery: bool) -> None:
         """Copies the rest: the end of the journal, status and logs. Problems are shown."""
         try:
             number, _ = self._store.newest_owner()
@@ -368,7 +373,7 @@ class JobCopy:
                 self._store.remove(f"{RECOVERY_FOLDER}/{name}")
             self._store.put(owner_name(self.owner), owner_record(self._folder, self._holder, ended=True))
         except (StoreError, OSError) as error:
-            say(f"{error} {self._rest}")
+            self._say(f"{error} {self._rest}")
         finally:
             self._store.close()
 

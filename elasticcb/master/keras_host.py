@@ -282,7 +282,7 @@ class ModelHost:
         """Weights of an untrained model, and the slots and classes of its optimizers."""
         held = held_variables(self.all_optimizers(), self.model.weights, self.variables)
         weights, ids = self.weights()
-        return ModelState(0, weights, OptimizerState(optimizers=held.optimizers), ids), set(held.slots)
+        return ModelState(weights, OptimizerState(optimizers=held.optimizers), ids=ids), set(held.slots)
 
     @property
     def _continues(self) -> bool:

@@ -51,7 +51,7 @@ class Leases:
         if held is None:
             held = self._held[worker] = {}
             self._progress_at[worker] = self._now
-        lease = Lease(self._next, record.task, worker)
+        lease = Lease(self._next, record.task, worker, record.failures)
         self._next += 1
         record.lease = lease
         record.heard = False
@@ -122,6 +122,10 @@ class Leases:
         """Oldest lease first."""
         return list(self._held.get(worker, {}).values())
 
+    def others_hold(self, worker: int) -> bool:
+        """Whether another worker has a task, and so will ask for the next one."""
+        return any(held for other, held in self._held.items() if other != worker)
+
     def unanswered(self, worker: int, named: Collection[int]) -> list[TaskRecord]:
         """Leases of `worker` that it does not know of: it neither listed nor ever reported on them."""
         held = self._held.get(worker)
@@ -191,7 +195,7 @@ class Leases:
     def resume(self, record: TaskRecord, worker: int, lease_id: int) -> None:
         """Restores a lease that was active when the queue was saved."""
         self._progress_at[worker] = self._now
-        record.lease = Lease(lease_id, record.task, worker)
+        record.lease = Lease(lease_id, record.task, worker, record.failures)
         self._out[lease_id] = self._held.setdefault(worker, {})[lease_id] = record
 
     def resume_reports(self, reports: Collection[Any]) -> None:

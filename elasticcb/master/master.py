@@ -14,13 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.master.job_machine import JobMachine
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.members import Member, Role
-from elasticcb.master.metrics_server import MetricsServer
 from elasticcb.master.observation import free_disk_bytes, observe
 from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.servicer import MasterServicer
@@ -32,6 +31,9 @@ from elasticcb.rpc.services import MASTER_METHODS, MASTER_SERVICE, PS_METHODS
 from elasticcb.security.credentials import OPEN, Access, is_loopback
 from elasticcb.security.socket_folder import is_folder
 from elasticcb.settings import MOST_WORKERS, ClusterSettings
+
+if TYPE_CHECKING:
+    from elasticcb.master.prometheus import MetricsServer
 
 _LARGEST_MESSAGE = 2**31 - 1  # bytes; the limit of protobuf
 _LONGEST_PAUSE_SECONDS = 1.0  # between two checks of the watchdog
@@ -52,19 +54,14 @@ class Master:
         self.server = MasterServer(cluster, backend, say, self._grpc.address, access)
         self.server_scaling = ServerScaling(self.server)
         self.watchdog = Watchdog(self.server, cluster.silence_seconds, backend.watches)
-        servicer = MasterServicer(
-            self.server,
-            self.server_scaling,
-            self.watchdog.doubt,
-            self.observe,
-            self.past_after,
-            cluster.silence_seconds,
-        )
+        servicer = MasterServicer(self.server, self.server_scaling, self.watchdog.doubt, self.observe)
         self._grpc.grpc_server.add_generic_rpc_handlers((message_service(MASTER_METHODS, servicer),))
         if is_folder(host):
             host = "127.0.0.1"  # where metrics and health checks are expected
         self._metrics: MetricsServer | None = None
         if cluster.metrics_port is not None:
+            from elasticcb.master.prometheus import MetricsServer  # most jobs serve no metrics
+
             self._metrics = MetricsServer(self.observe, lambda: self.server.ready, host, cluster.metrics_port)
             exposed = "" if is_loopback(host) else ", open to everyone on that network"
             say(f"Metrics are served at http://{self._metrics.address}/metrics{exposed}.")

@@ -8,6 +8,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,6 @@ from elasticcb.checkpoint.versions import server_file
 from elasticcb.clients.ps import Ids, PSClient, table_pieces
 from elasticcb.clients.ps_servers import KnownServer, ServerReplacedError
 from elasticcb.errors import CheckpointError, ElasticCBError, StoreError
-from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.recovery_files import RecoveryFiles
 from elasticcb.optimizers.state import ModelState, Optimizers, OptimizerState, from_tensors, join_states
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -77,7 +77,7 @@ class PSControl:
         self.members: Callable[[], Sequence[int]] = tuple
         self._export_id = 0
 
-    def initialize(self, source: InitialModel) -> None:
+    def initialize(self, source: ModelState) -> None:
         """Sends the model to all servers."""
         servers = self.servers
         answers = servers.each(
@@ -92,7 +92,7 @@ class PSControl:
         address: str,
         id: int,
         version: int,
-        source: Callable[[], InitialModel],
+        source: Callable[[], ModelState],
         evaluation_round: int,
         learning_rate: float | None,
     ) -> Restored:
@@ -111,7 +111,7 @@ class PSControl:
                 if self.recovery is None:
                     raise CheckpointError("This job keeps no recovery files.")
                 manifest = json.dumps(self.recovery.manifest())
-                files = InitialModel(version=version, checkpoint=self.recovery.place)
+                files = ModelState(version=version, checkpoint=self.recovery.place)
                 answer = link.call("Initialize", self._beginning(server, files, manifest)).header
                 complete = self.recovery.restored(index, answer.file)
                 restored = Restored(answer.recovered_version, RECOVERY_FILES, answer.learning_rate, complete)
@@ -121,7 +121,7 @@ class PSControl:
                 given = source()
                 words = given.checkpoint or "the initial weights"
                 logger.warning("Parameter server %d starts from %s: %s", index, words, error)
-                beginning = self._beginning(server, given._replace(version=version))
+                beginning = self._beginning(server, replace(given, version=version))
                 answer = link.call("Initialize", beginning).header
                 held = answer.recovered_version if given.checkpoint else given.version
                 restored = Restored(held, words, answer.learning_rate)
@@ -134,7 +134,7 @@ class PSControl:
         finally:
             link.close()
 
-    def _beginning(self, server: KnownServer, source: InitialModel, manifest: str = "") -> Frame[Any]:
+    def _beginning(self, server: KnownServer, source: ModelState, manifest: str = "") -> Frame[Any]:
         """The initialization request of a server."""
         servers, optimizers, shard_map = self.servers, self._optimizers, self.servers.shard_map
         header = pb.InitializeRequest(
@@ -151,7 +151,11 @@ class PSControl:
             map_version=shard_map.version,
             members=self.members(),
         )
-        return Frame(header, {} if source.checkpoint else source.part(servers, server.index))
+        return Frame(header, {} if source.checkpoint else self._part(source, server.index))
+
+    def _part(self, state: ModelState, index: int) -> dict[str, Array]:
+        servers = self.servers
+        return state.part(servers.specs, servers.partition[index], servers.shard_map, index)
 
     def export(self) -> ModelState:
         """Everything that the servers hold. Training may continue."""
@@ -209,14 +213,14 @@ class PSControl:
         Raises `ElasticCBError` when the state is of other optimizers.
         """
         state = optimizer_state or OptimizerState()
-        model = InitialModel(weights or (), optimizer_state=state, ids=ids)
+        model = ModelState(list(weights or ()), state, ids=dict(ids or {}))
         recovery, loaded = self.recovery, dict[int, int]()  # ids of the servers, by index
 
         def load(server: KnownServer) -> int:
             header = pb.LoadStateRequest(optimizers=state.optimizers)
             if recovery is not None:  # workers can't repeat it, so that it must be kept before it is answered
                 header.save.CopyFrom(recovery.request(server.index, parts, self.servers.shard_map.version))
-            frame = Frame(header, model.part(self.servers, server.index))
+            frame = Frame(header, self._part(model, server.index))
             answer = self.servers.send(server, frame, "LoadState").header
             if recovery is not None and answer.HasField("saved"):
                 recovery.note(server.index, answer.saved, parts)

@@ -18,7 +18,6 @@ from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.errors import CallbackWarning, CheckpointError, ConnectionLostError, ElasticCBError, StoreError
 from elasticcb.master import job_copy
-from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.job_copy import RecoveryCopy
 from elasticcb.master.job_machine import JobMachine
 from elasticcb.master.master_server import MasterServer
@@ -26,7 +25,7 @@ from elasticcb.master.members import Role
 from elasticcb.master.ps_admin import PSControl, Restored
 from elasticcb.master.recovery_files import RecoveryFiles
 from elasticcb.master.server_scaling import Moved, Pause, end_pause
-from elasticcb.optimizers.state import Optimizers
+from elasticcb.optimizers.state import ModelState, Optimizers
 from elasticcb.process.wording import how_many
 from elasticcb.settings import RECOVERY_FOLDER
 from elasticcb.sharding.partition import Places, ServerPlace, ShardMap, VariableSpec
@@ -73,7 +72,7 @@ class Servers:
         variables: Sequence[VariableSpec],
         may_split: bool,
         optimizers: Optimizers,
-        source: Callable[[], InitialModel],
+        source: Callable[[], ModelState],
         say: Callable[[str], None],
         run: str = "",
         term: int = 1,

@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.data.mode import MODES
-from elasticcb.errors import CallbackWarning, WireError
+from elasticcb.errors import CallbackWarning, ConnectionLostError, UsageError, WireError
 from elasticcb.master.batch_log import BatchEvent
 from elasticcb.master.gathering import begun_epochs
-from elasticcb.master.job_machine import OTHERS_FIRST, TaskResult, Wake
-from elasticcb.master.live_tables import LiveTables
+from elasticcb.master.job_machine import OTHERS_FIRST, JobMachine, TaskResult, Wake
 from elasticcb.master.master_server import MasterServer
-from elasticcb.master.members import Role
+from elasticcb.master.members import Role, ServedCluster
 from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.task import DecisionKind, Lease
@@ -23,6 +25,8 @@ from elasticcb.model.metric_messages import from_metric_states, from_outputs
 from elasticcb.process.host import host_name
 from elasticcb.process.stats import Stats
 from elasticcb.proto import elasticcb_pb2 as pb
+from elasticcb.rpc.tensors import to_message
+from elasticcb.sharding.partition import Places, ShardMap
 
 _KINDS = {
     DecisionKind.TASK: pb.GetTaskResponse.TASK,
@@ -32,6 +36,8 @@ _KINDS = {
 _ROLES = {pb.WORKER: Role.WORKER, pb.PS: Role.PS}
 # Well below the callers' deadlines, so that an answer always arrives in time.
 LONG_POLL_SECONDS = 10.0
+_PATIENCE_SECONDS = 2.0  # with an unresponsive server whose tables are read
+_RESTORE_SECONDS = 30.0  # for the replacement of a lost server
 
 
 class MasterServicer:
@@ -43,14 +49,10 @@ class MasterServicer:
         scaling: ServerScaling,
         doubt: Callable[[int], None],
         observe: Callable[[], JobSnapshot],
-        past_after: Callable[[int], dict[str, Any]],
-        silence_seconds: float,
     ) -> None:
-        self._master, self._scaling = master, scaling
-        self._tables = LiveTables(master)
-        self._doubt, self._observe, self._past_after = doubt, observe, past_after
+        self._master, self._scaling, self._doubt, self._observe = master, scaling, doubt, observe
         # The next call is the heartbeat.
-        self._poll_seconds = min(LONG_POLL_SECONDS, silence_seconds / 3)
+        self._poll_seconds = min(LONG_POLL_SECONDS, master.cluster.silence_seconds / 3)
 
     def GetSettings(self, request: Any, context: Any) -> pb.GetSettingsResponse:
         if request.HasField("stats"):
@@ -220,11 +222,13 @@ class MasterServicer:
     def Status(self, request: Any, context: Any) -> pb.StatusResponse:
         answer = pb.StatusResponse(status=json.dumps(self._observe().to_json()))
         if request.HasField("past_after"):
-            answer.past = json.dumps(self._past_after(request.past_after))
+            with self._master.state() as state:
+                past = state.history.after(request.past_after)
+            answer.past = json.dumps(past)
         return answer
 
     def Tables(self, request: Any, context: Any) -> pb.TablesResponse:
-        return self._tables.ask(request.top, request.id if request.HasField("id") else None)
+        return tables_of(self._master, request.top, request.id if request.HasField("id") else None)
 
     def Stop(self, request: Any, context: Any) -> pb.StopResponse:
         self._master.interrupt()
@@ -254,4 +258,73 @@ def _to_message(lease: Lease, payload: bytes) -> pb.Task:
         epoch=task.epoch,
         evaluation_round=task.evaluation_round,
         payload=payload,
+        failures=lease.failures,
     )
+
+
+def tables_of(master: MasterServer, top: int, id: int | None, seconds: float = _RESTORE_SECONDS) -> pb.TablesResponse:
+    """The content of all embedding tables of a running job, or the rows of one id, as its servers report it.
+
+    Args:
+        top: how many of the most frequently looked-up ids to return.
+        id: the id whose rows to return; None: report on the tables.
+
+    Raises `UsageError` when servers are missing.
+    """
+    give_up = time.monotonic() + seconds
+    while True:
+        with master.state():
+            left = max(0.0, give_up - time.monotonic())
+            state = master.wait_for(lambda state: state.serves(0) or _is_over(state), left)
+            cluster, why_not = state.cluster, _why_not(state)
+            memory_bytes = 0 if state.settings is None else state.settings.embedding.memory_bytes
+        if why_not or cluster is None:
+            raise UsageError(f"The embedding tables can't be read now: {why_not}.")
+        try:
+            return _answer(master, cluster, top, id, memory_bytes)
+        except ConnectionLostError as error:
+            if time.monotonic() > give_up:
+                raise UsageError(f"A parameter server may just have been lost: {error} Try again.") from error
+
+
+def _answer(
+    master: MasterServer, cluster: ServedCluster, top: int, id: int | None, memory_bytes: int
+) -> pb.TablesResponse:
+    answer = pb.TablesResponse(memory_bytes=memory_bytes)
+    answer.variables.extend(spec.to_message() for spec in cluster.variables)
+    places = Places(tuple(cluster.servers), ShardMap(len(cluster.servers), cluster.map_version))
+    servers = ServerGroup(places, cluster.variables, cluster.split, _PATIENCE_SECONDS, master.access)
+    try:
+        if id is None:
+            answer.counts.extend(servers.on_all("CountTables", pb.CountTablesRequest(top=top)))
+        else:
+            _find(answer, servers, id)
+    finally:
+        servers.close()
+    return answer
+
+
+def _find(answer: pb.TablesResponse, servers: ServerGroup, id: int) -> None:
+    answer.server = int(servers.shard_map.server_of(np.array([id], np.int64))[0])
+    frame = servers.call(servers.known[answer.server], "FindRow", pb.FindRowRequest(id=id))
+    del frame.header.tensors[:]
+    answer.found.CopyFrom(frame.header)
+    answer.found.tensors.extend(to_message(array, name) for name, array in frame.tensors.items())
+
+
+def _is_over(state: JobMachine) -> bool:
+    return state.closing or state.over
+
+
+def _why_not(state: JobMachine) -> str:
+    """Why the servers can't be queried; "": they can."""
+    if _is_over(state):
+        return "the job is over"
+    if state.cluster is None:
+        return "the job is starting, and its parameter servers have no model yet. Try again once it trains"
+    lost = [index for index in state.lost_ps if index < state.servers_in_use]
+    if lost:
+        return (
+            f"parameter server {', '.join(map(str, lost))} was lost and is not restored yet. Try again in a few seconds"
+        )
+    return ""

@@ -132,6 +132,7 @@ class Lease:
     id: int
     task: Task
     worker: int
+    failures: int = 0  # reported ones of the task, before
 
 
 @dataclass(frozen=True, slots=True)

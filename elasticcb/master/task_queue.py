@@ -133,7 +133,11 @@ class TaskQueue:
             self._put_back_unanswered(worker, held)
         for why in filter(None, self._pauses.values()):
             return TaskDecision(DecisionKind.WAIT, None, why)
-        record = self._todo.take(train_end=not doing and self._epochs.done, idle=not doing.held_by(worker))
+        record = self._todo.take(
+            train_end=not doing and self._epochs.done,
+            idle=not doing.held_by(worker),
+            failed_on=worker if doing.others_hold(worker) else None,
+        )
         if record is not None and self._stops_after is not None and record.task.type is TaskType.TRAINING:
             self._stop_after_batch(record)
         return self._nothing_to_hand_out() if record is None else self._hand_out(record, worker)

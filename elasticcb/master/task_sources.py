@@ -166,13 +166,13 @@ class Todo:
         self._supplies = supplies
         self._in_order = [(kind, self._again[kind], supplies[kind]) for kind in HANDING_OUT_ORDER]
 
-    def take(self, train_end: bool, idle: bool = True) -> TaskRecord | None:
-        """The next task; None when there is none (now)."""
+    def take(self, train_end: bool, idle: bool = True, failed_on: int | None = None) -> TaskRecord | None:
+        """The next task; None when there is none (now). Tasks that failed on the worker `failed_on` are for others."""
         for kind, again, supply in self._in_order:
             if kind is TaskType.TRAIN_END and not train_end:
                 continue
             for record in again:
-                if idle or not record.for_idle:
+                if (idle or not record.for_idle) and (failed_on is None or record.failed_on != failed_on):
                     again.remove(record)
                     return record
             task = supply.make(self.next_id)

@@ -28,7 +28,10 @@ from elasticcb.sharding.array_names import (
     of_kind,
     without,
 )
-from elasticcb.sharding.partition import Slice, VariableSpec, cut_slots
+from elasticcb.sharding.flat_blocks import pack_weights
+from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec, cut_slots
+from elasticcb.sharding.table_state import TableState
+from elasticcb.sharding.table_state import to_tensors as tables_to
 
 Key = tuple[int, str]  # index of the model's variable, name
 
@@ -76,22 +79,44 @@ class OptimizerState:
 
 @dataclass
 class ModelState:
-    """All weights, in the order of `model.weights`, and the state of all optimizers.
+    """All weights, in the order of `model.weights`, and the state of all optimizers; or where they are.
 
     Attributes:
+        optimizer: missing parts start fresh on servers that get it.
         ids: for embedding tables, by variable: the ids (int64 [n], ascending) of the rows of the weights [n, dim] and
             the slots. Default: 0, 1, ….
         used: for embedding tables, by variable: the version at which each of these rows was last trained, int64 [n];
             unknown for missing variables.
         ages: likewise when the model had which version, as `RowAges.export`, for rows that age by time.
+        checkpoint: the folder of a checkpoint version that has all this; "": it is here.
     """
 
-    version: int
-    weights: list[Array]
-    optimizer: OptimizerState
+    weights: list[Array] = field(default_factory=list)
+    optimizer: OptimizerState = field(default_factory=OptimizerState)
+    version: int = 0
     ids: dict[int, Array] = field(default_factory=dict)
     used: dict[int, Array] = field(default_factory=dict)
     ages: dict[int, Array] = field(default_factory=dict)
+    checkpoint: str = ""
+
+    def part(
+        self, specs: Sequence[VariableSpec], slices: Sequence[Slice], shard_map: ShardMap, index: int
+    ) -> dict[str, Array]:
+        """One server's part of weights and state, serialized; without weights, only the optimizer state."""
+        tensors = pack_weights(self.weights, specs, slices) if self.weights else {}
+        tables = {
+            table: self._table(table).part(index, shard_map)
+            for table, spec in enumerate(specs)
+            if spec.table and self.weights
+        }
+        state = to_tensors(cut_state(self.optimizer, specs, slices))
+        return tensors | state | tables_to(tables) | named(AGES, self.ages)
+
+    def _table(self, table: int) -> TableState:
+        slots = {name: slot for (variable, name), slot in self.optimizer.slots.items() if variable == table}
+        rows = self.weights[table]
+        ids = self.ids[table] if table in self.ids else np.arange(len(rows), dtype=np.int64)
+        return TableState(ids, rows, slots, used=self.used.get(table))
 
 
 def to_tensors(state: OptimizerState) -> dict[str, Array]:

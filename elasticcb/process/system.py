@@ -24,38 +24,32 @@ def follow_file(watch: int) -> None:
 
 
 def follow_parent(parent_pid: int, last: Callable[[], None] = lambda: None) -> None:
-    """Makes this process end when its parent ends, even by SIGKILL.
+    """Makes this process end when its parent ends, even by SIGKILL; `last` is called before.
 
     Call it before anything slow. If the parent is gone already, the process ends here.
     """
-    if _watch is None and os.getppid() != parent_pid:
-        _end(last)
+    watch = _watch
+
+    def end() -> None:
+        try:
+            last()
+        finally:
+            os._exit(1)
+
+    def follow() -> None:
+        if watch is None:
+            while os.getppid() == parent_pid:
+                time.sleep(0.5)
+        else:
+            poller = select.poll()
+            poller.register(watch, select.POLLIN)
+            poller.poll()
+        end()
+
+    if watch is None and os.getppid() != parent_pid:
+        end()
     # Not with prctl(PR_SET_PDEATHSIG), which triggers when the thread that started this process ends.
-    if _watch is None:
-        thread = threading.Thread(target=_watch_parent, args=(parent_pid, last), name="parent", daemon=True)
-    else:
-        thread = threading.Thread(target=_watch_file, args=(_watch, last), name="parent", daemon=True)
-    thread.start()
-
-
-def _watch_parent(parent_pid: int, last: Callable[[], None]) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(0.5)
-    _end(last)
-
-
-def _watch_file(watch: int, last: Callable[[], None]) -> None:
-    poller = select.poll()
-    poller.register(watch, select.POLLIN)
-    poller.poll()
-    _end(last)
-
-
-def _end(last: Callable[[], None]) -> None:
-    try:
-        last()
-    finally:
-        os._exit(1)
+    threading.Thread(target=follow, name="parent", daemon=True).start()
 
 
 def show_as(name: str, job: str = "") -> None:

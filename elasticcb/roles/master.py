@@ -141,7 +141,7 @@ def running_cluster(
             master, takes_over = _make_master(settings.cluster, settings.directory, backend, opened, display.message)
             takeover = Takeover(backend.taken_over, since) if takes_over else None
             if opened is not None and opened.copy is not None:
-                until_end.enter_context(opened.copy.kept(master, display.message))
+                until_end.enter_context(opened.copy.kept(master))
             if opened is not None and opened.memory.begun:
                 master.server.history_before = _past_before(folder)
             if takeover is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.cluster.role import RoleProcess
@@ -76,39 +78,40 @@ def open_spec(settings: JobSettings, client: MasterClient, before: Any = None) -
     return ProgramSpec(program, before) if program else None
 
 
-class Farewell:
-    """Reports to the master how a process ended: by itself, or because it was asked to leave."""
+@contextlib.contextmanager
+def farewell(client: MasterClient, role: pb.Role, index: int) -> Iterator[None]:
+    """Context that reports to the master how a process ended: by itself, or because it was asked to leave."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except LeaveRequestedError as error:
+        failure = error
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        _leave(client, role, index, failure)
+        client.close()
 
-    def __init__(self, client: Any, role: pb.Role, index: int) -> None:
-        self._client = client
-        self._place = role, index
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        self._leave(error)
-        self._client.close()
-        return isinstance(error, LeaveRequestedError)
-
-    def _leave(self, error: BaseException | None) -> None:
-        text = trace = ""
-        asked = isinstance(error, LeaveRequestedError)
-        if isinstance(error, KeyboardInterrupt):
-            text = "interrupted on its machine"
-        elif asked:
-            text = str(error)
-        elif error is not None:
-            known = isinstance(error, ElasticCBError)
-            text = str(error) if known else describe(error)
-            trace = getattr(error, "user_traceback", "") if known else user_traceback(error)
-            # The location of the call says nothing about why it is not answered.
-            logger.error("%s", text, exc_info=None if isinstance(error, ConnectionLostError) else error)
-        try:
-            fatal = isinstance(error, (ModelFileError, DataError, CallbackError, SystemExit))
-            self._client.leave(*self._place, text, trace, fatal, asked)
-        except ElasticCBError:
-            logger.debug("The master is already gone")
+def _leave(client: MasterClient, role: pb.Role, index: int, error: BaseException | None) -> None:
+    text = trace = ""
+    asked = isinstance(error, LeaveRequestedError)
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted on its machine"
+    elif asked:
+        text = str(error)
+    elif error is not None:
+        known = isinstance(error, ElasticCBError)
+        text = str(error) if known else describe(error)
+        trace = getattr(error, "user_traceback", "") if known else user_traceback(error)
+        # The location of the call says nothing about why it is not answered.
+        logger.error("%s", text, exc_info=None if isinstance(error, ConnectionLostError) else error)
+    try:
+        fatal = isinstance(error, (ModelFileError, DataError, CallbackError, SystemExit))
+        client.leave(role, index, text, trace, fatal, asked)
+    except ElasticCBError:
+        logger.debug("The master is already gone")
 
 
 def quiet_libraries(log_level: str) -> None:

@@ -43,7 +43,7 @@ def run_ps(server: RoleProcess) -> None:
 
     client = MasterClient(server.master, access=server.access)
     with (
-        process.Farewell(client, pb.PS, server.index),
+        process.farewell(client, pb.PS, server.index),
         on_sigterm(lambda: role.leave(client)),
         contextlib.ExitStack() as until_end,
     ):

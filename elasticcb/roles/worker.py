@@ -27,7 +27,7 @@ def run_worker(worker: RoleProcess) -> None:
     backend()  # before any computation: it may have to hide the devices from TensorFlow
     logger.info("TensorFlow is imported")
     client = MasterClient(worker.master, access=worker.access)
-    with process.Farewell(client, pb.WORKER, worker.index):
+    with process.farewell(client, pb.WORKER, worker.index):
         kept = KeptModels()
         for settings in client.jobs():
             process.begin_job(settings, worker)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from elasticcb.storage.local_folders import TemporaryFolder
 from elasticcb.storage.remote_files import is_url
 
 SNAPSHOT = "snapshot-"  # begin of the names of folders with what a full export is made of
+_SNAPSHOT = re.compile(rf"{SNAPSHOT}\d{{8,}}-[0-9a-f]{{8}}")
 OWNER_SECONDS = 60.0  # for how long a URL is in use by an owner who has said nothing
 _OWNER, _LOCK = "owner.json", ".exports.lock"
 
@@ -53,6 +55,7 @@ class ExportFolder:
             return
         age = self._age_of_other(owner)
         if age < OWNER_SECONDS:
+            self._owner = ""  # `leave` must not remove the other one's file
             raise UsageError(
                 f"{self.place} is in use: another training wrote there {max(age, 0):.0f} s ago, and two would remove "
                 "each other's exports. Choose another folder, or stop the other one; if it was killed, the folder is "
@@ -124,7 +127,7 @@ class ExportFolder:
         written, newest = dict[str, float](), 0
         for name in self._store.names(""):
             newest = max(newest, version_of(name))
-            if version_of(name) < 0 and not name.startswith(SNAPSHOT):
+            if version_of(name) < 0 and not _SNAPSHOT.fullmatch(name):  # others are not ours
                 continue
             try:
                 written[name] = self._export(name).written

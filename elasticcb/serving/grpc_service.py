@@ -28,7 +28,11 @@ async def grpc_server(service: ModelService) -> AsyncIterator[str]:
     """Serves meanwhile; yields the address. Raises `UsageError` if the port is taken."""
     options = service.options
     server = grpc.aio.server(
-        options=[("grpc.max_receive_message_length", options.max_body), ("grpc.max_send_message_length", -1)]
+        options=[
+            ("grpc.max_receive_message_length", options.max_body),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0),  # else two servers would share a port
+        ]
     )
     prediction_service_pb2_grpc.add_PredictionServiceServicer_to_server(_PredictionService(service), server)
     address = f"{options.host}:{options.grpc_port}"

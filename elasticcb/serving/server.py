@@ -160,11 +160,15 @@ def listener_at(host: str, port: int) -> socket.socket:
         listener.bind((host.strip("[]"), port))
     except OSError as error:
         listener.close()
-        raise UsageError(
-            f"The model can't be served at {host}:{port}: {error.strerror}. Choose another --port, or 0 for any that "
-            "is free."
-        ) from None
+        raise _taken(host, port, error) from None
     return listener
+
+
+def _taken(host: str, port: int, error: OSError) -> UsageError:
+    return UsageError(
+        f"The model can't be served at {host}:{port}: {error.strerror}. Choose another --port, or 0 for any that is "
+        "free."
+    )
 
 
 def serve(model: ServedModel, listener: socket.socket, options: ServeOptions, say: Callable[[str], None]) -> None:
@@ -209,7 +213,10 @@ async def _serve(
                 from elasticcb.serving.grpc_service import grpc_server
 
                 say(f"gRPC at {await until_end.enter_async_context(grpc_server(service))}")
-            listener.listen()  # who reads the address may connect
+            try:
+                listener.listen()  # who reads the address may connect
+            except OSError as error:  # another, which started at the same time
+                raise _taken(host, port, error) from None
             say(f"{'https' if options.tls_cert else 'http'}://{shown}:{port}/v1/models/{options.name}")
             await EndingServer(config).serve([listener])
     finally:

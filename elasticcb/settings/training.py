@@ -139,7 +139,7 @@ class TrainingSettings(ExchangeOptions):
     )
     max_task_retries: int = setting(
         3,
-        "How often a failed task is retried before the job fails.",
+        "How often a failed task is retried before the job fails; at most once after an error in the data.",
         unit="TIMES",
         minimum=0,
         panel=TASKS,

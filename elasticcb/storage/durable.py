@@ -115,7 +115,7 @@ def read_document(path: Path, newest_format: int | None = None) -> dict[str, Any
     try:
         document = json.loads(path.read_bytes())
         sealed, expected = document.pop(_SEALED, None), document.pop(_CHECKSUM, None)
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedFileError(f"{path} is damaged: {error!r}") from error
     if newest_format is not None:
         refuse_newer(path, document.get("format", 1), newest_format)

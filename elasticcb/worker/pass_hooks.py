@@ -26,11 +26,11 @@ from elasticcb.settings import JobSettings
 class PassHooks:
     """Calls `on_epoch_begin/end` and `on_test_begin/end` as this worker sees them."""
 
-    def __init__(self, metrics: ModelMetrics, wants: Callable[[str], bool], call: Callable[..., None]) -> None:
+    def __init__(self, metrics: ModelMetrics, callbacks: Dispatcher, call: Callable[..., None]) -> None:
         self._metrics = metrics
         self._call = call
-        self._has_epochs = wants("on_epoch_begin") or wants("on_epoch_end")
-        self._has_rounds = wants("on_test_begin") or wants("on_test_end")
+        self._has_epochs = callbacks.wants("on_epoch_begin") or callbacks.wants("on_epoch_end")
+        self._has_rounds = callbacks.wants("on_test_begin") or callbacks.wants("on_test_end")
         self._epoch: int | None = None  # current epoch
         self._epoch_states: States = {}
         self._round: int | None = None  # current round

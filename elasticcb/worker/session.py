@@ -191,7 +191,7 @@ class Session:
         self._as_keras, self._is_alone = in_program, shares_state(settings)
         hooks_of_batches = [f"on_{mode}_batch_{end}" for mode in ("train", "test") for end in ("begin", "end")]
         self.running = RunningLogs(self.metrics, self._as_keras and any(map(self.callbacks.wants, hooks_of_batches)))
-        self.passes = PassHooks(self.metrics, self.callbacks.wants, self.call)
+        self.passes = PassHooks(self.metrics, self.callbacks, self.call)
         follows = self.shared_callbacks.follows
         self.input = TaskInput(client, self.pipeline, self.computation, follows)
         self.progress.on_leave = self.input.leave

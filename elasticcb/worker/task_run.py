@@ -19,6 +19,7 @@ from elasticcb.compute.backend import StepResult, TableRows
 from elasticcb.errors import (
     CallbackError,
     DataChangedError,
+    DataError,
     ElasticCBError,
     ModelFileError,
     NonFiniteError,
@@ -223,6 +224,8 @@ class TaskRun:
         """Reports that the task failed with `error`."""
         session, task = self._session, self.task
         fatal = isinstance(error, _FATAL) or (isinstance(error, CallbackError) and task.type != pb.TRAIN_END)
+        if isinstance(error, DataError) and not isinstance(error.__cause__, OSError):  # a record stays as it is
+            fatal = fatal or task.failures > 0
         if isinstance(error, ElasticCBError):
             message, trace = str(error), error.user_traceback
         else:

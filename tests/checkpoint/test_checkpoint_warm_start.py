@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
 def taken(folder: Path, specs: tuple[VariableSpec, ...], init_map: str = "", optimizer: str = "Adam") -> ModelState:
     """A fresh model of zeros, after the start."""
     weights = [np.zeros(each.shape, each.dtype) for each in specs]
-    state = ModelState(0, weights, OptimizerState(optimizers=(optimizer,)))
+    state = ModelState(weights, OptimizerState(optimizers=(optimizer,)))
     warm_start(folder, specs, init_map).apply(state, SLOTS)
     return state
 

@@ -1,10 +1,13 @@
 """How commands find the folder of a job."""
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 
-from elasticcb.cli.job_folders import find_job, new_folder
+from elasticcb.cli.job_folders import find_job, new_folder, was_refused
 from elasticcb.cli.main import main
 from elasticcb.clients.running_master import command_runs
 from elasticcb.errors import UsageError
@@ -70,6 +73,16 @@ def test_a_job_that_is_resumed_and_one_with_a_folder_name_of_its_own_are_the_lat
     assert find_job("latest", only_training=True) == own
 
 
+@pytest.mark.parametrize(
+    ("tasks", "error", "refused"),
+    [({}, "DataError", True), ({}, "ClusterLostError", False), ({"training": {"todo": 3}}, "DataError", False)],
+)
+def test_a_job_whose_error_before_its_first_task_tells_all_is_told_from_others(tmp_path, tasks, error, refused):
+    assert not was_refused(tmp_path)
+    durable.write_document(tmp_path / STATUS_FILE, {"tasks": tasks, "error_type": error})
+    assert was_refused(tmp_path) is refused
+
+
 def test_who_names_no_job_is_told_of_those_that_there_are(jobs, monkeypatch):
     with pytest.raises(UsageError, match=r"There is no job train-mnist.* Jobs here: train-mnist-2026010"):
         find_job("train-mnist")
@@ -106,3 +119,28 @@ def test_jobs_are_listed_newest_first_with_what_is_known_of_them(jobs, capsys):
     ]  # fmt: skip
     assert main(["jobs", "elsewhere"]) == 0
     assert capsys.readouterr().out == f"There are no jobs in {jobs}/elsewhere.\n"
+
+
+def test_folders_of_other_users_are_listed_and_refused_in_words(jobs, capsys, monkeypatch):
+    foreign = jobs / "jobs" / "train-mnist-20260101-120000"
+    stat, listdir = os.stat, os.listdir
+
+    def denied(function, is_in):
+        def call(path, *arguments, **named):
+            if is_in(path):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return function(path, *arguments, **named)
+
+        return call
+
+    monkeypatch.setattr(os, "stat", denied(stat, lambda path: foreign in Path(os.fsdecode(path)).parents))
+    monkeypatch.setattr(os, "listdir", denied(listdir, lambda path: Path(path) == foreign))
+    assert main(["jobs"]) == 0
+    assert str(foreign.name) in capsys.readouterr().out
+    assert main(["clean", "--dry_run"]) == 0
+    for command in ("status", "table"):
+        assert main([command, str(foreign)]) == 2
+        assert f"{foreign.name}" in (said := capsys.readouterr().err)
+        assert "Permission denied. Run the command as its owner" in said
+    assert main(["status", "x" * 5000]) == 2
+    assert "There is no job" in capsys.readouterr().err

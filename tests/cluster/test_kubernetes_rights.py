@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from elasticcb.cluster.base import BackendContext
 from elasticcb.cluster.kubernetes import backend as backend_module
 from elasticcb.cluster.kubernetes.api import MASTER_RIGHTS, KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.backend import KubernetesCluster
 from elasticcb.cluster.kubernetes.master_pod import check_rights
 from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access
-from elasticcb.settings import KubernetesSettings
+from elasticcb.settings import ClusterSettings, KubernetesSettings
 
 
 class API:
@@ -32,7 +33,8 @@ class API:
 
 def test_a_master_on_the_users_machine_needs_no_rights_on_leases(monkeypatch):
     monkeypatch.setattr(backend_module, "KubernetesAPI", lambda namespace: API())
-    cluster = KubernetesCluster(KubernetesSettings(namespace="training", image="zoo:1"), "/jobs/a", "INFO", print)
+    settings = ClusterSettings(kubernetes=KubernetesSettings(namespace="training", image="zoo:1"))
+    cluster = KubernetesCluster(BackendContext(settings, "/jobs/a", "INFO", print, print))
     cluster.access = Access("secret")
     with pytest.raises(KubernetesError, match="the quota is used up"):
         cluster.prepare()

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from certificates import CA
+from elasticcb.cluster.base import BackendContext
 from elasticcb.cluster.local.backend import LocalCluster
 from elasticcb.cluster.local.fork_server import can_fork
 from elasticcb.cluster.role import RoleProcess, common_environment
@@ -29,9 +30,13 @@ from elasticcb.settings import ClusterSettings
 NOBODY = "127.0.0.1:9"
 
 
+def local(folder, **settings):
+    return LocalCluster(BackendContext(ClusterSettings(**settings), str(folder), "INFO", print, print))
+
+
 @pytest.fixture
 def cluster(tmp_path):
-    cluster = LocalCluster(str(tmp_path))
+    cluster = local(tmp_path)
     yield cluster
     cluster.stop(0.0)
 
@@ -43,7 +48,7 @@ def environment(cluster, role, index):
 def test_each_worker_gets_a_gpu_of_its_own_and_leaves_memory_to_others(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")  # of the user
-    cluster = LocalCluster(str(tmp_path))
+    cluster = local(tmp_path)
     for index, expected in enumerate(("2", "5", "2")):
         given = environment(cluster, "worker", index)
         assert given["CUDA_VISIBLE_DEVICES"] == expected
@@ -52,7 +57,7 @@ def test_each_worker_gets_a_gpu_of_its_own_and_leaves_memory_to_others(tmp_path,
 
 def test_workers_without_gpus_get_no_settings_of_them(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "TF_FORCE_GPU_ALLOW_GROWTH" not in environment(LocalCluster(str(tmp_path)), "worker", 0)
+    assert "TF_FORCE_GPU_ALLOW_GROWTH" not in environment(local(tmp_path), "worker", 0)
 
 
 def test_a_server_sees_no_gpu_whoever_has_started_it():
@@ -78,13 +83,13 @@ def test_what_is_imported_before_processes_are_forked_finds_no_gpu(monkeypatch):
 
 def test_workers_share_the_cores_and_servers_leave_room_for_them(tmp_path, monkeypatch):
     monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
-    cluster = LocalCluster(str(tmp_path), settings=ClusterSettings(num_workers=1, num_ps=1))
+    cluster = local(tmp_path, num_workers=1, num_ps=1)
     for role, sharing in (("worker", 1), ("ps", 2)):
         assert int(environment(cluster, role, 0)["TF_NUM_INTRAOP_THREADS"]) == max(1, usable_cores() // sharing)
 
 
 def test_processes_get_the_allocator_settings(tmp_path):
-    cluster = LocalCluster(str(tmp_path))
+    cluster = local(tmp_path)
     assert environment(cluster, "worker", 0).items() >= common_environment("INFO").items()
 
 
@@ -104,9 +109,9 @@ def test_the_master_listens_in_a_folder_of_sockets_that_goes_with_the_cluster(cl
 
 
 def test_the_master_listens_at_a_port_with_certificates_or_where_one_was_chosen(tmp_path):
-    cluster = LocalCluster(str(tmp_path), settings=ClusterSettings(port=50001))
+    cluster = local(tmp_path, port=50001)
     assert cluster.host == "127.0.0.1"
-    cluster = LocalCluster(str(tmp_path))
+    cluster = local(tmp_path)
     cluster.access = Access("token", TLS.load(CA(tmp_path).issue()))
     assert cluster.host == "127.0.0.1"
 
@@ -122,7 +127,7 @@ def the_zygote(cluster):
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     """A cluster whose first process takes seconds to start, and the others none."""
-    cluster = LocalCluster(str(tmp_path_factory.mktemp("shared")))
+    cluster = local(tmp_path_factory.mktemp("shared"))
     cluster.access = Access("token")  # without one its processes end at once
     yield cluster
     cluster.stop(0.0)

@@ -86,8 +86,3 @@ def assert_same(weights, others, rtol=1e-5, atol=1e-6):
 
 def distance(weights, others):
     return max(np.abs(weight - other).max() for weight, other in zip(weights, others, strict=True))
-
-
-def val_loss(model, folder):
-    data = np.load(folder / "test.npz")
-    return model.evaluate(data["x"], data["y"], verbose=0, return_dict=True)["loss"]

@@ -32,13 +32,10 @@ class BatchCluster(ClusterBackend):
     name = "batch"
     summary = "jobs of a batch system"
 
-    def __init__(self, directory, log_level):
-        self._logs, self._log_level = Path(directory, "logs"), log_level
+    def __init__(self, context):
+        super().__init__(context)
+        self._logs = Path(context.directory, "logs")
         self._watches = {}
-
-    @classmethod
-    def make(cls, context):
-        return cls(context.directory, context.log_level)
 
     @classmethod
     def mistakes(cls, given):
@@ -51,7 +48,7 @@ class BatchCluster(ClusterBackend):
         log = self._logs / f"{role}-{index}.log"
         submitted = subprocess.run(
             [Path(__file__).with_name("submit.sh"), log, *command],
-            env=os.environ | process.environment(self._log_level),
+            env=os.environ | process.environment(self.context.log_level),
             stdout=subprocess.PIPE,
             check=True,
         )

@@ -243,6 +243,7 @@ def test_script_uses_what_it_defines_and_modules_beside_it_and_leaves_nothing(tm
     assert script.wait(30) == 0
     assert not psutil.wait_procs(family, 10)[1]
     assert not list((tmp_path / "temporary").glob("elasticcb-*"))
+    assert not list((tmp_path / "elsewhere").iterdir())  # its working directory
     assert "Traceback" not in script.stdout.read()
 
 

@@ -125,14 +125,13 @@ def allow_folders(monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
 
 
-def test_epochs_are_logged_to_wandb_after_a_fit_and_during_one(logged):
-    after, during, _ = wandb_runs(logged)
-    for run in (after, during):
-        assert run.ended
-        assert {step: set(row) for step, row in run.rows.items()} == dict.fromkeys(range(3), EPOCH)
-        losses = [run.rows[step]["loss"] for step in range(3)]
-        assert losses == sorted(losses, reverse=True)
-    assert during.id == "sums-1"
+def test_epochs_are_logged_to_wandb_in_a_hook(logged):
+    run, _ = wandb_runs(logged)
+    assert run.ended
+    assert {step: set(row) for step, row in run.rows.items()} == dict.fromkeys(range(3), EPOCH)
+    losses = [run.rows[step]["loss"] for step in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    assert run.id == "sums-1"
 
 
 def test_wandb_metrics_logger_logs_epochs_and_the_batches_of_all_workers(logged):
@@ -148,10 +147,9 @@ def test_wandb_metrics_logger_logs_epochs_and_the_batches_of_all_workers(logged)
 
 def test_epochs_are_logged_to_mlflow_by_each_recipe_and_workers_open_no_runs(logged, allow_folders):
     runs = MlflowRuns(logged)
-    assert runs.names == ["after fit", "during fit", "own callback"]
-    for name in ("after fit", "during fit"):
-        assert runs.state(name) == "FINISHED"
-        assert runs.steps(name) == {key: [0, 1, 2] for key in EPOCH}
+    assert runs.names == ["hook", "own callback"]
+    assert runs.state("hook") == "FINISHED"
+    assert runs.steps("hook") == {key: [0, 1, 2] for key in EPOCH}
     own = runs.steps("own callback")
     assert {name: own[name] for name in EPOCH} == {key: [0, 1, 2] for key in EPOCH}
     assert own.keys() - EPOCH == {"validation_loss", "validation_mae"}  # at the end of each round

@@ -10,20 +10,19 @@ import pytest
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import CheckpointError
-from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
 from elasticcb.master.servers import Saves, Servers
 from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
-from elasticcb.optimizers.state import Optimizers
+from elasticcb.optimizers.state import ModelState, Optimizers
 from elasticcb.ps.server import PSServer
 from elasticcb.settings import ClusterSettings, TrainingSettings
 from elasticcb.sharding.partition import VariableSpec
 from helpers_ps import alone, server_settings
 
 SPECS = (VariableSpec("kernel", (30, 4), "float32", True), VariableSpec("bias", (4,), "float32", True))
-MODEL = InitialModel([np.ones(spec.shape, spec.dtype) for spec in SPECS])
+MODEL = ModelState([np.ones(spec.shape, spec.dtype) for spec in SPECS])
 
 
 class Job:

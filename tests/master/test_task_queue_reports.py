@@ -78,6 +78,18 @@ def test_failed_task_is_tried_again_until_its_retries_are_used_up():
     assert queue.counts()[TaskType.TRAINING][TaskState.FAILED] == 1
 
 
+def test_failed_task_goes_to_another_worker_if_one_has_a_task():
+    queue = make_queue(training=[("a", 20), ("b", 20)])
+    failed, other = take(queue, 1), take(queue, 2)
+    queue.report_failed(1, failed.id, "ValueError: a row", "")
+    assert queue.get_task(1, 0.0).kind is DecisionKind.WAIT
+    queue.report_done(2, other.id)
+    again = take(queue, 2)
+    assert (again.task.shard, again.failures) == (failed.task.shard, 1)
+    queue.report_failed(2, again.id, "ValueError: a row", "")
+    assert take(queue, 2).failures == 2  # nobody else is there
+
+
 def test_error_of_all_attempts_is_told_once_with_the_workers_that_met_it():
     queue = make_queue(training=[("data.csv", 20)], max_retries=2)
     for worker in (3, 1, 1):

@@ -10,8 +10,7 @@ import keras
 import numpy as np
 from ps_clients import TrainingControl, client_of
 
-from elasticcb.master.initial_model import InitialModel
-from elasticcb.optimizers.state import OptimizerState, to_tensors
+from elasticcb.optimizers.state import ModelState, OptimizerState, to_tensors
 from elasticcb.optimizers.variables import described
 from elasticcb.ps.server import PSServer
 from elasticcb.settings import (
@@ -84,7 +83,7 @@ class Servers:
             find=self.find,
             wire_dtype=WireDtype(self.settings.training.wire_dtype),
         )
-        self.master.initialize(InitialModel(VALUES))
+        self.master.initialize(ModelState(VALUES))
 
     @property
     def addresses(self):
@@ -108,7 +107,7 @@ class Servers:
         if index not in self.lost:
             self.lose(index)
         self.start(index)
-        place, source = self.find(index), lambda: InitialModel(VALUES)
+        place, source = self.find(index), lambda: ModelState(VALUES)
         restored = self.master.restore(index, *place, version, source, evaluation_round, learning_rate)
         self.lost.discard(index)
         return restored

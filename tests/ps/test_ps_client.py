@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elasticcb.master.initial_model import InitialModel
+from elasticcb.optimizers.state import ModelState
 from elasticcb.sharding.flat_blocks import unpack_weights
 from elasticcb.sharding.partition import pack
 from elasticcb.sharding.push import Movement
@@ -22,7 +22,7 @@ def job(start_servers):
     def start(specs=CUT, split=True, **training):
         cluster = start_servers(specs=specs, split=split, **training)
         master = cluster.client()
-        master.initialize(InitialModel(initial_values(specs)))
+        master.initialize(ModelState(initial_values(specs)))
         return master, cluster.client
 
     return start

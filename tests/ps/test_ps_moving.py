@@ -13,8 +13,8 @@ from ps_clients import TrainingControl, places_at
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.errors import ElasticCBError
-from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.server_scaling import Pause, end_pause
+from elasticcb.optimizers.state import ModelState
 from elasticcb.ps.server import PSServer
 from elasticcb.settings import EmbeddingOptions, TrainingSettings, WhenFull
 from elasticcb.settings.table import TableOptions
@@ -48,7 +48,7 @@ class Servers:
         self.control = TrainingControl(
             [s.address for s in self.servers], SPECS, True, ids=self.ids, folder=folder / "recovery"
         )
-        self.control.initialize(InitialModel(weights_of()))
+        self.control.initialize(ModelState(weights_of()))
         self.places = places_at([s.address for s in self.servers], self.ids, self.control.servers.shard_map)
         self.clients = []
 

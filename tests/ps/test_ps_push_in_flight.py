@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ps_clients import client_of
 
-from elasticcb.master.initial_model import InitialModel
+from elasticcb.optimizers.state import ModelState
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.push import Movement
 from elasticcb.sharding.table_state import TableSpec
@@ -51,7 +51,7 @@ def held(client):
 def test_push_of_a_worker_that_dies_meanwhile_is_applied_wholly_or_not_at_all(start_servers, tmp_path, event, applied):
     disturbed, undisturbed = (start_servers(specs=SPECS).client() for _ in range(2))
     for client in (disturbed, undisturbed):
-        client.initialize(InitialModel(VALUES))
+        client.initialize(ModelState(VALUES))
         client.lookup(IDS, create=True)
     before = held(disturbed)
     worker = fork(push, disturbed.servers.known[0].link.address, event, tmp_path / "done")

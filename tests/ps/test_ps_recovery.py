@@ -18,8 +18,8 @@ from elasticcb.checkpoint.remote import Files
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.clients.ps_servers import ServerReplacedError
 from elasticcb.errors import CheckpointError, ConnectionLostError, ElasticCBError
-from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.recovery_files import RecoveryFiles
+from elasticcb.optimizers.state import ModelState
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.update_policy import PushName
 from elasticcb.rpc import shared_frames
@@ -234,7 +234,7 @@ def test_files_of_variables_of_other_shapes_are_refused(losing):
     servers.push(0)
     servers.write()
     servers.master.servers.specs[0] = dataclasses.replace(SPECS[0], shape=(7,))
-    files = InitialModel(version=1, checkpoint=str(servers.master.recovery.folder))
+    files = ModelState(version=1, checkpoint=str(servers.master.recovery.folder))
     manifest = json.dumps(servers.master.recovery.manifest())
     request = servers.master._beginning(servers.master.servers.known[0], files, manifest)
     with pytest.raises(CheckpointError, match=r"belongs to another model: variable 0"):

@@ -11,7 +11,7 @@ import pytest
 from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.shard_file import write_part
 from elasticcb.checkpoint.versions import begin_version, finish_version
-from elasticcb.master.initial_model import InitialModel
+from elasticcb.optimizers.state import ModelState
 from elasticcb.ps import tables as tables_module
 from elasticcb.ps.embedding_table import EmbeddingTable
 from elasticcb.ps.parameters import Parameters
@@ -230,7 +230,7 @@ def test_rows_of_a_warm_start_are_as_old_as_in_the_job_before(clock, servers):
     ids, used = np.array([1, 2]), np.array([-5, -1])  # trained 6 days ago, and later
     marks = np.array([[-4, int(clock.seconds) - 6 * DAY]])
     servers.master.initialize(
-        InitialModel([*VALUES[:3], np.ones((2, 3), np.float32)], ids={3: ids}, used={3: used}, ages={3: marks})
+        ModelState([*VALUES[:3], np.ones((2, 3), np.float32)], ids={3: ids}, used={3: used}, ages={3: marks})
     )
     servers.push(0, (5,))
     assert held(servers) == [1, 2, 5]

@@ -8,8 +8,7 @@ import pytest
 
 from deep_cases import deep_but
 from elasticcb.errors import ElasticCBError
-from elasticcb.master.initial_model import InitialModel
-from elasticcb.optimizers.state import OptimizerState, to_tensors
+from elasticcb.optimizers.state import ModelState, OptimizerState, to_tensors
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Frame
 from elasticcb.sharding.flat_blocks import unpack_weights
@@ -78,7 +77,7 @@ def assert_equal_states(one, other):
 @pytest.mark.parametrize("num_ps", deep_but([1, 3], 3))
 def test_a_job_goes_on_with_the_exported_state_on_other_servers(clients, num_ps):
     master, worker = clients(2)
-    master.initialize(InitialModel(initial_values(MIXED), version=40))
+    master.initialize(ModelState(initial_values(MIXED), version=40))
     norms = {(0, "norms"): np.arange(2100, dtype=np.float32).reshape(700, 3)}  # of rows
     for step in range(3):
         push(worker, step, norms if step else None)
@@ -94,7 +93,7 @@ def test_a_job_goes_on_with_the_exported_state_on_other_servers(clients, num_ps)
         np.testing.assert_array_equal(mine, other)
 
     other_master, other_worker = clients(num_ps)
-    other_master.initialize(InitialModel(state.weights, optimizer_state=state.optimizer, version=state.version))
+    other_master.initialize(ModelState(state.weights, optimizer=state.optimizer, version=state.version))
     again = other_master.export()
     assert again.version == 43
     assert_equal_states(again.optimizer, state.optimizer)
@@ -106,10 +105,10 @@ def test_a_job_goes_on_with_the_exported_state_on_other_servers(clients, num_ps)
 
 def test_slots_that_have_not_reached_all_servers_are_left_out(clients):
     master, worker = clients(2, CUT, momentum)
-    master.initialize(InitialModel(initial_values(CUT)))
+    master.initialize(ModelState(initial_values(CUT)))
     slot = OptimizerState(slots={(0, "momentums"): np.ones(CUT[0].shape, np.float32)})
     first = master.servers.known[0]
-    tensors = InitialModel(optimizer_state=slot).part(master.servers, 0)
+    tensors = ModelState(optimizer=slot).part(CUT, master.servers.partition[0], master.servers.shard_map, 0)
     master.servers.send(first, Frame(pb.LoadStateRequest(), tensors), "LoadState")
     assert not master.export().optimizer.slots
     push(worker, 0)
@@ -118,7 +117,7 @@ def test_slots_that_have_not_reached_all_servers_are_left_out(clients):
 
 def test_weights_or_some_of_the_optimizers_state_are_set_at_one_version_while_the_rest_stays(clients):
     master, worker = clients(2, CUT, momentum)
-    master.initialize(InitialModel(initial_values(CUT)))
+    master.initialize(ModelState(initial_values(CUT)))
     push(worker, 0)
     before = master.export()
     assert master.load_state(initial_values(CUT, seed=1), None) == 2
@@ -145,7 +144,7 @@ WRONG_STATES = [
 
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(clients):
     master, worker = clients(2, CUT, momentum)
-    master.initialize(InitialModel(initial_values(CUT)))
+    master.initialize(ModelState(initial_values(CUT)))
     push(worker, 0)
     before = master.export()
     for state, message in WRONG_STATES:
@@ -158,7 +157,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(clients):
 
 def test_a_repeated_change_of_state_makes_one_version(clients):
     master, _ = clients(2, CUT, momentum)
-    master.initialize(InitialModel(initial_values(CUT)))
+    master.initialize(ModelState(initial_values(CUT)))
     first, second = master.servers.known
     master.load_state(initial_values(CUT, seed=1), None)
     master.servers.send(second, Frame(pb.LoadStateRequest(call=5), {}), "LoadState")
@@ -169,7 +168,7 @@ def test_a_repeated_change_of_state_makes_one_version(clients):
 
 def test_a_snapshot_may_hold_other_weights_than_the_servers(clients):
     master, worker = clients(2, CUT)
-    master.initialize(InitialModel(initial_values(CUT)))
+    master.initialize(ModelState(initial_values(CUT)))
     push(worker, 0)
     assert master.snapshot(1) == 1
     assert master.snapshot(1, initial_values(CUT, seed=2)) == 1

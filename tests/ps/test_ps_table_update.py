@@ -120,11 +120,14 @@ def test_rows_are_updated_as_a_dense_keras_update_does_it(name):
     np.testing.assert_allclose(table.lookup(np.arange(ROWS), False), whole.numpy(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_rows_with_a_gradient_in_every_step_are_updated_as_by_keras(name):
-    worker, update = Worker(ALL[name]), TableUpdate(leaf(ALL[name]), SPEC)
-    table = make_table(update)
-    plain, whole = ALL[name](), keras.Variable(initial(np.arange(ROWS)), name="embeddings")
+def train_as_keras(make, plain, multiplier=1.0, rates=None):
+    """Trains a table, and a whole variable with `plain`, both beside a bias; asserts that their rows are equal.
+
+    Args:
+        rates: that are set after the third step.
+    """
+    worker, update = Worker(make), TableUpdate(leaf(make), SPEC, multiplier)
+    table, whole = make_table(update), keras.Variable(initial(np.arange(ROWS)), name="embeddings")
     other = keras.Variable(np.zeros(3, np.float32), name="bias")
     plain.build([other, whole])
     random = np.random.default_rng(1)
@@ -133,7 +136,15 @@ def test_rows_with_a_gradient_in_every_step_are_updated_as_by_keras(name):
         train(table, update, np.arange(ROWS), gradients, version, worker)
         worker.step(1.0)
         plain.apply([tf.ones(3), tf.constant(gradients)], [other, whole])
+        if version == 3 and rates is not None:
+            worker.optimizer.learning_rate, plain.learning_rate = rates
     np.testing.assert_allclose(table.lookup(np.arange(ROWS), False), whole.numpy(), rtol=1e-5, atol=1e-6)
+    return worker.bias.numpy(), other.numpy()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rows_with_a_gradient_in_every_step_are_updated_as_by_keras(name):
+    train_as_keras(ALL[name], ALL[name]())
 
 
 @pytest.mark.parametrize("int_dtype", ["int64", "int32"])  # of TensorFlow, and of other frameworks
@@ -206,23 +217,10 @@ OF_ROWS = ["SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "
     ],
 )
 def test_table_with_a_multiplier_trains_as_keras_does_at_a_multiple_of_the_rate(name, rate):
-    worker = Worker(lambda: with_rate(name, RATES[rate](1)))
-    update = TableUpdate(leaf(lambda: with_rate(name, RATES[rate](1))), SPEC, 0.25)
-    table = make_table(update)
-    plain, whole = with_rate(name, RATES[rate](0.25)), keras.Variable(initial(np.arange(ROWS)), name="embeddings")
-    other = keras.Variable(np.zeros(3, np.float32), name="bias")
-    plain.build([other, whole])
-    random = np.random.default_rng(1)
-    for version in range(1, STEPS):
-        gradients = random.standard_normal((ROWS, DIM)).astype(np.float32)
-        train(table, update, np.arange(ROWS), gradients, version, worker)
-        worker.step(1.0)
-        plain.apply([tf.ones(3), tf.constant(gradients)], [other, whole])
-        if version == 3 and rate == "a number":  # a rate that is set counts, too
-            worker.optimizer.learning_rate = 0.02
-            plain.learning_rate = 0.005
-    np.testing.assert_allclose(table.lookup(np.arange(ROWS), False), whole.numpy(), rtol=1e-5, atol=1e-6)
-    assert not np.allclose(worker.bias.numpy(), other.numpy())  # which trains at the rate itself
+    make, plain = lambda: with_rate(name, RATES[rate](1)), with_rate(name, RATES[rate](0.25))
+    rates = (0.02, 0.005) if rate == "a number" else None  # a rate that is set counts, too
+    bias, other = train_as_keras(make, plain, 0.25, rates)
+    assert not np.allclose(bias, other)  # which trains at the rate itself
 
 
 def test_slots_begin_as_keras_makes_them():

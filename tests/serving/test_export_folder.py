@@ -12,6 +12,8 @@ from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.serving import export_folder
 from elasticcb.serving.export_folder import ExportFolder
 from elasticcb.serving.exports import Export, unneeded, way_to
+from elasticcb.storage.job_store import JobStore
+from elasticcb.storage.remote_files import is_url
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +56,13 @@ def export(version, since=None, written=0.0):
     return Export(version, since, "me", "clicks", version, written)
 
 
-def test_what_a_killed_exporter_has_not_finished_is_removed_and_versions_go_on(opened, tmp_path):
+def test_what_a_killed_exporter_has_not_finished_is_removed_and_versions_go_on(opened, place, tmp_path):
     folder = opened()
     folder.own("first")
     finish(folder, export(5, written=50.0), tmp_path)
     finish(folder, export(7, 5, written=70.0), tmp_path)
-    for name in ("delta-00000007-00000009/server", "snapshot-00000009-abc/server", "full-00000009/saved_model.pb"):
+    unfinished = "delta-00000007-00000009/server", "snapshot-00000009-0a1b2c3d/server", "full-00000009/saved_model.pb"
+    for name in (*unfinished, "snapshot-of-mine/precious"):
         folder.begin(name.partition("/")[0])
         folder.put(name, b"half")
     folder.put("readme.txt", b"of the user's")
@@ -70,6 +73,9 @@ def test_what_a_killed_exporter_has_not_finished_is_removed_and_versions_go_on(o
     assert folder.begin_again() == ({"full-00000005": 50.0, "delta-00000005-00000007": 70.0}, 7)
     folder.remove("full-00000005")
     assert list(folder.begin_again()[0]) == ["delta-00000005-00000007"]
+    with contextlib.closing(JobStore(place if is_url(place) else f"file://{place}")) as store:
+        assert store.get("snapshot-of-mine/precious") == b"half"
+        assert store.names("snapshot-00000009-0a1b2c3d") == []
 
 
 def test_a_folder_has_one_owner(opened, monkeypatch):
@@ -81,11 +87,14 @@ def test_a_folder_has_one_owner(opened, monkeypatch):
     first.leave()
     second.own("second")
     if not second.is_local:  # killed, and nobody heard of it again: time passes
-        monkeypatch.setattr(export_folder, "OWNER_SECONDS", 0.0)
-        first.own("first")
-        monkeypatch.undo()
+        with monkeypatch.context() as later:
+            later.setattr(export_folder, "OWNER_SECONDS", 0.0)
+            first.own("first")
         with pytest.raises(UsageError, match="is in use"):
             second.stay_owner()
+        second.leave()
+        with pytest.raises(UsageError, match="is in use"):  # by the first, still
+            opened().own("third")
 
 
 def test_an_export_without_a_file_of_a_server_is_not_finished(opened, tmp_path):

@@ -16,6 +16,10 @@ from waiting import wait_until
 
 from certificates import CA
 from elasticcb.cli.main import main
+from elasticcb.errors import UsageError
+from elasticcb.serving.served_model import ServedModel
+from elasticcb.serving.server import listener_at, serve
+from elasticcb.serving.service import ServeOptions
 from made_exports import FEATURES, MadeExports
 from serving_process import NAME, PREDICT, serving
 
@@ -222,6 +226,14 @@ def test_wrong_flags_are_refused(tmp_path, flags, says, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_servers_that_start_at_the_same_time_do_not_share_a_port(exports):
+    with ServedModel(exports.folder) as model, listener_at("127.0.0.1", 0) as first:
+        second = listener_at("127.0.0.1", first.getsockname()[1])
+        first.listen()
+        with pytest.raises(UsageError, match="Choose another --port"):
+            serve(model, second, ServeOptions(NAME), pytest.fail)
+
+
 def test_grpc_api_is_that_of_tensorflow_serving(exports, tmp_path):
     pytest.importorskip("tensorflow_serving", reason="it is not installed: pip install 'elasticcb[serve-grpc]'")
     import grpc
@@ -230,6 +242,8 @@ def test_grpc_api_is_that_of_tensorflow_serving(exports, tmp_path):
 
     with serving(exports.folder, "--grpc_port=0", cwd=tmp_path) as served:
         (line,) = (line for line in served.process.lines if line.startswith("gRPC at "))
+        taken = line.rpartition(":")[2]
+        assert main(["serve", str(exports.folder), "--port=0", f"--grpc_port={taken}"]) == 2
         with grpc.insecure_channel(line.split()[-1]) as channel:
             stub = prediction_service_pb2_grpc.PredictionServiceStub(channel)
 

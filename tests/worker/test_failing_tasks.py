@@ -11,7 +11,7 @@ from elasticcb.compute import registry
 from elasticcb.compute.first_batch import Rehearsal
 from elasticcb.errors import DataError, ElasticCBError, ModelFileError, NonFiniteError, TableError, UsageError
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.roles.process import Farewell
+from elasticcb.roles.process import farewell
 from elasticcb.worker.task_input import TaskStarted
 from elasticcb.worker.task_run import Tally, TaskRun
 
@@ -31,11 +31,11 @@ class Told:
         return lambda *args: self.calls.append(name)
 
 
-def run(told: Told) -> TaskRun:
+def run(told: Told, failures: int = 0) -> TaskRun:
     session: Any = SimpleNamespace(
         client=told, progress=told, input=told, local=None, exchanges=SimpleNamespace(forget_rows=lambda: None)
     )
-    return TaskRun(session, Tally(), TaskStarted(pb.Task(id=1, lease=5, type=pb.TRAINING)))
+    return TaskRun(session, Tally(), TaskStarted(pb.Task(id=1, lease=5, type=pb.TRAINING, failures=failures)))
 
 
 @pytest.mark.parametrize(("accepted", "gave_up"), [(True, True), (False, False)])
@@ -59,6 +59,17 @@ def test_an_error_of_a_server_that_would_come_again_is_not_tried_again(error: El
     assert failing.gave_up is fatal
 
 
+@pytest.mark.parametrize(("cause", "failures", "fatal"), [(None, 0, False), (None, 1, True), (OSError(), 1, False)])
+def test_an_error_in_the_data_is_tried_once_more_and_one_of_the_storage_more_often(
+    cause: OSError | None, failures: int, fatal: bool
+) -> None:
+    error = DataError("record 7 is torn")
+    error.__cause__ = cause
+    failing = run(Told(accepted=True), failures)
+    failing.fail(error)
+    assert failing.gave_up is fatal
+
+
 def test_progress_is_sent_before_a_failure_and_the_lease_kept_until_the_report_is_answered() -> None:
     told = Told(accepted=True)
     run(told).fail(DataError("record 7 is torn"))
@@ -69,7 +80,7 @@ def test_progress_is_sent_before_a_failure_and_the_lease_kept_until_the_report_i
 def test_a_program_that_exits_is_not_started_again(error: BaseException, fatal: bool) -> None:
     told: list[Any] = []
     client = SimpleNamespace(leave=lambda *args: told.extend(args), close=lambda: None)
-    with pytest.raises(type(error)), Farewell(client, pb.WORKER, 0):
+    with pytest.raises(type(error)), farewell(client, pb.WORKER, 0):
         raise error
     assert told[4] is fatal
 

@@ -44,7 +44,7 @@ from elasticcb.cluster.kubernetes.pods import (
 from elasticcb.cluster.role import Place, RoleProcess, common_environment
 from elasticcb.errors import UsageError
 from elasticcb.security.credentials import TOKEN_VARIABLE, is_loopback
-from elasticcb.settings import Command, KubernetesSettings
+from elasticcb.settings import Command
 from elasticcb.settings.definition import KUBERNETES
 
 PATCHED = ("all", "master", "worker", "ps")  # keys of a --cluster_spec
@@ -156,15 +156,14 @@ class KubernetesCluster(ClusterBackend):
     panel = KUBERNETES
     in_programs = False
 
-    def __init__(
-        self, settings: KubernetesSettings, directory: str, log_level: str, say: Callable[[str], None]
-    ) -> None:
-        self._settings, self._say = settings, say
-        self._api = KubernetesAPI(settings.namespace)
-        self._environment = common_environment(log_level)
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._settings, self._say = context.settings.kubernetes, context.say
+        self._api = KubernetesAPI(self._settings.namespace)
+        self._environment = common_environment(context.log_level)
         self._submitted = runs_in_pod()
         # Unlike folders, objects of the same name could belong to several users.
-        self._job = f"{safe_name(Path(directory).name, 33)}-{secrets.token_hex(3)}"
+        self._job = f"{safe_name(Path(context.directory).name, 33)}-{secrets.token_hex(3)}"
         self._plan: PodPlan | None = None  # until `prepare`
         self._address = ""  # address of the master for pods; "": the one that it listens on
         self._lock = threading.Lock()
@@ -178,10 +177,6 @@ class KubernetesCluster(ClusterBackend):
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
-
-    @classmethod
-    def make(cls, context: BackendContext) -> KubernetesCluster:
-        return cls(context.settings.kubernetes, context.directory, context.log_level, context.say)
 
     @classmethod
     def mistakes(cls, given: Given) -> Iterator[str]:

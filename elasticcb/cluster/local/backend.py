@@ -20,7 +20,7 @@ from elasticcb.errors import GO_ON
 from elasticcb.process.devices import GPUS_VARIABLE, SHARED_GPU, limit_threads, visible_gpus
 from elasticcb.process.log_files import last_lines
 from elasticcb.security.socket_folder import SocketFolder
-from elasticcb.settings import FORK_LOG, JOURNAL_FILE, ClusterSettings, Command, JobSettings
+from elasticcb.settings import FORK_LOG, JOURNAL_FILE, Command, JobSettings
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -41,29 +41,18 @@ class LocalCluster(ClusterBackend):
     scales = True
     where_logs_are = ""
 
-    def __init__(
-        self,
-        directory: str,
-        log_level: str = "INFO",
-        fork_server: ForkServer | None = None,
-        settings: ClusterSettings | None = None,
-    ) -> None:
-        self._settings = settings or ClusterSettings()
-        self._logs = Path(directory) / "logs"
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._logs = Path(context.directory) / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._log_level = log_level
         self._children: dict[Place, Child] = {}
-        self._fork_server = fork_server
+        self._fork_server = fork_server = context.fork_server
         self._gpus = visible_gpus()
         self._sockets = SocketFolder()
         for arguments, child in [] if fork_server is None else fork_server.taken_over:
             given = dict(itertools.pairwise(arguments))
             self._children[arguments[0], int(given["--index"])] = child
             self._sockets = SocketFolder(given["--master"])
-
-    @classmethod
-    def make(cls, context: BackendContext) -> LocalCluster:
-        return cls(context.directory, context.log_level, context.fork_server, context.settings)
 
     @classmethod
     def run_master(cls, run: MasterRun) -> None:
@@ -82,14 +71,14 @@ class LocalCluster(ClusterBackend):
         if self._fork_server is None and can_fork():
             watch = os.pidfd_open(os.getpid())
             try:
-                environment = os.environ | common_environment(self._log_level)
+                environment = os.environ | common_environment(self.context.log_level)
                 self._fork_server = ForkServer.launch(environment, self._logs / FORK_LOG, watch)
             finally:
                 os.close(watch)
 
     @property
     def host(self) -> str:
-        return super().host if self.access.tls or self._settings.port else self._sockets.host
+        return super().host if self.access.tls or self.context.settings.port else self._sockets.host
 
     def start(self, role: str, index: int, master_address: str) -> None:
         self.kill(role, index)  # a process that has deregistered, and still exists
@@ -148,12 +137,13 @@ class LocalCluster(ClusterBackend):
     def environment(self, process: RoleProcess) -> dict[str, str]:
         """The complete environment of a process."""
         role, index = process.place
-        environment = os.environ | process.environment(self._log_level)
+        environment = os.environ | process.environment(self.context.log_level)
         if self._gpus and role == "worker":
             environment[GPUS_VARIABLE] = self._gpus[index % len(self._gpus)]
             environment = SHARED_GPU | environment
         # Servers are idle while workers compute, so workers share all cores.
-        limit_threads(environment, self._settings.num_workers + (self._settings.num_ps if role == "ps" else 0))
+        settings = self.context.settings
+        limit_threads(environment, settings.num_workers + (settings.num_ps if role == "ps" else 0))
         return environment
 
 

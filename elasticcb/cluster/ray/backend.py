@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,7 @@ def check_ray(address: str) -> None:
 class RayCluster(ClusterBackend):
     """Processes on Ray nodes: one actor for each, which ends with the program that started it.
 
-    Args:
-        directory: the job's folder, which nodes may share; otherwise each node creates it.
-        address: address of the Ray cluster, "HOST:PORT"; "": RAY_ADDRESS, or the Ray cluster of this machine.
+    Nodes may share the job's folder; otherwise each node creates it.
     """
 
     name = "ray"
@@ -65,9 +63,10 @@ class RayCluster(ClusterBackend):
     settings = frozenset({"ray_address"})
     where_logs_are = ", on their nodes"
 
-    def __init__(self, directory: str, log_level: str, address: str, say: Callable[[str], None]) -> None:
-        check_ray(address)
-        self._directory, self._log_level, self._address, self._say = directory, log_level, address, say
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._directory, self._address = context.directory, context.settings.ray_address
+        check_ray(self._address)
         self._marker = f".master-{secrets.token_hex(8)}"
         self._host = ""
         self._connected = False  # initialized by this object, not by the surrounding program
@@ -76,10 +75,6 @@ class RayCluster(ClusterBackend):
         self._last_words: dict[Place, str] = {}
         self._told_unshared = False
         self._gave_way = 0.0
-
-    @classmethod
-    def make(cls, context: BackendContext) -> RayCluster:
-        return cls(context.directory, context.log_level, context.settings.ray_address, context.say)
 
     @classmethod
     def missing(cls, cluster: ClusterSettings) -> Iterator[str]:
@@ -124,7 +119,7 @@ class RayCluster(ClusterBackend):
     def _make_actor(self, role: str, index: int, master_address: str) -> _Actor:
         process = RoleProcess(role=role, master=master_address, index=index, access=self.access)
         name = f"elasticcb-{role}-{index}-{secrets.token_hex(4)}"
-        return _Actor(name, (process, self._directory, self._marker, self._log_level, _CPUS))
+        return _Actor(name, (process, self._directory, self._marker, self.context.log_level, _CPUS))
 
     def poll(self) -> list[Exit]:
         exits, now = [], time.monotonic()
@@ -167,7 +162,7 @@ class RayCluster(ClusterBackend):
     def _check_shared(self, place: Place, launched: Launched) -> None:
         if place[0] == "ps" and not launched.sees_job and not self._told_unshared:
             self._told_unshared = True
-            self._say(
+            self.context.say(
                 f"Node {launched.node} does not see the job's folder {self._directory} on this machine. Recovery "
                 "files of a parameter server there are lost with the node. Put the job's folder on a disk that "
                 "all nodes share."

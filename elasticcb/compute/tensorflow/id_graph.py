@@ -98,11 +98,11 @@ class Recording:
         """By table, in order, whether an id is out of range (bool [tables]); for each table its unique ids (int64 [n]),
         and for each of its calls the positions of the ids among them (int32, of the ids' shape)."""
         bad, result = [], []
-        same = _Sameness()
+        numbers: dict[Any, int] = {}
         made: dict[Any, list[tf.Tensor]] = {}  # shared by tables with the same ids
         for index in sorted(self._asked):
             asked, limit = self._asked[index], self._layers[index].input_dim
-            key = tuple(map(same.number, asked))
+            key = tuple(_number(ids, numbers) for ids in asked)
             if key not in made:
                 made[key] = _unique_ids(asked)
             unique = made[key][0]
@@ -118,30 +118,29 @@ def _unique_ids(asked: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [unique, *(tf.reshape(part, tf.shape(ids)) for part, ids in zip(parts, asked, strict=True))]
 
 
-class _Sameness:
-    """Numbers the tensors of a graph: tensors with the same number have the same values."""
+def _number(tensor: tf.Tensor, numbers: dict[Any, int]) -> tuple[int, int]:
+    """Numbers a tensor of a graph: tensors with the same number have the same values.
 
-    def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}  # of operations, and of keys that identify equal operations
-
-    def number(self, tensor: tf.Tensor) -> tuple[int, int]:
-        pending = [tensor.op]
-        while pending:
-            operation = pending[-1]
-            missing = [before.op for before in operation.inputs if before.op not in self._numbers]
-            if missing:
-                pending += missing
-                continue
-            pending.pop()
-            if operation in self._numbers:
-                continue
-            kind: Any = operation
-            if operation.type != "Placeholder" and not operation.control_inputs and not operation.op_def.is_stateful:
-                attributes = operation.node_def.attr
-                given = tuple((self._numbers[before.op], before.value_index) for before in operation.inputs)
-                kind = (operation.type, tuple((k, str(attributes[k])) for k in sorted(attributes)), given)
-            self._numbers[operation] = self._numbers.setdefault(kind, len(self._numbers))
-        return self._numbers[tensor.op], tensor.value_index
+    Args:
+        numbers: those given so far, of operations, and of keys that identify equal operations.
+    """
+    pending = [tensor.op]
+    while pending:
+        operation = pending[-1]
+        missing = [before.op for before in operation.inputs if before.op not in numbers]
+        if missing:
+            pending += missing
+            continue
+        pending.pop()
+        if operation in numbers:
+            continue
+        kind: Any = operation
+        if operation.type != "Placeholder" and not operation.control_inputs and not operation.op_def.is_stateful:
+            attributes = operation.node_def.attr
+            given = tuple((numbers[before.op], before.value_index) for before in operation.inputs)
+            kind = (operation.type, tuple((k, str(attributes[k])) for k in sorted(attributes)), given)
+        numbers[operation] = numbers.setdefault(kind, len(numbers))
+    return numbers[tensor.op], tensor.value_index
 
 
 def id_function(

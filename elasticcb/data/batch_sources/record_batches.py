@@ -70,6 +70,7 @@ class RecordBatches:
         self.reader = reader
         self.keeps_order = True
         self.ranges: Sequence[Range] = ()
+        self._call = call
         self._explain: Callable[..., Any] = lambda *_: None
         self.fed_by = name("feed")
         converted = feed_batch is not None
@@ -94,9 +95,9 @@ class RecordBatches:
         self._stream = RecordStream(reader, lambda: self.ranges, 0 if feed else batch_size)
         dataset = self._stream.dataset
         if feed is not None:
-            dataset = self._fed(feed, mode, batch_size, call, joins)
+            dataset = self._fed(feed, mode, batch_size, joins)
         if feed_batch is not None:
-            dataset = self._fed_batches(dataset, feed_batch, mode, call, converted)
+            dataset = self._fed_batches(dataset, feed_batch, mode, converted)
         self.dataset = keras_data.weighted(dataset, class_weight).prefetch(2)
 
     def batches(self, ranges: Sequence[Range]) -> Iterator[Any]:
@@ -111,17 +112,10 @@ class RecordBatches:
                 self._explain(*each)
             raise batch_error(error, self._what, ranges, self.reader) from error
 
-    def _fed(
-        self,
-        feed: Feed,
-        mode: str,
-        batch_size: int,
-        call: Callable[..., Any],
-        joins: bool,
-    ) -> Any:
+    def _fed(self, feed: Feed, mode: str, batch_size: int, joins: bool) -> Any:
         raw, what = self._stream.dataset, self.fed_by
         try:
-            fed = call(feed, raw, str(mode), self.reader.metadata)
+            fed = self._call(feed, raw, str(mode), self.reader.metadata)
         except ModelFileError as error:
             raise ModelFileError(f"{error}\n{told_of(raw, self.reader)}", error.user_traceback) from error
         if not isinstance(fed, tf.data.Dataset):
@@ -135,9 +129,7 @@ class RecordBatches:
         options.experimental_optimization.map_and_batch_fusion = False
         return batched(raw, fed, _ALL).with_options(options)
 
-    def _fed_batches(
-        self, raw: Any, feed_batch: FeedBatch, mode: str, call: Callable[..., Any], converted: bool
-    ) -> Any:
+    def _fed_batches(self, raw: Any, feed_batch: FeedBatch, mode: str, converted: bool) -> Any:
         metadata, what, mode = self.reader.metadata, self._what, str(mode)
         refused: list[ModelFileError] = []  # AutoGraph would replace the error
 
@@ -159,7 +151,7 @@ class RecordBatches:
 
         mapped.__name__ = getattr(feed_batch, "__name__", "feed_batch") if converted else "the columns"
         try:
-            return call(mapped)
+            return self._call(mapped)
         except ModelFileError as error:
             if refused:
                 raise refused[0] from None

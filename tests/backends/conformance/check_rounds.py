@@ -13,9 +13,8 @@ from deep_cases import deep_but
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.compute.registry import backend
-from elasticcb.master.initial_model import InitialModel
 from elasticcb.master.ps_admin import PSControl
-from elasticcb.optimizers.state import OptimizerState
+from elasticcb.optimizers.state import ModelState, OptimizerState
 from elasticcb.optimizers.variables import described
 from elasticcb.process.stats import Measures
 from elasticcb.ps.server import PSServer
@@ -60,7 +59,7 @@ class Workers:
         self.clients = [PSClient(ServerGroup(places, specs, True), 1 + worker) for worker in range(workers)]
         client = PSClient(ServerGroup(places, specs, True))
         self.control = PSControl(client, "rounds", described([model.optimizer], specs))
-        self.control.initialize(InitialModel([variable.numpy() for variable in model.weights]))
+        self.control.initialize(ModelState([variable.numpy() for variable in model.weights]))
         self.computations = [backend().computation(each) for each in held]
         self.local = [
             LocalUpdates(computation, client, WindowLength(1), Measures())

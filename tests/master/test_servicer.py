@@ -7,7 +7,7 @@ from master_state import settings_of, state_of
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import UsageError
-from elasticcb.master import live_tables
+from elasticcb.master import servicer
 from elasticcb.master.master import Master
 from elasticcb.master.members import ServedCluster
 from elasticcb.sharding.partition import ServerPlace
@@ -25,16 +25,16 @@ def master():
 
 @pytest.mark.parametrize("id", [None, 42])
 def test_who_asks_before_during_and_after_the_loss_of_a_server_is_told_why_there_is_no_answer(master, monkeypatch, id):
-    monkeypatch.setattr(live_tables, "_PATIENCE_SECONDS", 0.1)
-    tables, state = live_tables.LiveTables(master.server), state_of(master)
+    monkeypatch.setattr(servicer, "_PATIENCE_SECONDS", 0.1)
+    state = state_of(master)
     with pytest.raises(UsageError, match="the job is starting"):
-        tables.ask(5, id, 0.0)
+        servicer.tables_of(master.server, 5, id, 0.0)
     state.cluster = ServedCluster([ServerPlace("127.0.0.1:1", 1), ServerPlace("127.0.0.1:2", 2)], [], False)
     with pytest.raises(UsageError, match=r"may just have been lost: .* Try again"):
-        tables.ask(5, id, 0.0)
+        servicer.tables_of(master.server, 5, id, 0.0)
     state.lost_ps[1] = 0.0
     with pytest.raises(UsageError, match=r"parameter server 1 was lost .* Try again in a few seconds"):
-        tables.ask(5, id, 0.0)
+        servicer.tables_of(master.server, 5, id, 0.0)
     state.over = True
     with pytest.raises(UsageError, match="the job is over"):
-        tables.ask(5, id, 0.0)
+        servicer.tables_of(master.server, 5, id, 0.0)
