@@ -464,7 +464,8 @@ class Autoscaling:
         queue = state.queue
         assert queue is not None
         trained = sum(queue.accounting.records_trained.values())
-        return Sight(trained, self._records - trained, _is_busy(state))
+        left = self._records - trained if queue.stream is None else queue.stream.waiting
+        return Sight(trained, left, _is_busy(state))
 
 
 def _is_busy(state: JobMachine) -> bool:
