@@ -170,7 +170,9 @@ def test_a_program_exports_to_a_store_and_at_the_end_what_it_has_trained(s3, mon
     assert [path for _, path in told] == [f"{url}/{name}" for name in way]
     assert told[-1][0] == now.version
     assert len(way) == 2
-    assert {path.name for path in folder.iterdir()} == {*way, "current.json"}  # nor does anybody own it
+    assert {path.name for path in folder.iterdir()} == {*way, "current.json", ".exports.lock"}
+    (owner,) = (folder / ".exports.lock" / "owners").iterdir()
+    assert json.loads(owner.read_text())["ended"]
     weights = dict(enumerate(model.get_weights()))
     tables = {0: dict(enumerate(weights.pop(0))), 1: dict(zip(own.rows()[0], weights.pop(1), strict=True))}
     assert_same(Export(folder, way), weights, tables)
@@ -189,7 +191,7 @@ def test_a_job_that_can_not_export_is_refused_before_it_trains(tmp_path, case):
     folder, other = tmp_path / "exports", None
     if case == "another":
         other = ExportFolder(str(folder))
-        other.own("of another job")
+        other.own("of another job", "jobs/other", print)
     elif case == "file":
         folder.write_text("")
     trained = []
