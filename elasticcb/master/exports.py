@@ -339,7 +339,7 @@ class PeriodicExports:
             self._folder.check_owner()
             self._folder.put(CURRENT, current.encode())
             self._current = current
-            self._master.exported(version)
+            self._master.exported(version, self._folder.place)
         untold = sorted((version_of(name), name) for name in self._untold)
         self._told.extend((version, f"{self._folder.place}/{name}") for version, name in untold)
         self._untold.clear()
