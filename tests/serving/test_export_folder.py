@@ -97,9 +97,8 @@ def test_a_folder_that_its_owner_has_left_is_free(opened):
     opened("second").check_owner()
 
 
-def test_a_url_whose_owner_was_killed_is_free_for_its_next_master_at_once(place, opened):
-    if "://" not in place:
-        pytest.skip("the lock of a local folder ends with its process")
+@pytest.mark.parametrize("place", ["s3"], indirect=True)  # the lock of a local folder ends with its process
+def test_a_url_whose_owner_was_killed_is_free_for_its_next_master_at_once(opened):
     killed = opened("first")
     resumed = opened("first")
     resumed.check_owner()
