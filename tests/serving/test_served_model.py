@@ -167,11 +167,16 @@ def test_restarted_exporter_begins_a_new_chain(exports):
         agrees(model, again)
 
 
-def test_damaged_current_json_changes_nothing(exports):
+@pytest.mark.parametrize("damage", [lambda text: "{", lambda text: text.replace("-00000011", "-00000012")])
+def test_damaged_current_json_changes_nothing(exports, damage):
+    exports.train(1)
+    exports.delta(11)
     with ServedModel(exports.folder) as model:
-        (exports.folder / CURRENT).write_text("{")
+        current = exports.folder / CURRENT
+        current.write_text(damage(current.read_text()))
         model.look()
-        assert "can't be read" in model.problem
+        assert model.problem
+        assert model.version == 11
         agrees(model, exports)
 
 
@@ -212,11 +217,20 @@ def test_all_who_follow_a_folder_go_back_and_forth_with_it(exports):
             folder.pin(7)
 
 
-def test_exports_of_a_url_are_served(exports):
+@pytest.mark.parametrize("name", ["clicks", "a#b?c%20d::e"])
+def test_exports_of_a_url_are_served(exports, name):
     exports.train(1)
     exports.delta(11)
-    with ServedModel(f"file://{exports.folder}") as model:
-        agrees(model, exports)
+    exports.folder = exports.folder.rename(exports.folder.with_name(name))
+    for place in (f"file://{exports.folder}", exports.folder):
+        with ServedModel(place) as model:
+            agrees(model, exports)
+
+
+@pytest.mark.parametrize("place", ["nosuch://clicks", "s3://"])
+def test_url_that_can_not_be_used_is_refused(place):
+    with pytest.raises(UsageError, match="can't be used|names no bucket"):
+        ServedModel(place, wait=True)
 
 
 def test_no_request_sees_parts_of_two_versions(exports):
