@@ -137,7 +137,11 @@ class ServedModel:
 
         Args:
             every: seconds between two looks.
+
+        Raises `UsageError` if nobody can wait for that long.
         """
+        if not 0 < every <= threading.TIMEOUT_MAX:  # also not a number
+            raise UsageError(f"The time between two looks is {every} s. Expected a positive number of seconds.")
         if self._thread is None:
             self._thread = threading.Thread(target=self._follow, args=[every], name="follow", daemon=True)
             self._thread.start()
@@ -198,7 +202,9 @@ class ServedModel:
         try:
             self._apply(loaded, way[1:])
         finally:
-            if exporter or loaded.export.version == versions[-1]:
+            reached = loaded.export.version
+            goes_back = here is not None and here.exporter == exporter and reached < here.version
+            if reached == versions[-1] or (exporter and not goes_back):
                 self._publish(loaded)
 
     def _serve_older(self, version: int) -> None:

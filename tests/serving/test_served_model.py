@@ -174,11 +174,16 @@ def test_restarted_exporter_begins_a_new_chain(exports):
         agrees(model, again)
 
 
-def test_damaged_current_json_changes_nothing(exports):
+@pytest.mark.parametrize("damage", [lambda text: "{", lambda text: text.replace("-00000011", "-00000012")])
+def test_damaged_current_json_changes_nothing(exports, damage):
+    exports.train(1)
+    exports.delta(11)
     with ServedModel(exports.folder) as model:
-        (exports.folder / CURRENT).write_text("{")
+        current = exports.folder / CURRENT
+        current.write_text(damage(current.read_text()))
         model.look()
-        assert "can't be read" in model.problem
+        assert model.problem
+        assert model.version == 11
         agrees(model, exports)
 
 
@@ -237,6 +242,22 @@ def test_exports_of_a_url_are_served_and_pinned(exports, monkeypatch):
             model.look()
             np.testing.assert_allclose(model.predict(FEATURES)["score"], expected, atol=1e-6)
             assert (model.version, model.problem) == (10, "")
+
+
+@pytest.mark.parametrize("name", ["clicks", "a#b?c%20d::e"])
+def test_exports_of_a_url_are_served(exports, name):
+    exports.train(1)
+    exports.delta(11)
+    exports.folder = exports.folder.rename(exports.folder.with_name(name))
+    for place in (f"file://{exports.folder}", exports.folder):
+        with ServedModel(place) as model:
+            agrees(model, exports)
+
+
+@pytest.mark.parametrize("place", ["nosuch://clicks", "s3://"])
+def test_url_that_can_not_be_used_is_refused(place):
+    with pytest.raises(UsageError, match="can't be used|names no bucket"):
+        ServedModel(place, wait=True)
 
 
 def test_no_request_sees_parts_of_two_versions(exports):
