@@ -24,7 +24,7 @@ BASIC = frozenset({
     "num_epochs", "updates", "minibatch_size",
     "checkpoint_dir", "checkpoint_dir_for_init", "output", "output_format", "follow",
     "cluster", "num_workers", "num_ps", "autoscale",
-    "job_name", "job_dir",
+    "job_dir",
 })  # fmt: skip
 
 

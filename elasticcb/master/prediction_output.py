@@ -29,7 +29,7 @@ _FOLDER = "predictions"  # in the job's folder
 
 
 class PredictionOutput:
-    """The parts of one job's predictions."""
+    """The parts of one job's predictions; the batches in them, as `Batches`."""
 
     def __init__(
         self, path: Path, format: str, job_folder: Path, sources: Sequence[tuple[str, int]], output_names: Sequence[str]
@@ -128,14 +128,14 @@ class PredictionOutput:
             shapes: dict[str, set[tuple[int, ...] | None]] = {
                 name: {()} if name in self._numbers_only else found for name, found in self._shapes.items()
             }
-            WRITERS[self._format](unfinished, self._batches, shapes)
+            WRITERS[self._format](unfinished, self, shapes)
 
     @property
     def _numbers_only(self) -> set[str]:
         """Outputs of shape (n, 1), which are written as numbers. A width of 1 in some batches only is a list."""
         return {name for name, shapes in self._shapes.items() if shapes == {(1,)}}
 
-    def _batches(self) -> Iterator[tuple[int, list[Column]]]:
+    def __iter__(self) -> Iterator[tuple[int, list[Column]]]:
         """All batches in the order of the data. Raises `JobFailedError` when records are missing."""
         position, numbers = 0, self._numbers_only
         for part in sorted(self._folder.glob("part-*")):

@@ -127,7 +127,7 @@ def _column(name: str, leaf: Any) -> Column:
 
 
 Shapes = Mapping[str, set[tuple[int, ...] | None]]  # shapes of rows, by column
-Batches = Iterable[tuple[int, list[Column]]]
+Batches = Iterable[tuple[int, list[Column]]]  # number of the first record; may be read several times
 
 # Limits of a row group in Parquet; the first one that is reached applies.
 _ROWS_PER_GROUP = 128 * 1024
@@ -159,11 +159,11 @@ def _of_many_shapes(name: str) -> ModelFileError:
     )
 
 
-def _write_csv(path: Path, open_batches: Callable[[], Batches], shapes: Shapes) -> None:
+def _write_csv(path: Path, batches: Batches, shapes: Shapes) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([RECORD, *(name for column, found in shapes.items() for name in _csv_names(column, found))])
-        for start, columns in open_batches():
+        for start, columns in batches:
             cells = [cell for column in columns for cell in _csv_cells(column.plain(), shapes[column.name])]
             writer.writerows(zip(range(start, start + columns[0].rows), *cells, strict=True))
 
@@ -185,20 +185,20 @@ def _csv_cells(column: Column, shapes: set[tuple[int, ...] | None]) -> list[list
     return [[json.dumps(row) for row in rows]]
 
 
-def _write_jsonl(path: Path, open_batches: Callable[[], Batches], shapes: Shapes) -> None:
+def _write_jsonl(path: Path, batches: Batches, shapes: Shapes) -> None:
     with path.open("w", encoding="utf-8") as file:
-        for start, columns in open_batches():
+        for start, columns in batches:
             names = [RECORD, *(column.name for column in columns)]
             lists = [column.plain().to_lists() for column in columns]
             for row in zip(range(start, start + columns[0].rows), *lists, strict=True):
                 file.write(json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) + "\n")
 
 
-def _write_parquet(path: Path, open_batches: Callable[[], Batches], shapes: Shapes) -> None:
+def _write_parquet(path: Path, batches: Batches, shapes: Shapes) -> None:
     _, parquet = _pyarrow()
     writer = None
     try:
-        for table in _row_groups(_tables(open_batches())):
+        for table in _row_groups(_tables(batches)):
             if writer is None:
                 writer = parquet.ParquetWriter(path, table.schema)
             writer.write_table(table)
@@ -248,16 +248,16 @@ def _arrow(column: Column) -> Any:
     return array
 
 
-def _write_npz(path: Path, open_batches: Callable[[], Batches], shapes: Shapes) -> None:
+def _write_npz(path: Path, batches: Batches, shapes: Shapes) -> None:
     dtypes: dict[str, np.dtype[Any]] = {}
     rows = 0
-    for _, columns in open_batches():
+    for _, columns in batches:
         for column in columns:
             dtypes[column.name] = column.plain().values.dtype
         rows += columns[0].rows
 
     def values_of(name: str) -> Iterator[np.ndarray]:
-        for start, columns in open_batches():
+        for start, columns in batches:
             if name == RECORD:
                 yield np.arange(start, start + columns[0].rows)
             else:
@@ -278,7 +278,7 @@ def _write_npz(path: Path, open_batches: Callable[[], Batches], shapes: Shapes) 
                     member.write(np.ascontiguousarray(values, dtype).tobytes())
 
 
-WRITERS: dict[str, Callable[[Path, Callable[[], Batches], Shapes], None]] = {
+WRITERS: dict[str, Callable[[Path, Batches, Shapes], None]] = {
     "csv": _write_csv,
     "jsonl": _write_jsonl,
     "parquet": _write_parquet,

@@ -35,7 +35,7 @@ def masked_lstm() -> Given:
     return Given(compiled(model, optimizer=keras.optimizers.SGD(0.1)), x.astype("int32"), normal(1))
 
 
-@case("Layers", "stateful RNN (a worker keeps its state from batch to batch; each call starts with a fresh state)")
+@case("Layers", "stateful RNN (each call starts with a fresh state)")
 def stateful_rnn() -> Given:
     model = keras.Sequential([keras.Input((4, 2), batch_size=BATCH), layers.GRU(3, stateful=True), layers.Dense(1)])
     return Given(compiled(model), normal(4, 2), normal(1))

@@ -23,7 +23,7 @@ def statistics() -> Given:
     )
 
 
-@case("Losses and metrics", "metrics whose state is a list, a dict, an array, a maximum, or another metric")
+@case("Losses and metrics", "metrics whose state is a list, dict, array, maximum or metric")
 def states_of_python() -> Given:
     class Median(keras.metrics.Metric):
         def reset_state(self):
@@ -200,7 +200,7 @@ class Average(Plain):
         return {"loss": loss, "parts": {"z": ops.max(self.average.kernel), "a": loss}}
 
 
-@case("Steps", "a part that the step averages (EMA), and a weight without a gradient")
+@case("Steps", "a part that the step averages (EMA)")
 def average() -> Given:
     model = Average()
     model.build((None, 6))

@@ -67,7 +67,7 @@ def random_projection():
     return between(Projection(12))
 
 
-@own("weight tying: a decoder that uses the kernel of an encoder's layer")
+@own("weight tying of an encoder and a decoder")
 def tied_autoencoder():
     class Transposed(layers.Layer):
         def __init__(self, dense, **kwargs):
@@ -162,7 +162,7 @@ class Settings:
     rates: dict[str, float] = dataclasses.field(default_factory=lambda: {"skip": 0.1})
 
 
-@own("settings in a dataclass, a named tuple and an enum, one of them changed after the constructor")
+@own("settings in a dataclass, a named tuple and an enum")
 def settings_in_a_dataclass():
     class Configured(keras.Model):
         def __init__(self, settings):
@@ -208,7 +208,7 @@ def lambdas_of_tensorflow():
     )
 
 
-@own("a layer as an activation, and activation, regularizer, initializer and constraint objects without `get_config`")
+@own("a layer as an activation; regularizers, initializers and constraints without `get_config`")
 def objects_without_config():
     class Leaky:
         def __init__(self, slope):
@@ -279,7 +279,7 @@ def wrappers():
     return between(Residual(layers.Dense(6, "tanh"), 0.3), layers.SpectralNormalization(layers.Dense(4)))
 
 
-@own("a layer with an `adapt` of its own, whose result no config has")
+@own("a layer with an `adapt` of its own")
 def own_adapt():
     class Quantiles(layers.Layer):
         edges = None
@@ -317,7 +317,7 @@ def classes_of_a_function():
     return Given(compiled(keras.Model(inputs, layers.Dense(1)(layers.Flatten()(x)))), normal(4, 3), normal(1))
 
 
-@own("one layer in two models, of which one is a layer of the other")
+@own("one layer in two nested models")
 def shared_between_models():
     inputs, shared = keras.Input((6,)), layers.Dense(6, "tanh")
     inner = keras.Model(inputs, shared(inputs), name="inner")
@@ -332,7 +332,7 @@ def low_rank():
     return Given(compiled(model), normal(6), normal(1))
 
 
-@own("adapted `Normalization` and `Rescaling`, one as a layer, one inside a subclass")
+@own("adapted `Normalization` and `Rescaling`")
 def normalized():
     class Inside(layers.Layer):
         def __init__(self):

@@ -97,7 +97,7 @@ def loss_of_a_bound_method():
     return Given(dense(units=3, loss=weighted.loss, metrics=[weighted.hits]), normal(6), integers(3))
 
 
-@loss_or_metric("a loss and a layer that share a variable, and a variable of the module")
+@loss_or_metric("a loss and a layer that share a variable")
 def shared_temperature():
     temperature = keras.Variable(0.7, trainable=False, name="temperature")
 
@@ -116,7 +116,7 @@ def shared_temperature():
 SCALE = keras.Variable(1.0, trainable=False)
 
 
-@loss_or_metric("a loss that draws random numbers, with a generator of its own and with Keras's")
+@loss_or_metric("a loss that draws random numbers")
 def random_loss():
     class Noisy(keras.losses.Loss):
         def __init__(self):
@@ -137,7 +137,7 @@ def random_loss():
     return Given(model, x, y, test=(), then=then)
 
 
-@loss_or_metric("learned weights of tasks, with `add_loss` in a layer that takes the targets")
+@loss_or_metric("learned weights of tasks, with `add_loss`")
 def uncertainty_weighting():
     class Endpoint(layers.Layer):
         def __init__(self, count):
@@ -193,7 +193,7 @@ def metrics_with_state():
     return Given(classifier(metrics=[Confusion(0.5), Precise(), "accuracy"]), normal(6), truth())
 
 
-@loss_or_metric("a maximum of errors, and an average over batches, in the logs of each batch")
+@loss_or_metric("a maximum, and an average over batches, in batch logs")
 def metrics_that_do_not_add_up():
     class Largest(keras.metrics.Metric):
         def __init__(self):
@@ -338,7 +338,7 @@ def schedule_of_a_layer():
     return Given(model, normal(6), normal(1), options={"callbacks": [halve], "epochs": 3})
 
 
-@callback("callbacks that save the model with its optimizer, each in another way")
+@callback("callbacks that save the model with its optimizer")
 def saving():
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -375,7 +375,7 @@ def metrics_read_by_hooks():
     return Given(dense(), normal(6), normal(1), options=options, after=lambda: reads.seen)
 
 
-@callback("hooks of batches that reset the metrics of the model, or evaluate it")
+@callback("batch hooks that reset the metrics, or evaluate the model")
 def metrics_set_by_hooks():
     class Sets(KeepLogs):
         def on_train_batch_begin(self, batch, logs=None):
@@ -397,7 +397,7 @@ def metrics_set_by_hooks():
     return Given(dense(), x, y, options=options, after=lambda: sets.seen)
 
 
-@callback("a callback that averages weights at the end of each epoch, and sets them at the end of training (SWA)")
+@callback("a callback that averages weights over epochs (SWA)")
 def weight_averaging():
     class Average(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
@@ -412,7 +412,7 @@ def weight_averaging():
     return Given(dense(), normal(6), normal(1), options={"callbacks": [Average()], "epochs": 3})
 
 
-@callback("a callback that predicts with the model at the end of an epoch")
+@callback("a callback that predicts at the end of an epoch")
 def predicting_callback():
     class Predict(keras.callbacks.Callback):
         def __init__(self, x):
@@ -473,7 +473,7 @@ def anneal(model, share_of):
     return keras.callbacks.LambdaCallback(on_epoch_begin=set_all)
 
 
-@callback("a callback that sets attributes of the model and the optimizer, and a global, in a step that runs eagerly")
+@callback("a callback that sets attributes and a global, which an eager step reads")
 def annealing_eagerly():
     global SHARE
     SHARE, model = 1.0, Annealed()
@@ -483,7 +483,7 @@ def annealing_eagerly():
     )
 
 
-@callback("the same in a compiled step, which keeps the values that it had at its first batch")
+@callback("the same in a compiled step, which keeps its first values")
 def annealing():
     global SHARE
     SHARE, model = 1.0, Annealed()
@@ -493,7 +493,7 @@ def annealing():
     )
 
 
-@callback("a callback that compiles the model at the end of training, for the next stage")
+@callback("a callback that compiles the model for the next stage")
 def staged():
     model = dense()
     stage = keras.callbacks.LambdaCallback(

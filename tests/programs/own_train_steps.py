@@ -44,7 +44,7 @@ class Tracked(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@step("gradients that the step clips, accumulates in variables and applies every second batch")
+@step("gradients that the step clips and accumulates")
 def accumulated_by_hand():
     class Accumulating(keras.Model):
         def __init__(self, network, every):
@@ -77,7 +77,7 @@ def accumulated_by_hand():
     return Given(compiled(Accumulating(small(), 2), optimizer=keras.optimizers.SGD(0.1)), normal(6), normal(1))
 
 
-@step("a step that takes sample weights, and one more loss from a second pass (consistency training)")
+@step("a step with sample weights and a second pass (consistency training)")
 def consistency():
     class Consistent(Tracked):
         def train_step(self, data):
@@ -100,7 +100,7 @@ def consistency():
     return Given(model, normal(6), normal(1), weights)
 
 
-@step("a physics-informed network: derivatives by the inputs in the loss, run with `jit_compile`")
+@step("a physics-informed network, with `jit_compile`")
 def physics_informed():
     class Physics(Tracked):
         def train_step(self, data):
@@ -120,7 +120,7 @@ def physics_informed():
     return Given(model, normal(6), normal(1))
 
 
-@step("momentum contrast: a queue of keys that each batch overwrites")
+@step("momentum contrast: a queue of keys")
 def key_queue():
     class Contrast(Tracked):
         def __init__(self, network, size):
@@ -152,7 +152,7 @@ def key_queue():
     return Given(model, normal(6), test=(), options={"validation_data": None})
 
 
-@step("`train_step` that calls Keras's own and adds to its logs; `compile` and `make_train_function` of its own")
+@step("`train_step` that calls Keras's own; own `compile` and `make_train_function`")
 def steps_around_keras():
     class Around(keras.Model):
         def __init__(self):
@@ -206,7 +206,7 @@ def branches_on_tensors():
     return Given(model, normal(6), normal(1))
 
 
-@step("two optimizers, neither of them `model.optimizer`; a hook lowers the rate of one")
+@step("two optimizers besides `model.optimizer`")
 def own_optimizers():
     class Pair(keras.Model):
         def __init__(self):
@@ -239,7 +239,7 @@ def own_optimizers():
     return Given(model, normal(6), normal(1), options=options, test=())
 
 
-@step("eager steps that keep batches in a list, and move a copy of weights that the first step makes; trained twice")
+@step("eager steps that keep batches in a list and a copy of weights; trained twice")
 def counting_steps():
     class Follower(keras.Model):
         def __init__(self):
@@ -263,7 +263,7 @@ def counting_steps():
     return Given(model, normal(6), normal(1), then=lambda fit: fit(model, normal(6), normal(1), **options))
 
 
-@step("counts of steps and the state of an RNN, which a hook sets back for each epoch")
+@step("counts and the state of an RNN, which a hook resets")
 def set_back():
     class Counting(keras.Model):
         def __init__(self):
@@ -294,7 +294,7 @@ def set_back():
     return Given(model, normal(4, 2), normal(1), options=options, test=(), after=lambda: [model.steps, model.seen])
 
 
-@step("hooks that forget the momentum, and set a regularizer and the factor of a loss")
+@step("hooks that reset the momentum, and set a regularizer")
 def hooks_that_set():
     class Scaled(keras.losses.Loss):
         def __init__(self):

@@ -20,7 +20,7 @@ def small(size: int = 6, units: int = 1) -> keras.Model:
 # ---------------------------------------------------------------- models within models
 
 
-@whole("transfer learning: a frozen base that was compiled and trained; then it is unfrozen and trained more slowly")
+@whole("transfer learning: a trained, frozen base, which is then unfrozen")
 def transfer_learning():
     inputs = keras.Input((6,))
     x = layers.BatchNormalization()(layers.Dense(5, "tanh")(inputs))
@@ -38,7 +38,7 @@ def transfer_learning():
     return Given(compiled(model), normal(6), normal(1), then=fine_tune)
 
 
-@whole("surgery: an inner layer's output, the last layer replaced, layers popped and added")
+@whole("surgery: layers replaced, popped and added")
 def surgery():
     base = keras.Sequential([keras.Input((6,)), layers.Dense(5, "tanh", name="hidden"), layers.Dense(3), layers.ReLU()])
     base.pop()
@@ -50,7 +50,7 @@ def surgery():
     )
 
 
-@whole("a clone as a target network, which is updated between two calls of `fit`")
+@whole("a clone as a target network, updated between two fits")
 def target_network():
     class Agent(keras.Model):
         def __init__(self, network):
@@ -99,7 +99,7 @@ def loaded_model():
         return Given(keras.saving.load_model(f"{folder}/model.keras"), normal(6), normal(1))
 
 
-@whole("a subclass that returns a dict, with a loss for one of its values, and one that it adds")
+@whole("a subclass that returns a dict, with a loss for one of its values")
 def dict_of_outputs():
     class Multi(keras.Model):
         def __init__(self):
@@ -129,7 +129,7 @@ class Sampling(layers.Layer):
         return mean + ops.exp(0.5 * log_variance) * keras.random.normal(ops.shape(mean), seed=self.seeds)
 
 
-@generative("a VAE with a seeded sampler, whose loss `compute_loss` adds up, with trackers")
+@generative("a VAE with a seeded sampler, `compute_loss` and trackers")
 def variational_autoencoder():
     class VAE(keras.Model):
         def __init__(self, encoder, decoder, beta):

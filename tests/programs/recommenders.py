@@ -115,7 +115,7 @@ def mixture_of_experts():
     return Given(model, normal(6), {"click": clicks(), "time": normal(1)})
 
 
-@recommender("matrix factorization with biases, as a subclass that slices one array of ids")
+@recommender("matrix factorization with biases, as a subclass")
 def factorization():
     class Factors(keras.Model):
         def __init__(self, users, items, size, **kwargs):

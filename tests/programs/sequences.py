@@ -20,7 +20,7 @@ def rows(words: int, length: int) -> np.ndarray:
     return np.concatenate(picked).astype("int32") + 1
 
 
-@case("Text and time series", "token and position embeddings with `compute_mask`, a transformer block, pooling")
+@case("Text and time series", "token and position embeddings with a mask, a transformer block")
 def text_transformer():
     class Tokens(layers.Layer):
         def __init__(self, words, length, size):
@@ -73,7 +73,7 @@ def miniature_gpt():
     return Given(compiled(model, optimizer="sgd", loss=loss, metrics=["accuracy"]), x, np.roll(x, -1, 1))
 
 
-@sequence("an encoder and a decoder that gets its states (seq2seq), with teacher forcing")
+@sequence("an encoder and a decoder (seq2seq), with teacher forcing")
 def seq2seq():
     source, target = keras.Input((None, 4), name="source"), keras.Input((None, 3), name="target")
     _, hidden, cell = layers.LSTM(5, return_state=True)(source)

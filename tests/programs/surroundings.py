@@ -104,7 +104,7 @@ def dataset_of_closures():
     return Given(dense(optimizer="sgd"), dataset.prefetch(1), test=(x, y), options={"validation_data": (x, y)})
 
 
-@data("examples with weights, given as batches of `(x, y, sample_weight)` of a dict")
+@data("batches of `(x, y, sample_weight)` of a dict")
 def weighted_dicts():
     inputs = {"a": keras.Input((3,), name="a"), "b": keras.Input((2,), name="b")}
     outputs = {"u": layers.Dense(1, name="u")(layers.Concatenate()(list(inputs.values())))}
@@ -116,7 +116,7 @@ def weighted_dicts():
     return Given(model, batches, test=(x, y), options={"validation_data": batches})
 
 
-@data("class weights, `validation_split`, labels of one column and a last batch that is shorter")
+@data("class weights, `validation_split`, a shorter last batch")
 def class_weights():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model = dense(units=3, loss=loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
@@ -157,7 +157,7 @@ class Counted(layers.Layer):
         return scaled(x) * self.factor * flags.FLAGS.programs_factor
 
 
-@state("globals of the module, class attributes and absl flags that the program changes")
+@state("globals, class attributes and absl flags that the program changes")
 def changed_globals():
     global RATE
     RATE, Counted.factor = 0.5, 3.0
