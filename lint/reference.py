@@ -23,7 +23,7 @@ from elasticcb.master.snapshot import JobSnapshot, PartitionLag, ProcessSnapshot
 from elasticcb.master.task import TaskState, TaskType
 from elasticcb.process.stats import TableSize, histograms
 from elasticcb.serving.exports import Export
-from elasticcb.serving.serving_metrics import ServingMetrics
+from elasticcb.serving.service import ServingMetrics
 from elasticcb.settings import Command, written
 from elasticcb.settings.definition import ALL, CLUSTER, PANELS, Setting, settings_of
 from elasticcb.settings.names import EVERYDAY, GROUPED, GROUPS, SETTINGS

@@ -268,6 +268,26 @@ def test_a_metric_without_variables_that_the_model_updates_is_refused():
         metrics.transports()
 
 
+def test_logs_of_a_step_have_the_order_of_its_own_results():
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return {
+                "a": self.compute_loss(None, data[1], self(data[0])),
+                "compiled": {"b": tf.constant(1.0), "c": tf.constant(2.0)},
+            }
+
+        def test_step(self, data):
+            return {**self.train_step(data)["compiled"], "bb": tf.constant(3.0)}
+
+    model = Own([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    metrics = ModelMetrics(model, {})
+    for step in (model.train_step, model.test_step):
+        step((X, Y))
+    assert list(metrics.in_order({"c": 2.0, "bb": 3.0, "b": 1.0}, "test")) == ["b", "bb", "c"]
+    assert list(metrics.in_order({"c": 2.0, "bb": 3.0, "b": 1.0})) == ["bb", "b", "c"]
+
+
 @pytest.mark.parametrize(("monitor", "better", "worse"), [("val_auc", 0.9, 0.8), ("val_error", 0.1, 0.2)])
 def test_callbacks_know_whether_a_metric_of_eval_metrics_fn_is_to_grow(monitor, better, worse):
     model, metrics = make({"auc": keras.metrics.AUC(), "error": keras.metrics.MeanAbsoluteError()})

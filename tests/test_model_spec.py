@@ -167,6 +167,17 @@ def test_class_of_a_model_and_its_parameters(write):
     assert [tuple(weight.shape) for weight in model.weights] == [(3, 1), (1,)]
 
 
+def test_first_batch_gives_its_size_to_no_layer(write):
+    settings = write(
+        custom_model="""
+            def custom_model():
+                return keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(1)])
+        """
+    )
+    _, model = build(settings)
+    assert (model.input_shape, model.layers[0].output.shape) == ((None, 3), (None, 2))
+
+
 def test_optimizer_may_be_a_name_and_wins_over_that_of_a_compiled_model(write):
     compiled = """
         def custom_model():

@@ -69,23 +69,23 @@ def test_tracing_changes_nothing_even_where_the_step_runs_eagerly():
         model, tape, loss
     ))  # fmt: skip
     model.run_eagerly = True
-    assert step_variables(model, BATCH).updated == {0: 0, 1: 0}
+    assert step_variables(model, BATCH, BATCH).updated == {0: 0, 1: 0}
     assert model.second.bias.numpy() == [0.0]
 
 
 def test_each_variable_belongs_to_the_first_optimizer_that_was_given_its_gradient():
     steps = both(give(2, "first"), give(1, "first"), give(0, lambda model: [model.stray]))
-    assert step_variables(Model(steps), BATCH).updated == {0: 2, 1: 2}
-    assert not step_variables(Model(both()), BATCH).updated
+    assert step_variables(Model(steps), BATCH, BATCH).updated == {0: 2, 1: 2}
+    assert not step_variables(Model(both()), BATCH, BATCH).updated
     model = Model(both(give(1, "first"), give(2, "second")))
-    assert step_variables(model, BATCH).updated == {0: 1, 1: 1, 2: 2, 3: 2}
+    assert step_variables(model, BATCH, BATCH).updated == {0: 1, 1: 1, 2: 2, 3: 2}
     assert model.early[0].apply.__func__ is keras.optimizers.Optimizer.apply
 
 
 def test_gradients_without_variables_are_explained():
     step = lambda model, tape, loss: model.optimizer.apply([loss], model.first.weights)  # noqa: E731
     with pytest.raises(ModelFileError, match="1 gradients for 2 variables"):
-        step_variables(Model(step), BATCH)
+        step_variables(Model(step), BATCH, BATCH)
 
 
 def apply_in_a_branch(model, tape, loss):

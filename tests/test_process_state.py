@@ -2,6 +2,7 @@
 
 import random
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +40,14 @@ def test_seed_of_tensorflow_is_replaced_once_on_workers_after_the_first(monkeypa
         process_state.use_own_seeds(2)
     assert seeds == [7, 9]
     process_state.write(given)
+
+
+def test_relative_paths_are_those_of_the_caller_where_its_folder_exists(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    given = process_state.read()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    process_state.write({**given, "directory": "/folder/of/another/machine"})
+    assert Path.cwd() == tmp_path / "elsewhere"
+    process_state.write(given)
+    assert Path.cwd() == tmp_path

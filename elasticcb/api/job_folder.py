@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticcb.errors import ReplacedError, StoreError, UsageError
-from elasticcb.master.job_copy import JobCopy, wait_until_free
+from elasticcb.master.job_copy import JobCopy
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
 from elasticcb.security.socket_folder import check_temporary, make_private
@@ -22,6 +22,7 @@ from elasticcb.storage.folder_lock import FolderLock
 from elasticcb.storage.job_store import JobStore, holder_of
 from elasticcb.storage.local_folders import TemporaryFolder
 from elasticcb.storage.remote_files import is_url
+from elasticcb.storage.store_lock import wait_until_free
 
 logger = logging.getLogger(__name__)
 

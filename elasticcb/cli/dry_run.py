@@ -16,6 +16,7 @@ from elasticcb.errors import UsageError
 from elasticcb.master.snapshot import EpochEnd, JobSnapshot, format_metric
 from elasticcb.process.log_files import print_line
 from elasticcb.settings import MODEL_FOLDER, CheckpointSettings, ClusterSettings, Command, JobSettings, Mode
+from elasticcb.settings.job import PeriodicExportSettings
 
 _KIND = "local"  # the cluster that it runs on
 _WRITTEN_BY = ("filepath", "filename", "log_dir", "backup_dir")  # attributes of callbacks that name what they write
@@ -63,6 +64,8 @@ def _one_batch(settings: JobSettings) -> JobSettings:
         dry_run=True,
         output="",
         store="",
+        exports=PeriodicExportSettings(),
+        data=replace(settings.data, bad_records="fail"),
         model=replace(settings.model, callbacks=""),
         checkpoint=CheckpointSettings(
             interval_seconds=0,

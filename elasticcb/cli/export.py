@@ -91,9 +91,9 @@ def _snapshot(source: str) -> Iterator[tuple[JobSettings, Path]]:
         settings = _settings_in(job)
         saved = None if settings.store else _saved_by(job)  # else its files are at the URL
         with contextlib.ExitStack() as until_end:
-            if saved is None and is_url(settings.checkpoint.directory):
-                saved = find_latest(until_end.enter_context(local_copy(settings.checkpoint.directory)))
-            saved = saved or _checkpoint_of(settings, job)
+            place = None if saved is not None else _checkpoint_of(settings.checkpoint.directory, _run_of(job))
+            if place is not None:
+                saved = find_latest(until_end.enter_context(local_copy(place)))
             if saved is None:
                 raise UsageError(
                     f"The job in {job} has saved nothing of its model: its servers do so a second after training "
@@ -142,13 +142,15 @@ def _saved_by(job: Path) -> Path | None:
     return None
 
 
-def _checkpoint_of(settings: JobSettings, job: Path) -> Path | None:
-    from elasticcb.checkpoint.versions import find_latest, newest_of_run
+def _checkpoint_of(directory: str, run: str) -> str | None:
+    """The folder or URL of the newest checkpoint that a training wrote; if its name is unknown, that of all; None:
+    there is none."""
+    from elasticcb.checkpoint import remote, versions
 
-    run = _run_of(job)
     with contextlib.suppress(CheckpointError):
-        directory = settings.checkpoint.directory
-        return Path(newest_of_run(directory, run) or find_latest(directory)) if run else find_latest(directory)
+        if run:
+            return (remote if is_url(directory) else versions).newest_of_run(directory, run) or None
+        return directory if is_url(directory) else str(versions.find_latest(directory))
     return None
 
 

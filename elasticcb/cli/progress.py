@@ -310,6 +310,9 @@ def summary_lines(summary: JobSnapshot) -> list[str]:
         if not summary.saved_model_path:
             job = shlex.quote(summary.directory)
             lines.append(f"Export it with: elasticcb export {job} --output=FOLDER")
+    if summary.export_path:
+        lines += ["", f"Exports for serving, up to version {summary.export_version}: {summary.export_path}"]
+        lines.append(f"Serve the newest with: elasticcb serve {shlex.quote(summary.export_path)}")
     for part in (_accounting(summary), _faults(summary)):
         rows = [f"  {label:<{_LABEL_WIDTH}}{value}" for label, value in part]
         lines += ["", *rows] if rows else []

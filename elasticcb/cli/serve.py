@@ -104,6 +104,10 @@ class _WithRollback(click.RichCommand):
     "--max_body", type=click.IntRange(1), default=64 << 20, show_default=True, metavar="BYTES",
     help="Larger requests are refused, with the status 413.",
 )  # fmt: skip
+@click.option(
+    "--rows_on_disk", type=click.Path(exists=True, file_okay=False, writable=True), metavar="FOLDER",
+    show_default="in memory", help="Keep the rows of embedding tables in files in this folder of a fast local disk.",
+)  # fmt: skip
 @click.option("--tls_cert", default="", metavar="FILE", help="PEM file with the server's certificate: serve by TLS.")
 @click.option("--tls_key", default="", metavar="FILE", help="PEM file with its key, without a password.")
 @click.option("--tls_ca", default="", metavar="FILE", help="Require clients to present a certificate of this CA.")
@@ -116,6 +120,7 @@ def serve(
     name: str | None,
     version: int | None,
     poll: float,
+    rows_on_disk: str | None,
     insecure: bool,
     **options: Any,
 ) -> None:
@@ -145,7 +150,7 @@ def serve(
         if problem:
             raise UsageError(problem)
     listener = listener_at(given.host, given.port)
-    with ServedModel(folder, version, wait=True) as model:
+    with ServedModel(folder, version, wait=True, rows_on_disk=rows_on_disk) as model:
         model.follow(poll)
         run(model, listener, given, print_line)
 

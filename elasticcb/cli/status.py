@@ -77,6 +77,8 @@ def state_lines(document: dict[str, Any]) -> list[str]:
 
     seen = JobSnapshot.from_json(document)
     lines = [f"{seen.name} ({document['command']}): {seen.phase}", f"  {', '.join(status_parts(seen))}"]
+    if seen.export_path:
+        lines.append(f"  exports: up to version {seen.export_version} in {seen.export_path}")
     for name, counts in (("workers", seen.workers), ("parameter servers", seen.servers)):
         if counts.lost:
             lines.append(f"  {name} lost: {counts.lost}, replaced: {counts.replaced}")

@@ -261,7 +261,9 @@ def _check_files(given: Given) -> tuple[dict[str, str], list[str]]:
         origin = given[option.name]
         if option.kind is not Kind.DATA or given.command not in option.commands or not (origin and origin.strip()):
             continue
-        resolved, wrong = _resolve_origin(origin, given.base(option.name), given.name(option.name), custom_reader)
+        may_be_empty = option.name == "training_data" and bool(given["follow"])
+        base, flag = given.base(option.name), given.name(option.name)
+        resolved, wrong = _resolve_origin(origin, base, flag, custom_reader, may_be_empty)
         origins[option.name] = resolved
         problems.extend(wrong)
     return origins, problems
@@ -319,7 +321,9 @@ _FILE_CHECKS: tuple[Callable[[Given], Iterator[str]], ...] = (
 # ---------------------------------------------------------------- origins of records
 
 
-def _resolve_origin(origin: str, base: Path, flag: str, custom_reader: bool) -> tuple[str, list[str]]:
+def _resolve_origin(
+    origin: str, base: Path, flag: str, custom_reader: bool, may_be_empty: bool
+) -> tuple[str, list[str]]:
     """Returns `origin` with local paths made absolute, relative to `base`; and messages about problems.
 
     It is a path, a glob, a list of these, a URL, or any text that a custom reader understands.
@@ -338,13 +342,13 @@ def _resolve_origin(origin: str, base: Path, flag: str, custom_reader: bool) -> 
     resolved, problems = [], []
     for part in parts:
         try:
-            resolved.append(_resolve_part(part, base, flag, custom_reader))
+            resolved.append(_resolve_part(part, base, flag, custom_reader, may_be_empty))
         except UsageError as error:
             problems.append(str(error))
     return ",".join(resolved), problems
 
 
-def _resolve_part(part: str, base: Path, flag: str, custom_reader: bool) -> str:
+def _resolve_part(part: str, base: Path, flag: str, custom_reader: bool, may_be_empty: bool) -> str:
     if "://" in part:
         return part
     path = _absolute(base, part)
@@ -354,11 +358,11 @@ def _resolve_part(part: str, base: Path, flag: str, custom_reader: bool) -> str:
         if path.is_dir():
             if custom_reader and os.sep not in part:
                 return part
-            if not custom_reader and not any(path.iterdir()):
+            if not custom_reader and not may_be_empty and not any(path.iterdir()):
                 raise UsageError(f"{flag} names the folder {path}, which is empty. Expected files with records.")
             return str(path)
         if _GLOB & set(part):
-            if any(expanded_glob(str(path))):
+            if may_be_empty or any(expanded_glob(str(path))):
                 return str(path)
             problem = f"{flag} names {path}, which matches no file."
         else:

@@ -319,7 +319,9 @@ class Backend(ABC):
     problems_of: FindProblems
 
     @abstractmethod
-    def build(self, spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> StepVariables | None:
+    def build(
+        self, spec: Spec, model: keras.Model, batch: Any, mode: Mode, fixed: Sequence[bool] = ()
+    ) -> StepVariables | None:
         """Builds what Keras builds lazily (weights of a subclass model, metrics), with one real batch.
 
         Afterwards, metrics include that batch: reset them.
@@ -327,6 +329,7 @@ class Backend(ABC):
         Args:
             model: the model of `spec`, compiled unless `mode` is `PREDICTION`.
             batch: a batch of the input pipeline.
+            fixed: as in `prepare`.
 
         Returns:
             In training, for a model with its own step: what the step gives to optimizers.

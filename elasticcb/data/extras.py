@@ -16,7 +16,7 @@ def import_extra(module: str, extra: str, format_name: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise DataError(
-            f"{format_name} files need the Python module {module}, which can't be imported ({error}). "
+            f"{format_name} needs the Python module {module}, which can't be imported ({error}). "
             f"Install it with: pip install 'elasticcb[{extra}]'"
         ) from error
 

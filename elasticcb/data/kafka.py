@@ -217,7 +217,8 @@ class Kafka(UnboundedSource):
         with self._asking("its offsets") as consumer:
             topic = consumer.list_topics(self.topic, timeout=_ANSWER_SECONDS).topics[self.topic]
             if topic.error is not None or not topic.partitions:
-                raise StreamError(f"{self.servers} has no topic {self.topic!r}: {topic.error}. Create it.")
+                why = "it has no partitions" if topic.error is None else topic.error.str()
+                raise StreamError(f"{self.servers} has no topic {self.topic!r} ({why}). Create it.")
             found = {}
             for number in sorted(topic.partitions):
                 name = f"{self.topic}/{number}"

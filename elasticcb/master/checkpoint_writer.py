@@ -15,12 +15,12 @@ from elasticcb.checkpoint import remote
 from elasticcb.checkpoint.shard_file import Part, SavedFile, write_part
 from elasticcb.checkpoint.versions import begin_version, finish_version, prune, server_file
 from elasticcb.errors import CheckpointError
-from elasticcb.master.checkpoint_lock import CheckpointLock
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.settings import JobSettings
 from elasticcb.sharding.partition import Slice, partition
 from elasticcb.storage.remote_files import is_url
+from elasticcb.storage.store_lock import StoreLock
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class CheckpointWriter:
         master: MasterServer,
         say: Callable[[str], None],
         resumed: bool,
-        lock: CheckpointLock | None,
+        lock: StoreLock | None,
     ) -> None:
         self._job = settings.name
         self._settings = settings.checkpoint
@@ -97,8 +97,8 @@ class CheckpointWriter:
     def _written(self, version: int, tasks: dict[str, Any]) -> tuple[str, int]:
         """Writes a complete checkpoint, and removes old ones; returns its place and version."""
         folder, keep_max = self._settings.directory, self._settings.keep_max
-        if self._lock is not None:
-            self._lock.check()
+        if self._lock is not None and (problem := self._lock.problem()):
+            raise CheckpointError(problem)
         place = remote.place_of(folder, version) if is_url(folder) else str(begin_version(folder, version))
         try:
             files, parts = self._files_in(place)

@@ -28,9 +28,10 @@ from elasticcb.master.keras_host import ModelHost
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.proto import elasticcb_pb2 as pb
-from elasticcb.serving.export_folder import OWNER_SECONDS, SNAPSHOT, ExportFolder
+from elasticcb.serving.export_folder import SNAPSHOT, ExportFolder
 from elasticcb.serving.exports import CURRENT, Current, Export, unneeded, version_of, way_to
 from elasticcb.serving.full_export import FullExport
+from elasticcb.settings import JobSettings
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class PeriodicExports:
     """The exports of one callback, in one job. `begin` starts the thread.
 
     Args:
-        name: of the model.
+        settings: of the job, whose name is that of the model.
         resumes: whether an earlier master of the job has trained.
 
     Raises:
@@ -73,9 +74,16 @@ class PeriodicExports:
     """
 
     def __init__(
-        self, callback: PeriodicExport, host: ModelHost, ps: PSControl, master: MasterServer, name: str, resumes: bool
+        self,
+        callback: PeriodicExport,
+        host: ModelHost,
+        ps: PSControl,
+        master: MasterServer,
+        settings: JobSettings,
+        resumes: bool,
     ) -> None:
-        self._callback, self._host, self._ps, self._master, self._name = callback, host, ps, master, name
+        self._callback, self._host, self._ps, self._master = callback, host, ps, master
+        self._name, self._job = settings.name, settings.store or settings.directory
         serving_inputs(host.model, host.features_spec)
         self._model = without_weights(host.model, host.features_spec)
         self._folder = ExportFolder(callback.folder)
@@ -110,7 +118,7 @@ class PeriodicExports:
         """Raises `StoreError` when the folder can't be used now."""
         if problem := self._callback.problem():
             raise StoreError(f"{self._folder.place} {problem}")
-        self._folder.own(self._ps.run)
+        self._folder.own(self._ps.run, self._job, self._master.print)
         self._earlier, self._newest = self._folder.begin_again()
         self._is_open = True
 
@@ -157,10 +165,7 @@ class PeriodicExports:
                 if time.monotonic() >= self._due:
                     self._due = max(self._due + self._callback.every, time.monotonic())
                     self._export()
-                self._wait(_LOOK_SECONDS if self._full else min(self._due - time.monotonic(), OWNER_SECONDS / 3))
-                if self._is_open:
-                    with self._forgiving("The file that says whose exports these are"):
-                        self._folder.stay_owner()
+                self._wait(_LOOK_SECONDS if self._full else self._due - time.monotonic())
             if not self._closing:
                 self._take_full()
                 self._export()
@@ -209,6 +214,7 @@ class PeriodicExports:
         with self._forgiving("Exports"):
             if not self._is_open:
                 self._open()
+            self._folder.check_owner()
             self._publish()  # if the store was away
             base, is_last = self._base, self._finishing and not self._current
             is_due = is_last or time.monotonic() >= self._full_due
@@ -330,9 +336,10 @@ class PeriodicExports:
         version, written = version_of(way[-1]), self._own[way[-1]]
         current = Current(version, self._exporter, self._name, way[0], tuple(way[1:]), written).to_json()
         if current != self._current:
+            self._folder.check_owner()
             self._folder.put(CURRENT, current.encode())
             self._current = current
-            self._master.exported(version)
+            self._master.exported(version, self._folder.place)
         untold = sorted((version_of(name), name) for name in self._untold)
         self._told.extend((version, f"{self._folder.place}/{name}") for version, name in untold)
         self._untold.clear()

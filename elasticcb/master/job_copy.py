@@ -29,62 +29,18 @@ from elasticcb.checkpoint.manifest import MANIFEST
 from elasticcb.clients.running_master import forget_earlier_job
 from elasticcb.errors import ReplacedError, StoreError, UsageError
 from elasticcb.master.snapshot import JobSnapshot
-from elasticcb.process.host import host_name
 from elasticcb.settings import FIT_FILE, HISTORY_FILE, JOB_FILE, JOURNAL_FILE, JOURNALS, RECOVERY_FOLDER, STATUS_FILE
-from elasticcb.storage import durable
-from elasticcb.storage.job_store import HOLDER_FILE, LOGS, OWNERS, JobStore, holder_of
+from elasticcb.storage import durable, store_lock
+from elasticcb.storage.job_store import HOLDER_FILE, LOGS, JobStore, holder_of
+from elasticcb.storage.store_lock import owner_name, owner_record, wait_until_free
 
 logger = logging.getLogger(__name__)
 
-SILENCE_SECONDS = 30.0  # after which a master that has not written is taken for dead
-BEAT_SECONDS = 5.0  # between two writes of an owner
 _LOOK_SECONDS = 0.5
 SLOW_SECONDS, PATIENCE_SECONDS = 15.0, 60.0  # without an answer, until the job says so, and until training pauses
 _LAST_SECONDS = 30.0  # for what is being written when the job ends
 _SEGMENTS = 200  # of a generation
 _SEGMENT = re.compile(r"(\d+)-(\d+)-(\d+)")
-
-
-def owner_name(number: int) -> str:
-    """The file of an owner."""
-    return f"{OWNERS}/{number:08d}"
-
-
-def owner_record(folder: Path | str, holder: str, ended: bool = False) -> bytes:
-    """The content of this process's file as an owner."""
-    place = {"host": host_name(), "process": os.getpid(), "folder": str(folder), "holder": holder, "ended": ended}
-    return json.dumps(place).encode()
-
-
-def wait_until_free(
-    store: JobStore,
-    say: Callable[[str], None],
-    what: str = "",
-    harm: str = "two masters would undo each other's work",
-) -> None:
-    """Returns when the last owner has ended, or is silent. Raises `UsageError` if it is alive.
-
-    Args:
-        what: what it owns, for messages; "": the job there.
-        harm: what would happen without this.
-    """
-    number, owner = store.newest_owner()
-    if not number or owner.get("ended"):
-        return
-    what, name = what or f"The job in {store.url}", owner_name(number)
-    who = f"process {owner.get('process')} on {owner.get('host')}"
-    first = store.changed(name)
-    silent = store.now() - first
-    if silent < SILENCE_SECONDS:
-        say(f"{what} was used by {who} {max(silent, 0):.0f} s ago. Waiting until it is silent.")
-    while silent < SILENCE_SECONDS:
-        time.sleep(min(BEAT_SECONDS, SILENCE_SECONDS - silent + 0.5))
-        if store.changed(name) != first:
-            raise UsageError(
-                f"{what} is in use by {who}; {harm}. Wait until it ends, or stop it there (its folder is "
-                f"{owner.get('folder')}); or choose another URL."
-            )
-        silent = store.now() - first
 
 
 def _fetch(store: JobStore, folder: Path, say: Callable[[str], None]) -> None:
@@ -279,7 +235,7 @@ class JobCopy:
             try:
                 if time.monotonic() > beat:
                     self._beat(master)
-                    beat = time.monotonic() + BEAT_SECONDS
+                    beat = time.monotonic() + store_lock.BEAT_SECONDS
                 self._send()
                 self._problem, self._reached = "", time.monotonic()
             except ReplacedError as error:

@@ -152,7 +152,7 @@ class ModelHost:
         """Builds the model with its first batch; returns the batch, and what its step gives to optimizers."""
         try:
             batch = pipelines[mode].first_batch()
-            step = backend().build(self.spec, self.model, batch, mode)
+            step = backend().build(self.spec, self.model, batch, mode, pipelines[mode].fixed)
             if mode is Mode.TRAINING and Mode.EVALUATION in pipelines:
                 validation = pipelines[Mode.EVALUATION].first_batch()
                 if self.metrics.own_steps:

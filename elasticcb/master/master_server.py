@@ -146,11 +146,11 @@ class MasterServer:
             state.checkpoint_written = time.monotonic()
             state.history.record_event("checkpoint", f"A checkpoint is written, at version {state.version}.")
 
-    def exported(self, version: int) -> None:
-        """An export for serving is complete."""
+    def exported(self, version: int, path: str) -> None:
+        """An export for serving is complete, in this folder of exports."""
         with self.state() as state:
             state.exported = time.monotonic()
-            state.set_status(export_version=version)
+            state.set_status(export_path=path, export_version=version)
 
     def print(self, text: str, kind: str = "note") -> None:
         """Prints a line about the job; the job's page keeps it as an event of this kind."""

@@ -130,7 +130,8 @@ class JobSnapshot:
     checkpoints_failed: int = 0  # that could not be written; training continued
     # seconds since the newest checkpoint, or the start; None: no regular checkpoints
     checkpoint_age_seconds: float | None = None
-    export_version: int = 0  # of the newest export of PeriodicExport; 0: none
+    export_path: str = ""  # folder or URL of PeriodicExport; "": nothing was exported yet
+    export_version: int = 0  # of the newest export there; 0: none
     export_age_seconds: float | None = None  # since it was complete; None: there is none
     recovery_files_failed: int = 0  # failed writes of servers; training continued
     free_disk_bytes: Mapping[str, int] = field(default_factory=dict)  # of the folders "job" and "checkpoint", if local

@@ -26,7 +26,6 @@ from elasticcb.data.unbounded import UnboundedSource
 from elasticcb.errors import CallbackError, CheckpointError, JobFailedError, StoreError, UsageError
 from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.callback_driver import EpochHooks, MasterHooks
-from elasticcb.master.checkpoint_lock import CheckpointLock
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.exports import PeriodicExports
@@ -51,8 +50,11 @@ from elasticcb.settings.names import SETTINGS
 from elasticcb.sharding.partition import ServerPlace
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 from elasticcb.storage.remote_files import is_url
+from elasticcb.storage.store_lock import StoreLock
 
 logger = logging.getLogger(__name__)
+
+_CHECKPOINTS_LOCK = ".checkpoints.lock"  # in their folder, or below their URL
 
 
 def open_job(context: JobContext) -> JobDriver:
@@ -379,7 +381,7 @@ def _begin_journal(context: JobContext, state: JobMachine, served: TrainedModel,
 
 
 def _make_course(
-    context: JobContext, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks, lock: CheckpointLock | None
+    context: JobContext, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks, lock: StoreLock | None
 ) -> JobDriver:
     memory, say, server = context.memory, context.report.message, context.server
     checkpoints = CheckpointWriter(context.settings, served.ps, server, say, context.resumes, lock)
@@ -400,8 +402,7 @@ def _exports_of(context: JobContext, served: TrainedModel) -> Iterator[PeriodicE
             "Copy the exports to other folders in its on_export_end."
         )
     for callback in found if context.settings.command is Command.TRAIN else ():
-        name, resumes = context.settings.name, context.resumes
-        exports = PeriodicExports(callback, served.host, served.ps, context.server, name, resumes)
+        exports = PeriodicExports(callback, served.host, served.ps, context.server, context.settings, context.resumes)
         context.until_end.callback(exports.close)
         yield exports
 
@@ -464,7 +465,8 @@ class Autoscaling:
         queue = state.queue
         assert queue is not None
         trained = sum(queue.accounting.records_trained.values())
-        return Sight(trained, self._records - trained, _is_busy(state))
+        left = self._records - trained if queue.stream is None else queue.stream.waiting
+        return Sight(trained, left, _is_busy(state))
 
 
 def _is_busy(state: JobMachine) -> bool:
@@ -478,7 +480,7 @@ def _is_busy(state: JobMachine) -> bool:
     )
 
 
-def own_checkpoints(context: JobContext) -> CheckpointLock | None:
+def own_checkpoints(context: JobContext) -> StoreLock | None:
     """Locks the job's checkpoint folder against other jobs; returns the lock of a URL.
 
     Raises `UsageError` when another job uses it.
@@ -491,15 +493,14 @@ def own_checkpoints(context: JobContext) -> CheckpointLock | None:
         if settings.keeps_model_in_folder:  # which has an owner
             return None
         try:
-            of_url = CheckpointLock(
-                folder, given, settings.store or settings.directory, context.run, context.server.print
-            )
+            owner = (settings.store or settings.directory, context.run, context.server.print)
+            of_url = StoreLock(folder, _CHECKPOINTS_LOCK, given, *owner)
         except StoreError as error:
             logger.warning("%s is not locked against other jobs; make sure that no two use it. %s", folder, error)
             return None
         context.until_end.callback(of_url.release)
         return of_url
-    lock = FolderLock(Path(folder), given, ENDING_SECONDS, ".checkpoints.lock")
+    lock = FolderLock(Path(folder), given, ENDING_SECONDS, _CHECKPOINTS_LOCK)
     context.until_end.callback(lock.release)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 _TELL_SECONDS = 5.0  # between two looks at times of records, and commits of offsets
 _TROUBLE_SECONDS = 5.0  # after which a warning says that the stream does not answer
 _END_SECONDS = 5.0
+_GROWS_SECONDS = 60.0  # in which a lag must grow to be worth a warning,
+_GROWS_RECORDS_SHARE = 0.1  # by this share of the records that came
 
 
 class StreamWatch:
@@ -27,6 +29,7 @@ class StreamWatch:
         self._stopped = threading.Event()
         self._silent_since = 0.0  # 0: it answers
         self._told_at = 0.0
+        self._before: tuple[float, int, int] | None = None  # time, lag, and records that had come, a minute ago
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
 
     def begin(self) -> None:
@@ -76,6 +79,17 @@ class StreamWatch:
             self._told_at = time.monotonic()
             self._tell()
 
+    def _warn_if_it_grows(self, lag: int, come: int) -> None:
+        now = time.monotonic()
+        if self._before is None or now - self._before[0] >= _GROWS_SECONDS:
+            before, self._before = self._before, (now, lag, come)
+            if before is not None and lag - before[1] > _GROWS_RECORDS_SHARE * (come - before[2]) > 0:
+                text = (
+                    f"Training doesn't keep up with the stream: in a minute, {come - before[2]:,} records came, and "
+                    f"{lag - before[1]:,} more of them wait than before. Add workers, or use larger batches."
+                )
+                self._master.warn(CallbackWarning("the lag grows", text, 0))
+
     def _tell(self) -> None:
         """The lag of each partition, for people; and the trained offsets, for monitors of the source."""
         with self._master.state() as state:
@@ -91,5 +105,6 @@ class StreamWatch:
                 seconds = max(now - since, 0.0) if since else 0.0
                 lags[name] = PartitionLag(offset=offset, records=records, seconds=seconds)
         self._master.set_status(stream=lags)
+        self._warn_if_it_grows(sum(lag.records for lag in lags.values()), sum(ends.values()))
         with contextlib.suppress(StreamError):
             self._source.trained(saved)

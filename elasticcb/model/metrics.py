@@ -86,7 +86,7 @@ class ModelMetrics:
     Attributes:
         own_steps: "train" or "test", for steps whose logs the model's own methods determine.
         replayed: the units that the master updates with the outputs of each training batch, from `try_out`.
-        log_order: for each key in logs, the one by which Keras sorts it: of the dict that it is in.
+        log_order: by step, for each key in logs, the one by which Keras sorts it: of the dict that it is in.
 
     Raises:
         ModelFileError: `eval_metrics` contains something else.
@@ -112,7 +112,7 @@ class ModelMetrics:
         self.replayed: frozenset[str] = frozenset()
         self._logged: dict[str, dict[str, LastValue]] = {"train": {}, "test": {}}
         self._carried: dict[str, list[Any]] | None = None
-        self.log_order: dict[str, str] = {}
+        self.log_order: dict[str, dict[str, str]] = {"train": {}, "test": {}}
         self.own_steps = frozenset(step for step in self._logged if own_metrics or is_overridden(model, f"{step}_step"))
         for step in self.own_steps:
             setattr(model, f"{step}_step", self._observed(step, _plain_function(getattr(model, f"{step}_step"))))
@@ -202,8 +202,7 @@ class ModelMetrics:
                 self._updated(last, functools.partial(last.update_state, value))
                 found[key] = f"{step}/{key}", None
         self._logs[step] = frozenset(logs), found
-        if step == "train":
-            self.log_order = {key: top for top, value in logs.items() for key in flat_logs({top: value})}
+        self.log_order[step] = {key: top for top, value in logs.items() for key in flat_logs({top: value})}
 
     def _compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
         if self._predictions is None:
@@ -459,13 +458,13 @@ class ModelMetrics:
                     result = found[name][1]
                     results[key] = result if part is None else result[part]
         else:
-            self.log_order |= order
-            results = self.in_order(results)
+            self.log_order[step] |= order
+            results = self.in_order(results, step)
         return {name: to_number(value) for name, value in results.items()}
 
-    def in_order(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+    def in_order(self, logs: Mapping[str, Any], step: str = "train") -> dict[str, Any]:
         """Logs of a batch, an epoch or `evaluate` in Keras's order; `on_test_end` gets them sorted by name."""
-        order = self.log_order
+        order = {**self.log_order["test"], **self.log_order["train"], **self.log_order[step]}
         return dict(sorted(logs.items(), key=lambda item: (order.get(item[0], item[0]), item[0])))
 
     def _metric_keys(self) -> set[str]:

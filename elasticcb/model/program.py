@@ -322,7 +322,7 @@ def job_callbacks(spec: Spec, settings: JobSettings) -> list[keras.callbacks.Cal
         callbacks.insert(0, ProgressiveMetrics())
     exports = settings.exports
     if settings.command is Command.TRAIN and exports.directory:
-        callbacks.append(PeriodicExport(exports.directory, exports.every, exports.full_every))
+        callbacks.append(PeriodicExport(exports.directory, exports.every, exports.full_every, exports.keep))
     return callbacks
 
 

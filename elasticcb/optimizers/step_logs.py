@@ -33,14 +33,18 @@ def recorded_results(
         return result
 
     distinct = {id(metric): metric for metric in metrics}.values()
+    before = [vars(metric).get("result") for metric in distinct]  # of a step that calls this one
     for metric in distinct:
         # Around Keras's own __setattr__, which tracks what it is given.
         object.__setattr__(metric, "result", recording(metric))
     try:
         yield recorded
     finally:
-        for metric in distinct:
-            object.__delattr__(metric, "result")
+        for metric, method in zip(distinct, before, strict=True):
+            if method is None:
+                object.__delattr__(metric, "result")
+            else:
+                object.__setattr__(metric, "result", method)
 
 
 def flat_logs(logs: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """State of a process that changes what a program computes: Keras's configuration, seeds, switches of the frameworks,
-absl flags, and levels of loggers."""
+absl flags, levels of loggers, and the working directory."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -65,7 +66,7 @@ def set_switches(values: Mapping[str, Any]) -> None:
 
 
 def read() -> dict[str, Any]:
-    """Seeds, flags and loggers of this process; can be pickled by `carry`."""
+    """Seeds, flags, loggers and the working directory of this process; can be pickled by `carry`."""
     return {
         "random": {
             **_read_python(),
@@ -74,6 +75,7 @@ def read() -> dict[str, Any]:
         },
         "flags": _flags(),
         "loggers": forwarded_logs.read_loggers(),
+        "directory": _directory(),
     }
 
 
@@ -88,6 +90,9 @@ def write(state: Mapping[str, Any]) -> tuple[Any, Any]:
     _set_generator(seeds["keras"])
     _set_flags(state["flags"])
     forwarded_logs.set_loggers(state["loggers"])
+    if state["directory"] != _directory():
+        with contextlib.suppress(OSError):  # another machine may not have it
+            os.chdir(state["directory"])
     own = global_state.get_global_attribute(_SEED_GENERATOR)
     return getattr(seeds["keras"], "state", None), getattr(own, "state", None)
 
@@ -151,6 +156,13 @@ def _tensorflow_seed() -> tuple[int, int] | None:
         _seeding.source, _seeding.calls = source, _seeding.calls + 1
     seed = context.global_seed()
     return None if seed is None else (seed, _seeding.calls)
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def _set_generator(given: keras.random.SeedGenerator | None) -> None:

@@ -4,10 +4,8 @@ reliable."""
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,11 @@ from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 from elasticcb.storage.job_store import JobStore
 from elasticcb.storage.local_folders import TemporaryFolder
 from elasticcb.storage.remote_files import is_url
+from elasticcb.storage.store_lock import StoreLock
 
 SNAPSHOT = "snapshot-"  # begin of the names of folders with what a full export is made of
 _SNAPSHOT = re.compile(rf"{SNAPSHOT}\d{{8,}}-[0-9a-f]{{8}}")
-OWNER_SECONDS = 60.0  # for how long a URL is in use by an owner who has said nothing
-_OWNER, _LOCK = "owner.json", ".exports.lock"
+_LOCK = ".exports.lock"
 
 
 class ExportFolder:
@@ -37,57 +35,35 @@ class ExportFolder:
         self.place = place.rstrip("/")
         self._here = None if is_url(place) else Path(place)
         self._store = JobStore(self.place if self._here is None else f"file://{place}")
-        self._lock = None if self._here is None else FolderLock(self._here, str(place), ENDING_SECONDS, _LOCK)
-        self._owner = ""
+        self._lock: FolderLock | StoreLock | None = None
 
-    @property
-    def is_local(self) -> bool:
-        return self._here is not None
+    def own(self, run: str, folder: str, say: Callable[[str], None]) -> None:
+        """Makes a training the only one that writes here. Raises `UsageError` when another does.
 
-    # -------------------------------------------------------------- who writes
-
-    def own(self, owner: str) -> None:
-        """Makes `owner`, the name of a training, the only one that writes. Raises `UsageError` when another does."""
-        if self._lock is not None and self._here is not None:
-            with _local(self.place):
-                self._here.mkdir(parents=True, exist_ok=True)  # which other users may read
-                self._lock.take()
+        Args:
+            run, folder, say: as for `StoreLock`.
+        """
+        if self._lock is not None:
             return
-        age = self._age_of_other(owner)
-        if age < OWNER_SECONDS:
-            self._owner = ""  # `leave` must not remove the other one's file
-            raise UsageError(
-                f"{self.place} is in use: another training wrote there {max(age, 0):.0f} s ago, and two would remove "
-                "each other's exports. Choose another folder, or stop the other one; if it was killed, the folder is "
-                f"free {OWNER_SECONDS:.0f} s later."
-            )
-        self._owner = owner
-        self._store.put(_OWNER, json.dumps({"owner": owner}).encode())
+        if self._here is None:
+            self._lock = StoreLock(self.place, _LOCK, self.place, folder, run, say)
+            return
+        lock = FolderLock(self._here, self.place, ENDING_SECONDS, _LOCK)
+        with _local(self.place):
+            self._here.mkdir(parents=True, exist_ok=True)  # which other users may read
+            lock.take()
+        self._lock = lock
 
-    def stay_owner(self) -> None:
-        """Call it often. Raises `UsageError` when another owner has come meanwhile."""
-        if self._lock is None:
-            self.own(self._owner)
+    def check_owner(self) -> None:
+        """Raises `UsageError` when another training has taken the URL meanwhile."""
+        if isinstance(self._lock, StoreLock) and (problem := self._lock.problem()):
+            raise UsageError(problem)
 
     def leave(self) -> None:
         """Lets others write here."""
         if self._lock is not None:
             self._lock.release()
-        elif self._owner:
-            with contextlib.suppress(StoreError):
-                self._store.remove(_OWNER)
         self._store.close()
-
-    def _age_of_other(self, owner: str) -> float:
-        """Seconds since another owner of the URL has said that it is there, by the clock of the store."""
-        try:
-            if json.loads(self._store.get(_OWNER))["owner"] != owner:
-                return self._store.now() - self._store.changed(_OWNER)
-        except (FileNotFoundError, ValueError, KeyError):
-            pass
-        return math.inf
-
-    # -------------------------------------------------------------- files
 
     def begin(self, name: str) -> str:
         """The place of a new folder, to which servers write."""

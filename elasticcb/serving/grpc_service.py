@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from tensorflow_serving.apis import get_model_metadata_pb2, predict_pb2, predict
 from elasticcb.errors import UsageError
 from elasticcb.rpc.tensors import Array
 from elasticcb.serving.loaded_export import SIGNATURE, check_names, check_shape
-from elasticcb.serving.service import ModelService, UnknownModelError, status_of
+from elasticcb.serving.service import ModelService, TooLargeError, UnknownModelError, status_of
 
 _GRACE_SECONDS = 30.0  # for running calls when the server ends
 _METADATA = "signature_def"  # the only kind that there is
@@ -65,7 +66,8 @@ class _PredictionService(prediction_service_pb2_grpc.PredictionServiceServicer):
         try:
             version = self._check(request.model_spec, context)
             signature = request.model_spec.signature_name or SIGNATURE
-            features = _arrays_of(request.inputs, self._service.model.signature(signature).inputs)
+            specs = self._service.model.signature(signature).inputs
+            features = _arrays_of(request.inputs, specs, self._service.options.max_body)
             answer = await self._service.predict(features, signature, version)
             wanted = request.output_filter or answer
             if unknown := [name for name in wanted if name not in answer]:
@@ -107,14 +109,20 @@ class _PredictionService(prediction_service_pb2_grpc.PredictionServiceServicer):
         return version
 
 
-def _arrays_of(inputs: Mapping[str, Any], specs: Mapping[str, tf.TensorSpec]) -> dict[str, Array]:
+def _arrays_of(inputs: Mapping[str, Any], specs: Mapping[str, tf.TensorSpec], most_bytes: int) -> dict[str, Array]:
     check_names(inputs, specs)
     arrays = {}
     for name, spec in specs.items():
-        if inputs[name].dtype != spec.dtype.as_datatype_enum:
-            raise UsageError(
-                f"The input {name!r} has the dtype {tf.as_dtype(inputs[name].dtype).name}. Expected {spec.dtype.name}."
-            )
+        given = inputs[name].dtype
+        if given != spec.dtype.as_datatype_enum:
+            shown: object = given
+            with contextlib.suppress(TypeError):  # TensorFlow does not know it
+                shown = tf.as_dtype(given).name
+            raise UsageError(f"The input {name!r} has the dtype {shown}. Expected {spec.dtype.name}.")
+        # Equal values at the end of a tensor may be left out, so a small message can be a huge array.
+        elements = abs(math.prod(dim.size for dim in inputs[name].tensor_shape.dim))
+        if elements * (spec.dtype.size or 8) > most_bytes:
+            raise TooLargeError(f"The input {name!r} is larger than {most_bytes:,} bytes (--max_body).")
         try:
             arrays[name] = tf.make_ndarray(inputs[name])
         except (TypeError, ValueError) as error:

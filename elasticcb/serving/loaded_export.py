@@ -7,7 +7,11 @@ functions have captured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from elasticcb.errors import CheckpointError, UsageError
-from elasticcb.rpc.tensors import Array
+from elasticcb.rpc.tensors import Array, aligned
 from elasticcb.serving.deltas import Delta, TableChange, combined, moved
 from elasticcb.serving.exports import IDS, WEIGHTS, Export
 from elasticcb.sharding.partition import VariableSpec
@@ -23,6 +27,7 @@ from elasticcb.sharding.table_state import TableSpec
 from elasticcb.tf.tensors import array_of, tensor_of
 
 SIGNATURE = "serving_default"
+_PIECE_BYTES = 1 << 20  # of a table that is rebuilt
 
 
 class ServingSignature(NamedTuple):
@@ -41,13 +46,16 @@ class Replaced(NamedTuple):
 
 
 class LoadedExport:
-    """A SavedModel in memory.
+    """A SavedModel whose functions can be called.
+
+    Args:
+        disk: local folder for the rows of its tables, in files that are mapped into memory; None: they are in memory.
 
     Raises `CheckpointError` if it has not the variables of its manifest.
     """
 
-    def __init__(self, folder: Path, export: Export, specs: Sequence[VariableSpec]) -> None:
-        self.export, self.specs = export, specs
+    def __init__(self, folder: Path, export: Export, specs: Sequence[VariableSpec], disk: Path | None = None) -> None:
+        self.export, self.specs, self._disk = export, specs, disk
         self._loaded = tf.saved_model.load(str(folder))
         self._weights = list(getattr(self._loaded, WEIGHTS, ()))
         tables = [number for number, spec in enumerate(specs[: len(self._weights)]) if spec.table]
@@ -65,6 +73,13 @@ class LoadedExport:
             name: _signature_of(function.structured_input_signature[1], function.structured_outputs)
             for name, function in self._functions.items()
         }
+        for number in tables if disk is not None else ():
+            table, (count, *width) = self._weights[number], specs[number].shape
+            count = len(self._ids[number]) if number in free else count
+            nothing = np.empty((0, *width), table.dtype.as_numpy_dtype)
+            on_disk = Replaced([(table, self._rebuilt(table, np.arange(count), np.empty(0, np.int64), nothing))], {})
+            self._put(on_disk)
+            self.free(on_disk)
 
     def signature(self, name: str) -> ServingSignature:
         if name not in self._signatures:
@@ -123,11 +138,26 @@ class LoadedExport:
                     found.ids[number] = ids
             else:
                 sources, (places, values) = np.arange(spec.shape[0]), _with_initial_rows(change, spec)
-            found.variables.append((variable, _rebuilt(variable, sources, places, values)))
+            found.variables.append((variable, self._rebuilt(variable, sources, places, values)))
         return found
+
+    def _rebuilt(self, variable: tf.Variable, sources: Array, places: Array, values: Array) -> tf.Variable:
+        """A table in a new variable: the rows at `sources` of the old one, and then other values at some places."""
+        shape, dtype = (len(sources), *values.shape[1:]), variable.dtype.as_numpy_dtype
+        rows = aligned(shape, dtype) if self._disk is None else _in_file(self._disk, shape, dtype)
+        for piece in _pieces(len(sources), rows) if len(places) < len(sources) else ():
+            found = tf.raw_ops.ResourceGather(resource=variable.handle, indices=sources[piece], dtype=variable.dtype)
+            rows[piece] = array_of(found)
+        for piece in _pieces(len(places), rows):
+            rows[places[piece]] = values[piece]
+        return _like(variable, rows)
 
     def use(self, replaced: Replaced, export: Export) -> None:
         """No call may run meanwhile; takes microseconds."""
+        self._put(replaced)
+        self.export = export
+
+    def _put(self, replaced: Replaced) -> None:
         handles = {id(old.handle): new.handle for old, new in replaced.variables}
         for function in self._functions.values():
             captured = [handles.get(id(each), each) for each in function.captured_inputs]
@@ -136,7 +166,6 @@ class LoadedExport:
         self._weights = [new.get(id(each), each) for each in self._weights]
         self._id_variables = {number: new.get(id(each), each) for number, each in self._id_variables.items()}
         self._ids |= replaced.ids
-        self.export = export
 
     def free(self, replaced: Replaced) -> None:
         """Frees the old values, after `use`: the SavedModel keeps its variables."""
@@ -157,19 +186,25 @@ def _like(variable: tf.Variable, value: Array | tf.Tensor) -> tf.Variable:
         return tf.Variable(value, shape=variable.shape, dtype=variable.dtype, trainable=False)
 
 
-def _rebuilt(variable: tf.Variable, sources: Array, places: Array, values: Array) -> tf.Variable:
-    """A table in a new variable: the rows at `sources` of the old one, and then other values at some places."""
-    with tf.device(variable.device):
-        values = tf.convert_to_tensor(values, variable.dtype)
-        if variable.shape[0] is None and len(sources) == len(places):  # it may have been empty
-            return _like(variable, values + tf.zeros_like(values))  # in memory that belongs to TensorFlow
-        return _like(variable, _gathered(variable.handle, tensor_of(sources), tensor_of(places), values))
+def _in_file(folder: Path, shape: tuple[int, ...], dtype: Any) -> Array:
+    """An array in a file without a name, which is gone with the array or this process; the system keeps in memory what
+    is used, as long as there is room. Raises `OSError` if the disk is full."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if not size:
+            return aligned(shape, dtype)
+        os.posix_fallocate(file.fileno(), 0, size)  # else, a full disk would kill this process later
+        return np.memmap(file, dtype, "r+", shape=shape)
 
 
-@tf.function(reduce_retracing=True)
-def _gathered(table: tf.Tensor, sources: tf.Tensor, places: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    rows = tf.raw_ops.ResourceGather(resource=table, indices=sources, dtype=values.dtype)
-    return tf.tensor_scatter_nd_update(rows, places[:, None], values)  # in place: nobody else has the rows
+def _pieces(count: int, rows: Array) -> Iterator[slice]:
+    """Pieces of work. After each comes a pause that is as long, so that requests get processors meanwhile."""
+    step = max(1, _PIECE_BYTES * max(1, len(rows)) // max(1, rows.nbytes))
+    for first in range(0, count, step):
+        began = time.monotonic()
+        yield slice(first, first + step)
+        if first + step < count:
+            time.sleep(time.monotonic() - began)
 
 
 def _with_initial_rows(change: TableChange, spec: VariableSpec) -> tuple[Array, Array]:

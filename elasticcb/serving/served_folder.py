@@ -11,7 +11,7 @@ from elasticcb.checkpoint.remote import Files
 from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.serving.exports import CURRENT, Current, version_of, way_to
 from elasticcb.storage.job_store import JobStore
-from elasticcb.storage.remote_files import is_url
+from elasticcb.storage.remote_files import is_url, problem_of
 
 PINNED = "pinned.json"  # the version that all who follow the folder serve, until it is unpinned
 
@@ -19,10 +19,13 @@ PINNED = "pinned.json"  # the version that all who follow the folder serve, unti
 class ServedFolder:
     """A folder or URL that `PeriodicExport` writes to. Not thread-safe.
 
-    All methods raise `CheckpointError`, and `StoreError` if it can't be reached.
+    All methods raise `CheckpointError`, and `StoreError` if it can't be reached; the constructor `UsageError`, if it is
+    a URL that can't be used.
     """
 
     def __init__(self, place: str | Path) -> None:
+        if is_url(str(place)) and (problem := problem_of(str(place))):
+            raise UsageError(f"{place} {problem}")
         self.place = str(place) if is_url(str(place)) else str(Path(place).expanduser().absolute())
         self._store = JobStore(self.place)
 

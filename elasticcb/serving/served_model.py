@@ -42,6 +42,8 @@ class ServedModel:
         folder: folder or URL that `PeriodicExport` writes to.
         version: serve only this one; None: the newest, or the one that `elasticcb serve rollback` has pinned.
         wait: if there is nothing usable yet, `follow` loads the first export; else, that is an error.
+        rows_on_disk: local folder for the rows of embedding tables, in files that are mapped into memory; None: they
+            are in memory.
 
     Attributes:
         problem: why the wanted version is not served; "": it is.
@@ -56,8 +58,15 @@ class ServedModel:
             answer["click"], answer.version
     """
 
-    def __init__(self, folder: str | Path, version: int | None = None, wait: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        version: int | None = None,
+        wait: bool = False,
+        rows_on_disk: str | Path | None = None,
+    ) -> None:
         self._folder, self._wanted = ServedFolder(folder), version
+        self._disk = None if rows_on_disk is None else Path(rows_on_disk)
         self._model: LoadedExport | None = None
         self._swapping = _Gate()
         self._closed = threading.Event()
@@ -128,7 +137,11 @@ class ServedModel:
 
         Args:
             every: seconds between two looks.
+
+        Raises `UsageError` if nobody can wait for that long.
         """
+        if not 0 < every <= threading.TIMEOUT_MAX:  # also not a number
+            raise UsageError(f"The time between two looks is {every} s. Expected a positive number of seconds.")
         if self._thread is None:
             self._thread = threading.Thread(target=self._follow, args=[every], name="follow", daemon=True)
             self._thread.start()
@@ -189,7 +202,9 @@ class ServedModel:
         try:
             self._apply(loaded, way[1:])
         finally:
-            if exporter or loaded.export.version == versions[-1]:
+            reached = loaded.export.version
+            goes_back = here is not None and here.exporter == exporter and reached < here.version
+            if reached == versions[-1] or (exporter and not goes_back):
                 self._publish(loaded)
 
     def _serve_older(self, version: int) -> None:
@@ -214,7 +229,7 @@ class ServedModel:
                 )
             for saved in export.files:
                 check_file(files.path(saved.name), saved)
-            return LoadedExport(folder, export, specs_in(manifest))
+            return LoadedExport(folder, export, specs_in(manifest), self._disk)
 
     def _publish(self, loaded: LoadedExport) -> None:
         with self._swapping.writing():

@@ -128,7 +128,7 @@ def _checkpoints(settings: JobSettings, given: Given) -> Iterator[str]:
 
 
 def _exports(settings: JobSettings, given: Given) -> Iterator[str]:
-    for name in ("export_every", "export_full_every"):
+    for name in ("export_every", "export_full_every", "export_keep"):
         if name in given and not settings.exports.directory:
             add = given.written(" configures exports, but the job writes none. Add {export_dir}")
             yield f"{given.shown(name)}{add}, or remove {given.name(name)}."

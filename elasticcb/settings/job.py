@@ -275,6 +275,12 @@ class PeriodicExportSettings(Section):
         name="export_full_every",
         **_A_TIME,
     )
+    keep: str = setting(
+        "2d",
+        "How long exports in {export_dir} are kept, unless the newest version needs them.",
+        name="export_keep",
+        **_A_TIME,
+    )
 
 
 # In the job's folder.

@@ -56,14 +56,18 @@ def opened(
     import fsspec
 
     options = dict(options or {})
-    protocol = fsspec.utils.get_protocol(url)
+    protocol = fsspec.utils.get_protocol(url) if is_url(url) else "file"
     if protocol in ("file", "local"):
         options.setdefault("auto_mkdir", True)
     if protocol in ("sftp", "ssh"):
         for name in ("timeout", "banner_timeout", "auth_timeout"):
             options.setdefault(name, silence_seconds)
     # Not an instance of an earlier attempt, whose connection may be broken.
-    files, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
+    if protocol in ("file", "local"):
+        files = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+        root = files._strip_protocol(url)  # in which "::" separates nothing
+    else:
+        files, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
     protocols = files.protocol if isinstance(files.protocol, tuple) else (files.protocol,)
     if "s3" in protocols:  # unless configured; its 15 s are too few for the end of a large upload
         files.read_timeout = silence_seconds

@@ -81,9 +81,10 @@ class BuiltModel:
             validates = settings.data.validation or spec.batch_source(Mode.EVALUATION) is not None
             both = self.first_mode is Mode.TRAINING and validates and self.metrics.own_steps
             for mode in (self.first_mode, *([Mode.EVALUATION] if both else ())):
-                batch = self.pipeline(mode).first_batch()
+                pipeline = self.pipeline(mode)
+                batch = pipeline.first_batch()
                 with without_traces(self.model, runs_eagerly(self.model)):
-                    backend().build(spec, self.model, batch, mode)
+                    backend().build(spec, self.model, batch, mode, pipeline.fixed)
         self.metrics.reset()
         remove_generated_files()  # a job may end before this worker gets a task
         logger.info("The model is built")

@@ -146,7 +146,7 @@ class TaskRun:
         self._progress.note_event(batch, session.ps.snapshot_version)
         if session.callbacks.is_due("on_test_batch_end"):
             logs = session.running.evaluated(logs)
-        given = HookLogs(session.metrics.in_order(logs), size=batch.records)
+        given = HookLogs(session.metrics.in_order(logs, "test"), size=batch.records)
         self._call_of_test_batch("on_test_batch_end", index, given)
 
     def _call_of_test_batch(self, hook: str, index: int, logs: HookLogs) -> None:

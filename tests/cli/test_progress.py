@@ -51,6 +51,8 @@ SUMMARY = JobSnapshot(
     metrics={"accuracy": 0.95},
     saved_model_path="/tmp/my export",
     checkpoint_path="/tmp/checkpoints/version-47",
+    export_path="s3://models/my clicks",
+    export_version=46,
     directory="/tmp/jobs/digits",
 )
 
@@ -254,6 +256,9 @@ def test_the_summary_has_metrics_and_paths_first_then_the_accounting_then_faults
     assert lines[2:4] == ["Metrics of the last evaluation:", "  accuracy  0.9500"]
     assert lines[5] == "SavedModel: /tmp/my export"
     assert lines[lines.index("The model, as a checkpoint: /tmp/checkpoints/version-47") + 1 :] == [
+        "",
+        "Exports for serving, up to version 46: s3://models/my clicks",
+        "Serve the newest with: elasticcb serve 's3://models/my clicks'",
         "",
         "  records trained                   3,000 (2 epochs of 1,500)",
         "  records evaluated, once each      297",

@@ -67,6 +67,7 @@ def test_all_kinds_of_values_reach_the_settings(workplace):
         "--output=export",
         "--export_dir=s3://models/clicks",
         "--export_every=10s",
+        "--export_keep=3d",
         "--job_name=mine",
         "--log_level=warning",
         "--max_step=100",
@@ -82,6 +83,7 @@ def test_all_kinds_of_values_reach_the_settings(workplace):
     assert settings.output == str(workplace.root / "export")
     export = settings.exports
     assert (export.directory, export.every, export.full_every) == ("s3://models/clicks", "10s", "6h")
+    assert export.keep == "3d"
     assert settings.name == "mine"
     assert settings.log_level == "WARNING"
 

@@ -35,7 +35,7 @@ class Faults:
         """Makes one process fail, the first of its place that gets so far; those that follow it don't.
 
         Args:
-            role: "worker", "ps" or "master", whose index is 0.
+            role: "worker", "ps", or "master", "export" (a full one) or "serve", whose index is 0.
             event: one of `faulty_process.EVENTS`.
             action: "kill" and "stop" send SIGKILL and SIGSTOP to itself.
             nth: how often the event must have come before it.

@@ -1,16 +1,22 @@
 """Jobs that export for serving while they train, with real processes that are killed meanwhile."""
 
+import contextlib
 import json
 import re
+import subprocess
 import textwrap
+import threading
+import time
 
 import fsspec
 import keras
 import numpy as np
 import pytest
+import requests
 import tensorflow as tf
 from exported import Export, current
 from stores import S3Server
+from waiting import wait_until
 
 import elasticcb
 from elasticcb.callbacks import PeriodicExport
@@ -22,10 +28,11 @@ from elasticcb.serving.exports import version_of, way_to
 from elasticcb.sharding.partition import VariableSpec, partition
 from elasticcb.sharding.table_state import whole
 from jobs import offsets_job, train_flags
+from serving_process import PREDICT, Serving
 
 RECORDS, TESTED, IDS = 4_000, 400, 60
 
-HOOKS = """
+PACE = """
     import os
     import time
 
@@ -37,6 +44,10 @@ HOOKS = """
             if os.path.exists(os.path.join(os.path.dirname(__file__), "enough")):
                 self.model.stop_training = True
 
+    def callbacks():
+        return [Pace()]
+"""
+TOLD = """
     class Told(elasticcb.callbacks.PeriodicExport):
         def on_export_end(self, version, path):
             print("EXPORTED", version, path, flush=True)
@@ -76,7 +87,7 @@ def test_exports_say_what_the_servers_have_although_processes_are_killed(tmp_pat
     offsets_job(tmp_path, IDS, train=RECORDS, test=TESTED)
     folder, checkpoints = tmp_path / "exports", tmp_path / "ckpt"
     with (tmp_path / "offsets.py").open("a") as file:
-        file.write(textwrap.dedent(HOOKS))
+        file.write(textwrap.dedent(PACE + TOLD))
     more = {"num_ps": 2, "num_epochs": 1000, "checkpoint_dir": checkpoints, "checkpoint_interval": 0.2}
     rows = {"embedding_when_full": "evict", "embedding_tables": "{embedding: {max_rows: 40}}"}
     job = start_job("train", *train_flags(tmp_path, "offsets", **more, **rows))
@@ -170,10 +181,190 @@ def test_a_program_exports_to_a_store_and_at_the_end_what_it_has_trained(s3, mon
     assert [path for _, path in told] == [f"{url}/{name}" for name in way]
     assert told[-1][0] == now.version
     assert len(way) == 2
-    assert {path.name for path in folder.iterdir()} == {*way, "current.json"}  # nor does anybody own it
+    assert {path.name for path in folder.iterdir()} == {*way, "current.json", ".exports.lock"}
+    (owner,) = (folder / ".exports.lock" / "owners").iterdir()
+    assert json.loads(owner.read_text())["ended"]
     weights = dict(enumerate(model.get_weights()))
     tables = {0: dict(enumerate(weights.pop(0))), 1: dict(zip(own.rows()[0], weights.pop(1), strict=True))}
     assert_same(Export(folder, way), weights, tables)
+
+
+class Asking:
+    """Asks `elasticcb serve` all the time for everything that an offsets model knows: what each version has answered.
+
+    Attributes:
+        served: the process; None: there is none now.
+        orders: the versions in the order of the answers, of each process.
+    """
+
+    def __init__(self):
+        self.served, self.answers, self.orders = None, {}, []
+        self._over, self._wrong = threading.Event(), []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def start(self, folder, **given):
+        self.orders.append([])
+        self.served = Serving(folder, **given)
+        return self.served
+
+    def _run(self):
+        numbers = np.concatenate([np.zeros((IDS + 1, 4)), np.eye(4)])
+        inputs = {"id": [[id] for id in [*range(IDS + 1), *[IDS] * 4]], "numbers": numbers.tolist()}  # IDS has no row
+        while not self._over.is_set():
+            time.sleep(0.02)
+            with contextlib.suppress(requests.ConnectionError, AttributeError):
+                answer = requests.post(f"{self.served.url}{PREDICT}", json={"inputs": inputs}, timeout=60)
+                if answer.status_code == 503:
+                    continue
+                version = int(answer.headers.get("X-Model-Version", -1))
+                outputs = np.array(answer.json().get("outputs", [[np.nan]]))[:, 0]
+                self.orders[-1].append(version)
+                if not np.allclose(outputs, self.answers.setdefault(version, outputs), atol=1e-6):
+                    self._wrong.append((version, answer.text))
+
+    def count(self):
+        return len(self.orders[-1])
+
+    def finish(self):
+        self._over.set()
+        self._thread.join()
+
+    def assert_answers_are_those_of_whole_versions(self, folder):
+        """Of the exports in the folder, which keeps all that were served; never an older one after a newer one."""
+        assert not self._wrong
+        names = [path.name for path in folder.iterdir() if (path / "manifest.json").is_file()]
+        for version, outputs in self.answers.items():
+            way = way_to(names, version)
+            assert version_of(way[-1]) == version
+            export = Export(folder, way)
+            ((_, rows),) = export.tables.items()
+            kernel, bias = sorted(export.dense.values(), key=lambda array: -array.size)
+            expected = [bias[0] + sum(rows.get(id, [0.0])) for id in range(IDS + 1)]
+            np.testing.assert_allclose(outputs, [*expected, *(bias + kernel)[:, 0]], atol=1e-5)
+        for order in self.orders:
+            assert order == sorted(order)
+
+
+@pytest.fixture
+def asking():
+    asking = Asking()
+    yield asking
+    asking.finish()
+    if asking.served is not None:
+        asking.served.process.process.kill()
+
+
+def start_exporting(folder, start_job, exports, **more):
+    offsets_job(folder, IDS, train=RECORDS, test=TESTED)
+    with (folder / "offsets.py").open("a") as file:
+        file.write(textwrap.dedent(PACE))
+    given = {"num_workers": 1, "num_epochs": 1000, "checkpoint_interval": 0.2, "export_full_every": "6s", **more}
+    return start_job("train", *train_flags(folder, "offsets", export_dir=exports, export_every="1s", **given))
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1800)
+def test_whatever_is_killed_or_away_answers_are_of_whole_versions_and_the_last_is_served(
+    s3, monkeypatch, tmp_path, start_job, faults, asking
+):
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    happened = {
+        "export": faults.fail_at("export", 0, "has made a SavedModel"),
+        "server": faults.fail_at("ps", 0, "exports its part", nth=6),
+        "master": faults.fail_at("master", 0, "leads to an export", nth=12),
+        "serve": faults.fail_at("serve", 0, "swaps versions", nth=3),
+    }
+    faults.shorten("elasticcb.master.exports._RETRY_SECONDS", 1.0)
+    url = "s3://models/faults"
+    job = start_exporting(tmp_path, start_job, url)
+    first = asking.start(url, cwd=tmp_path)
+    wait_until(happened["serve"], 600)
+    first.process.finish()
+    served = asking.start(url, cwd=tmp_path)
+    for each in happened.values():
+        wait_until(each, 600)
+    restarted = max(asking.orders[-1], default=0)
+    wait_until(lambda: served.health["version"] > restarted and not served.health["problem"])
+
+    s3.stop()
+    wait_until(lambda: "can't be read" in served.health["problem"])
+    before, answered = served.health["version"], asking.count()
+    wait_until(lambda: asking.count() > answered + 20)
+    assert served.health["version"] == before
+    s3.start()
+    wait_until(lambda: served.health["version"] > before and not served.health["problem"])
+
+    (tmp_path / "enough").touch()
+    assert job.finish() == 0, job.output
+    job.assert_no_orphans()
+    fsspec.filesystem("s3", **s3.options).get(f"{url}/", f"{tmp_path}/exports/", recursive=True)
+    folder = tmp_path / "exports"
+    wait_until(lambda: served.health["version"] == current(folder).version)
+    answered = asking.count()
+    wait_until(lambda: asking.count() > answered + 5)
+    asking.finish()
+    asking.assert_answers_are_those_of_whole_versions(folder)
+    assert current(folder).version in asking.answers
+    assert all((path / "manifest.json").is_file() for path in folder.glob("*-*"))  # nothing unfinished is left
+    owners = sorted((folder / ".exports.lock" / "owners").iterdir())
+    assert [json.loads(owner.read_text())["ended"] for owner in owners] == [False, True]  # of the killed master
+
+
+@contextlib.contextmanager
+def small_disk(folder):
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@contextlib.contextmanager
+def full(disk):
+    with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    yield
+    (disk / "filler").unlink()
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+def test_full_disks_of_exports_and_of_a_server_delay_versions_only(tmp_path, start_job, asking, monkeypatch):
+    with small_disk(tmp_path / "disk") as disk, small_disk(tmp_path / "cache") as cache:
+        folder = disk / "exports"
+        job = start_exporting(tmp_path, start_job, folder)
+        monkeypatch.setenv("TMPDIR", str(cache))
+        served = asking.start(f"file://{folder}", cwd=tmp_path)
+
+        def follows():
+            before = served.health["version"] or 0
+            wait_until(lambda: served.health["version"] > before and not served.health["problem"])
+
+        wait_until(lambda: served.health["version"])
+        follows()
+        with full(cache):
+            wait_until(lambda: "No space left" in served.health["problem"])
+            before, answered = served.health["version"], asking.count()
+            wait_until(lambda: asking.count() > answered + 5)
+            assert served.health["version"] == before
+        follows()
+        with full(disk):
+            job.wait_for_line(r"xports can't be written now: .*(No space left|disk is full).* Training continues\.")
+            assert served.health["version"]
+        job.wait_for_line(r"Exports can be written again\.")
+        follows()
+        (tmp_path / "enough").touch()
+        assert job.finish() == 0, job.output
+        wait_until(lambda: served.health["version"] == current(folder).version)
+        asking.finish()
+        asking.assert_answers_are_those_of_whole_versions(folder)
+        served.process.process.kill()
+        served.process.finish()
 
 
 REFUSED = {
@@ -189,7 +380,7 @@ def test_a_job_that_can_not_export_is_refused_before_it_trains(tmp_path, case):
     folder, other = tmp_path / "exports", None
     if case == "another":
         other = ExportFolder(str(folder))
-        other.own("of another job")
+        other.own("of another job", "jobs/other", print)
     elif case == "file":
         folder.write_text("")
     trained = []

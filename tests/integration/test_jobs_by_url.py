@@ -97,8 +97,8 @@ def test_bucket_that_is_not_there_is_told(url, tmp_path):
 
 
 def test_of_two_masters_one_is_the_owner(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("elasticcb.master.job_copy.SILENCE_SECONDS", 2.0)
-    monkeypatch.setattr("elasticcb.master.job_copy.BEAT_SECONDS", 0.2)
+    monkeypatch.setattr("elasticcb.storage.store_lock.SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr("elasticcb.storage.store_lock.BEAT_SECONDS", 0.2)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     taken, told = JobCopy.taken(store.url, tmp_path / "one", False, pytest.fail), []
@@ -112,7 +112,7 @@ def test_of_two_masters_one_is_the_owner(store, tmp_path, monkeypatch):
 
 
 def test_copy_that_was_not_fetched_as_a_whole_is_fetched_again(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("elasticcb.master.job_copy.SILENCE_SECONDS", 0.0)
+    monkeypatch.setattr("elasticcb.storage.store_lock.SILENCE_SECONDS", 0.0)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     JobCopy.taken(store.url, tmp_path / "one", False, print)
@@ -134,7 +134,7 @@ def test_of_two_programs_the_second_is_refused_before_its_first_fit(tmp_path, mo
         with first.next_fit() as fit:
             pass
     fit.copy._store.put("owners/00000001", json.dumps({"holder": "of the first", "ended": False}).encode())
-    monkeypatch.setattr("elasticcb.master.job_copy.BEAT_SECONDS", 0.2)
+    monkeypatch.setattr("elasticcb.storage.store_lock.BEAT_SECONDS", 0.2)
     monkeypatch.setattr(JobStore, "changed", lambda self, name: time.time())  # it writes all the time
     with pytest.raises(UsageError, match="is in use by process"):
         second.open()
@@ -201,8 +201,8 @@ def test_every_state_in_which_a_crash_leaves_the_copy_can_be_read_and_damage_is_
 @pytest.mark.deep  # test_restarted_programs.py has a program that goes on from a URL
 def test_job_goes_on_elsewhere_and_the_former_master_gives_way(url, tmp_path, start_job, faults, monkeypatch, capsys):
     offsets_job(tmp_path, IDS, train=RECORDS, test=TESTED)
-    faults.shorten("elasticcb.master.job_copy.SILENCE_SECONDS", 8.0)  # longer than a busy machine is
-    faults.shorten("elasticcb.master.job_copy.BEAT_SECONDS", 0.5)
+    faults.shorten("elasticcb.storage.store_lock.SILENCE_SECONDS", 8.0)  # longer than a busy machine is
+    faults.shorten("elasticcb.storage.store_lock.BEAT_SECONDS", 0.5)
     more = {"num_ps": 2, "num_epochs": 5, "checkpoint_interval": 0.2, "evaluation_steps": 200, "job_dir": url}
     places = [tmp_path / name for name in ("first", "second", "third")]
     for place in places:

@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 from waiting import wait_until
 
-from elasticcb.checkpoint.versions import find_versions
+from elasticcb.checkpoint.versions import begin_version, find_versions, finish_version
+from elasticcb.cli.export import _checkpoint_of
 from elasticcb.cli.main import main
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.roles.master import run_master
@@ -88,6 +89,13 @@ def test_a_job_that_runs_or_was_stopped_is_exported(start_job, tmp_path, capsys)
     (saved,) = find_versions(tmp_path / "job" / "model")
     assert main(["export", str(tmp_path / "job"), f"--output={tmp_path / 'stopped'}"]) == 0
     assert f"version {int(saved.name[8:]):,} of" in capsys.readouterr().out
+
+
+def test_a_job_that_has_saved_nothing_has_not_the_model_of_another_in_its_checkpoint_folder(tmp_path):
+    other = finish_version(begin_version(tmp_path, 3), version=3, specs=[], parts=[], files=[], extra={"run": "other"})
+    for place in (str(tmp_path), f"file://{tmp_path}"):
+        assert _checkpoint_of(place, "mine") is None
+        assert _checkpoint_of(place, "other") == f"{place}/{other.name}"
 
 
 def _output(capsys, *arguments):

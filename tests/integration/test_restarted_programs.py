@@ -120,8 +120,8 @@ def program(tmp_path):
 @pytest.fixture
 def left(monkeypatch, faults):
     """Returns which files of fits are in the `job_dir` of a program, below a URL of a real S3 server."""
-    faults.shorten("elasticcb.master.job_copy.SILENCE_SECONDS", 5.0)  # a program that runs again is on another machine
-    faults.shorten("elasticcb.master.job_copy.BEAT_SECONDS", 0.5)
+    faults.shorten("elasticcb.storage.store_lock.SILENCE_SECONDS", 5.0)  # for a program on another machine
+    faults.shorten("elasticcb.storage.store_lock.BEAT_SECONDS", 0.5)
     with S3Server("programs") as s3:
         for name, value in {**s3.environment, "JOB_DIR": "s3://programs/one"}.items():
             monkeypatch.setenv(name, value)

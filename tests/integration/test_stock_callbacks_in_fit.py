@@ -107,6 +107,11 @@ def test_plateau_lowers_the_rate_as_in_keras(cluster, tmp_path):
     assert last_logs[0] == last_logs[1]  # without the rate, which is for the callbacks of an epoch's end
 
 
+def test_program_is_warned_of_a_monitored_metric_that_does_not_exist(cluster):
+    with pytest.warns(UserWarning, match="conditioned on metric `val_auc` which is not available"):
+        cluster.fit(new_model(), *data(), verbose=0, callbacks=[keras.callbacks.EarlyStopping("val_auc", mode="max")])
+
+
 def test_tensorboard_has_the_tags_steps_and_values_of_keras(cluster, tmp_path):
     def callbacks(folder):
         return [keras.callbacks.TensorBoard(str(folder), update_freq=5, histogram_freq=2, write_graph=False)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections import Counter
 
@@ -10,6 +12,7 @@ import pytest
 from brokers import broker
 
 from jobs import number, train_flags, write_model_file
+from metrics_scrapes import Scrape
 
 MODEL = """
     import json
@@ -121,6 +124,65 @@ def test_a_job_stops_at_the_newest_record_and_counts_them(tmp_path, kafka, start
     first = clicks(0, 24)[::3]  # of which the master and the worker have built their models
     assert read(tmp_path) == Counter(clicks(0, 333)) + Counter(2 * first)
     assert number(job.output, "records trained") == 333
+
+
+LINES = """
+    import keras
+    import tensorflow as tf
+
+    def custom_model():
+        return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+
+    def loss(labels, predictions):
+        return keras.losses.mean_squared_error(labels, predictions)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.01)
+
+    def feed_batch(records, mode, metadata):
+        x, y = tf.io.decode_csv(records, [[0.0], [0.0]])
+        return x[:, None], y[:, None]
+"""
+
+
+def write_lines(folder, name, lines):
+    """A file appears when it is complete."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"_{name}").write_text("".join(f"{line}\n" for line in lines))
+    (folder / f"_{name}").rename(folder / name)
+
+
+def trained(job):
+    """A function that returns the records that a job with metrics has trained."""
+    address = re.search(r"http://(\S+)/metrics", job.wait_for_line(r"Metrics are served at"))[1]
+    return lambda: Scrape(address).find("elasticcb_records_total", type="training") or 0
+
+
+def test_files_that_are_added_are_trained_once_without_their_bad_records(tmp_path, start_job):
+    folder, bad = tmp_path / "lines", tmp_path / "bad"
+    write_lines(folder, "a.csv", [f"{n / 100},{n / 50}" for n in range(100)])
+    write_model_file(tmp_path, LINES, "lines_model")
+    given = {"training_data": folder, "checkpoint_interval": 0.5, "epoch_every": "1s", "bad_records": bad}
+    given |= {"data_reader_params": "settle_seconds=0", "follow": "true", "progressive": "true", "metrics_port": 0}
+    flags = [each for each in train_flags(tmp_path, "lines_model", **given) if "validation_data" not in each]
+    job = start_job("train", *flags)
+    records = trained(job)
+    job.wait_for_line(r"Epoch 1 .*progressive_loss")
+    write_lines(folder, "0.csv", [*(f"{n / 100},{n / 50}" for n in range(40)), "0.5,half", "1,2"])
+    wait_until(lambda: records() == 142)
+    job.interrupt()
+    assert job.finish() == 130
+    assert re.search(r"Record 40 of .*0\.csv is skipped", job.output)
+    assert [path.read_text() for path in bad.glob("*.record")] == ["0.5,half"]
+    write_lines(folder, "b.csv", [f"{n / 100},{n / 50}" for n in range(30)])
+    resumed = start_job("resume", tmp_path / "job")
+    records = trained(resumed)
+    wait_until(lambda: records() == 172)
+    resumed.interrupt()
+    assert resumed.finish() == 130
+    status = json.loads((tmp_path / "job" / "status.json").read_text())
+    assert (status["records_trained"], status["bad_records"]) == (172, 1)
+    resumed.assert_no_orphans()
 
 
 def test_fit_on_a_stream_trains_like_fit_on_its_records(kafka):

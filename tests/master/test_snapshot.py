@@ -55,7 +55,7 @@ def seen():
     state.totals.recovered(2.5, updates_lost=19)
     state.totals.callback_errors, state.totals.checkpoints_failed = 22, 23
     state.totals.recovery_files_failed = 24
-    server.exported(12)
+    server.exported(12, "s3://models/clicks")
     server.set_status(phase="training", metrics={"auc": 0.75})
     yield master.observe()
     master.stop()
@@ -156,7 +156,9 @@ def test_the_live_display_and_the_status_command_show_the_same_figures(seen):
         "servers 1/1",
         "tasks 7 to do, 1 running",
     ]
-    assert ", ".join(status_parts(seen)) in state_lines(seen.to_json())[1]
+    lines = state_lines(seen.to_json())
+    assert ", ".join(status_parts(seen)) in lines[1]
+    assert "  exports: up to version 12 in s3://models/clicks" in lines
 
 
 def test_checkpoint_is_as_old_as_the_last_one_that_was_written(seen, tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
@@ -9,9 +10,9 @@ from stores import S3Server
 
 from elasticcb.checkpoint.shard_file import Part, write_part
 from elasticcb.errors import CheckpointError, UsageError
-from elasticcb.serving import export_folder
 from elasticcb.serving.export_folder import ExportFolder
 from elasticcb.serving.exports import Export, unneeded, way_to
+from elasticcb.storage import store_lock
 from elasticcb.storage.job_store import JobStore
 from elasticcb.storage.remote_files import is_url
 
@@ -27,18 +28,21 @@ def place(request, tmp_path, monkeypatch):
     if request.param == "local":
         return str(tmp_path / "exports")
     server = request.getfixturevalue("s3")
+    monkeypatch.setattr(store_lock, "SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr(store_lock, "BEAT_SECONDS", 0.3)
     monkeypatch.setitem(fsspec.config.conf, "s3", server.options)
     return f"s3://exports/{tmp_path.name}"
 
 
 @pytest.fixture
 def opened(place):
-    """Opens the folder for its writer."""
+    """Opens the folder for a training."""
     with contextlib.ExitStack() as stack:
 
-        def open_it():
+        def open_it(run):
             folder = ExportFolder(place)
             stack.callback(folder.leave)
+            folder.own(run, f"jobs/{run}", print)
             return folder
 
         yield open_it
@@ -57,8 +61,7 @@ def export(version, since=None, written=0.0):
 
 
 def test_what_a_killed_exporter_has_not_finished_is_removed_and_versions_go_on(opened, place, tmp_path):
-    folder = opened()
-    folder.own("first")
+    folder = opened("first")
     finish(folder, export(5, written=50.0), tmp_path)
     finish(folder, export(7, 5, written=70.0), tmp_path)
     unfinished = "delta-00000007-00000009/server", "snapshot-00000009-0a1b2c3d/server", "full-00000009/saved_model.pb"
@@ -67,8 +70,7 @@ def test_what_a_killed_exporter_has_not_finished_is_removed_and_versions_go_on(o
         folder.put(name, b"half")
     folder.put("readme.txt", b"of the user's")
     folder.leave()
-    folder = opened()
-    folder.own("first")
+    folder = opened("first")
     assert folder.begin_again() == ({"full-00000005": 50.0, "delta-00000005-00000007": 70.0}, 9)
     assert folder.begin_again() == ({"full-00000005": 50.0, "delta-00000005-00000007": 70.0}, 7)
     folder.remove("full-00000005")
@@ -78,27 +80,40 @@ def test_what_a_killed_exporter_has_not_finished_is_removed_and_versions_go_on(o
         assert store.names("snapshot-00000009-0a1b2c3d") == []
 
 
-def test_a_folder_has_one_owner(opened, monkeypatch):
-    first, second = opened(), opened()
-    first.own("first")
-    with pytest.raises(UsageError, match="is in use"):
-        second.own("second")
-    first.stay_owner()
+def test_of_two_that_begin_to_export_at_the_same_time_one_is_refused(opened):
+    def outcome(run):
+        try:
+            opened(run)
+        except UsageError as error:
+            return str(error)
+        return "taken"
+
+    with ThreadPoolExecutor(2) as threads:
+        refused, taken = sorted(threads.map(outcome, ["one", "two"]))
+    assert taken == "taken"
+    assert re.search("is in use by process|has just been taken by another job", refused)
+
+
+def test_a_folder_that_its_owner_has_left_is_free(opened):
+    first = opened("first")
+    with pytest.raises(UsageError, match="is in use by process"):
+        opened("second")
+    first.check_owner()
     first.leave()
-    second.own("second")
-    if not second.is_local:  # killed, and nobody heard of it again: time passes
-        with monkeypatch.context() as later:
-            later.setattr(export_folder, "OWNER_SECONDS", 0.0)
-            first.own("first")
-        with pytest.raises(UsageError, match="is in use"):
-            second.stay_owner()
-        second.leave()
-        with pytest.raises(UsageError, match="is in use"):  # by the first, still
-            opened().own("third")
+    opened("second").check_owner()
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)  # the lock of a local folder ends with its process
+def test_a_url_whose_owner_was_killed_is_free_for_its_next_master_at_once(opened):
+    killed = opened("first")
+    resumed = opened("first")
+    resumed.check_owner()
+    with pytest.raises(UsageError, match="Another job took s3://"):
+        killed.check_owner()  # it was only silent
 
 
 def test_an_export_without_a_file_of_a_server_is_not_finished(opened, tmp_path):
-    folder = opened()
+    folder = opened("first")
     missing = write_part(tmp_path / "elsewhere", Part(3))
     folder.begin("delta-00000001-00000003")
     content = {"version": 3, "specs": [], "parts": [[]], "files": [[missing]]}

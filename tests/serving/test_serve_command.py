@@ -219,6 +219,7 @@ def is_refused(context, port):
         (["--tls_cert=cert.pem"], "both --tls_cert and --tls_key"),
         (["--port=70000"], "70000"),
         (["--host=192.0.2.1", "--insecure"], "can't be served at 192.0.2.1"),
+        (["--port=0", "--poll=inf"], "The time between two looks is inf s"),
     ],
 )
 def test_wrong_flags_are_refused(tmp_path, flags, says, capsys):
@@ -273,6 +274,11 @@ def test_grpc_api_is_that_of_tensorflow_serving(exports, tmp_path):
                 "The input 'item' has the dtype int32"
             )
             assert "ids out of range" in refused(request(item=-np.ones((3, 2), np.int64)))[1]
+            unknown, huge = request(), request()
+            unknown.inputs["item"].dtype = 0
+            huge.inputs["item"].tensor_shape.dim[0].size = 10**12
+            assert refused(unknown) == ("INVALID_ARGUMENT", "The input 'item' has the dtype 0. Expected int64.")
+            assert refused(huge)[0] == "RESOURCE_EXHAUSTED"
 
             asked = get_model_metadata_pb2.GetModelMetadataRequest(
                 model_spec={"name": NAME}, metadata_field=["signature_def"]

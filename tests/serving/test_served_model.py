@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
+from stores import S3Server
 from waiting import wait_until
 
 import elasticcb
@@ -36,11 +39,13 @@ def exports(tmp_path):
     return made
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-def test_served_model_answers_as_the_trained_one_at_every_version(tmp_path, servers):
+@pytest.mark.parametrize(("servers", "on_disk"), [(1, False), (2, False), (2, True)])
+def test_served_model_answers_as_the_trained_one_at_every_version(tmp_path, servers, on_disk):
     exports = MadeExports(tmp_path / "exports", servers=servers)
     exports.full(1)  # without a row
-    with ServedModel(exports.folder) as model:
+    disk = tmp_path / "rows"
+    disk.mkdir()
+    with ServedModel(exports.folder, rows_on_disk=disk if on_disk else None) as model:
         agrees(model, exports)
         for version in range(2, 12):
             exports.train(version)
@@ -53,6 +58,8 @@ def test_served_model_answers_as_the_trained_one_at_every_version(tmp_path, serv
                 agrees(model, exports)
         assert model.problem == ""
         assert 0 <= model.age < 600
+        assert (str(disk) in Path("/proc/self/maps").read_text()) == on_disk
+        assert not list(disk.iterdir())
     with ServedModel(exports.folder) as model:  # from the newest full export on
         agrees(model, exports)
 
@@ -167,11 +174,16 @@ def test_restarted_exporter_begins_a_new_chain(exports):
         agrees(model, again)
 
 
-def test_damaged_current_json_changes_nothing(exports):
+@pytest.mark.parametrize("damage", [lambda text: "{", lambda text: text.replace("-00000011", "-00000012")])
+def test_damaged_current_json_changes_nothing(exports, damage):
+    exports.train(1)
+    exports.delta(11)
     with ServedModel(exports.folder) as model:
-        (exports.folder / CURRENT).write_text("{")
+        current = exports.folder / CURRENT
+        current.write_text(damage(current.read_text()))
         model.look()
-        assert "can't be read" in model.problem
+        assert model.problem
+        assert model.version == 11
         agrees(model, exports)
 
 
@@ -212,11 +224,40 @@ def test_all_who_follow_a_folder_go_back_and_forth_with_it(exports):
             folder.pin(7)
 
 
-def test_exports_of_a_url_are_served(exports):
+def test_exports_of_a_url_are_served_and_pinned(exports, monkeypatch):
+    url, expected = "s3://models/clicks", exports.expected(FEATURES)[0]
+    with S3Server("models") as server:
+        monkeypatch.setitem(fsspec.config.conf, "s3", server.options)
+        store = fsspec.filesystem("s3", **server.options)
+        store.put(str(exports.folder), url, recursive=True)
+        with ServedModel(url) as model:
+            agrees(model, exports)
+            exports.train(1)
+            name = exports.delta(11)
+            for each in (name, CURRENT):
+                store.put(str(exports.folder / each), f"{url}/{each}", recursive=True)
+            model.look()
+            agrees(model, exports)
+            ServedFolder(url).pin(10)
+            model.look()
+            np.testing.assert_allclose(model.predict(FEATURES)["score"], expected, atol=1e-6)
+            assert (model.version, model.problem) == (10, "")
+
+
+@pytest.mark.parametrize("name", ["clicks", "a#b?c%20d::e"])
+def test_exports_of_a_url_are_served(exports, name):
     exports.train(1)
     exports.delta(11)
-    with ServedModel(f"file://{exports.folder}") as model:
-        agrees(model, exports)
+    exports.folder = exports.folder.rename(exports.folder.with_name(name))
+    for place in (f"file://{exports.folder}", exports.folder):
+        with ServedModel(place) as model:
+            agrees(model, exports)
+
+
+@pytest.mark.parametrize("place", ["nosuch://clicks", "s3://"])
+def test_url_that_can_not_be_used_is_refused(place):
+    with pytest.raises(UsageError, match=r"can't be used|names no bucket"):
+        ServedModel(place, wait=True)
 
 
 def test_no_request_sees_parts_of_two_versions(exports):

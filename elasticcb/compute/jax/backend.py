@@ -58,7 +58,7 @@ _TENSORFLOW = os.path.dirname(tf.__file__) + os.sep
 _NOT_TRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 
-def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> StepVariables | None:
+def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, fixed: Sequence[bool] = ()) -> StepVariables | None:
     """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
     with told_with_batch(spec, batch, mode, _explain), building, without_rows(model):

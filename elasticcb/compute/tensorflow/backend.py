@@ -71,26 +71,28 @@ Wanted = dict[int, tuple[tf.Tensor, list[tf.Tensor]]]
 _SMALL_BYTES = 2 << 20
 
 
-def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> StepVariables | None:
+def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, fixed: Fixed = ()) -> StepVariables | None:
     """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
-    batch = _of_fixed_size(model, batch)
+    batch = traced = _of_fixed_size(model, batch)
+    if fixed_batch_size(model) is None and mode is not Mode.PREDICTION:  # else lazy layers get the size, as in Keras
+        traced = specs_of(batch, fixed)
     with told_with_batch(spec, batch, mode), building:
         if model.run_eagerly:  # else the step is traced first
             make_variables(model, batch)
         if mode is Mode.TRAINING and is_overridden(model, "train_step"):
-            return step_variables(model, batch)
+            return step_variables(model, batch, traced)
         step = functools.partial(forward, model) if mode is Mode.TRAINING else model_step(model, mode)
-        _run_unchanged(model, step, batch)
+        _run_unchanged(model, step, batch, traced)
     return None
 
 
-def _run_unchanged(model: keras.Model, step: Callable[[Any], Any], batch: Any) -> None:
+def _run_unchanged(model: keras.Model, step: Callable[[Any], Any], batch: Any, traced: Any) -> None:
     """Runs a step and restores the model, including changes by layers in `call` and the seeds that they use."""
     failed: Exception | None = None
     if not model.run_eagerly and not all(layer.built for layer in layers_of(model)):
         try:  # builds lazily created variables without running it
-            tf.function(step, autograph=False).get_concrete_function(batch)
+            tf.function(step, autograph=False).get_concrete_function(traced)
         except Exception as error:
             failed = error
     with kept(model):
@@ -506,10 +508,10 @@ def _made_dense(gradient: Any, shape: Sequence[int], dtype: Any) -> Any:
     return tf.math.unsorted_segment_sum(tf.cast(gradient.values, kind), rows, shape[0])
 
 
-def step_variables(model: keras.Model, batch: Any) -> StepVariables:
+def step_variables(model: keras.Model, batch: Any, traced: Any) -> StepVariables:
     """Which variables `train_step` gives to optimizers.
 
-    The step is traced, not run; code run by `run_eagerly` leaves the model unchanged.
+    The step is traced for the specs `traced`, not run; code run by `run_eagerly` leaves the model unchanged.
     """
     capture = TensorFlowCapture(model)
     try:
@@ -517,7 +519,7 @@ def step_variables(model: keras.Model, batch: Any) -> StepVariables:
             with unchanged(model.variables), kept(model):
                 capture.train_step(batch)
         else:
-            tf.function(lambda data: capture.train_step(data)[0], autograph=False).get_concrete_function(batch)
+            tf.function(lambda data: capture.train_step(data)[0], autograph=False).get_concrete_function(traced)
     finally:
         capture.release()
     return capture.variables

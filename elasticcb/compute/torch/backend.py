@@ -70,7 +70,7 @@ _Note = Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 _ROWS, _RANDOM = "rows", "random"  # what a tensor depends on; otherwise the path of a variable
 
 
-def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode) -> StepVariables | None:
+def build(spec: Spec, model: keras.Model, batch: Any, mode: Mode, fixed: Sequence[bool] = ()) -> StepVariables | None:
     """See `Backend.build`."""
     check_batch(spec, model, batch, mode)
     with told_with_batch(spec, batch, mode), building:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from elasticcb.errors import UsageError
-from elasticcb.serving import batches
-from elasticcb.serving.batches import Batcher, TooManyRequestsError
+from elasticcb.serving import service
 from elasticcb.serving.loaded_export import SIGNATURE
 from elasticcb.serving.served_model import ServedModel
+from elasticcb.serving.service import Batcher, TooManyRequestsError
 from made_exports import MadeExports
 
-RUNNERS = batches._RUNNERS
+RUNNERS = service._RUNNERS
 
 
 @pytest.fixture(scope="module")

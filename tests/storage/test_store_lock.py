@@ -1,0 +1,94 @@
+"""Of several jobs, one at a time writes below a URL."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from elasticcb.errors import UsageError
+from elasticcb.master.startup import own_checkpoints
+from elasticcb.settings import CheckpointSettings, Command, JobSettings
+from elasticcb.storage import store_lock
+from elasticcb.storage.job_store import JobStore
+from elasticcb.storage.store_lock import StoreLock, owner_name, owner_record
+
+
+@pytest.fixture
+def url(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_lock, "SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr(store_lock, "BEAT_SECONDS", 0.1)
+    return f"file://{tmp_path}/checkpoints"
+
+
+@pytest.fixture
+def take(url):
+    with contextlib.ExitStack() as held:
+
+        def take(run, say=pytest.fail):
+            lock = StoreLock(url, ".lock", f"--checkpoint_dir={url}", f"/jobs/{run}", run, say)
+            held.callback(lock.release)
+            return lock
+
+        yield take
+
+
+def test_a_second_job_is_refused_until_the_first_has_ended(take):
+    first, told = take("one"), []
+    with pytest.raises(UsageError, match=r"--checkpoint_dir=\S+ is in use by process \d+ .* /jobs/one\); or choose"):
+        take("two", told.append)
+    assert "Waiting until it is silent" in told[0]
+    assert not first.problem()
+    first.release()
+    assert not take("two").problem()
+
+
+def test_the_next_master_of_a_job_has_it_at_once_and_the_former_writes_no_more(take):
+    former = take("one")
+    assert not take("one").problem()
+    assert former.problem().startswith("Another job took --checkpoint_dir=")
+
+
+def test_a_job_that_was_killed_has_it_no_longer_when_it_was_silent(take, url):
+    with contextlib.closing(JobStore(f"{url}/.lock")) as store:
+        assert store.create(owner_name(1), owner_record("/jobs/killed", "killed"))
+    assert not take("one", lambda text: None).problem()
+
+
+def test_of_two_that_begin_at_the_same_time_one_is_refused(take, monkeypatch):
+    both = threading.Barrier(2)
+    create = JobStore.create
+
+    def create_together(self, name, content):
+        if not name.startswith("probe"):
+            both.wait(60)  # each has seen that nobody has it
+        return create(self, name, content)
+
+    monkeypatch.setattr(JobStore, "create", create_together)
+
+    def outcome(run):
+        try:
+            take(run)
+        except UsageError as error:
+            return str(error)
+        return "taken"
+
+    with ThreadPoolExecutor(2) as threads:
+        refused, taken = sorted(threads.map(outcome, ["one", "two"]))
+    assert taken == "taken"
+    assert "has just been taken by another job" in refused
+
+
+def test_a_store_that_can_not_tell_who_was_first_is_told_of_once_and_used(caplog):
+    settings = JobSettings(command=Command.TRAIN, checkpoint=CheckpointSettings(directory="memory://checkpoints"))
+    context = SimpleNamespace(settings=settings, run="one", server=SimpleNamespace(print=pytest.fail))
+    context.until_end = contextlib.ExitStack()
+    with caplog.at_level(logging.WARNING, "elasticcb"):
+        assert own_checkpoints(context)
+    (record,) = caplog.records
+    assert "'memory://checkpoints' is not locked against other jobs" in record.getMessage()
+    assert "no conditional writes" in record.getMessage()
