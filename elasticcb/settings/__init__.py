@@ -18,7 +18,6 @@ from elasticcb.settings.choices import (
     WorkerRange,
 )
 from elasticcb.settings.cluster import ClusterSettings, NetworkOptions, RecoveryOptions
-from elasticcb.settings.command_line import ExportSettings, FollowSettings, SubmissionSettings
 from elasticcb.settings.given import Given
 from elasticcb.settings.job import (
     FIT_FILE,
@@ -35,8 +34,11 @@ from elasticcb.settings.job import (
     CheckpointOptions,
     CheckpointSettings,
     DataSettings,
+    ExportSettings,
+    FollowSettings,
     JobSettings,
     ModelSettings,
+    SubmissionSettings,
 )
 from elasticcb.settings.kubernetes import KubernetesSettings
 from elasticcb.settings.names import written

@@ -1,4 +1,4 @@
-"""The settings of a job, typed and frozen, in seconds and bytes. Each is defined once, here.
+"""The settings of a job and of its command, typed and frozen, in seconds and bytes. Each is defined once, here.
 
 Flags, keys of config files, arguments of `Cluster`, checks and tables of the docs are derived from these fields. The
 master sends `JobSettings.to_json` to workers and parameter servers.
@@ -21,6 +21,7 @@ from elasticcb.settings.definition import (
     DATA,
     EVALUATE,
     JOB,
+    KUBERNETES,
     MODEL,
     PREDICT,
     TRAIN,
@@ -417,6 +418,59 @@ class JobSettings(Section):
                 f"The job settings can't be read ({error}). All processes of a job must run the same release of "
                 "elasticcb."
             ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowSettings(Section):
+    """Not part of a job: whether and how long `evaluate` follows a folder of checkpoints."""
+
+    PANEL = CHECKPOINTS
+    COMMANDS = EVALUATE
+
+    timeout: float = setting(
+        0.0,
+        "With {follow}: exit if no new checkpoint appears for this long; 0: no limit.",
+        name="follow_timeout",
+        unit="SECONDS",
+        minimum=0,
+    )
+    max_evaluations: int = setting(
+        0, "With {follow}: exit after N checkpoints; 0: no limit.", unit="CHECKPOINTS", minimum=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmissionSettings(Section):
+    """Not part of a job: what to do with its manifests."""
+
+    PANEL = KUBERNETES
+
+    yaml: str = setting(
+        "",
+        "Write the manifests of the job to a file for kubectl, instead of submitting it.",
+        kind=Kind.FILE,
+    )
+    dry_run: bool = setting(
+        False,
+        "`train`: train one batch with one worker, without hooks of callbacks, show what the job would do, and keep "
+        "nothing. With {cluster:kubernetes}: validate the job against the API server without starting anything. "
+        "`{dry_run}` without a value means true.",
+        panel=JOB,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(Section):
+    """Not part of a job: how its model is exported."""
+
+    PANEL = CHECKPOINTS
+    COMMANDS = TRAIN
+
+    numbered: bool = setting(
+        False,
+        "Export to the next number below {output}, such as 3, as TensorFlow Serving expects. `{numbered}` without a "
+        "value means true.",
+    )
 
 
 def _without_secrets(value: Any, name: str = "") -> Any:

@@ -6,9 +6,8 @@ from pathlib import Path
 from string import Formatter
 
 from elasticcb.settings.cluster import NetworkOptions, RecoveryOptions
-from elasticcb.settings.command_line import ExportSettings, FollowSettings, SubmissionSettings
 from elasticcb.settings.definition import ONLY_NAME, Section, Setting, settings_of
-from elasticcb.settings.job import CheckpointOptions, JobSettings
+from elasticcb.settings.job import CheckpointOptions, ExportSettings, FollowSettings, JobSettings, SubmissionSettings
 from elasticcb.settings.training import EmbeddingOptions, ExchangeOptions
 
 SETTINGS: dict[str, Setting] = {
