@@ -66,6 +66,8 @@ def open_job(context: JobContext) -> JobDriver:
         _repeat_lost(context, queue)
     _lay_out(context, served, queue, initial_epoch)
     course = _make_course(context, served, queue, epochs, lock)
+    for exports in course.exports:  # before the course, which waits for the last one if all is trained
+        exports.begin()
     if context.memory.over:
         course.finish()
     else:
@@ -396,8 +398,6 @@ def _let_workers_begin(context: JobContext, served: TrainedModel, course: JobDri
             map_version=ps.servers.shard_map.version,
         )
         state.persist(servers=served.servers.places, merging_units=sorted(state.epoch_states.merging))
-    for exports in course.exports:
-        exports.begin()
 
 
 def _records_of(sources: Sequence[tuple[str, int]]) -> str:
@@ -457,9 +457,10 @@ def own_checkpoints(context: JobContext) -> CheckpointLock | None:
     if settings.command is not Command.TRAIN or not folder:
         return None
     given = SETTINGS["checkpoint_dir"].written(settings.in_program, folder)
-    if is_url(folder):
-        if settings.keeps_model_in_folder:  # which has an owner
-            return None
+    local = Path(folder.removeprefix("file://"))  # which jobs may give as a path or as a URL
+    if is_url(folder) and settings.keeps_model_in_folder:  # which has an owner
+        return None
+    if is_url(str(local)):
         try:
             of_url = CheckpointLock(
                 folder, given, settings.store or settings.directory, context.run, context.server.print
@@ -469,12 +470,12 @@ def own_checkpoints(context: JobContext) -> CheckpointLock | None:
             return None
         context.until_end.callback(of_url.release)
         return of_url
-    lock = FolderLock(Path(folder), given, ENDING_SECONDS, ".checkpoints.lock")
+    lock = FolderLock(local, given, ENDING_SECONDS, ".checkpoints.lock")
     context.until_end.callback(lock.release)
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        local.mkdir(parents=True, exist_ok=True)
         lock.take()
-        put_back(folder)
+        put_back(local)
     except OSError as error:  # writing checkpoints will report it; training continues
         logger.warning("Could not lock %s against other jobs: %s", folder, error)
     return None

@@ -34,12 +34,21 @@ HOOKS = """
 
         def on_train_batch_end(self, version, logs=None):
             time.sleep(0.1)
-            if os.path.exists(os.path.join(os.path.dirname(__file__), "enough")):
+            if is_there("enough"):
                 self.model.stop_training = True
 
+    def is_there(name):
+        return os.path.exists(os.path.join(os.path.dirname(__file__), name))
+
     class Told(elasticcb.callbacks.PeriodicExport):
+        def on_train_end(self, logs=None):
+            self.trained = True
+
         def on_export_end(self, version, path):
             print("EXPORTED", version, path, flush=True)
+            if hasattr(self, "trained") and not is_there("killed"):
+                print("WAITS", flush=True)
+                time.sleep(600)
 
     def callbacks():
         return [Pace(), Told(os.path.join(os.path.dirname(__file__), "exports"), every=1, full_every=8)]
@@ -107,6 +116,10 @@ def test_exports_say_what_the_servers_have_although_processes_are_killed(tmp_pat
     aside.rename(folder)
     job.wait_for_line(r"Exports can be written again\.")
     (tmp_path / "enough").touch()
+    job.wait_for_line("WAITS")  # all is trained, and the last version is being exported
+    (tmp_path / "killed").touch()
+    job.master.kill()
+    exported("full")
     assert job.finish() == 0, job.output
     job.assert_no_orphans()
 
