@@ -457,10 +457,10 @@ def own_checkpoints(context: JobContext) -> CheckpointLock | None:
     if settings.command is not Command.TRAIN or not folder:
         return None
     given = SETTINGS["checkpoint_dir"].written(settings.in_program, folder)
-    local = Path(folder.removeprefix("file://"))  # which jobs may give as a path or as a URL
+    local = folder.removeprefix("file://")  # which jobs may give as a path or as a URL
     if is_url(folder) and settings.keeps_model_in_folder:  # which has an owner
         return None
-    if is_url(str(local)):
+    if is_url(local):
         try:
             of_url = CheckpointLock(
                 folder, given, settings.store or settings.directory, context.run, context.server.print
@@ -470,10 +470,10 @@ def own_checkpoints(context: JobContext) -> CheckpointLock | None:
             return None
         context.until_end.callback(of_url.release)
         return of_url
-    lock = FolderLock(local, given, ENDING_SECONDS, ".checkpoints.lock")
+    lock = FolderLock(Path(local), given, ENDING_SECONDS, ".checkpoints.lock")
     context.until_end.callback(lock.release)
     try:
-        local.mkdir(parents=True, exist_ok=True)
+        Path(local).mkdir(parents=True, exist_ok=True)
         lock.take()
         put_back(local)
     except OSError as error:  # writing checkpoints will report it; training continues

@@ -19,7 +19,7 @@ from elasticcb.errors import ExitCode, JobFailedError, ReplacedError, StoreError
 from elasticcb.master.job_copy import JobCopy, _fetch
 from elasticcb.master.journal import Journal
 from elasticcb.master.snapshot import JobSnapshot
-from elasticcb.settings import JOB_FILE, JOURNAL_FILE, JobSettings
+from elasticcb.settings import JOB_FILE, JOURNAL_FILE, Command, JobSettings
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderLock
 from elasticcb.storage.job_store import HOLDER_FILE, JobStore
@@ -101,7 +101,7 @@ def test_a_folder_is_given_either_by_its_path_or_by_its_url(tmp_path):
         JobCopy.taken(f"file://{by_path}", tmp_path, False, pytest.fail)
     JobCopy.taken(f"file://{by_url}", tmp_path, False, pytest.fail)
     with pytest.raises(UsageError, match="was given by its URL"):
-        refuse_unfinished(JobSettings(directory=str(by_url)))
+        refuse_unfinished(JobSettings(command=Command.TRAIN, directory=str(by_url)))
 
 
 def test_bucket_that_is_not_there_is_told(url, tmp_path):
