@@ -66,8 +66,6 @@ def open_job(context: JobContext) -> JobDriver:
         _repeat_lost(context, queue)
     _lay_out(context, served, queue, initial_epoch)
     course = _make_course(context, served, queue, epochs, lock)
-    for exports in course.exports:  # before the course, which waits for the last one if all is trained
-        exports.begin()
     if context.memory.over:
         course.finish()
     else:
@@ -398,6 +396,8 @@ def _let_workers_begin(context: JobContext, served: TrainedModel, course: JobDri
             map_version=ps.servers.shard_map.version,
         )
         state.persist(servers=served.servers.places, merging_units=sorted(state.epoch_states.merging))
+    for exports in course.exports:
+        exports.begin()
 
 
 def _records_of(sources: Sequence[tuple[str, int]]) -> str:
