@@ -42,6 +42,7 @@ from elasticcb.settings import JOURNAL_FILE, MODEL_FOLDER, Command, Given, JobSe
 from elasticcb.settings.checks import completed, earlier_flags
 from elasticcb.settings.names import SETTINGS
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
+from elasticcb.storage.job_store import OWNERS
 from elasticcb.storage.local_folders import next_numbered
 from elasticcb.storage.remote_files import is_url
 
@@ -142,6 +143,8 @@ def refuse_unfinished(settings: JobSettings) -> None:
             f"{shlex.quote(settings.store)}`, choose another --job_dir, or delete the folder."
         )
     folder = Path(settings.directory)
+    if (folder / OWNERS).is_dir():
+        raise UsageError(f"{folder} is the folder of a job that was given by its URL. Give the URL, or another folder.")
     path = folder / JOURNAL_FILE
     if not path.is_file():
         return

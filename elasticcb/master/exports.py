@@ -96,7 +96,7 @@ class PeriodicExports:
         self._full: _Full | None = None
         self._full_version = 0  # of the last full export that was begun
         self._full_due = self._due = 0.0
-        self._current = ""  # what current.json says
+        self._current, self._version = "", 0  # what current.json says
         self._troubles: dict[str, str] = {}  # why what can't be written
         self._leftovers: list[str] = []  # folders that could not be removed
         self._untold: list[str] = []  # finished exports that current.json does not lead to yet
@@ -144,7 +144,7 @@ class PeriodicExports:
                 self._master.tend()
                 self._master.wait_a_tick()
         self.turn()
-        if self._untold or "Exports" in self._troubles:
+        if self._untold or self._is_behind(self._base) or "Exports" in self._troubles:
             self._master.print(f"The last version of the model is not exported: {' '.join(self._troubles.values())}")
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class PeriodicExports:
             if not self._closing:
                 self._take_full()
                 self._export()
-            while self._full is not None and self._untold and not self._closing:
+            while self._full is not None and not self._closing and (self._untold or self._is_behind(self._full.export)):
                 self._wait(_LOOK_SECONDS)
                 self._take_full()
         except CallbackError as error:
@@ -185,6 +185,10 @@ class PeriodicExports:
     @property
     def _ends(self) -> bool:
         return self._closing or self._finishing
+
+    def _is_behind(self, newest: Export | _Point | None) -> bool:
+        """Whether current.json does not lead to the newest version."""
+        return newest is None or self._version < newest.version
 
     def _wait(self, seconds: float) -> None:
         ended = self._finishing
@@ -338,7 +342,7 @@ class PeriodicExports:
         if current != self._current:
             self._folder.check_owner()
             self._folder.put(CURRENT, current.encode())
-            self._current = current
+            self._current, self._version = current, version
             self._master.exported(version, self._folder.place)
         untold = sorted((version_of(name), name) for name in self._untold)
         self._told.extend((version, f"{self._folder.place}/{name}") for version, name in untold)

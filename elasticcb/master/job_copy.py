@@ -31,6 +31,7 @@ from elasticcb.errors import ReplacedError, StoreError, UsageError
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.settings import FIT_FILE, HISTORY_FILE, JOB_FILE, JOURNAL_FILE, JOURNALS, RECOVERY_FOLDER, STATUS_FILE
 from elasticcb.storage import durable, store_lock
+from elasticcb.storage.folder_lock import LOCK_FILE
 from elasticcb.storage.job_store import HOLDER_FILE, LOGS, JobStore, holder_of
 from elasticcb.storage.store_lock import owner_name, owner_record, wait_until_free
 
@@ -176,6 +177,8 @@ class JobCopy:
         holder = own["holder"] if own.get("store") == url else secrets.token_hex(8)
         elsewhere = bool(number) and last.get("holder") != holder
         if not number:
+            if LOCK_FILE in store.names(""):
+                raise UsageError(f"{url} is the folder of a job that was given by its path. Give the path, or another.")
             if not store.tells_who_was_first():
                 raise StoreError(
                     f"{url} can't be a job's folder: two masters could write there at the same time, because its file "

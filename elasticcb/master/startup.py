@@ -489,9 +489,10 @@ def own_checkpoints(context: JobContext) -> StoreLock | None:
     if settings.command is not Command.TRAIN or not folder:
         return None
     given = SETTINGS["checkpoint_dir"].written(settings.in_program, folder)
-    if is_url(folder):
-        if settings.keeps_model_in_folder:  # which has an owner
-            return None
+    local = folder.removeprefix("file://")  # which jobs may give as a path or as a URL
+    if is_url(folder) and settings.keeps_model_in_folder:  # which has an owner
+        return None
+    if is_url(local):
         try:
             owner = (settings.store or settings.directory, context.run, context.server.print)
             of_url = StoreLock(folder, _CHECKPOINTS_LOCK, given, *owner)
@@ -500,12 +501,12 @@ def own_checkpoints(context: JobContext) -> StoreLock | None:
             return None
         context.until_end.callback(of_url.release)
         return of_url
-    lock = FolderLock(Path(folder), given, ENDING_SECONDS, _CHECKPOINTS_LOCK)
+    lock = FolderLock(Path(local), given, ENDING_SECONDS, _CHECKPOINTS_LOCK)
     context.until_end.callback(lock.release)
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(local).mkdir(parents=True, exist_ok=True)
         lock.take()
-        put_back(folder)
+        put_back(local)
     except OSError as error:  # writing checkpoints will report it; training continues
         logger.warning("Could not lock %s against other jobs: %s", folder, error)
     return None

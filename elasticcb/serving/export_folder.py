@@ -33,8 +33,9 @@ class ExportFolder:
 
     def __init__(self, place: str) -> None:
         self.place = place.rstrip("/")
-        self._here = None if is_url(place) else Path(place)
-        self._store = JobStore(self.place if self._here is None else f"file://{place}")
+        local = place.removeprefix("file://")  # which jobs may give as a path or as a URL
+        self._here = None if is_url(local) else Path(local)
+        self._store = JobStore(self.place if self._here is None else f"file://{local}")
         self._lock: FolderLock | StoreLock | None = None
 
     def own(self, run: str, folder: str, say: Callable[[str], None]) -> None:

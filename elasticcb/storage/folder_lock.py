@@ -15,7 +15,7 @@ from elasticcb.process.host import host_name
 
 logger = logging.getLogger(__name__)
 
-_FILE = ".lock"
+LOCK_FILE = ".lock"
 _LOOK_SECONDS = 0.05
 ENDING_SECONDS = 2.0  # seconds to wait for an owner that was killed or is ending
 
@@ -37,7 +37,7 @@ class FolderLock:
         file: lock file in the folder, one per purpose. It is kept, and names the last owner.
     """
 
-    def __init__(self, folder: Path, name: str = "", wait_seconds: float = 0.0, file: str = _FILE) -> None:
+    def __init__(self, folder: Path, name: str = "", wait_seconds: float = 0.0, file: str = LOCK_FILE) -> None:
         self._folder, self._wait_seconds, self._file = folder, wait_seconds, file
         self._name = name or str(folder)
         self._descriptor: int | None = None
@@ -113,7 +113,7 @@ class FolderLock:
         self.release()
 
 
-def is_owned(folder: Path, file: str = _FILE) -> bool:
+def is_owned(folder: Path, file: str = LOCK_FILE) -> bool:
     """Whether a process owns a folder, for the purpose of `file`. Raises `OSError` if that is unknown, or nobody ever
     did."""
     descriptor = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
@@ -130,7 +130,7 @@ def is_owned(folder: Path, file: str = _FILE) -> bool:
 def held_if_free(folder: Path) -> Iterator[bool]:
     """Context manager: whether a folder was locked before and is free now; it stays free inside. False if unknown."""
     try:
-        descriptor = os.open(folder / _FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         yield False
         return

@@ -7,6 +7,8 @@ import subprocess
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import fsspec
 import keras
@@ -23,6 +25,8 @@ from elasticcb.callbacks import PeriodicExport
 from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.versions import find_latest
 from elasticcb.errors import ElasticCBError, ModelFileError
+from elasticcb.master import exports as exports_of_master
+from elasticcb.master.exports import PeriodicExports
 from elasticcb.serving.export_folder import ExportFolder
 from elasticcb.serving.exports import version_of, way_to
 from elasticcb.sharding.partition import VariableSpec, partition
@@ -41,14 +45,23 @@ PACE = """
 
         def on_train_batch_end(self, version, logs=None):
             time.sleep(0.1)
-            if os.path.exists(os.path.join(os.path.dirname(__file__), "enough")):
+            if is_there("enough"):
                 self.model.stop_training = True
+
+    def is_there(name):
+        return os.path.exists(os.path.join(os.path.dirname(__file__), name))
 
     def callbacks():
         return [Pace()]
 """
 TOLD = """
     class Told(elasticcb.callbacks.PeriodicExport):
+        def on_train_end(self, logs=None):
+            "The next master finds that all is trained, and exports the last version."
+            if not is_there("killed"):
+                open(os.path.join(os.path.dirname(__file__), "killed"), "w").close()
+                os.kill(os.getpid(), 9)
+
         def on_export_end(self, version, path):
             print("EXPORTED", version, path, flush=True)
 
@@ -118,6 +131,8 @@ def test_exports_say_what_the_servers_have_although_processes_are_killed(tmp_pat
     aside.rename(folder)
     job.wait_for_line(r"Exports can be written again\.")
     (tmp_path / "enough").touch()
+    job.wait_for_line(r"The master was killed by SIGKILL")
+    last = exported("full")
     assert job.finish() == 0, job.output
     job.assert_no_orphans()
 
@@ -125,7 +140,7 @@ def test_exports_say_what_the_servers_have_although_processes_are_killed(tmp_pat
     names = [path.name for path in folder.iterdir() if path.is_dir()]
     assert all((folder / name / "manifest.json").is_file() for name in names)  # nothing unfinished is left
     assert [now.full, *now.deltas] == way_to(names)
-    assert now.version == max(map(version_of, names)) >= after_master
+    assert now.version == max(map(version_of, names)) >= last > after_master
     assert now.model == "offsets"
     export = Export(folder, [now.full, *now.deltas])
     assert_same(export, *at_the_end(checkpoints))
@@ -409,3 +424,24 @@ def test_arguments_that_can_not_be_are_refused():
         PeriodicExport("exports", keep=0)
     with pytest.raises(ModelFileError, match="a folder or a URL"):
         PeriodicExport("")
+
+
+@pytest.mark.parametrize(("told", "is_waited_for"), [(0, True), (4, True), (5, False)])
+def test_the_last_full_export_is_waited_for_if_nothing_else_leads_to_the_last_version(told, is_waited_for, monkeypatch):
+    full = SimpleNamespace(export=SimpleNamespace(version=5, name="full"), snapshot="snapshot", process=MagicMock())
+    looks, exports = [], object.__new__(PeriodicExports)
+    vars(exports).update(
+        _changed=threading.Condition(), _closing=False, _finishing=True, _full=full, _untold=[], _version=told,
+        _folder=MagicMock(),
+    )  # fmt: skip
+
+    def take_full():
+        looks.append(1)
+        if len(looks) == 3:
+            exports._full = None
+
+    monkeypatch.setattr(exports_of_master, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(exports, "_take_full", take_full)
+    monkeypatch.setattr(exports, "_export", lambda: None)
+    exports._run()
+    assert full.process.close.called != is_waited_for

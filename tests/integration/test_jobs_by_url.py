@@ -13,13 +13,15 @@ import pytest
 from stores import S3Server, sftp_server
 
 from elasticcb.api.job_folder import JobFolder
+from elasticcb.cli.job import refuse_unfinished
 from elasticcb.cli.main import main
 from elasticcb.errors import ExitCode, JobFailedError, ReplacedError, StoreError, UsageError
 from elasticcb.master.job_copy import JobCopy, _fetch
 from elasticcb.master.journal import Journal
 from elasticcb.master.snapshot import JobSnapshot
-from elasticcb.settings import JOB_FILE, JOURNAL_FILE
+from elasticcb.settings import JOB_FILE, JOURNAL_FILE, Command, JobSettings
 from elasticcb.storage import durable
+from elasticcb.storage.folder_lock import FolderLock
 from elasticcb.storage.job_store import HOLDER_FILE, JobStore
 from jobs import number, offsets_job, records_trained, train_flags
 
@@ -89,6 +91,17 @@ def test_store_that_lets_two_be_first_is_refused(store, tmp_path, monkeypatch):
     )
     with pytest.raises(StoreError, match=r"can't be a job's folder: .* no conditional writes"):
         JobCopy.taken(store.url, tmp_path, False, pytest.fail)
+
+
+def test_a_folder_is_given_either_by_its_path_or_by_its_url(tmp_path):
+    by_path, by_url = tmp_path / "by path", tmp_path / "by url"
+    with FolderLock(by_path):
+        pass
+    with pytest.raises(UsageError, match="was given by its path"):
+        JobCopy.taken(f"file://{by_path}", tmp_path, False, pytest.fail)
+    JobCopy.taken(f"file://{by_url}", tmp_path, False, pytest.fail)
+    with pytest.raises(UsageError, match="was given by its URL"):
+        refuse_unfinished(JobSettings(command=Command.TRAIN, directory=str(by_url)))
 
 
 def test_bucket_that_is_not_there_is_told(url, tmp_path):
