@@ -67,7 +67,7 @@ def wait_until_free(
 
 
 class StoreLock:
-    """The lock of a folder below a URL, held by this job until `release`.
+    """The lock of a folder below a URL, held by this job until `release`. Not thread-safe.
 
     Args:
         url: the folder.
@@ -86,6 +86,7 @@ class StoreLock:
         self._name, self._folder, self._run = name, folder, run
         self._place = f"{url.rstrip('/')}/{file}"
         self._number = 0  # 0: not locked
+        self._asked = JobStore(self._place)  # by `problem`
         self._released = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="store lock", daemon=True)
         with contextlib.closing(JobStore(self._place)) as store:
@@ -108,14 +109,15 @@ class StoreLock:
     def problem(self) -> str:
         """Which other job has taken the lock, because this one was silent for long; "": none."""
         newest = 0
-        with contextlib.closing(JobStore(self._place)) as store, contextlib.suppress(StoreError):  # as in `_beat`
-            newest, _ = store.newest_owner() if self._number else (0, {})
+        with contextlib.suppress(StoreError):  # as in `_beat`
+            newest, _ = self._asked.newest_owner() if self._number else (0, {})
         if newest > self._number:
             return f"Another job took {self._name} while this one could not reach it."
         return ""
 
     def release(self) -> None:
         """Lets other jobs have it at once."""
+        self._asked.close()
         self._released.set()
         if self._beating.ident is not None:
             self._beating.join(_LAST_SECONDS)

@@ -301,7 +301,7 @@ def test_whatever_is_killed_or_away_answers_are_of_whole_versions_and_the_last_i
     for each in happened.values():
         wait_until(each, 600)
     restarted = max(asking.orders[-1], default=0)
-    wait_until(lambda: served.health["version"] > restarted and not served.health["problem"])
+    wait_until(lambda: (served.health["version"] or 0) > restarted and not served.health["problem"], 600)
 
     s3.stop()
     wait_until(lambda: "can't be read" in served.health["problem"])

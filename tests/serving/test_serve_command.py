@@ -12,6 +12,7 @@ import threading
 import numpy as np
 import pytest
 import requests
+from faults import Faults
 from waiting import wait_until
 
 from certificates import CA
@@ -81,6 +82,22 @@ def test_served_model_follows_training_through_faults_and_goes_back(exports, tmp
         agree(served, exports)
         assert main(["serve", "rollback", str(exports.folder), "--version=77"]) == 2
         assert "does not keep version 77. The newest that it keeps: 1, 2, 3, 4, 5, 6." in capsys.readouterr().err
+
+
+def test_server_that_is_killed_while_it_swaps_versions_serves_the_newest_when_it_is_started_again(
+    exports, tmp_path, monkeypatch
+):
+    faults = Faults(tmp_path / "faults")
+    for name, value in faults.environment.items():
+        monkeypatch.setenv(name, value)
+    killed = faults.fail_at("serve", 0, "swaps versions")
+    with serving(exports.folder, cwd=tmp_path):
+        exports.train(2)
+        exports.delta(2)
+        wait_until(killed)
+    with serving(exports.folder, cwd=tmp_path) as served:
+        wait_until(lambda: served.health["version"] == 2)
+        agree(served, exports)
 
 
 def test_rest_api_is_that_of_tensorflow_serving(exports, tmp_path):
