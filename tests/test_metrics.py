@@ -10,6 +10,7 @@ import tensorflow as tf
 from elasticcb.errors import ModelFileError
 from elasticcb.model.metric_messages import (
     OUTPUTS,
+    PROGRESSIVE,
     flatten_outputs,
     from_metric_states,
     from_outputs,
@@ -228,7 +229,7 @@ def test_training_states_that_cannot_be_summed_come_from_the_outputs_of_all_batc
     model, metrics = both()
     metrics.replayed = metrics.try_out((X[:2], np.array([[0.0], [1.0]], "float32")))
     assert metrics.replayed == {"last", "one", "labels", "final"}
-    assert metrics.merging_units == {"largest", OUTPUTS}
+    assert metrics.merging_units == {"largest", f"{PROGRESSIVE}largest", OUTPUTS}
     batches = []
     for task in TASKS:
         metrics.reset()

@@ -12,7 +12,7 @@ import pytest
 from elasticcb.callbacks import PredictionOutputsProcessor
 from elasticcb.compute.registry import backend
 from elasticcb.errors import DataError, ModelFileError
-from elasticcb.model.input_pipeline import FeedPipeline
+from elasticcb.model.input_pipeline import open_pipeline
 from elasticcb.model.metrics import ModelMetrics
 from elasticcb.model.model_file import ModelSpec
 from elasticcb.model.spec import input_names
@@ -82,7 +82,7 @@ def build(settings: JobSettings, mode: Mode = Mode.TRAINING) -> tuple[ModelSpec,
     metrics = ModelMetrics(model, spec.make_eval_metrics())
     if mode is Mode.TRAINING:
         spec.require_trainable(model)
-    backend().build(spec, model, FeedPipeline(settings, spec, mode).first_batch(), mode)
+    backend().build(spec, model, open_pipeline(settings, spec, mode).first_batch(), mode)
     metrics.reset()
     spec.make_callbacks()
     return spec, model
@@ -93,7 +93,7 @@ def first_loss(settings: JobSettings) -> float:
     spec = ModelSpec(settings.model)
     model = spec.build_model()
     ModelMetrics(model, spec.make_eval_metrics())
-    return float(model.test_step(FeedPipeline(settings, spec, Mode.TRAINING).first_batch())["loss"])
+    return float(model.test_step(open_pipeline(settings, spec, Mode.TRAINING).first_batch())["loss"])
 
 
 ONES = """
@@ -163,7 +163,7 @@ def test_class_of_a_model_and_its_parameters(write):
     model_settings = ModelSettings(zoo=settings.model.zoo, definition=settings.model.definition, params={"units": 1})
     spec = ModelSpec(model_settings)
     model = spec.build_model()
-    backend().build(spec, model, FeedPipeline(settings, spec, Mode.TRAINING).first_batch(), Mode.TRAINING)
+    backend().build(spec, model, open_pipeline(settings, spec, Mode.TRAINING).first_batch(), Mode.TRAINING)
     assert [tuple(weight.shape) for weight in model.weights] == [(3, 1), (1,)]
 
 
@@ -326,7 +326,7 @@ def test_first_batch_is_found_behind_records_that_feed_drops(write):
             return kept.map(lambda record: (record["x"], record["y"]))
     """
     settings = write(feed=feed)
-    pipeline = FeedPipeline(settings, ModelSpec(settings.model), Mode.TRAINING)
+    pipeline = open_pipeline(settings, ModelSpec(settings.model), Mode.TRAINING)
     assert pipeline.first_batch()[1].numpy().tolist() == [[21.0]]
     assert not pipeline.keeps_order
 
@@ -347,7 +347,7 @@ def test_maps_that_may_change_the_order_do_not_count_progress(write, arguments, 
             return dataset.map(lambda record: (record["x"], record["y"]), {arguments}).with_options(options)
     """
     settings = write(feed=feed)
-    assert FeedPipeline(settings, ModelSpec(settings.model), Mode.TRAINING).keeps_order is keeps_order
+    assert open_pipeline(settings, ModelSpec(settings.model), Mode.TRAINING).keeps_order is keeps_order
 
 
 def test_one_named_feature_of_a_model_of_one_input_is_no_warning(write, recwarn):

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from elasticcb.data.extras import import_extra
+from elasticcb.data.reader import specs_of_columns
 from elasticcb.data.record_formats import STRING, missing_value
 from elasticcb.data.stacking import CHUNK_BYTES, CHUNK_RECORDS
 from elasticcb.data.unbounded import Partition, UnboundedSource
@@ -113,12 +114,12 @@ class Kafka(UnboundedSource):
 
     @property
     def element_spec(self) -> Any:
-        import tensorflow as tf
-
         if self._columns:
-            return {name: tf.TensorSpec((), dtype) for name, dtype in self._columns.items()}
-        texts = ["value", "key", *(f"header:{name}" for name in self._headers)]
-        return {**{name: tf.TensorSpec((), tf.string) for name in texts}, "timestamp": tf.TensorSpec((), tf.int64)}
+            found = {name: object if dtype == STRING else dtype for name, dtype in self._columns.items()}
+        else:
+            texts = ["value", "key", *(f"header:{name}" for name in self._headers)]
+            found = {**dict.fromkeys(texts, object), "timestamp": "int64"}
+        return specs_of_columns({name: (np.dtype(dtype), ()) for name, dtype in found.items()})
 
     def read(self, name: str, start: int, end: int) -> Iterator[Any]:
         for chunk in self.read_chunks(name, start, end):

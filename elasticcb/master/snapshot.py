@@ -110,13 +110,13 @@ class JobSnapshot:
     stopped_early: str = ""  # why training ended before its last epoch; "": it did not
     records_per_epoch: tuple[int, ...] = ()  # trained records of each epoch, counted once each
     records_total: int = 0  # to train over all epochs; 0: unknown
-    stream: Mapping[str, PartitionLag] = field(default_factory=dict)  # by partition; {}: the data does not grow
-    records_lost: int = 0  # of the stream, removed before they were trained
     records_per_second: float = 0.0  # recent rate
     records_evaluated: int = 0  # in the last evaluation pass, counted once each
     records_evaluated_before: int = 0  # in earlier rounds
     records_predicted: int = 0  # counted once each
     records_repeated: int = 0  # upper bound of records trained or predicted more than once, after losing workers
+    stream: Mapping[str, PartitionLag] = field(default_factory=dict)  # by partition; {}: the data does not grow
+    records_lost: int = 0  # of the stream, removed before they were trained
     rows_looked_up: int = 0  # of embedding tables
     tables: Mapping[str, TableSize] = field(default_factory=dict)  # over all servers, by variable path
     tasks: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by type and state: ("training", "todo")

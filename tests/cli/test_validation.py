@@ -132,7 +132,7 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         (["--export_dir=s3://"], "--export_dir names a URL that names no bucket"),
         (["--export_dir=exports", "--export_every=soon"], "Expected a time, such as 30s, 10m, 6h or 2d."),
         (["--export_full_every=1h"], "--export_full_every=1h configures exports, but the job writes none"),
-        (["--export_keep=2w", "--export_dir=exports"], "Expected a time, such as 30s, 10m, 6h or 2d."),
+        (["--export_keep=2y", "--export_dir=exports"], "Expected a time, such as 30s, 10m, 6h or 2d."),
         (["--output=export", "--checkpoint_dir=export/c", "--job_dir=data/train.csv"], "--job_dir names"),
         (["--checkpoint_dir_for_init=nowhere"], "nowhere, which does not exist"),
         (["--checkpoint_dir_for_init=data"], "contains no complete checkpoint"),

@@ -147,7 +147,7 @@ def test_exports_say_what_the_servers_have_although_processes_are_killed(tmp_pat
 
 @pytest.fixture(scope="module")
 def s3():
-    with S3Server("models") as server:
+    with S3Server("exported") as server:  # a bucket of its own: all servers of a process share their buckets
         yield server
 
 
@@ -155,7 +155,7 @@ def test_a_program_exports_to_a_store_and_at_the_end_what_it_has_trained(s3, mon
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(fsspec.config.conf, "s3", s3.options)
-    told, url = [], "s3://models/clicks"
+    told, url = [], "s3://exported/clicks"
 
     class Told(PeriodicExport):
         def on_export_end(self, version, path):

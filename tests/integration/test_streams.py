@@ -89,10 +89,12 @@ def test_every_record_is_trained_through_kills_and_an_absent_broker(tmp_path, ka
     url = kafka.topic("faults")
     kafka.send("faults", clicks(0, 400))
     job = start_job(*flags(tmp_path, url, records_per_epoch=200, metrics_port=0))
+    address = re.search(r"http://(\S+)/metrics", job.wait_for_line(r"Metrics are served at"))[1]
     job.wait_for_line(r"Epoch 1 ")
     job.kill("worker")
     kafka.send("faults", clicks(400, 800))
     job.wait_for_line(r"Epoch 3 ")
+    wait_until(lambda: Scrape(address).find("elasticcb_stream_lag_records", partition="faults/1") is not None)
     kafka.pause()
     job.kill("ps")
     job.wait_for_line(r"does not answer")
@@ -109,11 +111,11 @@ def test_every_record_is_trained_through_kills_and_an_absent_broker(tmp_path, ka
     kafka.send("faults", clicks(1200, 1400))
     resumed = start_job("resume", tmp_path / "job")
     wait_until(lambda: len(read(tmp_path)) == 1400)
-    resumed.wait_for_line(r"Epoch 7 ")
+    epochs = tmp_path / "stream.py.epochs"
+    wait_until(lambda: len(epochs.read_text().splitlines()) == 7)
     resumed.interrupt()
     assert resumed.finish() == 130
-    epochs = (tmp_path / "stream.py.epochs").read_text().splitlines()
-    assert [int(line.split()[0]) for line in epochs] == list(range(7))
+    assert [int(line.split()[0]) for line in epochs.read_text().splitlines()] == list(range(7))
 
 
 def test_a_job_stops_at_the_newest_record_and_counts_them(tmp_path, kafka, start_job):

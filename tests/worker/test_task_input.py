@@ -50,6 +50,7 @@ def pipeline(batches: Callable[[], Iterator[Any]]) -> Any:
         keeps_order=True,
         ends_by_itself=False,
         fixed=(),
+        bad=None,
         units_in=len,
         batches=lambda name, start, end, epoch: batches(),
     )

@@ -46,7 +46,7 @@ from elasticcb.model.metrics import to_number
 from elasticcb.model.model_file import building
 from elasticcb.model.spec import Spec
 from elasticcb.optimizers.state import LEARNING_RATE, OptimizerState
-from elasticcb.optimizers.step_logs import is_overridden
+from elasticcb.optimizers.step_logs import flat_logs, is_overridden
 from elasticcb.optimizers.traits import is_own_class
 from elasticcb.optimizers.variables import StepVariables
 from elasticcb.rpc.shared_frames import aligned_copy
@@ -260,7 +260,8 @@ class TensorFlowComputation(Computation):
 
     def evaluate(self, batch: Prepared, rows: TableRows) -> tuple[dict[str, Any], Any]:
         logs, outputs = self._run("test", batch.data, _table_tensors(rows), batch.places)
-        return {name: to_number(value) for name, value in logs.items()}, tf.nest.map_structure(_as_array, outputs)
+        logs = {name: to_number(value) for name, value in flat_logs(logs).items()}
+        return logs, tf.nest.map_structure(_as_array, outputs)
 
     def predict(self, batch: Prepared, rows: TableRows) -> Any:
         return tf.nest.map_structure(_as_array, self._run("predict", batch.data, _table_tensors(rows), batch.places))

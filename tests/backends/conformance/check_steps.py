@@ -120,8 +120,15 @@ def test_sample_weights_count_as_in_fit():
     assert_same(added_up(held, results), {key: values[-1] for key, values in history.items()})
 
 
+class Errors(keras.metrics.MeanSquaredError):
+    """Its result is a dict, which logs of batches do not have."""
+
+    def result(self):
+        return {"square": super().result(), "double": 2 * super().result()}
+
+
 def test_evaluation_and_prediction_are_those_of_keras():
-    model = dense(metrics=[keras.metrics.AUC(name="auc", num_thresholds=20)])
+    model = dense(metrics=[keras.metrics.AUC(name="auc", num_thresholds=20), Errors()])
     drawn = np.random.default_rng(7)
     model.set_weights([drawn.uniform(-0.2, 1, each.shape) ** 2 for each in model.get_weights()])
     expected, predicted = model.evaluate(X, Y, batch_size=16, verbose=0, return_dict=True), model.predict(X, verbose=0)
