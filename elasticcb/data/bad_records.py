@@ -86,5 +86,5 @@ class BadRecords:
         except Exception as error:
             raise DataError(
                 f"{text}\nIt can't be kept in {self._folder}: {type(error).__name__}: {error}. Make it writable, or "
-                "set --bad_records=skip."
+                "set bad_records to skip."
             ) from error

@@ -70,8 +70,8 @@ def open_reader(
         reader = open_custom_reader(custom, origin, arguments, records_per_task)
         if follow and not isinstance(reader, UnboundedSource):
             raise UsageError(
-                f"--follow is for files, but {getattr(custom, '__name__', custom)} reads {origin} by a "
-                f"{type(reader).__name__}. Expected an elasticcb.data.UnboundedSource. Remove --follow."
+                f"`follow` is for files, but {getattr(custom, '__name__', custom)} reads {origin} by a "
+                f"{type(reader).__name__}. Expected an elasticcb.data.UnboundedSource. Remove `follow`."
             )
         return reader
     if is_stream(origin):

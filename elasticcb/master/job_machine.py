@@ -647,7 +647,7 @@ class JobMachine:
         limit = self.settings.data.bad_records_limit
         if limit and self.totals.bad_records > limit:
             self.error = DataError(
-                f"{how_many(self.totals.bad_records, 'record')} can't be converted, more than --bad_records_limit="
+                f"{how_many(self.totals.bad_records, 'record')} can't be converted; bad_records_limit allows "
                 f"{limit}. The last of them: {result.bad_record}\nCorrect the feed or the data, or raise the limit."
             )
 

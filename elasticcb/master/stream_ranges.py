@@ -101,7 +101,7 @@ class StreamRanges:
         if not self.skips_lost:
             raise DataError(
                 f"{text}: its retention is shorter than the job's lag. Raise it; to continue without these records, "
-                "set --lost_offsets=skip."
+                "set lost_offsets to skip."
             )
         self.lost += lost
         known.position = first

@@ -68,5 +68,5 @@ def test_custom_readers_of_known_data_can_t_follow(tmp_path):
         return open_reader(data_origin)
 
     write(tmp_path, "a.csv", 0, 3)
-    with pytest.raises(UsageError, match="--follow"):
+    with pytest.raises(UsageError, match="`follow`"):
         open_reader(str(tmp_path), custom=custom, follow=True)
