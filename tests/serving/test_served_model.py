@@ -229,7 +229,7 @@ def test_exports_of_a_url_are_served(exports, name):
 
 @pytest.mark.parametrize("place", ["nosuch://clicks", "s3://"])
 def test_url_that_can_not_be_used_is_refused(place):
-    with pytest.raises(UsageError, match="can't be used|names no bucket"):
+    with pytest.raises(UsageError, match=r"can't be used|names no bucket"):
         ServedModel(place, wait=True)
 
 
