@@ -37,7 +37,6 @@ EVENTS = {
     # of a parameter server
     "has applied a push": ("elasticcb.ps.servicer", "Servicer._push", "after"),
     "has saved its part": ("elasticcb.checkpoint.shard_file", "write_part", "after"),
-    "exports its part": ("elasticcb.ps.parameters", "Parameters.hold_for_serving", "after"),
     "pauses for another number of servers": ("elasticcb.ps.servicer", "Servicer.move", "before"),
     "reads what other servers have written": ("elasticcb.checkpoint.parts", "load", "before"),
     # of the master
@@ -45,9 +44,7 @@ EVENTS = {
     "has given a server its model back": ("elasticcb.master.servers", "Servers._give_back", "after"),
     "has paused the servers": ("elasticcb.master.server_scaling", "Pause._close", "after"),
     "has written down the number of servers": ("elasticcb.master.servers", "Servers._note", "after"),
-    "leads to an export": ("elasticcb.master.exports", "PeriodicExports._publish", "before"),
     # of the process of a full export
-    "has made a SavedModel": ("elasticcb.serving.full_export", "_write_saved_model", "after"),
     # of `elasticcb serve`
     "swaps versions": ("elasticcb.serving.loaded_export", "LoadedExport.use", "before"),
 }

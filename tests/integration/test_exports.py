@@ -278,55 +278,6 @@ def start_exporting(folder, start_job, exports, **more):
     return start_job("train", *train_flags(folder, "offsets", export_dir=exports, export_every="1s", **given))
 
 
-@pytest.mark.deep
-@pytest.mark.timeout(1800)
-def test_whatever_is_killed_or_away_answers_are_of_whole_versions_and_the_last_is_served(
-    s3, monkeypatch, tmp_path, start_job, faults, asking
-):
-    for name, value in s3.environment.items():
-        monkeypatch.setenv(name, value)
-    happened = {
-        "export": faults.fail_at("export", 0, "has made a SavedModel"),
-        "server": faults.fail_at("ps", 0, "exports its part", nth=6),
-        "master": faults.fail_at("master", 0, "leads to an export", nth=12),
-        "serve": faults.fail_at("serve", 0, "swaps versions", nth=3),
-    }
-    faults.shorten("elasticcb.master.exports._RETRY_SECONDS", 1.0)
-    url = "s3://models/faults"
-    job = start_exporting(tmp_path, start_job, url)
-    first = asking.start(url, cwd=tmp_path)
-    wait_until(happened["serve"], 600)
-    first.process.finish()
-    served = asking.start(url, cwd=tmp_path)
-    for each in happened.values():
-        wait_until(each, 600)
-    restarted = max(asking.orders[-1], default=0)
-    wait_until(lambda: (served.health["version"] or 0) > restarted and not served.health["problem"], 600)
-
-    s3.stop()
-    wait_until(lambda: "can't be read" in served.health["problem"])
-    before, answered = served.health["version"], asking.count()
-    wait_until(lambda: asking.count() > answered + 20)
-    assert served.health["version"] == before
-    s3.start()
-    wait_until(lambda: served.health["version"] > before and not served.health["problem"])
-
-    (tmp_path / "enough").touch()
-    assert job.finish() == 0, job.output
-    job.assert_no_orphans()
-    fsspec.filesystem("s3", **s3.options).get(f"{url}/", f"{tmp_path}/exports/", recursive=True)
-    folder = tmp_path / "exports"
-    wait_until(lambda: served.health["version"] == current(folder).version)
-    answered = asking.count()
-    wait_until(lambda: asking.count() > answered + 5)
-    asking.finish()
-    asking.assert_answers_are_those_of_whole_versions(folder)
-    assert current(folder).version in asking.answers
-    assert all((path / "manifest.json").is_file() for path in folder.glob("*-*"))  # nothing unfinished is left
-    owners = sorted((folder / ".exports.lock" / "owners").iterdir())
-    assert [json.loads(owner.read_text())["ended"] for owner in owners] == [False, True]  # of the killed master
-
-
 @contextlib.contextmanager
 def small_disk(folder):
     folder.mkdir()
