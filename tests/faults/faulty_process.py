@@ -44,7 +44,6 @@ EVENTS = {
     "has given a server its model back": ("elasticcb.master.servers", "Servers._give_back", "after"),
     "has paused the servers": ("elasticcb.master.server_scaling", "Pause._close", "after"),
     "has written down the number of servers": ("elasticcb.master.servers", "Servers._note", "after"),
-    # of the process of a full export
     # of `elasticcb serve`
     "swaps versions": ("elasticcb.serving.loaded_export", "LoadedExport.use", "before"),
 }
