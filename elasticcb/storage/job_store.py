@@ -10,6 +10,7 @@ import contextlib
 import json
 import posixpath
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,24 @@ from elasticcb.storage.remote_files import opened
 
 _WITH_FOLDERS = {"sftp", "ssh", "file", "local", "memory", "smb"}  # protocols; to others, a name is all that counts
 
+# How to open a file that nobody else has created, by protocol. There, fsspec's `pipe_file(mode="create")` looks first
+# and writes then, so that two could be the first.
+_EXCLUSIVE = {"file": "xb", "local": "xb", "sftp": "wxb", "ssh": "wxb"}
+
 # How s3fs uploads: pieces in memory at the same time, of which there are at most 10,000; by default 500 MB.
 _IN_PIECES = {"chunksize": 16 << 20, "max_concurrency": 4}
 
 OWNERS, LOGS = "owners", "logs"  # folders there
 HOLDER_FILE = "store.json"  # in a local folder: which copy it belongs to, and a name that no other folder has
+
+
+_TRIES, _TRY_SECONDS = 5, 0.2  # to read what is being written
+
+
+def _exclusive_mode(files: Any) -> str:
+    """Of `_EXCLUSIVE`; "": none."""
+    protocols = (files.protocol,) if isinstance(files.protocol, str) else files.protocol
+    return next((_EXCLUSIVE[each] for each in protocols if each in _EXCLUSIVE), "")
 
 
 def holder_of(folder: Path) -> dict[str, str]:
@@ -82,15 +96,26 @@ class JobStore:
     def _make_parent(self, name: str) -> None:
         protocol = self._files.protocol
         if _WITH_FOLDERS & {*((protocol,) if isinstance(protocol, str) else protocol)}:
-            self._files.makedirs(posixpath.dirname(self._at(name)), exist_ok=True)
+            folder = posixpath.dirname(self._at(name))
+            try:
+                self._files.makedirs(folder, exist_ok=True)
+            except OSError:  # another process has made it at the same time
+                self._files.invalidate_cache()
+                if not self._files.isdir(folder):
+                    raise
 
     def create(self, name: str, content: bytes) -> bool:
         """Writes a file that nobody else has written; returns whether this was the first. Raises `StoreError` if the
         store can't tell."""
         with self._connected("written to") as files:
             self._make_parent(name)
+            mode = _exclusive_mode(files)
             try:
-                files.pipe_file(self._at(name), content, mode="create")
+                if mode:
+                    with files.open(self._at(name), mode) as file:
+                        file.write(content)
+                else:
+                    files.pipe_file(self._at(name), content, mode="create")
             except FileExistsError:
                 return False
             except OSError:  # as of an SFTP server, which does not say why
@@ -104,7 +129,9 @@ class JobStore:
         """Whether it has conditional writes, so that two can't own the same."""
         name = f"probe-{secrets.token_hex(4)}"
         try:
-            return self.create(name, b"1") and not self.create(name, b"2") and "memory" not in self._files.protocol
+            is_atomic = self.create(name, b"1") and not self.create(name, b"2")
+            # Of the others, those of object stores have a call for it.
+            return is_atomic and (bool(_exclusive_mode(self._files)) or bool(getattr(self._files, "async_impl", False)))
         except StoreError as error:
             if not isinstance(error.__cause__, (NotImplementedError, TypeError, ValueError)):
                 raise
@@ -163,10 +190,15 @@ class JobStore:
         numbers = [int(name) for name in self.names(OWNERS) if name.isdigit()]
         if not numbers:
             return 0, {}
-        try:
-            return max(numbers), dict(json.loads(self.get(f"{OWNERS}/{max(numbers):08d}")))
-        except (FileNotFoundError, ValueError) as error:
-            raise StoreError(f"The owner of the job in {self.url} can't be read: {error!r}.") from error
+        tries = _TRIES
+        while True:
+            try:
+                return max(numbers), dict(json.loads(self.get(f"{OWNERS}/{max(numbers):08d}")))
+            except (FileNotFoundError, ValueError) as error:
+                tries -= 1
+                if not tries:
+                    raise StoreError(f"The owner of the job in {self.url} can't be read: {error!r}.") from error
+                time.sleep(_TRY_SECONDS)  # it is being written
 
     def close(self) -> None:
         """Ends the connection; a later call makes another."""

@@ -6,7 +6,9 @@ import re
 import secrets
 import shutil
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
@@ -20,7 +22,7 @@ from elasticcb.master.job_copy import JobCopy, _fetch
 from elasticcb.master.journal import Journal
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, Command, JobSettings
-from elasticcb.storage import durable
+from elasticcb.storage import durable, job_store
 from elasticcb.storage.folder_lock import FolderLock
 from elasticcb.storage.job_store import HOLDER_FILE, JobStore
 from jobs import number, offsets_job, records_trained, train_flags
@@ -83,12 +85,26 @@ def test_store_keeps_files_and_tells_who_was_first(store, tmp_path):
         store.get("owners/2")
 
 
+@pytest.mark.parametrize("store", ["s3", "sftp", "file"], indirect=True)
+def test_of_several_that_create_a_file_at_the_same_time_one_is_the_first(store):
+    all_ready = threading.Barrier(4)
+
+    def first(number):
+        with contextlib.closing(JobStore(store.url)) as own:
+            own.names("")  # it is connected
+            found = []
+            for each in range(10):
+                all_ready.wait(60)
+                found.append(own.create(f"owners/{each}", b"%d" % number))
+            return found
+
+    with ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(first, range(4))]
+    assert [sum(each) for each in zip(*found, strict=True)] == [1] * 10
+
+
 def test_store_that_lets_two_be_first_is_refused(store, tmp_path, monkeypatch):
-    files = type(fsspec.core.url_to_fs(store.url)[0])
-    plain = files.pipe_file
-    monkeypatch.setattr(
-        files, "pipe_file", lambda self, path, value, mode="overwrite", **more: plain(self, path, value)
-    )
+    monkeypatch.setattr(job_store, "_EXCLUSIVE", {})  # then fsspec looks whether a file is there, and writes it
     with pytest.raises(StoreError, match=r"can't be a job's folder: .* no conditional writes"):
         JobCopy.taken(store.url, tmp_path, False, pytest.fail)
 
