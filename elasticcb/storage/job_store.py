@@ -97,12 +97,14 @@ class JobStore:
         protocol = self._files.protocol
         if _WITH_FOLDERS & {*((protocol,) if isinstance(protocol, str) else protocol)}:
             folder = posixpath.dirname(self._at(name))
-            try:
-                self._files.makedirs(folder, exist_ok=True)
-            except OSError:  # another process has made it at the same time
-                self._files.invalidate_cache()
-                if not self._files.isdir(folder):
-                    raise
+            for left in reversed(range(_TRIES)):
+                try:
+                    self._files.makedirs(folder, exist_ok=True)
+                    return
+                except OSError:  # another process may have made it, or a folder above, at the same time
+                    self._files.invalidate_cache()
+                    if not left:
+                        raise
 
     def create(self, name: str, content: bytes) -> bool:
         """Writes a file that nobody else has written; returns whether this was the first. Raises `StoreError` if the
