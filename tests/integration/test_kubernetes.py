@@ -339,13 +339,13 @@ def test_workers_that_are_out_of_memory_evicted_over_quota_or_preempted_come_bac
     evicted = newest_pod(api, "worker")
     eviction = {"metadata": {"name": evicted}, "deleteOptions": {}}
     api._core.create_namespaced_pod_eviction(evicted, api.namespace, eviction)
-    job.wait_for_line(r"worker \d .*leaves: it was asked to end")
+    # It is lost where it has registered, but does not work yet.
+    job.wait_for_line(r"worker \d .*(leaves: it was asked to end|was lost: its pod was deleted)")
     job.wait_for_line(r"Not started yet: worker \d \(The quota of the namespace .* is used up: .*exceeded quota: few")
     api._core.delete_namespaced_resource_quota("few", api.namespace)
     job.wait_for_line(r"epoch \d+/.*workers 2/2")
 
     api.create(pod_that_sleeps("important", high, f"{600 * cores}m"))
-    # It is lost where it has registered, but does not work yet.
     job.wait_for_line(r"worker \d .*(leaves: it was asked to end|was lost: it was preempted)")
     job.wait_for_line(r"Not started yet: worker \d \(it waits for resources: .*Insufficient cpu")
     api.delete("Pod", "important", 0)
