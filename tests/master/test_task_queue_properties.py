@@ -142,6 +142,8 @@ class TaskQueueMachine(RuleBasedStateMachine):
         for earlier in HANDING_OUT_ORDER[: HANDING_OUT_ORDER.index(kind)]:
             if earlier is TaskType.TRAINING and (self.hold or self.queue.accounting.tasks_split):
                 continue  # a held epoch is to do, but not yet to be handed out; nor what is for an idle worker
+            if self.queue.accounting.tasks_retried:
+                continue  # what failed here may wait for another worker
             assert counts[earlier][TaskState.TODO] == 0 or self.max_batches
 
     @precondition(lambda self: self.live())
