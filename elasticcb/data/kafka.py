@@ -251,12 +251,15 @@ class Kafka(UnboundedSource):
         return end if offset < 0 else offset
 
     def time_of(self, name: str, offset: int) -> float:
+        from confluent_kafka import TopicPartition
+
         with self._asking("a record") as consumer:
-            reading = _Reading(consumer)
-            reading.begin(name, offset)
-            found = [message for part in reading.chunks(offset + 1, 1, self._closed) for message in part]
+            consumer.assign([TopicPartition(self.topic, int(name.rpartition("/")[2]), offset)])
+            message = consumer.poll(_ANSWER_SECONDS)
             consumer.unassign()
-        return float(found[0].timestamp()[1]) / 1000 if found else 0.0
+        if message is None:
+            raise StreamError(f"{self.servers} does not answer for a record of {name}.")
+        return float(message.timestamp()[1]) / 1000 if message.error() is None else 0.0
 
     def trained(self, offsets: Mapping[str, int]) -> None:
         from confluent_kafka import TopicPartition

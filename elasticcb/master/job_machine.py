@@ -648,7 +648,7 @@ class JobMachine:
         if limit and self.totals.bad_records > limit:
             self.error = DataError(
                 f"{how_many(self.totals.bad_records, 'record')} can't be converted; bad_records_limit allows "
-                f"{limit}. The last of them: {result.bad_record}\nCorrect the feed or the data, or raise the limit."
+                f"{limit}. One of them: {result.bad_record}\nCorrect the feed or the data, or raise the limit."
             )
 
     def _take_in(self, worker: int, task: Task, result: TaskResult) -> None:

@@ -59,6 +59,8 @@ class StreamWatch:
                 return
 
     def _fail(self, error: Exception) -> None:
+        if self._stopped.is_set():  # the source is being closed
+            return
         with self._master.change() as state:
             state.fail(error)
 

@@ -257,6 +257,13 @@ class FeedPipeline:
 
     def first_batch(self) -> Any:
         """A batch from the start of the data, for building a model."""
+        try:
+            return self._first_batch()
+        finally:
+            if self.bad is not None:
+                self.bad.take()  # the tasks with these records count them
+
+    def _first_batch(self) -> Any:
         if self.stream is not None:
             for records in (self._minibatch_size, _FEW_RECORDS):
                 for batch in self.batches(*self.stream.beginning(records)):

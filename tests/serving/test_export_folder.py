@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
@@ -78,20 +77,6 @@ def test_what_a_killed_exporter_has_not_finished_is_removed_and_versions_go_on(o
     with contextlib.closing(JobStore(place if is_url(place) else f"file://{place}")) as store:
         assert store.get("snapshot-of-mine/precious") == b"half"
         assert store.names("snapshot-00000009-0a1b2c3d") == []
-
-
-def test_of_two_that_begin_to_export_at_the_same_time_one_is_refused(opened):
-    def outcome(run):
-        try:
-            opened(run)
-        except UsageError as error:
-            return str(error)
-        return "taken"
-
-    with ThreadPoolExecutor(2) as threads:
-        refused, taken = sorted(threads.map(outcome, ["one", "two"]))
-    assert taken == "taken"
-    assert re.search("is in use by process|has just been taken by another job", refused)
 
 
 def test_a_folder_that_its_owner_has_left_is_free(opened):
