@@ -2,6 +2,7 @@
 
     python benchmarks/freshness.py serving [--seconds=5] [--rounds=3] [--rows=1e6]
     python benchmarks/freshness.py training [--every 1s 10s] [--seconds=600] [--rows=1e6]
+    python benchmarks/freshness.py cost [--every 10s] [--seconds=60] [--rounds=3] [--rows=1e6]
 
 `serving` compares `elasticcb serve` with the same SavedModel, loaded by `tf.saved_model.load`, behind the same web
 server: requests per second and latency at 1, 16 and 64 clients that send requests of 1 and of 100 examples, in turns.
@@ -12,6 +13,9 @@ table, and a dense layer of 64 units. One process has all clients, on the same m
 parameter server and `--export_every` trains a table of all rows, `elasticcb serve` follows it, and a client asks it
 again and again, all on this machine. Each batch has an id of its own in a second table, whose row is not zero once it
 is trained; the clock starts when the batch is read, some batches before it is trained.
+
+`cost` trains the same model with exports and without, in turns, and nobody who follows them; it prints the examples
+per second of both, and their ratio.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import socket
 import statistics
 import subprocess
@@ -44,7 +49,7 @@ NAME = "exports"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["serving", "training", "plain"])  # `plain` is started by `serving`
+    parser.add_argument("what", choices=["serving", "training", "cost", "plain"])  # `plain` is started by `serving`
     parser.add_argument("--seconds", type=float, help="of one measurement: 5 of serving, 600 of training")
     parser.add_argument("--every", nargs="+", default=["1s"], help="of training: times between two exports")
     parser.add_argument("--rounds", type=int, default=3, help="of which the medians are printed")
@@ -58,6 +63,10 @@ def main() -> None:
         serve_plain(arguments.model)
         return
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.what == "cost":
+            seconds = arguments.seconds or 60.0
+            run_cost(Path(folder), arguments.every[0], seconds, arguments.rounds, int(arguments.rows))
+            return
         if arguments.what == "training":
             for every in arguments.every:
                 run_training(Path(folder, every), every, arguments.seconds or 600.0, int(arguments.rows))
@@ -367,24 +376,55 @@ def feed_batch(records, mode, metadata):
 BATCH, WARM_UP_SECONDS = 128, 20.0
 
 
-def run_training(folder: Path, every: str, seconds: float, rows: int) -> None:
+@contextlib.contextmanager
+def job_in(folder: Path, rows: int, *flags: str) -> Iterator[Path]:
+    """Trains meanwhile; yields the file of the batches that are read."""
     folder.mkdir()
-    exports, read = folder / NAME, folder / "read"
+    read = folder / "read"
     (folder / "model.py").write_text(MODEL.format(rows=rows, batch=BATCH, read=str(read), ids=IDS, dim=DIM))
     np.save(folder / "records.npy", np.arange(1 << 25))  # more than are trained
     job = [
         *(sys.executable, "-m", "elasticcb", "train", f"--model_zoo={folder}", "--model_def=model.custom_model"),
         *(f"--training_data={folder}/records.npy", f"--minibatch_size={BATCH}", "--num_workers=2"),
-        *(f"--job_dir={folder}/job", f"--export_dir={exports}", f"--export_every={every}"),
+        *(f"--job_dir={folder}/job", *flags),
     ]
     with (folder / "output").open("w") as output:
         training = subprocess.Popen(job, stdout=output, stderr=subprocess.STDOUT)
         try:
-            with server("-m", "elasticcb", "serve", str(exports), "--port=0", "--poll=0.1") as (port, _):
-                seen, sizes = asyncio.run(_ask(port, read, seconds, training))
+            while not read.exists():
+                if training.poll() is not None:
+                    raise SystemExit(f"The job has ended.\n{(folder / 'output').read_text()}")
+                time.sleep(0.2)
+            yield read
         finally:
             training.terminate()
             training.wait()
+
+
+def run_cost(folder: Path, every: str, seconds: float, rounds: int, rows: int) -> None:
+    rates: dict[str, list[float]] = {every: [], "": []}
+    for turn in range(rounds):
+        for given in (every, "") if turn % 2 else ("", every):
+            name = f"{turn}-{given or 'none'}"
+            flags = [f"--export_dir={folder / name / NAME}", f"--export_every={given}"] if given else []
+            with job_in(folder / name, rows, *flags) as read:
+                time.sleep(WARM_UP_SECONDS)
+                before = read.read_bytes().count(b"\n")
+                time.sleep(seconds)
+                rates[given].append((read.read_bytes().count(b"\n") - before) * BATCH / seconds)
+            shutil.rmtree(folder / name)
+        print(f"every {every}: {rates[every][-1]:,.0f} examples/s; never: {rates[''][-1]:,.0f}", flush=True)
+    ratios = [one / other for one, other in zip(rates[every], rates[""], strict=True)]
+    print(f"median ratio of {rounds} pairs: {statistics.median(ratios):.3f}")
+
+
+def run_training(folder: Path, every: str, seconds: float, rows: int) -> None:
+    exports = folder / NAME
+    with (
+        job_in(folder, rows, f"--export_dir={exports}", f"--export_every={every}") as read,
+        server("-m", "elasticcb", "serve", str(exports), "--port=0", "--poll=0.1") as (port, _process),
+    ):
+        seen, sizes = asyncio.run(_ask(port, read, seconds))
     began = {int(marker): float(at) for marker, at in map(str.split, read.read_text().splitlines()) if at}
     took = [at - began[marker] for marker, at in seen.items()]
     p50, p99 = np.percentile(took, [50, 99])
@@ -395,12 +435,8 @@ def run_training(folder: Path, every: str, seconds: float, rows: int) -> None:
     )
 
 
-async def _ask(port: int, read: Path, seconds: float, training: Any) -> tuple[dict[int, float], list[float]]:
+async def _ask(port: int, read: Path, seconds: float) -> tuple[dict[int, float], list[float]]:
     """When the row of each marker was answered first, for those read after a while; and how long requests took."""
-    while not read.exists():
-        if training.poll() is not None:
-            raise SystemExit("The job has ended.")
-        await asyncio.sleep(0.2)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     while (await _answer(reader, writer, [0])) is None:
         await asyncio.sleep(0.2)

@@ -73,11 +73,11 @@ def _signature(model: keras.Model, features_spec: Any) -> Any:
 
 
 def _narrowed(spec: Any, tensor: Any) -> Any:
-    """`spec` with unknown sizes completed from the model's input."""
+    """`spec` with the sizes of the model's input: data may have one length where the model takes any."""
     shape = tf.TensorShape([None, *tensor.shape[1:]])
     if not isinstance(spec, tf.TensorSpec) or spec.shape.rank != shape.rank or not shape.is_compatible_with(spec.shape):
         return spec
-    return tf.TensorSpec(spec.shape.merge_with(shape), spec.dtype, spec.name)
+    return tf.TensorSpec(shape, spec.dtype, spec.name)
 
 
 def _spec_of_inputs(model: keras.Model, inputs: Sequence[Any]) -> Any:

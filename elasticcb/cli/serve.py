@@ -101,7 +101,7 @@ class _WithRollback(click.RichCommand):
     help="More waiting requests than these are refused, with the status 429.",
 )  # fmt: skip
 @click.option(
-    "--max_body", type=click.IntRange(1), default=64 << 20, show_default=True, metavar="BYTES",
+    "--max_body", type=click.IntRange(1), default=16 << 20, show_default=True, metavar="BYTES",
     help="Larger requests are refused, with the status 413.",
 )  # fmt: skip
 @click.option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from elasticcb.data.unbounded import Partition
 from elasticcb.errors import DataError
 from elasticcb.master.shards import Shard
 
+_PATIENCE = 8  # draws by others that a partition waits for its reader, which may be lost
 _PREFIX = "stream/"  # of keys of saved partitions: one each, because an entry of the journal has what has changed
 
 
@@ -21,12 +23,16 @@ class _Growing:
         position: offset of the next record to hand out.
         end: after the newest record to train.
         since: when the oldest record was seen that is not handed out.
+        reader: the worker that drew its last range.
+        passed: draws since then for which it was the next one, but another was taken.
     """
 
     position: int
     stop: int | None
     end: int = 0
     since: float = 0.0
+    reader: int | None = None
+    passed: int = 0
 
     @property
     def waiting(self) -> int:
@@ -41,7 +47,8 @@ class _Growing:
 class StreamRanges:
     """Draws ranges like `ShardOrder`, as records come, in epochs.
 
-    Whole batches are drawn at once; a smaller rest waits for more records, up to `linger` seconds.
+    Whole batches are drawn at once; a smaller rest waits for more records, up to `linger` seconds. Partitions take
+    turns, but a worker gets those that it read before: its readers continue, and what they have read ahead is used.
 
     Attributes:
         per_epoch: records in an epoch; 0: it ends by `end_epoch`, or with the stream.
@@ -64,6 +71,7 @@ class StreamRanges:
     _partitions: dict[str, _Growing] = field(default_factory=dict)
     _turns: dict[str, None] = field(default_factory=dict)  # names of those with waiting records, the next one first
     _now: float = 0.0
+    _worker: int = 0  # that asks
     _epoch_ended: bool = False
 
     # ------------------------------------------------------------ growing
@@ -136,8 +144,8 @@ class StreamRanges:
 
     # ------------------------------------------------------------ drawing
 
-    def tell_time(self, now: float) -> None:
-        self._now = now
+    def asked_by(self, worker: int, now: float) -> None:
+        self._worker, self._now = worker, now
 
     @property
     def is_ready(self) -> bool:
@@ -155,6 +163,9 @@ class StreamRanges:
         if name is None:
             raise IndexError("no range is ready")
         growing = self._partitions[name]
+        for other in itertools.takewhile(lambda other: other != name, self._turns):
+            self._partitions[other].passed += bool(self._ready(self._partitions[other]))
+        growing.reader, growing.passed = self._worker, 0
         count = self._ready(growing)
         if self.per_epoch:
             count = min(count, self.per_epoch - self.records)
@@ -172,13 +183,20 @@ class StreamRanges:
         return shard
 
     def _next(self) -> str | None:
-        for name in self._turns:
-            growing = self._partitions[name]
-            if self._ready(growing):
-                return name
-            if self.in_order and growing.waiting:
-                return None
-        return None
+        found = [name for name in self._turns if self._ready(self._partitions[name])]
+        if self.in_order:
+            first = next(iter(self._turns), None)
+            return first if first in found else None
+        return next(filter(self._suits, found), found[0] if found else None)
+
+    def _suits(self, name: str) -> bool:
+        """Whether the worker that asks should go on with this partition, or begin to read it."""
+        growing = self._partitions[name]
+        if growing.reader in (None, self._worker) or growing.passed >= _PATIENCE:
+            return True
+        readers = [each.reader for each in self._partitions.values()]
+        share = len(readers) // len({*readers, self._worker} - {None})
+        return readers.count(self._worker) < share < readers.count(growing.reader)
 
     def _ready(self, growing: _Growing) -> int:
         """Records of a partition to draw now."""

@@ -124,7 +124,7 @@ class TaskQueue:
         doing = self._doing
         doing.tell_time(now)
         if self._epochs.stream is not None:
-            self._epochs.stream.tell_time(now)
+            self._epochs.stream.asked_by(worker, now)
         if self.failure is not None:
             return TaskDecision(DecisionKind.FINISHED, None, "the job has failed")
         if doing.is_lost(worker):

@@ -48,7 +48,11 @@ def read_request(body: bytes, signature_of: Callable[[str], ServingSignature]) -
             raise UsageError(f'Expected "inputs" to be an object with the keys {_shown(specs)}.')
         columns = {next(iter(specs)): columns}
     check_names(columns, specs)
+    has_booleans = b"true" in body or b"false" in body
     try:
+        for each, spec in specs.items():
+            if has_booleans and not spec.dtype.is_bool and _has_booleans(columns[each]):
+                raise _wrong_kind(each, spec)  # NumPy would take one among numbers as 0 or 1
         return Request({each: _array(each, columns[each], spec) for each, spec in specs.items()}, name, by_rows)
     except RecursionError:
         raise UsageError("The values are nested too deeply.") from None
@@ -71,6 +75,14 @@ def _columns_of(instances: Any, specs: Mapping[str, tf.TensorSpec]) -> dict[str,
 
 def _is_object(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() != _B64
+
+
+def _has_booleans(value: Any) -> bool:
+    return any(map(_has_booleans, value)) if isinstance(value, list) else isinstance(value, bool)
+
+
+def _wrong_kind(name: str, spec: tf.TensorSpec) -> UsageError:
+    return UsageError(f"The input {name!r} contains values that are not {spec.dtype.name}.")
 
 
 def _shown(names: Mapping[str, Any]) -> str:
@@ -99,7 +111,7 @@ def _check_kind(name: str, array: Array, spec: tf.TensorSpec) -> None:
     if not array.size:
         return
     if array.dtype.kind not in kinds:
-        raise UsageError(f"The input {name!r} contains values that are not {spec.dtype.name}.")
+        raise _wrong_kind(name, spec)
     if spec.dtype.is_integer and (array.min() < spec.dtype.min or array.max() > spec.dtype.max):
         raise UsageError(f"The input {name!r} contains numbers that {spec.dtype.name} can't represent.")
 

@@ -56,7 +56,7 @@ class ServeOptions:
     tls_ca: str = ""
     max_waiting: int = 1000
     max_batch: int = 1024
-    max_body: int = 64 << 20
+    max_body: int = 16 << 20
 
     def check_token(self, authorization: str) -> None:
         """Raises `UnauthorizedError`."""

@@ -168,6 +168,17 @@ def test_sizes_that_a_feed_leaves_open_are_those_of_the_models_inputs() -> None:
     assert spec.shape.as_list() == [None, 2]
 
 
+def test_input_of_any_length_is_served_with_any_length(tmp_path: Path) -> None:
+    model = keras.Sequential(
+        [keras.Input((None,)), keras.layers.Embedding(9, 2), keras.layers.GlobalAveragePooling1D()]
+    )
+    path = export(model, tmp_path / "model", tf.TensorSpec((None, 5), tf.float32))  # of data of one length
+    serve = tf.saved_model.load(str(path)).signatures["serving_default"]
+    given = tf.ones((2, 3))
+    ((name, values),) = serve(given).items()
+    np.testing.assert_allclose(values, model(given), rtol=1e-6, err_msg=name)
+
+
 def test_target_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "model"
     export(small(1.0), path)

@@ -54,6 +54,27 @@ def test_partitions_take_turns_or_follow_each_other():
     assert taken(in_order, 0.0) == ["a [0, 20)", "a [20, 40)", "b [0, 20)", "b [20, 40)"]
 
 
+def test_workers_go_on_with_the_partitions_that_they_read():
+    queue = make_stream()
+    queue.grow(there(a=800, b=800, c=800, d=800), 0.0)
+
+    def draw(worker, times):
+        found = []
+        for _ in range(times):
+            lease = queue.get_task(worker, 0.0).lease
+            queue.report_done(worker, lease.id)
+            found.append(lease.task.shard)
+        return found
+
+    assert {shard.name for shard in draw(1, 4)} == {"a", "b", "c", "d"}
+    mixed = [next(shard.name for shard in draw(worker, 1)) for _ in range(20) for worker in (1, 2)]
+    first, second = set(mixed[::2][-10:]), set(mixed[1::2][-10:])
+    assert len(first) == len(second) == 2
+    assert not first & second
+    assert max(queue.stream.positions.values()) - min(queue.stream.positions.values()) <= 60
+    assert {shard.name for shard in draw(2, 40)} == {"a", "b", "c", "d"}  # also those of the other, which may be lost
+
+
 def test_epochs_end_after_their_records_and_by_time_and_with_the_stream():
     queue = make_stream(num_epochs=9, records_per_epoch=30)
     queue.grow(there(a=50), 0.0)

@@ -40,6 +40,7 @@ BODIES = [
     (inputs(item=[[1, "x"]]), "'item' contains values that are not int64"),
     (inputs(item=[[1, 2.5]]), "'item' contains values that are not int64"),
     (inputs(item=[[True, False]]), "'item' contains values that are not int64"),
+    (inputs(item=[[1, True]]), "'item' contains values that are not int64"),
     (inputs(item=[[1, None]]), "'item' contains values that are not int64"),
     (inputs(item=[[1, {"b64": ""}]]), "'item' contains values that are not int64"),
     (inputs(item=[[1, 2**70]]), "'item' contains values that are not int64"),
