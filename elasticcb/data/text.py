@@ -51,6 +51,8 @@ class TextReader(FileReader):
       column_dtypes: NumPy dtype names, "date" or "timestamp", by column name or number. Each record that is read is
         checked against them; empty fields are valid.
       fill_null: values of empty fields, by column name, without a feed.
+      check_fields: refuse files whose records have different numbers of fields before training; else, such a record
+        is a bad one when it is read.
     """
 
     unknown_columns = (
@@ -70,6 +72,7 @@ class TextReader(FileReader):
         quote: str | None = None,
         column_dtypes: Mapping[str | int, str] | None = None,
         fill_null: Mapping[str, Any] | None = None,
+        check_fields: bool = True,
     ) -> None:
         super().__init__(files)
         if not isinstance(fill_null or {}, Mapping):
@@ -96,7 +99,9 @@ class TextReader(FileReader):
             self._encoding = codecs.lookup(encoding).name
         except LookupError:
             raise UsageError(f"The reader parameter encoding is {encoding!r}, which is unknown to Python.") from None
-        self._dialect = Dialect(delimiter.encode(), quote.encode() if delimiter else b"", skip_blank_lines, spans_lines)
+        self._dialect = Dialect(
+            delimiter.encode(), quote.encode() if delimiter else b"", skip_blank_lines, spans_lines, check_fields
+        )
         self.has_header = header
         self._columns = tuple(columns)
         self._dtypes = dict(column_dtypes or {})
@@ -131,7 +136,8 @@ class TextReader(FileReader):
         given = {names[key] if isinstance(key, int) else key: dtype for key, dtype in self._dtypes.items()}
         types: dict[str, str] = {}
         sample = [record.decode("utf-8", "replace") for record in self.first_records(SAMPLE_RECORDS)]
-        columns = zip(*self._split([record for record in sample if record]), strict=True)
+        rows = [row for row in self._split([record for record in sample if record]) if len(row) == len(names)]
+        columns = zip(*rows, strict=True) if rows else [()] * len(names)
         for column, (name, values) in enumerate(zip(names, columns, strict=True)):
             if name in given:
                 types[name] = checks[column].type if column in checks else STRING
@@ -210,6 +216,12 @@ class TextReader(FileReader):
         checks = self._resolved_checks(opened)
         present = [i for i, record in enumerate(records) if record]
         rows = list(self._split([records[i].decode("utf-8", "replace") for i in present]))
+        for row, i in zip(rows, present, strict=True) if not self._dialect.same_fields else ():
+            if len(row) != opened.fields:
+                raise DataError(
+                    f"{opened.file.name}, record {first + i}, has {how_many(len(row), 'field')}, but expected are "
+                    f"{opened.fields}."
+                )
         for check in checks:
             for row, i in zip(rows, present, strict=True):
                 value = row[check.column]

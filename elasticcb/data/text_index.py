@@ -59,6 +59,7 @@ class Dialect:
     quote: bytes
     skip_blank_lines: bool
     spans_lines: bool = True  # whether a quoted field may contain line breaks
+    same_fields: bool = True  # whether all records must have the same number of fields
 
 
 @dataclass(frozen=True)
@@ -300,6 +301,8 @@ class _Scan:
             if not len(solid):
                 return
             self.fields = int(fields[solid[0]])
+        if not self.dialect.same_fields:
+            return
         wrong = np.flatnonzero((fields != self.fields) & ~blank)
         if not len(wrong):
             return
@@ -313,7 +316,8 @@ class _Scan:
         raise DataError(
             f"{self._where(self.count + place - skipped, int(starts[place]))} has "
             f"{how_many(int(fields[place]), 'field')}, but {expected}. "
-            f"Correct the file, or the reader parameters `delimiter`, `quote` and `columns`."
+            "Correct the file, or the reader parameters `delimiter`, `quote` and `columns`; with check_fields=false "
+            "it is a bad record, which a job can skip."
         )
 
     def _where(self, number: int, offset: int) -> str:

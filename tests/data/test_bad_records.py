@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import tensorflow as tf
 
-from elasticcb.data import open_reader
+from elasticcb.data import open_reader, read
 from elasticcb.data.bad_records import BadRecords
 from elasticcb.errors import DataChangedError, DataError
 
@@ -71,3 +72,28 @@ def test_a_folder_that_can_t_be_written_is_an_error(reader, tmp_path):
     bad = BadRecords(reader, converter(reader), True, str(tmp_path / "file"))
     with pytest.raises(DataError, match="can't be kept in"):
         [*bad.good_batches(reader.sources()[0].name, 0, 30, 4, len)]
+
+
+@pytest.mark.parametrize("feed", [False, True])
+def test_lines_with_other_numbers_of_fields_are_bad_records_if_they_may_be(tmp_path, feed):
+    path = tmp_path / "data.csv"
+    path.write_text("a,b\n1,2\n3\n4,5\n6,7,8\n9,10\n")
+    with pytest.raises(DataError, match=r"record 1 \(line 3\) has 1 field, but the header has 2.*check_fields"):
+        open_reader(str(path), {"header": True}).sources()
+    reader = open_reader(str(path), {"header": True, "check_fields": False})
+    (source,) = reader.sources()
+
+    def feed_batch(records, mode, metadata):
+        a, b = tf.io.decode_csv(records, [0, 0])
+        return {"a": a}, b
+
+    records = read(reader, **({"feed_batch": feed_batch} if feed else {"label": "b"}))
+    batches = records.batches("training", 2)
+
+    def convert(name, start, end):
+        return batches.batches([(name, start, end)])
+
+    bad = BadRecords(reader, convert, True, "")
+    found = [*bad.good_batches(source.name, 0, source.count, 2, lambda batch: len(batch[1]))]
+    assert [int(each) for batch in found for each in batch[0]["a"]] == [1, 4, 9]
+    assert bad.take()[0] == 2
