@@ -166,15 +166,17 @@ def compiled_model(job: dict[str, Any], module: ModuleType) -> Any:
 
 def records(module: ModuleType, origin: str, mode: str, job: dict[str, Any]) -> Any:
     """All records of a data origin through the file's `feed`, read as the workers read them."""
+    import tensorflow as tf
+
     from elasticcb.data import Records, open_reader
 
     custom = getattr(module, "custom_data_reader", None)
     reader = open_reader(origin, job.get("data_reader_params"), custom=custom)
     (source,) = reader.sources()
     given = Records(reader, getattr(module, "feed", None), getattr(module, "feed_batch", None))
-    batches = given.batches(mode, job["minibatch_size"], joins=False)
-    batches.ranges = [(source.name, 0, source.count)]
-    return batches.dataset.unbatch()
+    batches = given.batches(mode, job["minibatch_size"], joins=False).batches([(source.name, 0, source.count)])
+    whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
+    return tf.data.Dataset.from_tensor_slices(whole)
 
 
 def _named(metrics: dict[str, Any]) -> Any:

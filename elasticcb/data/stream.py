@@ -31,25 +31,15 @@ class RecordStream:
     records of these ranges. So the dataset is built, and `feed` applied, only once for all tasks.
 
     TensorFlow converts a reader's exception to its own error with a text; `error` keeps the original.
-
-    Args:
-      batch_size: yield batches of this number of records, stacked; the last one of each range may have fewer. 0: yield
-        single records.
     """
 
     def __init__(
-        self,
-        reader: Reader,
-        next_ranges: Callable[[], Sequence[Range]],
-        batch_size: int = 0,
-        chunk_records: int = CHUNK_RECORDS,
+        self, reader: Reader, next_ranges: Callable[[], Sequence[Range]], chunk_records: int = CHUNK_RECORDS
     ) -> None:
         self.error: ElasticCBError | None = None  # of the iterator that failed last
         self._reader = reader
         self._next_ranges = next_ranges
-        self._batch_size = batch_size
-        # Whole batches, so that most need no copy.
-        self._chunk_records = batch_size * max(chunk_records // batch_size, 1) if batch_size else chunk_records
+        self._chunk_records = chunk_records
         self._spec = reader.element_spec
         self._leaves = flatten(self._spec, self._spec)
         self._numbers = itertools.count()
@@ -87,8 +77,6 @@ class RecordStream:
         # to TensorFlow; `unbatch` then runs in C++.
         forever = tf.data.Dataset.range(np.iinfo(np.int64).max)
         chunks = forever.scan(np.int64(-1), step).take_while(is_not_the_end)
-        if self._batch_size:
-            return chunks
         if all(leaf.shape.num_elements() for leaf in self._leaves):
             return chunks.unbatch()
         # TensorFlow 2.21 crashes in `unbatch` when a record has no elements: `from_tensors(zeros((1, 0)))`.
@@ -122,32 +110,73 @@ class RecordStream:
             raise
 
     def _chunks(self) -> Iterator[Any]:
-        where = "The next range"
         try:
             for each in self._next_ranges():
-                where = "Records [{1}, {2}) of {0}".format(*each)
-                chunks = self._chunks_of(*each)
-                yield from in_batches(chunks, self._spec, self._batch_size) if self._batch_size else chunks
+                yield from read_range(self._reader, self._spec, each, self._chunk_records)
         except ElasticCBError:
             raise
         except Exception as error:
-            raise DataError(
-                f"{where} could not be read: {type(error).__name__}: {error}",
-                user_traceback=traceback.format_exc(),
-            ) from error
+            raise _unreadable("The next range", error) from error
 
-    def _chunks_of(self, name: str, start: int, end: int) -> Iterator[Any]:
-        count = 0
-        for chunk in self._reader.read_chunks(name, start, end, self._chunk_records):
-            count += len(flatten(self._spec, chunk)[0])
+
+def read_batches(reader: Reader, spec: Any, ranges: Sequence[Range], size: int) -> Iterator[Any]:
+    """Stacks of `size` records, as NumPy arrays and `RaggedRows`; the last one of a range may have fewer.
+
+    Args:
+      spec: the reader's `element_spec`.
+
+    Raises `DataError`.
+    """
+    whole = size * max(CHUNK_RECORDS // size, 1)  # so that most need no copy
+    for each in ranges:
+        yield from in_batches(read_range(reader, spec, each, whole), spec, size)
+
+
+def read_range(reader: Reader, spec: Any, given: Range, size: int) -> Iterator[Any]:
+    """Chunks of up to `size` records. Raises `DataError`, also if there are fewer or more records than asked for."""
+    (name, start, end), count = given, 0
+    try:
+        for chunk in reader.read_chunks(name, start, end, size):
+            count += len(flatten(spec, chunk)[0])
             if count > end - start:
                 break
             yield chunk
-        if count > end - start or (count < end - start and not self._reader.may_skip):
-            raise DataError(
-                f"Records [{start}, {end}) of {name} were requested, but {type(self._reader).__name__} yielded "
-                f"{'more' if count > end - start else count} records. Its sources() and read() must agree."
-            )
+    except ElasticCBError:
+        raise
+    except Exception as error:
+        raise _unreadable(f"Records [{start}, {end}) of {name}", error) from error
+    if count > end - start or (count < end - start and not reader.may_skip):
+        raise DataError(
+            f"Records [{start}, {end}) of {name} were requested, but {type(reader).__name__} yielded "
+            f"{'more' if count > end - start else count} records. Its sources() and read() must agree."
+        )
+
+
+def _unreadable(where: str, error: Exception) -> DataError:
+    return DataError(
+        f"{where} could not be read: {type(error).__name__}: {error}", user_traceback=traceback.format_exc()
+    )
+
+
+def spec_of_batches(spec: Any) -> Any:
+    """Of the tensors of a batch of records, any number of them."""
+    import tensorflow as tf
+
+    def of_batch(leaf: Any) -> Any:
+        shape = None if leaf.shape.rank is None else [None, *leaf.shape]
+        if isinstance(leaf, tf.RaggedTensorSpec):
+            return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank + 1, tf.int64)
+        return tf.TensorSpec(shape, leaf.dtype)
+
+    return pack(spec, map(of_batch, flatten(spec, spec)))
+
+
+def flat_tensors_of(spec: Any, batch: Any) -> list[Any]:
+    """The tensors of a batch of NumPy arrays, in the order in which TensorFlow flattens `spec_of_batches(spec)`."""
+    import tensorflow as tf
+
+    leaves = ([*map(np.array, _flat([leaf]))] for leaf in flatten(spec, batch))  # copies: arrays may be the reader's
+    return [tf.convert_to_tensor(part) for part in tf.nest.flatten(pack(spec, leaves))]
 
 
 class _Failed:

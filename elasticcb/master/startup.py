@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -265,8 +266,9 @@ def _new_queue(context: JobContext, host: Any, initial_epoch: int) -> TaskQueue:
         (sum(-(-count // training.minibatch_size) for _, count in found) for found in host.sources.values()), default=0
     )
     workers = max(cluster.num_workers, cluster.autoscale.most)
-    unknown = host.open_ended or host.stream is not None
-    per_task = training.batches_per_task(None if unknown else batches, workers)
+    if host.stream is not None:  # a task has what is there, so that large ones make nobody wait
+        batches = stream.records_per_epoch // training.minibatch_size or sys.maxsize
+    per_task = training.batches_per_task(None if host.open_ended and not host.stream else batches, workers)
     return TaskQueue(
         QueueSettings(
             records_per_task=training.minibatch_size * per_task,

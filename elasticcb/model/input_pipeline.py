@@ -230,7 +230,7 @@ class FeedPipeline:
     @property
     def element_spec(self) -> Any:
         """Of a batch; in prediction, of its features."""
-        return self._batches.dataset.element_spec
+        return self._batches.element_spec
 
     def sources(self) -> Sources:
         if self.stream is not None:

@@ -130,7 +130,7 @@ class TrainingSettings(ExchangeOptions):
         None,
         "Batches per task. A task is the unit of work that a worker takes, and that is repeated after a failure. "
         "auto: at most 64, and few enough that each worker gets at least four tasks per epoch; 16 if the length of an "
-        "epoch is unknown.",
+        "epoch is unknown, except in a stream.",
         default_text=AUTO,
         unit="BATCHES",
         minimum=1,

@@ -113,22 +113,25 @@ _CALLS_BEFORE_COMPILING = 10
 
 
 def quick_call(
-    function: Callable[..., Any], signature: Sequence[tf.TensorSpec], jit_compile: bool | None = None
-) -> _Call:
+    function: Callable[..., Any],
+    signature: Sequence[tf.TensorSpec],
+    jit_compile: bool | None = None,
+    autograph: bool = False,
+) -> QuickCall:
     """Compiles `function` for tensors of `signature`; returns a function of a list of such tensors.
 
     A `tf.function` binds and checks its arguments at each call, which takes 0.3 ms; here nothing is checked, and a call
     of a small function takes 0.1 ms.
     """
     compiled = tf.function(
-        function, input_signature=list(signature), autograph=False, jit_compile=jit_compile
+        function, input_signature=list(signature), autograph=autograph, jit_compile=jit_compile
     ).get_concrete_function()
-    captured = compiled.captured_inputs
+    captured, outputs = compiled.captured_inputs, compiled.structured_outputs
     if not hasattr(compiled, "_inference_function"):  # not a public name
-        return _OneAfterAnother(lambda tensors: compiled(*tensors))
-    pack = _packer(compiled.structured_outputs)
-    return _OneAfterAnother(
-        lambda tensors: pack(iter(compiled._inference_function.call_flat(*tensors, *captured) or ()))
+        return QuickCall(lambda tensors: compiled(*tensors), outputs)
+    pack = _packer(outputs)
+    return QuickCall(
+        lambda tensors: pack(iter(compiled._inference_function.call_flat(*tensors, *captured) or ())), outputs
     )
 
 
@@ -188,14 +191,17 @@ def _packer(structure: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
 _REFUSED = "Single-threaded executor does not support"
 
 
-class _OneAfterAnother:
+class QuickCall:
     """Runs the operations of a function in one thread, if possible.
 
     Passing small operations between threads costs more than it gains. Single operations may still use several threads.
+
+    Attributes:
+        outputs: the symbolic results.
     """
 
-    def __init__(self, function: _Call) -> None:
-        self._function = function
+    def __init__(self, function: _Call, outputs: Any) -> None:
+        self._function, self.outputs = function, outputs
         self._is_possible = function_executor_type is not None
 
     def __call__(self, tensors: Sequence[tf.Tensor]) -> Any:

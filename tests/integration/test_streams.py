@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import Counter
 
 import numpy as np
 import pytest
 from brokers import broker
+from waiting import wait_until
 
 from jobs import number, train_flags, write_model_file
 from metrics_scrapes import Scrape
@@ -78,13 +78,6 @@ def read(folder):
     return Counter((folder / "stream.py.ledger").read_bytes().split())
 
 
-def wait_until(condition, seconds=60.0):
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.1)
-
-
 def test_every_record_is_trained_through_kills_and_an_absent_broker(tmp_path, kafka, start_job):
     url = kafka.topic("faults")
     kafka.send("faults", clicks(0, 400))
@@ -103,16 +96,16 @@ def test_every_record_is_trained_through_kills_and_an_absent_broker(tmp_path, ka
     job.master.kill()
     job.wait_for_line(r"recovered in")
     job.wait_for_line(r"Epoch 5 ")
-    wait_until(lambda: len(read(tmp_path)) == 1200)
-    time.sleep(2.0)  # the last ones are reported
+    epochs = tmp_path / "stream.py.epochs"
+    wait_until(lambda: len(epochs.read_text().splitlines()) == 6)
+    assert len(read(tmp_path)) == 1200
     job.interrupt()
     assert job.finish() == 130
     job.assert_no_orphans()
     kafka.send("faults", clicks(1200, 1400))
     resumed = start_job("resume", tmp_path / "job")
-    wait_until(lambda: len(read(tmp_path)) == 1400)
-    epochs = tmp_path / "stream.py.epochs"
     wait_until(lambda: len(epochs.read_text().splitlines()) == 7)
+    assert len(read(tmp_path)) == 1400
     resumed.interrupt()
     assert resumed.finish() == 130
     assert [int(line.split()[0]) for line in epochs.read_text().splitlines()] == list(range(7))

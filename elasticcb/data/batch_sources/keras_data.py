@@ -104,6 +104,14 @@ def weighted(dataset: tf.data.Dataset, class_weight: Mapping[int, float] | None)
     return dataset.map(tf_dataset_adapter.make_class_weight_map_fn(class_weight))
 
 
+def class_weights(class_weight: Mapping[int, float] | None) -> Callable[[Any], Any]:
+    """A function that adds sample weights to a batch."""
+    if class_weight is None:
+        return lambda batch: batch
+    weigh = tf_dataset_adapter.make_class_weight_map_fn(class_weight)
+    return lambda batch: weigh(*batch)
+
+
 def capped_steps(steps: int | None) -> int | None:
     """`steps` under `keras.config.max_steps_per_epoch()`, with Keras's warning."""
     limit = keras.config.max_steps_per_epoch()

@@ -15,15 +15,19 @@ from elasticcb.data.batch_sources import keras_data
 from elasticcb.data.batch_sources.columns import columns_of, named_feed
 from elasticcb.data.reader import Reader
 from elasticcb.data.stacking import flatten
-from elasticcb.data.stream import Range, RecordStream, as_one, not_converted
+from elasticcb.data.stream import Range, RecordStream, flat_tensors_of, not_converted, read_batches, spec_of_batches
 from elasticcb.errors import DataError, ModelFileError
 from elasticcb.settings import Mode
+from elasticcb.tf.batch_signatures import QuickCall, quick_call
 
 if TYPE_CHECKING:
     from elasticcb.data.reader import Feed, FeedBatch, Reader
 
 _ALL = 1 << 31  # number of examples in a batch: all
 _PARTS = ("features", "labels", "sample weights")
+_WHERE_IN_GRAPH = re.compile(
+    r"^Graph execution error:\s*(Detected at node .*\s*(File \".*\s*|<stack traces unavailable>\s*)+)?"
+)
 
 
 class RecordBatches:
@@ -43,7 +47,7 @@ class RecordBatches:
 
     Attributes:
       keeps_order: whether the n-th example is made of the n-th record.
-      dataset: the batches; each of its iterators reads `ranges`.
+      element_spec: of a batch.
       fed_by: what maps single records, for messages.
 
     Raises:
@@ -69,7 +73,7 @@ class RecordBatches:
     ) -> None:
         self.reader = reader
         self.keeps_order = True
-        self.ranges: Sequence[Range] = ()
+        self._ranges: Sequence[Range] = ()
         self._call = call
         self._explain: Callable[..., Any] = lambda *_: None
         self.fed_by = name("feed")
@@ -92,22 +96,40 @@ class RecordBatches:
                 )
             feed_batch, self._explain = named_feed(columns, label, inputs), columns.explain
             self._what = "its columns"
-        self._stream = RecordStream(reader, lambda: self.ranges, 0 if feed else batch_size)
-        dataset = self._stream.dataset
+        self._spec, self._batch_size = reader.element_spec, batch_size
+        self._dataset: Any = None  # of what `feed` returns, in batches; each of its iterators reads `_ranges`
+        self._converted: QuickCall | None = None  # takes the tensors of a batch
+        self.element_spec = spec_of_batches(self._spec)
         if feed is not None:
-            dataset = self._fed(feed, mode, batch_size, joins)
+            self._stream = RecordStream(reader, lambda: self._ranges)
+            self._dataset = self._fed(feed, mode, batch_size, joins)
+            if feed_batch is None:
+                self._dataset = keras_data.weighted(self._dataset, class_weight)
+            self._dataset = self._dataset.prefetch(2)
+            self.element_spec = self._dataset.element_spec
         if feed_batch is not None:
-            dataset = self._fed_batches(dataset, feed_batch, mode, converted)
-        self.dataset = keras_data.weighted(dataset, class_weight).prefetch(2)
+            self._converted = self._fed_batches(feed_batch, mode, converted, class_weight)
+            self.element_spec = tf.nest.map_structure(
+                lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), self._converted.outputs
+            )
 
     def batches(self, ranges: Sequence[Range]) -> Iterator[Any]:
         """Yields the batches of the ranges. With `feed`, a batch may span two if the first one is not made of whole
         batches. Raises the reader's errors."""
-        self.ranges = ranges
+        self._ranges = ranges
         try:
-            yield from self.dataset
+            if self._dataset is None:
+                assert self._converted is not None
+                for batch in read_batches(self.reader, self._spec, ranges, self._batch_size):
+                    yield self._converted(flat_tensors_of(self._spec, batch))
+            elif self._converted is None:
+                yield from self._dataset
+            else:
+                for batch in self._dataset:
+                    yield self._converted(tf.nest.flatten(batch, expand_composites=True))
         except tf.errors.OpError as error:
-            self._stream.raise_error()
+            if self._dataset is not None:
+                self._stream.raise_error()
             for each in ranges:
                 self._explain(*each)
             raise batch_error(error, self._what, ranges, self.reader) from error
@@ -117,7 +139,7 @@ class RecordBatches:
         try:
             fed = self._call(feed, raw, str(mode), self.reader.metadata)
         except ModelFileError as error:
-            raise ModelFileError(f"{error}\n{told_of(raw, self.reader)}", error.user_traceback) from error
+            raise ModelFileError(f"{error}\n{told_of(raw.element_spec, self.reader)}", error.user_traceback) from error
         if not isinstance(fed, tf.data.Dataset):
             raise ModelFileError(f"{what} returned {type(fed).__name__}; expected a tf.data.Dataset.")
         check_feed(raw, fed, what)
@@ -129,48 +151,58 @@ class RecordBatches:
         options.experimental_optimization.map_and_batch_fusion = False
         return batched(raw, fed, _ALL).with_options(options)
 
-    def _fed_batches(self, raw: Any, feed_batch: FeedBatch, mode: str, converted: bool) -> Any:
-        metadata, what, mode = self.reader.metadata, self._what, str(mode)
+    def _fed_batches(
+        self, feed_batch: FeedBatch, mode: str, converted: bool, class_weight: Mapping[int, float] | None
+    ) -> QuickCall:
+        metadata, what, spec, mode = self.reader.metadata, self._what, self.element_spec, str(mode)
+        weigh = keras_data.class_weights(class_weight)
         refused: list[ModelFileError] = []  # AutoGraph would replace the error
 
         @not_converted
         def checked(result: Any, records: Any) -> Any:
             try:
-                _check_rows(result, records, mode, what)
+                return weigh(_as_elements(result, records, mode, what))
             except ModelFileError as error:
                 refused.append(error)
                 raise
-            return result
 
-        def to_batch(*given: Any) -> Any:
-            records = as_one(given)
+        def to_batch(*tensors: Any) -> Any:
+            records = tf.nest.pack_sequence_as(spec, tensors, expand_composites=True)
             return checked(feed_batch(records, mode, metadata), records)
 
-        def mapped() -> Any:
-            return raw.map(to_batch if converted else not_converted(to_batch))
+        def traced() -> QuickCall:
+            return quick_call(to_batch, tf.nest.flatten(spec, expand_composites=True), autograph=converted)
 
-        mapped.__name__ = getattr(feed_batch, "__name__", "feed_batch") if converted else "the columns"
+        traced.__name__ = getattr(feed_batch, "__name__", "feed_batch") if converted else "the columns"
         try:
-            return self._call(mapped)
+            call: QuickCall = self._call(traced)
         except ModelFileError as error:
             if refused:
                 raise refused[0] from None
-            raise ModelFileError(f"{error}\n{told_of(raw, self.reader, batches=True)}", error.user_traceback) from error
+            told = told_of(spec, self.reader, batches=True)
+            raise ModelFileError(f"{error}\n{told}", error.user_traceback) from error
+        return call
 
 
-def _check_rows(result: Any, records: Any, mode: str, what: str) -> None:
-    """Raises `ModelFileError` unless `result` may be a batch; checks in each batch that its parts have as many rows as
-    there are records."""
+def _as_elements(result: Any, records: Any, mode: str, what: str) -> Any:
+    """The tensors of `result`, as `tf.data` makes them. Raises `ModelFileError` unless it may be a batch; checks in
+    each batch that its parts have as many rows as there are records."""
     expected = "features" if mode == Mode.PREDICTION else "a tuple (features, labels) or (features, labels, weights)"
     if result is None or isinstance(result, (list, tf.data.Dataset)):
         raise ModelFileError(f"{what} returned {type(result).__name__}; expected {expected} of the whole batch.")
     given = _rows(tf.nest.flatten(records)[0])
-    for path, leaf in keras.tree.flatten_with_path(result):
+
+    def element(path: tuple[Any, ...], leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return {key: element((*path, key), part) for key, part in leaf.items()}
+        if isinstance(leaf, tuple):
+            items = [element((*path, place), part) for place, part in enumerate(leaf)]
+            return type(leaf)(*items) if hasattr(leaf, "_fields") else tuple(items)
         if leaf is None:
-            continue
+            return None
         name = _name_of(path, mode)
         try:
-            leaf = leaf if hasattr(leaf, "shape") else tf.convert_to_tensor(leaf)
+            leaf = leaf if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) else tf.convert_to_tensor(leaf)
         except (TypeError, ValueError) as error:
             raise ModelFileError(
                 f"{what} returned {leaf!r} of type {type(leaf).__name__} as {name}; expected tensors, in {expected}."
@@ -181,6 +213,9 @@ def _check_rows(result: Any, records: Any, mode: str, what: str) -> None:
             )
         text = f"{what} returned {name} with a number of rows that differs from that of the records:"
         tf.debugging.Assert(_rows(leaf) == given, [text, _rows(leaf), "and", given])
+        return leaf
+
+    return element((), result)
 
 
 def _rows(leaf: Any) -> Any:
@@ -231,11 +266,9 @@ def check_feed(raw: Any, fed: Any, what: str) -> None:
                 raise ModelFileError(f"{what} {why}.")
 
 
-def told_of(raw: Any, reader: Reader, batches: bool = False) -> str:
+def told_of(spec: Any, reader: Reader, batches: bool = False) -> str:
     """Describes the input of a feed: single records of a reader, or batches of them."""
-    import keras
-
-    record = keras.tree.map_structure(lambda spec: f"{spec.dtype.name} {list(spec.shape)}", raw.element_spec)
+    record = keras.tree.map_structure(lambda spec: f"{spec.dtype.name} {list(spec.shape)}", spec)
     lines = " (a line of text, or the bytes of a record)" if record == "string []" else ""
     lines = " (lines of text, or the bytes of records)" if record == "string [None]" else lines
     given = "Its records are" if batches else "Each record of its input dataset is"
@@ -268,6 +301,7 @@ def batch_error(error: Any, what: str, ranges: Sequence[tuple[str, int, int]], r
     """
     message = re.sub(r"\[?\[?\{\{.*?\}\}\]?\]?\s*|\s*\[Op:\w+\]( name:\s*\S*)?", "", error.message)
     message = re.sub(r"^Error in user-defined function .*?Iterator::Root\S*: ", "", message, flags=re.DOTALL)
+    message = _WHERE_IN_GRAPH.sub("", message)
     failed = re.match(r"assertion failed: \[(.*)\]", message)
     if failed:
         message = failed[1].replace("] [", " ").replace("\\'", "'")
