@@ -30,7 +30,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
-MIB = 2**20
+MIB, CHUNK = 2**20, 100_000
 
 
 def serve(pipe: Any, folder: str) -> None:
@@ -183,15 +183,21 @@ def main() -> None:
     from elasticcb.optimizers.state import ModelState
     from elasticcb.proto import elasticcb_pb2 as pb
     from elasticcb.sharding.partition import Places, ServerPlace, ShardMap
+    from elasticcb.sharding.push import Movement
 
     specs, places = specs_of(given.dim), Places([ServerPlace(address, 0)], ShardMap(1))
     place = f"{given.url}/{Path(folder).name}" if given.url else folder
     copy = RecoveryCopy(place, 1) if given.url else None
     recovery = RecoveryFiles(Path(folder, "recovery"), "training", specs, copy)
     control = PSControl(PSClient(ServerGroup(places, specs, True)), "training", recovery=recovery)
-    control.initialize(ModelState([np.ones(16, np.float32), np.zeros((rows, given.dim), np.float32)]))
+    control.initialize(ModelState([np.ones(16, np.float32), np.zeros((0, given.dim), np.float32)]))
     client = PSClient(ServerGroup(places, specs, True), client_id=1)
     client.pull()
+    for first in range(0, rows, CHUNK):
+        ids = np.arange(first, min(first + CHUNK, rows))
+        new = {1: (ids, np.ones((len(ids), given.dim), np.float32))}
+        moved = [{"float32": np.ones(16, np.float32)}]
+        client.push(Movement(1, client.servers.partition, moved, [{}], [{}], new), client.versions, {1: ids})
     pusher = Pusher(client, rows, given.dim, given.ids)
     try:
         while pusher.pushes < 20:  # the first ones compile

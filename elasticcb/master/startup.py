@@ -24,7 +24,15 @@ from elasticcb.checkpoint import remote as remote_checkpoint
 from elasticcb.checkpoint.versions import find_undamaged, find_versions, newest_of_run, put_back, version_of
 from elasticcb.checkpoint.warm_start import WarmStart, warm_start
 from elasticcb.data.unbounded import UnboundedSource
-from elasticcb.errors import CallbackError, CheckpointError, JobFailedError, StoreError, UsageError
+from elasticcb.errors import (
+    CallbackError,
+    CallbackWarning,
+    CheckpointError,
+    JobFailedError,
+    StoreError,
+    StreamError,
+    UsageError,
+)
 from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.callback_driver import EpochHooks, MasterHooks
 from elasticcb.master.checkpoint_writer import CheckpointWriter
@@ -55,6 +63,7 @@ from elasticcb.storage.store_lock import StoreLock
 
 logger = logging.getLogger(__name__)
 
+_LOOK_AGAIN_SECONDS = 1.0  # while a stream does not answer
 _CHECKPOINTS_LOCK = ".checkpoints.lock"  # in their folder, or below their URL
 
 
@@ -149,7 +158,7 @@ def _build_model(context: JobContext) -> ModelOrigin:
     start = found(context, settings.directory_for_init)  # before the model is built, which needs its tables
     initial = replace(settings, directory_for_init=start.folder)
     with contextlib.nullcontext() if context.make_program else shown("The model", context.server.warn, False):
-        host = context.make_host(replace(context.settings, checkpoint=initial))
+        host = _host(context, replace(context.settings, checkpoint=initial))
     if context.make_program is None:  # else readers bring their own indexes
         with context.server.state() as state:
             state.find_index = host.find_index
@@ -164,6 +173,18 @@ def _build_model(context: JobContext) -> ModelOrigin:
         return ModelOrigin(host, start.place, warm_start=begin_warm)
     run = context.memory.run
     return ModelOrigin(host, start.place, lambda: newest_of_earlier_master(context, run), begin_warm)
+
+
+def _host(context: JobContext, settings: JobSettings) -> Any:
+    """The job of a killed master goes on: it waits for a stream that does not answer now."""
+    while True:
+        try:
+            return context.make_host(settings)
+        except StreamError as error:
+            if context.takeover is None:
+                raise
+            context.server.warn(CallbackWarning("the stream does not answer", f"{error} The job waits for it.", 0))
+            time.sleep(_LOOK_AGAIN_SECONDS)
 
 
 def _wait_for_servers(context: JobContext) -> None:

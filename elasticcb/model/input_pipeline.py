@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -19,14 +21,17 @@ from elasticcb.data.file_reader import FileReader
 from elasticcb.data.formats import is_stream
 from elasticcb.data.growing_files import SETTLE, GrowingFiles
 from elasticcb.data.unbounded import UnboundedSource
-from elasticcb.errors import DataError, UsageError
+from elasticcb.errors import DataError, StreamError, UsageError
 from elasticcb.model.spec import Spec
 from elasticcb.settings import JobSettings, Mode
+
+logger = logging.getLogger(__name__)
 
 Sources = list[tuple[str, int]]
 
 FAIL, SKIP = "fail", "skip"  # settings of bad records; any other is a folder
 _FEW_RECORDS = 256  # in which a feed that drops records leaves some
+_LOOK_AGAIN_SECONDS = 1.0  # while a stream does not answer
 _UNKNOWN = 1 << 40  # batches in an epoch of unknown length: more than possible
 
 
@@ -81,16 +86,18 @@ def open_pipeline(
     """
     source = spec.batch_source(mode)
     if source is None:
-        return _of_files(settings, spec, mode, find_index)
+        return _of_files(settings, spec, mode, find_index, next_batch is not None)
     source.select(spec.inputs)
     if isinstance(source, StreamSource):
-        return FeedPipeline(source.opened(), mode, settings.training.minibatch_size)
+        return FeedPipeline(source.opened(), mode, settings.training.minibatch_size, waits=next_batch is not None)
     if next_batch is not None:
         source.connect(next_batch)
     return BatchPipeline(source, mode)
 
 
-def _of_files(settings: JobSettings, spec: Spec, mode: Mode, find_index: Callable[[str], bytes] | None) -> FeedPipeline:
+def _of_files(
+    settings: JobSettings, spec: Spec, mode: Mode, find_index: Callable[[str], bytes] | None, waits: bool
+) -> FeedPipeline:
     """The input that a command names."""
     origin = getattr(settings.data, "validation" if mode is Mode.EVALUATION else mode.value)
     grows = mode is Mode.TRAINING
@@ -122,7 +129,8 @@ def _of_files(settings: JobSettings, spec: Spec, mode: Mode, find_index: Callabl
         owner=str(spec.path),
     )
     bad = settings.data.bad_records if grows else FAIL
-    return FeedPipeline(batches, mode, settings.training.minibatch_size, reads_few=settings.dry_run, bad_records=bad)
+    few = settings.dry_run
+    return FeedPipeline(batches, mode, settings.training.minibatch_size, reads_few=few, bad_records=bad, waits=waits)
 
 
 class BatchPipeline:
@@ -195,6 +203,7 @@ class FeedPipeline:
     Args:
         reads_few: only enough records for a batch.
         bad_records: what to do with those that can't be converted: `FAIL`, `SKIP`, or a folder to keep them in.
+        waits: wait for the first batch while a stream does not answer, as on workers, which others have begun with it.
 
     Attributes:
         bad: finds those; None: they are an error.
@@ -212,10 +221,11 @@ class FeedPipeline:
         minibatch_size: int,
         reads_few: bool = False,
         bad_records: str = FAIL,
+        waits: bool = False,
     ) -> None:
         self.reader: Reader = batches.reader
         self.stream = self.reader if isinstance(self.reader, UnboundedSource) else None
-        self._minibatch_size, self._reads_few = minibatch_size, reads_few
+        self._minibatch_size, self._reads_few, self._waits = minibatch_size, reads_few, waits
         self._predicts = mode is Mode.PREDICTION  # then the feed returns only features
         self._batches = batches
         self.keeps_order, self.fed_by = batches.keeps_order, batches.fed_by
@@ -266,7 +276,7 @@ class FeedPipeline:
     def _first_batch(self) -> Any:
         if self.stream is not None:
             for records in (self._minibatch_size, _FEW_RECORDS):
-                for batch in self.batches(*self.stream.beginning(records)):
+                for batch in self.batches(*self._beginning_of(self.stream, records)):
                     return batch
         tried = 0
         for name, head in self._beginnings():
@@ -279,6 +289,16 @@ class FeedPipeline:
                     return batch
             tried += count
         raise DataError(f"{self.fed_by} returned no examples for all {tried} records. It must return at least one.")
+
+    def _beginning_of(self, stream: UnboundedSource, records: int) -> tuple[str, int, int]:
+        while True:
+            try:
+                return stream.beginning(records)
+            except StreamError as error:
+                if not self._waits:
+                    raise
+                logger.warning("%s This process waits for it.", error)
+                time.sleep(_LOOK_AGAIN_SECONDS)
 
     def _beginnings(self) -> Iterator[tuple[str, Callable[[int], int]]]:
         """Each source, with a function that returns its number of records, up to a limit."""
