@@ -176,7 +176,7 @@ def _build_model(context: JobContext) -> ModelOrigin:
 
 
 def _host(context: JobContext, settings: JobSettings) -> Any:
-    """The job of a killed master goes on: it waits for a stream that does not answer now."""
+    """The job of a killed master continues: it waits for a stream that does not answer now."""
     while True:
         try:
             return context.make_host(settings)

@@ -190,7 +190,7 @@ class StreamRanges:
         return next(filter(self._suits, found), found[0] if found else None)
 
     def _suits(self, name: str) -> bool:
-        """Whether the worker that asks should go on with this partition, or begin to read it."""
+        """Whether the worker that asks should continue with this partition, or begin to read it."""
         growing = self._partitions[name]
         if growing.reader in (None, self._worker) or growing.passed >= _PATIENCE:
             return True

@@ -24,6 +24,7 @@ from elasticcb.serving.deltas import Delta, TableChange, combined, moved
 from elasticcb.serving.exports import IDS, WEIGHTS, Export
 from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_state import TableSpec
+from elasticcb.tf.batch_signatures import unchecked
 from elasticcb.tf.tensors import array_of, tensor_of
 
 SIGNATURE = "serving_default"
@@ -69,6 +70,8 @@ class LoadedExport:
         self._ids = {number: array_of(variable.read_value()) for number, variable in self._id_variables.items()}
         self.signature_defs = _signature_defs(folder)
         self._functions = dict(self._loaded.signatures)
+        self._order = {name: _order_of(function) for name, function in self._functions.items()}
+        self._calls = {name: unchecked(function) for name, function in self._functions.items()}
         self._signatures = {
             name: _signature_of(function.structured_input_signature[1], function.structured_outputs)
             for name, function in self._functions.items()
@@ -107,7 +110,12 @@ class LoadedExport:
     def call(self, signature: str, tensors: Mapping[str, tf.Tensor]) -> Mapping[str, tf.Tensor]:
         """Raises `UsageError` if the model refuses the values."""
         try:
-            outputs: Mapping[str, tf.Tensor] = self._functions[signature](**tensors)
+            order = self._order[signature]
+            outputs: Mapping[str, tf.Tensor] = (
+                self._calls[signature]([tensors[name] for name in order])
+                if order
+                else self._functions[signature](**tensors)
+            )
         except tf.errors.InvalidArgumentError as error:
             raise UsageError(f"The model can't use these features: {_reason(error)}") from error
         return outputs
@@ -162,6 +170,7 @@ class LoadedExport:
         for function in self._functions.values():
             captured = [handles.get(id(each), each) for each in function.captured_inputs]
             function.set_external_captures(captured)
+        self._calls = {name: unchecked(function) for name, function in self._functions.items()}
         new = {id(old): new for old, new in replaced.variables}
         self._weights = [new.get(id(each), each) for each in self._weights]
         self._id_variables = {number: new.get(id(each), each) for number, each in self._id_variables.items()}
@@ -172,6 +181,18 @@ class LoadedExport:
         for old, _ in replaced.variables:
             nothing = tf.zeros([0] * max(1, old.shape.rank or 0), old.dtype)
             tf.raw_ops.AssignVariableOp(resource=old.handle, value=nothing, validate_shape=False)
+
+
+def _order_of(function: Any) -> list[str]:
+    """The names of the inputs, in the order in which the function takes them without binding and checking them, which
+    takes longer than a small model; none: it is not known."""
+    given = {
+        name: tf.zeros([size or 0 for size in spec.shape] if spec.shape.rank else [], spec.dtype)
+        for name, spec in function.structured_input_signature[1].items()
+    }
+    flat = function.function_type.unpack_inputs(function.function_type.bind(**given))
+    names = [name for each in flat for name, tensor in given.items() if tensor is each]
+    return names if len(names) == len(flat) == len(given) else []
 
 
 def _signature_of(inputs: Mapping[str, tf.TensorSpec], outputs: Mapping[str, tf.TensorSpec]) -> ServingSignature:

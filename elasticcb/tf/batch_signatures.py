@@ -126,13 +126,15 @@ def quick_call(
     compiled = tf.function(
         function, input_signature=list(signature), autograph=autograph, jit_compile=jit_compile
     ).get_concrete_function()
-    captured, outputs = compiled.captured_inputs, compiled.structured_outputs
+    return QuickCall(unchecked(compiled), compiled.structured_outputs)
+
+
+def unchecked(compiled: Any) -> _Call:
+    """A function of the flat inputs of a concrete function, with what it captures now."""
     if not hasattr(compiled, "_inference_function"):  # not a public name
-        return QuickCall(lambda tensors: compiled(*tensors), outputs)
-    pack = _packer(outputs)
-    return QuickCall(
-        lambda tensors: pack(iter(compiled._inference_function.call_flat(*tensors, *captured) or ())), outputs
-    )
+        return lambda tensors: compiled(*tensors)
+    captured, pack = compiled.captured_inputs, _packer(compiled.structured_outputs)
+    return lambda tensors: pack(iter(compiled._inference_function.call_flat(*tensors, *captured) or ()))
 
 
 class CompiledLater:
