@@ -1,9 +1,9 @@
-"""Asks the served model, which follows training, and a copy that stays at its first version, about new clicks.
+"""Asks the served model, which follows training, and a copy that stays as it was, about new clicks.
 
     python compare.py [SECONDS]
 
-Each five seconds it prints the AUC of both on the clicks of that time, before the job has trained on most of them. At
-the end it writes compare.png.
+After half a minute of training it makes the copy. Each five seconds it prints the AUC of both on the clicks of that
+time, before the job has trained on most of them. At the end it writes compare.png.
 """
 
 import os
@@ -25,10 +25,14 @@ import matplotlib.pyplot as plt
 SERVED = os.environ.get("SERVED", "127.0.0.1:8501")
 URL = f"http://{SERVED}/v1/models/exports:predict"
 FOLDER = Path(__file__).parent
+TRAINING_SECONDS = 30.0
 
 
 def main():
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 600.0
+    while requests.get(f"http://{SERVED}/readyz", timeout=10).status_code != 200:
+        time.sleep(1.0)  # for the first version
+    time.sleep(TRAINING_SECONDS)
     fixed = elasticcb.ServedModel(FOLDER / "exports")  # it does not follow
     random, began, points = np.random.default_rng(), time.time(), []
     try:
@@ -43,7 +47,7 @@ def main():
             scores = answer.json()["outputs"], fixed.predict(features)
             found = [roc_auc_score(labels, np.ravel(each)) for each in scores]
             points.append((time.time() - began, *found))
-            print(f"{points[-1][0]:5.0f} s: AUC {found[0]:.3f} of the served model, {found[1]:.3f} of the fixed one")
+            print(f"{points[-1][0]:5.0f} s: AUC {found[0]:.3f} of the served model, {found[1]:.3f} of the fixed one", flush=True)
     except KeyboardInterrupt:
         pass
     if points:
