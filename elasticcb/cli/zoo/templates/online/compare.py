@@ -44,7 +44,7 @@ def main():
             body = {"inputs": {name: values.tolist() for name, values in features.items()}}
             answer = requests.post(URL, json=body, timeout=10)
             answer.raise_for_status()
-            scores = answer.json()["outputs"], fixed.predict(features)
+            scores = answer.json()["outputs"], fixed.predict(features)["clicked"]
             found = [roc_auc_score(labels, np.ravel(each)) for each in scores]
             points.append((time.time() - began, *found))
             print(f"{points[-1][0]:5.0f} s: AUC {found[0]:.3f} of the served model, {found[1]:.3f} of the fixed one", flush=True)
