@@ -498,7 +498,7 @@ def _is_busy(state: JobMachine) -> bool:
         len(workers) == state.roster.size(Role.WORKER)
         and state.rounds.running is None
         and not state.lost_ps
-        and all(state.paces.knows(worker.id) for worker in workers)
+        and all(state.speeds.paces.knows(worker.id) for worker in workers)
         and not state.idle_workers()
     )
 
