@@ -35,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,7 +62,8 @@ def feed_batch(records, mode, metadata):
     if FORMAT == "csv":
         columns = tf.io.decode_csv(records, [0.0] * 9)
     elif FORMAT == "tfrecord":
-        found = tf.io.parse_example(records, {name: tf.io.FixedLenFeature([], tf.float32) for name in [*NAMES, "y"]})
+        values = records["value"] if isinstance(records, dict) else records  # of Kafka, in streams.py
+        found = tf.io.parse_example(values, {name: tf.io.FixedLenFeature([], tf.float32) for name in [*NAMES, "y"]})
         columns = [found[name] for name in [*NAMES, "y"]]
     else:
         columns = [records[name] for name in [*NAMES, "y"]]
@@ -165,11 +167,19 @@ def _write_examples(path: Path, numbers: Any) -> None:
     import tensorflow as tf
 
     with tf.io.TFRecordWriter(str(path)) as writer:
-        for row in numbers.tolist():
-            example = tf.train.Example()
-            for name, value in zip([*(f"x{n}" for n in range(8)), "y"], row, strict=True):
-                example.features.feature[name].float_list.value.append(value)
-            writer.write(example.SerializeToString())
+        for value in serialized_examples(numbers):
+            writer.write(value)
+
+
+def serialized_examples(numbers: Any) -> Iterator[bytes]:
+    """A `tf.train.Example` of each row of 8 features and a label."""
+    import tensorflow as tf
+
+    for row in numbers.tolist():
+        example = tf.train.Example()
+        for name, value in zip([*(f"x{n}" for n in range(8)), "y"], row, strict=True):
+            example.features.feature[name].float_list.value.append(value)
+        yield example.SerializeToString()
 
 
 def _write_parquet(path: Path, numbers: Any) -> None:

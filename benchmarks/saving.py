@@ -184,10 +184,11 @@ def main() -> None:
     from elasticcb.proto import elasticcb_pb2 as pb
     from elasticcb.sharding.partition import Places, ServerPlace, ShardMap
     from elasticcb.sharding.push import Movement
+    from elasticcb.storage.store_lock import Owner
 
     specs, places = specs_of(given.dim), Places([ServerPlace(address, 0)], ShardMap(1))
     place = f"{given.url}/{Path(folder).name}" if given.url else folder
-    copy = RecoveryCopy(place, 1) if given.url else None
+    copy = RecoveryCopy(place, Owner(1, folder, "benchmark")) if given.url else None
     recovery = RecoveryFiles(Path(folder, "recovery"), "training", specs, copy)
     control = PSControl(PSClient(ServerGroup(places, specs, True)), "training", recovery=recovery)
     control.initialize(ModelState([np.ones(16, np.float32), np.zeros((0, given.dim), np.float32)]))

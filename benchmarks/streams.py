@@ -43,38 +43,9 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from brokers import Broker, broker
+from data import EPOCHS_MODEL, serialized_examples
 
 EPOCHS = 4
-EXAMPLES = """
-import time
-
-import keras
-import tensorflow as tf
-
-NAMES = [f"x{n}" for n in range(8)]
-
-
-def custom_model():
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(1)])
-    model.compile("adam", "mse")
-    return model
-
-
-def feed_batch(records, mode, metadata):
-    values = records["value"] if isinstance(records, dict) else records
-    found = tf.io.parse_example(values, {name: tf.io.FixedLenFeature([], tf.float32) for name in [*NAMES, "y"]})
-    return tf.stack([found[name] for name in NAMES], 1), found["y"][:, None]
-
-
-class Clock(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        with open(__file__ + ".times", "a") as file:
-            file.write(f"{time.time()}\\n")
-
-
-def callbacks():
-    return [Clock()]
-"""
 CLICKS = """
 import keras
 import tensorflow as tf
@@ -123,12 +94,7 @@ def throughput(rows: int) -> None:
     import tensorflow as tf
 
     numbers = np.random.default_rng(0).normal(size=(rows, 9)).astype("float32")
-    values = []
-    for row in numbers.tolist():
-        example = tf.train.Example()
-        for name, value in zip([*(f"x{n}" for n in range(8)), "y"], row, strict=True):
-            example.features.feature[name].float_list.value.append(value)
-        values.append(example.SerializeToString())
+    values = list(serialized_examples(numbers))
     with tempfile.TemporaryDirectory() as folder, broker() as kafka:
         files = Path(folder, "files")
         files.mkdir()
@@ -155,10 +121,10 @@ def throughput(rows: int) -> None:
 
 def _records_per_second(rows: int, folder: str, *flags: str, pinned: bool) -> float:
     with tempfile.TemporaryDirectory(dir=folder) as job:
-        model = Path(job, "stream.py")
-        model.write_text(EXAMPLES)
+        times = Path(job, "times")
+        Path(job, "stream.py").write_text(f"FORMAT, TIMES = 'tfrecord', {str(times)!r}\n{EPOCHS_MODEL}")
         subprocess.run(train(Path(job), *flags, pinned=pinned), check=True, stdout=subprocess.DEVNULL)
-        return rows / float(np.diff(np.loadtxt(f"{model}.times")).min())
+        return rows / float(np.diff(np.loadtxt(times)).min())
 
 
 # ---------------------------------------------------------------- chaos

@@ -79,6 +79,7 @@ PURE = (
     "elasticcb.master.task_sources",
     "elasticcb.master.task",
     "elasticcb.master.task_queue",
+    "elasticcb.master.speeds",
     "elasticcb.ps.embedding_table",
     "elasticcb.ps.id_index",
     "elasticcb.ps.table_limits",

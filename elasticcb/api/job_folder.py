@@ -22,7 +22,7 @@ from elasticcb.storage.folder_lock import FolderLock
 from elasticcb.storage.job_store import JobStore, holder_of
 from elasticcb.storage.local_folders import TemporaryFolder
 from elasticcb.storage.remote_files import is_url
-from elasticcb.storage.store_lock import wait_until_free
+from elasticcb.storage.store_lock import newest_owner, wait_until_free
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +71,12 @@ class JobFolder:
         while True:
             name = f"fit-{number + 1}"
             with contextlib.closing(JobStore(f"{self._url}/{name}")) as store:
-                if not store.newest_owner()[0]:
+                if not newest_owner(store)[0]:
                     break
             number += 1
         if number:
             with contextlib.closing(JobStore(f"{self._url}/fit-{number}")) as store:
-                if store.newest_owner()[1].get("holder") != holder_of(here / f"fit-{number}").get("holder"):
+                if newest_owner(store)[1].get("holder") != holder_of(here / f"fit-{number}").get("holder"):
                     wait_until_free(store, _say)
 
     @contextlib.contextmanager

@@ -124,11 +124,12 @@ def is_checkpoint(source: str) -> bool:
     from elasticcb.checkpoint.versions import find_versions
     from elasticcb.storage.job_store import JobStore
     from elasticcb.storage.remote_files import is_url
+    from elasticcb.storage.store_lock import newest_owner
 
     folder = Path(source).expanduser()
     if is_url(source):
         with contextlib.closing(JobStore(source)) as store:
-            return not store.newest_owner()[0]
+            return not newest_owner(store)[0]
     return (folder / MANIFEST).is_file() or (not holds_job(folder) and bool(find_versions(folder)))
 
 

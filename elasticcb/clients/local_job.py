@@ -29,6 +29,7 @@ from elasticcb.process.wording import how_many
 from elasticcb.settings import JOB_FILE, STATUS_FILE, JobSettings
 from elasticcb.storage import durable
 from elasticcb.storage.job_store import LOGS, JobStore, holder_of
+from elasticcb.storage.store_lock import newest_owner
 
 if TYPE_CHECKING:
     from elasticcb.clients.master import MasterClient
@@ -196,7 +197,7 @@ class StoredJob:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         with contextlib.closing(JobStore(url)) as store:
-            number, self._owner = store.newest_owner()
+            number, self._owner = newest_owner(store)
         if not number:
             raise UsageError(f"There is no job in {url}. Expected the URL that `elasticcb train --job_dir` was given.")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from elasticcb.data.numpy_arrays import NumpyReader
     from elasticcb.data.parquet import ParquetReader
     from elasticcb.data.reader import Metadata, Reader, Source, checked_sources
-    from elasticcb.data.stream import RecordStream, make_dataset
+    from elasticcb.data.stream import RecordStream
     from elasticcb.data.text import TextReader
     from elasticcb.data.tfrecord import TFRecordReader
     from elasticcb.data.unbounded import Partition, UnboundedSource
@@ -38,7 +38,6 @@ _MODULES = {
     "TextReader": "text",
     "UnboundedSource": "unbounded",
     "checked_sources": "reader",
-    "make_dataset": "stream",
     "open_reader": "formats",
     "read": "batch_sources.records",
 }
@@ -59,7 +58,6 @@ __all__ = [
     "TextReader",
     "UnboundedSource",
     "checked_sources",
-    "make_dataset",
     "open_reader",
     "read",
 ]

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from elasticcb.data.content import File, is_remote
+from elasticcb.data.content import File
 from elasticcb.data.extras import import_extra, library_errors
 from elasticcb.data.file_index import FileIndex
 from elasticcb.data.file_reader import FileReader
@@ -14,6 +14,7 @@ from elasticcb.data.record_formats import EXAMPLES_ADVICE, SAMPLE_RECORDS, Examp
 from elasticcb.data.stacking import object_array
 from elasticcb.errors import DataError
 from elasticcb.process.wording import how_many
+from elasticcb.storage.remote_files import is_url
 
 # Read-ahead helps only for whole files; ranges are faster without.
 _RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"
@@ -32,7 +33,7 @@ class _OpenedArrayRecord:
         self._lock = threading.Lock()
         if not file.identity.size:
             return
-        path = _local_copy(file.name) if is_remote(file.name) else file.name
+        path = _local_copy(file.name) if is_url(file.name) else file.name
         with library_errors(file.name):
             self._reader = module.ArrayRecordReader(path, _RANDOM_ACCESS)
             if not self._reader.ok():

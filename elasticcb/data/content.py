@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import indexed_gzip
 
 from elasticcb.errors import DataChangedError, DataError
+from elasticcb.storage.remote_files import is_url
 
 LOCAL_BLOCK_BYTES = 512 << 10  # fits in a core's cache while it is scanned several times
 _REMOTE_BLOCK_BYTES = 16 << 20  # makes a request's latency small compared to its transfer time
@@ -61,10 +62,6 @@ class File(Content, Protocol):
 
     def check(self) -> None:
         """Raises `DataError` if the file has changed since it was opened or indexed."""
-
-
-def is_remote(name: str) -> bool:
-    return "://" in name
 
 
 class LocalFile:
@@ -175,7 +172,7 @@ def _described(identity: Identity) -> str:
 def open_file(name: str, expected: Identity | None = None) -> File:
     """Opens the stored file. Raises `DataError` if it is missing or unreadable, or differs from `expected`."""
     try:
-        file: File = RemoteFile(name) if is_remote(name) else LocalFile(name)
+        file: File = RemoteFile(name) if is_url(name) else LocalFile(name)
     except Exception as error:
         if expected is not None:
             raise _gone(name, error) from error

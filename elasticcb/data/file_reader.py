@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
-from elasticcb.data.content import File, is_remote, open_file, seek_points_of
+from elasticcb.data.content import File, open_file, seek_points_of
 from elasticcb.data.file_index import FileIndex, RecordRange
 from elasticcb.data.files import listed
 from elasticcb.data.reader import Reader, Source, check_range
-from elasticcb.data.stacking import CHUNK_RECORDS
+from elasticcb.data.stacking import CHUNK_RECORDS, unstacked
 from elasticcb.errors import DataChangedError, DataError
+from elasticcb.storage.remote_files import is_url
 
 _CACHE_BYTES = 1 << 30  # bytes that a reader keeps in memory for open files
 _CACHE_DISK_BYTES = 16 << 30  # and in temporary files
@@ -123,13 +124,7 @@ class FileReader(Reader):
         return self._indexes
 
     def read(self, name: str, start: int, end: int) -> Iterator[Any]:
-        from elasticcb.data.stacking import flatten, pack
-
-        spec = self.element_spec
-        for chunk in self.read_chunks(name, start, end):
-            columns = flatten(spec, chunk)
-            for row in zip(*columns, strict=True):
-                yield pack(spec, iter(row))
+        return unstacked(self.read_chunks(name, start, end), self.element_spec)
 
     def read_chunks(self, name: str, start: int, end: int, size: int = CHUNK_RECORDS) -> Iterator[Any]:
         opened: Opened = self.opened(name, end)
@@ -137,7 +132,7 @@ class FileReader(Reader):
         check_range(name, start, end, opened.count)
         try:
             for chunk in opened.read(start, end, size):
-                if not is_remote(name):  # remotely, it would take a request for each chunk
+                if not is_url(name):  # remotely, it would take a request for each chunk
                     opened.file.check()  # after the read: the data is from the indexed file
                 yield chunk
         except DataError:

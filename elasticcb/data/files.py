@@ -9,9 +9,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 
-from elasticcb.data.content import COMPRESSIONS, is_remote
+from elasticcb.data.content import COMPRESSIONS
 from elasticcb.errors import DataError
 from elasticcb.process.wording import how_many
+from elasticcb.storage.remote_files import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def list_files(origin: str, may_lack: bool = False) -> list[str]:
 
     Raises `DataError` if a part matches nothing, a folder can't be listed, or a link in a folder is broken.
     """
-    if not is_remote(origin) and os.path.isfile(os.path.expanduser(origin)):
+    if not is_url(origin) and os.path.isfile(os.path.expanduser(origin)):
         # its name may contain a comma or a star
         return _with_readable_names([os.path.abspath(os.path.expanduser(origin))])
     parts = [part.strip() for part in origin.split(",") if part.strip()]
@@ -65,7 +66,7 @@ def _with_readable_names(names: list[str]) -> list[str]:
 def _without_doubles(names: Sequence[str]) -> list[str]:
     first: dict[str, str] = {}  # names by real path
     for name in names:
-        kept = first.setdefault(name if is_remote(name) else os.path.realpath(name), name)
+        kept = first.setdefault(name if is_url(name) else os.path.realpath(name), name)
         if kept != name:
             logger.info("Skipping %s: it is the same file as %s, by links.", name, kept)
     return list(first.values())
@@ -74,7 +75,7 @@ def _without_doubles(names: Sequence[str]) -> list[str]:
 def _files_of(part: str, may_lack: bool) -> list[str]:
     part = part.removeprefix("file://")
     try:
-        found = _remote_files(part) if is_remote(part) else list(_local_files(part))
+        found = _remote_files(part) if is_url(part) else list(_local_files(part))
     except DataError:
         raise
     except Exception as error:

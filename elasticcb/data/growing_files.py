@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from elasticcb.data.content import is_remote, open_file
+from elasticcb.data.content import open_file
 from elasticcb.data.file_reader import FileReader
 from elasticcb.data.files import list_files
 from elasticcb.data.reader import Metadata
@@ -17,6 +17,7 @@ from elasticcb.data.record_formats import RecordFormat
 from elasticcb.data.stacking import CHUNK_RECORDS
 from elasticcb.data.unbounded import Partition, UnboundedSource
 from elasticcb.errors import DataError, StreamError
+from elasticcb.storage.remote_files import is_url
 
 if TYPE_CHECKING:
     from elasticcb.data.reader import Feed
@@ -46,7 +47,7 @@ class GrowingFiles(UnboundedSource):
         self, origin: str, open_files: Callable[[list[str]], FileReader], settle_seconds: float = 10.0
     ) -> None:
         self._origin, self._open_files, self._settle_seconds = origin, open_files, settle_seconds
-        self.look_seconds = 5.0 if is_remote(origin) else 1.0
+        self.look_seconds = 5.0 if is_url(origin) else 1.0
         self._unsettled: dict[str, tuple[Any, float]] = {}  # identity of a file, and when it was first seen so
         self._counts: dict[str, int] = {}  # of complete files
         self._reader: FileReader | None = None
@@ -142,7 +143,7 @@ class GrowingFiles(UnboundedSource):
             raise StreamError(f"The files of {self._origin} can't be listed: {error}") from error
 
     def _has_settled(self, name: str) -> bool:
-        if not is_remote(name):
+        if not is_url(name):
             return time.time() - self._time_of(name) >= self._settle_seconds
         identity, now = open_file(name).identity, time.monotonic()
         before, since = self._unsettled.setdefault(name, (identity, now))
@@ -154,7 +155,7 @@ class GrowingFiles(UnboundedSource):
     @staticmethod
     def _time_of(name: str) -> float:
         try:
-            return 0.0 if is_remote(name) else os.stat(name).st_mtime
+            return 0.0 if is_url(name) else os.stat(name).st_mtime
         except OSError:
             return 0.0
 
@@ -171,7 +172,7 @@ class GrowingFiles(UnboundedSource):
 
 
 def _exists(name: str) -> bool:
-    if not is_remote(name):
+    if not is_url(name):
         return os.path.exists(name)
     import fsspec
 

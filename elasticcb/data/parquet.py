@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.data.content import File, is_remote
+from elasticcb.data.content import File
 from elasticcb.data.extras import import_extra, library_errors
 from elasticcb.data.file_index import FileIndex
 from elasticcb.data.file_reader import FileReader
 from elasticcb.data.reader import Metadata, specs_of_columns
 from elasticcb.data.stacking import RaggedRows
 from elasticcb.errors import DataError, UsageError
+from elasticcb.storage.remote_files import is_url
 
 
 class _OpenedParquet:
@@ -40,7 +41,7 @@ class _OpenedParquet:
         if not file.identity.size:
             return
         with library_errors(name):
-            self._file = parquet.ParquetFile(_open_remote(name) if is_remote(name) else name)
+            self._file = parquet.ParquetFile(_open_remote(name) if is_url(name) else name)
             metadata = self._file.metadata
             rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         self._bounds = np.cumsum([0, *rows])
@@ -263,11 +264,6 @@ class ParquetReader(FileReader):
         fill_null: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(files)
-        if not isinstance(fill_null or {}, Mapping):
-            raise UsageError(
-                f"The reader parameter fill_null is {fill_null!r}. Expected a mapping {{column: value}}, in a "
-                "config file or a program."
-            )
         self._columns = [columns] if isinstance(columns, str) else list(columns)
         self._fill = dict(fill_null or {})
 

@@ -48,6 +48,13 @@ def pack(spec: Any, leaves: Iterator[Any]) -> Any:
     return next(leaves)
 
 
+def unstacked(chunks: Iterable[Any], spec: Any) -> Iterator[Any]:
+    """The records of chunks: the inverse of `stack_records`."""
+    for chunk in chunks:
+        for row in zip(*flatten(spec, chunk), strict=True):
+            yield pack(spec, iter(row))
+
+
 def stack_records(records: Iterable[Any], spec: Any, name: str, start: int, size: int) -> Iterator[Any]:
     """Yields chunks of up to `size` records; shorter ones where dimensions that are unknown in `spec` change.
 

@@ -33,13 +33,10 @@ class RecordStream:
     TensorFlow converts a reader's exception to its own error with a text; `error` keeps the original.
     """
 
-    def __init__(
-        self, reader: Reader, next_ranges: Callable[[], Sequence[Range]], chunk_records: int = CHUNK_RECORDS
-    ) -> None:
+    def __init__(self, reader: Reader, next_ranges: Callable[[], Sequence[Range]]) -> None:
         self.error: ElasticCBError | None = None  # of the iterator that failed last
         self._reader = reader
         self._next_ranges = next_ranges
-        self._chunk_records = chunk_records
         self._spec = reader.element_spec
         self._leaves = flatten(self._spec, self._spec)
         self._numbers = itertools.count()
@@ -112,7 +109,7 @@ class RecordStream:
     def _chunks(self) -> Iterator[Any]:
         try:
             for each in self._next_ranges():
-                yield from read_range(self._reader, self._spec, each, self._chunk_records)
+                yield from read_range(self._reader, self._spec, each, CHUNK_RECORDS)
         except ElasticCBError:
             raise
         except Exception as error:
@@ -190,12 +187,6 @@ class _Failed:
 
     def __next__(self) -> Any:
         raise self._error
-
-
-def make_dataset(reader: Reader, next_range: Callable[[], Range]) -> tf.data.Dataset:
-    """A dataset of single raw records, each of whose iterators reads one range: for callers that don't need the
-    original error."""
-    return RecordStream(reader, lambda: [next_range()]).dataset
 
 
 def not_converted(function: Callable[..., Any]) -> Callable[..., Any]:

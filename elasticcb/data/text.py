@@ -75,11 +75,6 @@ class TextReader(FileReader):
         check_fields: bool = True,
     ) -> None:
         super().__init__(files)
-        if not isinstance(fill_null or {}, Mapping):
-            raise UsageError(
-                f"The reader parameter fill_null is {fill_null!r}. Expected a mapping {{column: value}}, in a config "
-                "file or a program."
-            )
         spans_lines = quote is not None or delimiter != "\t"
         quote = '"' if quote is None else quote
         for name, value in (("delimiter", delimiter), ("quote", quote)):

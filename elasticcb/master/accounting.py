@@ -4,8 +4,6 @@ it ended the job.
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -15,9 +13,6 @@ from elasticcb.master.task import RESUMABLE, TRANSITIONS, Lease, Task, TaskEvent
 
 _BY_EPOCH = ("records_trained", "records_dropped")
 _MOST_EPOCHS = 1000  # that are counted by themselves
-_SPEED_SECONDS = 10.0  # window of the current speed
-_SMOOTHING_SECONDS = 60.0  # time constant of the smoothed speed
-_LEAST_SECONDS = 2.0  # minimum window of the smoothed speed
 
 
 @dataclass
@@ -78,40 +73,6 @@ class Accounting:
     def from_dict(cls, saved: dict[str, Any]) -> Accounting:
         by_epoch = {name: {int(epoch): count for epoch, count in saved[name].items()} for name in _BY_EPOCH}
         return cls(**{**saved, **by_epoch})
-
-
-class Speed:
-    """Records per second: recent, and smoothed so that an estimate does not jump when a worker joins."""
-
-    def __init__(self) -> None:
-        self._points: deque[tuple[float, int]] = deque()
-        self._last: tuple[float, int] | None = None  # time and records of the last note, once records are trained
-        self._seconds = self._records = 0.0  # exponentially decayed sums since the first of these
-
-    def note(self, now: float, done: int) -> None:
-        """`done` records were finished by time `now` (seconds)."""
-        before = self._points[-1][1] if self._points else done
-        self._points.append((now, done))
-        while self._points[0][0] < now - _SPEED_SECONDS and len(self._points) > 2:
-            self._points.popleft()
-        if self._last is None:
-            # The first records include one-time costs such as tracing.
-            self._last = (now, done) if done > before else None
-            return
-        passed, trained = now - self._last[0], max(0, done - self._last[1])  # fewer: some are trained again
-        self._last = now, done
-        kept = math.exp(-passed / _SMOOTHING_SECONDS)
-        self._seconds, self._records = self._seconds * kept + passed, self._records * kept + trained
-
-    def per_second(self, now: float, done: int) -> float:
-        """Recent rate at time `now`, with `done` records finished; 0 before the first note."""
-        begun, before = self._points[0] if self._points else (now, done)
-        return max(0, done - before) / (now - begun) if now > begun else 0.0
-
-    @property
-    def smoothed(self) -> float:
-        """Smoothed rate with a time constant of a minute; 0 until two seconds have been observed."""
-        return self._records / self._seconds if self._seconds >= _LEAST_SECONDS else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,36 +164,31 @@ class IllegalTransitionError(ElasticCBError):
     """A transition of a task that is not in `TRANSITIONS`: a bug."""
 
 
+@dataclass(eq=False, slots=True)
 class TaskRecord:
-    """A task that is TODO again or DOING, with its history. Closed tasks are only counted."""
+    """A task that is TODO again or DOING, with its history. Closed tasks are only counted.
 
-    __slots__ = (
-        "attempts",
-        "failures",
-        "for_idle",
-        "heard",
-        "lease",
-        "losses",
-        "maybe_done",
-        "reported",
-        "stale_from",
-        "state",
-        "task",
-    )
+    Attributes:
+        reported: records reported of the leased shard.
+        stale_from: from this record of the shard on, what is reported may be lost: a server was, after the lease was
+            granted.
+        heard: the worker has reported on the lease, so it knows of it.
+        losses: since the last progress.
+        maybe_done: a lost worker may have processed records without reporting them.
+        for_idle: only worth giving to an idle worker.
+    """
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.state = TaskState.TODO
-        self.lease: Lease | None = None
-        self.reported = 0  # records reported of the leased shard
-        # From this record of the shard on, what is reported may be lost: a server was, after the lease was granted.
-        self.stale_from: int | None = None
-        self.heard = False  # the worker has reported on the lease, so it knows of it
-        self.failures = 0
-        self.losses = 0  # since the last progress
-        self.maybe_done = False  # a lost worker may have processed records without reporting them
-        self.for_idle = False  # only worth giving to an idle worker
-        self.attempts: list[Attempt] = []
+    task: Task
+    state: TaskState = TaskState.TODO
+    lease: Lease | None = None
+    reported: int = 0
+    stale_from: int | None = None
+    heard: bool = False
+    failures: int = 0
+    losses: int = 0
+    maybe_done: bool = False
+    for_idle: bool = False
+    attempts: list[Attempt] = field(default_factory=list)
 
     def move(self, event: TaskEvent) -> None:
         """Raises `IllegalTransitionError` when the table has no such transition."""
@@ -309,9 +265,10 @@ class TaskRecord:
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> TaskRecord:
         """The record saved by `to_dict`, TODO."""
-        record = cls(Task(saved["id"], TaskType(saved["type"]), Shard(*saved["shard"]), epoch=saved["epoch"]))
-        record.failures = saved["failures"]
-        record.losses = saved["losses"]
-        record.maybe_done = saved["maybe_trained"]
-        record.attempts = [Attempt.from_list(values) for values in saved["attempts"]]
-        return record
+        return cls(
+            Task(saved["id"], TaskType(saved["type"]), Shard(*saved["shard"]), epoch=saved["epoch"]),
+            failures=saved["failures"],
+            losses=saved["losses"],
+            maybe_done=saved["maybe_trained"],
+            attempts=[Attempt.from_list(values) for values in saved["attempts"]],
+        )

@@ -19,6 +19,7 @@ from elasticcb.master.master_server import MasterServer
 from elasticcb.master.ps_admin import PSControl
 from elasticcb.settings import JobSettings
 from elasticcb.sharding.partition import Slice, partition
+from elasticcb.storage.folder_lock import FolderLock
 from elasticcb.storage.remote_files import is_url
 from elasticcb.storage.store_lock import StoreLock
 
@@ -39,7 +40,7 @@ class CheckpointWriter:
         master: MasterServer,
         say: Callable[[str], None],
         resumed: bool,
-        lock: StoreLock | None,
+        lock: FolderLock | StoreLock | None,
     ) -> None:
         self._job = settings.name
         self._settings = settings.checkpoint

@@ -76,7 +76,7 @@ class Epochs:
 
     def __init__(self, layout: ShardLayout, settings: QueueSettings) -> None:
         self._layout, self._settings = layout, settings
-        self.stream = settings.stream()
+        self.stream = StreamRanges(settings) if settings.grows else None
         first = settings.initial_epoch
         self.current = first - 1  # epoch whose tasks are being created; one less before the first task
         # all tasks that will ever be are closed

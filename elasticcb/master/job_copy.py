@@ -33,7 +33,7 @@ from elasticcb.settings import FIT_FILE, HISTORY_FILE, JOB_FILE, JOURNAL_FILE, J
 from elasticcb.storage import durable, store_lock
 from elasticcb.storage.folder_lock import LOCK_FILE
 from elasticcb.storage.job_store import HOLDER_FILE, LOGS, JobStore, holder_of
-from elasticcb.storage.store_lock import owner_name, owner_record, wait_until_free
+from elasticcb.storage.store_lock import Owner, newest_owner, wait_until_free
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +93,10 @@ class RecoveryCopy:
         url: of the folder, into which servers write.
     """
 
-    def __init__(self, url: str, owner: int) -> None:
+    def __init__(self, url: str, owner: Owner) -> None:
         self._store, self._owner = JobStore(url), owner
         self.url = f"{self._store.url}/{RECOVERY_FOLDER}"
-        self._manifest = f"manifest-{owner:08d}.json"
+        self._manifest = f"manifest-{owner.number:08d}.json"
 
     def put(self, path: Path) -> None:
         self._store.put_file(f"{RECOVERY_FOLDER}/{path.name}", path)
@@ -111,7 +111,7 @@ class RecoveryCopy:
         """Removes servers' files that are not in use any more, and manifests of earlier owners. Failures are logged."""
         try:
             names = self._store.names(RECOVERY_FOLDER)
-            if self._store.newest_owner()[0] != self._owner:  # asked after the names: they may be of the next owner
+            if self._owner.is_replaced(self._store):  # asked after the names: they may be of the next owner
                 return
             for name in names:
                 old = name.startswith("manifest-") and name < self._manifest
@@ -125,17 +125,16 @@ class JobCopy:
     """The copy of a job's folder, owned by this master.
 
     Attributes:
-        owner: number of this master.
+        owner: this master.
         was_fetched: whether the local folder has what another machine had copied.
     """
 
     def __init__(
-        self, store: JobStore, owner: int, folder: Path, holder: str, was_fetched: bool, say: Callable[[str], None]
+        self, store: JobStore, owner: Owner, folder: Path, was_fetched: bool, say: Callable[[str], None]
     ) -> None:
         self.url, self.owner, self.was_fetched = store.url, owner, was_fetched
-        self._store, self._folder = store, folder
-        self._holder, self._say = holder, say
-        self._journal = _Segments(folder / JOURNAL_FILE, owner)
+        self._store, self._folder, self._say = store, folder, say
+        self._journal = _Segments(folder / JOURNAL_FILE, owner.number)
         self._sent: set[str] = set()  # files of the recovery folder
         self._unsent = [JOB_FILE, FIT_FILE]  # a job has one of them
         self._changed = threading.Condition()
@@ -173,7 +172,7 @@ class JobCopy:
         cls, url: str, folder: Path, own: Mapping[str, str], resumed: bool, say: Callable[[str], None]
     ) -> JobCopy:
         store = JobStore(url)
-        number, last = store.newest_owner()
+        number, last = newest_owner(store)
         holder = own["holder"] if own.get("store") == url else secrets.token_hex(8)
         elsewhere = bool(number) and last.get("holder") != holder
         if not number:
@@ -190,12 +189,13 @@ class JobCopy:
             wait_until_free(store, say)
             holder = secrets.token_hex(8)
             (folder / HOLDER_FILE).unlink(missing_ok=True)  # until all is fetched, the folder is not that of the job
-        if not store.create(owner_name(number + 1), owner_record(folder, holder)):
+        owner = Owner(number + 1, folder, holder)
+        if not owner.take(store):
             raise UsageError(f"Another master has just taken the job in {url}. Nothing was changed.")
         if elsewhere and resumed:
             _fetch(store, folder, say)
         durable.write_document(folder / HOLDER_FILE, {"store": url, "holder": holder})
-        return cls(store, number + 1, folder, holder, elsewhere and resumed, say)
+        return cls(store, owner, folder, elsewhere and resumed, say)
 
     @contextlib.contextmanager
     def kept(self, master: _Running, keeps_recovery: bool = False) -> Iterator[None]:
@@ -277,10 +277,9 @@ class JobCopy:
             self._unsent.remove(name)
 
     def _beat(self, master: _Running) -> None:
-        number, _ = self._store.newest_owner()
-        if number > self.owner:
+        if self.owner.is_replaced(self._store):
             raise ReplacedError(f"Another master took over the job in {self.url}; this one exits.")
-        self._store.put(owner_name(self.owner), owner_record(self._folder, self._holder))
+        self.owner.beat(self._store)
         status = {**master.observe().to_json(), "written": time.time()}
         self._store.put(STATUS_FILE, json.dumps(status).encode())
 
@@ -310,7 +309,7 @@ class JobCopy:
     def remove(self) -> None:
         """Removes the copy. Raises `ReplacedError` if another master has taken it, and `StoreError`."""
         with contextlib.closing(self._store) as store:
-            if store.newest_owner()[0] != self.owner:
+            if self.owner.is_replaced(store):
                 raise ReplacedError(f"Another program has taken {self.url}.")
             store.remove_all()
 
@@ -321,8 +320,7 @@ class JobCopy:
     def _end(self, removes_recovery: bool) -> None:
         """Copies the rest: the end of the journal, status and logs. Problems are shown."""
         try:
-            number, _ = self._store.newest_owner()
-            if number > self.owner:
+            if self.owner.is_replaced(self._store):
                 return
             self._send()
             for path in [self._folder / STATUS_FILE, self._folder / HISTORY_FILE, *self._folder.glob(f"{LOGS}/*")]:
@@ -330,7 +328,7 @@ class JobCopy:
                     self._store.put_file(path.relative_to(self._folder).as_posix(), path)
             for name in self._store.names(RECOVERY_FOLDER) if removes_recovery else ():
                 self._store.remove(f"{RECOVERY_FOLDER}/{name}")
-            self._store.put(owner_name(self.owner), owner_record(self._folder, self._holder, ended=True))
+            self.owner.beat(self._store, ended=True)
         except (StoreError, OSError) as error:
             self._say(f"{error} {self._rest}")
         finally:

@@ -26,7 +26,7 @@ from elasticcb.errors import (
     JobOverError,
     UsageError,
 )
-from elasticcb.master.accounting import IllegalTransitionError, Speed
+from elasticcb.master.accounting import IllegalTransitionError
 from elasticcb.master.batch_log import BatchEvent, BatchLog
 from elasticcb.master.evaluation import EpochStates, EvaluationRounds
 from elasticcb.master.gathering import Gathering
@@ -34,7 +34,8 @@ from elasticcb.master.job_history import JobHistory
 from elasticcb.master.members import Member, Role, ServedCluster, Totals, Wish
 from elasticcb.master.roster import Roster
 from elasticcb.master.snapshot import JobSnapshot
-from elasticcb.master.stragglers import Paces, Split, plan_split
+from elasticcb.master.speeds import Speeds
+from elasticcb.master.stragglers import Split, plan_split
 from elasticcb.master.task import (
     Answer,
     DecisionKind,
@@ -208,10 +209,7 @@ class JobMachine:
         self.checkpoint_written = started
         self.exported: float | None = None
         self.status = JobSnapshot()
-        self.speed = Speed()
-        self.speeds: dict[int, Speed] = {}  # batches per second of each worker, by id
-        # batches that each worker has trained of a task that counts no records before its end, by id
-        self.uncounted: dict[int, int] = {}
+        self.speeds = Speeds()
         self.history = JobHistory()
         self.evaluated_before = 0  # records, before the last round
         self.start_version = 0
@@ -229,7 +227,6 @@ class JobMachine:
         self.version = 0
         self.loss: float | None = None  # mean over the batches of the last report
         self.totals = Totals()
-        self.paces = Paces()
         self.autoscales = False
         self.epoch_states = EpochStates()
         self.calls: dict[int, bytes] = {}
@@ -419,12 +416,12 @@ class JobMachine:
     def serves(self, map_version: int) -> bool:
         """Whether all servers hold the model, by a shard map of at least this version."""
         known = self.cluster is not None and self.cluster.map_version >= map_version
-        return known and not self.lacks_servers
+        return known and not self.missing_servers
 
     @property
-    def lacks_servers(self) -> bool:
-        """Whether a part of the model is unavailable because its server was lost."""
-        return any(index < self.servers_in_use for index in self.lost_ps)
+    def missing_servers(self) -> list[int]:
+        """Indexes of the lost servers whose parts of the model are unavailable."""
+        return [index for index in self.lost_ps if index < self.servers_in_use]
 
     @event(_if_any)
     def processes_checked(self) -> bool:
@@ -455,9 +452,7 @@ class JobMachine:
             self.queue.worker_lost(id)
 
     def _forget(self, worker: int) -> None:
-        self.paces.forget(worker)
-        self.speeds.pop(worker, None)
-        self.uncounted.pop(worker, None)
+        self.speeds.forget(worker)
         member = self.roster.find(worker)
         if member is not None:
             self.history.left(member.index)
@@ -541,7 +536,7 @@ class JobMachine:
         if not self.waiting or queue is None or queue.has_returned:
             return None
         idle = self.idle_workers()
-        return plan_split(worker, queue.batches_left(), idle, self.paces) if idle else None
+        return plan_split(worker, queue.batches_left(), idle, self.speeds.paces) if idle else None
 
     @event()
     def split(self, worker: int, lease: int, end: int, now: float) -> Answer:
@@ -590,7 +585,7 @@ class JobMachine:
         if not lease or self.queue is None:
             return Answer(True, "no task")
         if not records_done:
-            self.uncounted[worker] = self.uncounted.get(worker, 0) + timed_batches
+            self.speeds.not_counted(worker, timed_batches)
         is_held = servers >= self.newest_server
         answer = self.queue.report_progress(worker, lease, records_done, now, progressed, computing, is_held)
         member = self.roster.member(worker)
@@ -602,9 +597,7 @@ class JobMachine:
     def _note_pace(self, worker: int, batches: int, seconds: float, now: float) -> None:
         """`worker` has trained `batches` batches in `seconds` seconds."""
         member = self.roster.member(worker)
-        verdict = self.paces.note(worker, batches, seconds)
-        if self.paces.knows(worker):
-            self.speeds.setdefault(worker, Speed()).note(now, self.paces.batches(worker))
+        verdict = self.speeds.trained(worker, batches, seconds, now)
         if verdict and member is not None:
             self.print(f"Worker {member.index} {verdict}.")
             if member.index not in self.totals.stragglers:
@@ -653,7 +646,7 @@ class JobMachine:
 
     def _take_in(self, worker: int, task: Task, result: TaskResult) -> None:
         if task.type is TaskType.TRAINING:
-            self.uncounted.pop(worker, None)
+            self.speeds.task_ended(worker)
             if result.restarts:
                 self.epoch_states.forget(task.epoch)
                 self._effects.restarted.append(task.epoch)
@@ -695,7 +688,7 @@ class JobMachine:
         """Time passes: revokes the leases of workers that hang, and returns them."""
         if self.queue is None or not self.separate:  # a thread may be at a breakpoint, and can't be killed anyway
             return []
-        return self.queue.expire(now, self.lacks_servers)
+        return self.queue.expire(now, bool(self.missing_servers))
 
     @event(_if_any)
     def take_milestones(self) -> list[Milestone]:
@@ -771,16 +764,7 @@ class JobMachine:
             self.set_status(seconds_to_first_step=now - self.started)
             self.persist(first_step=now - self.started)
         if self.queue is not None:
-            self.speed.note(now, self.records_begun(self.queue))
-
-    def records_begun(self, queue: TaskQueue) -> int:
-        """An estimate of the records trained so far that also counts those of running tasks, which tasks with a
-        shuffling feed report only at their end."""
-        running = 0
-        for worker, held in queue.batches_left().items():
-            left = sum(entry.records - entry.reported for entry in held if entry.type is TaskType.TRAINING)
-            running += min(self.uncounted.get(worker, 0) * held[0].batch, left)
-        return sum(queue.accounting.records_trained.values()) + running
+            self.speeds.note(now, self.queue)
 
     # ------------------------------------------------------------ after another master
 

@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from elasticcb.cluster.base import ClusterBackend
 from elasticcb.errors import (
     CallbackError,
-    CallbackWarning,
     ElasticCBError,
     JobFailedError,
     JobOverError,
@@ -49,8 +48,22 @@ from elasticcb.sharding.partition import ServerPlace
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _TICK_SECONDS = 0.25  # between checks of processes and deadlines when nothing happens
 _OTHERS_SECONDS = 0.05  # after which a worker looks again whether others still come first
+
+
+def _of_job(method: Callable[Concatenate[JobMachine, P], R]) -> Callable[Concatenate[MasterServer, P], R]:
+    """The method of the current job, under the lock."""
+
+    @functools.wraps(method)
+    def call(self: MasterServer, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.state() as state:
+            return method(state, *args, **kwargs)
+
+    return call
 
 
 class MasterServer:
@@ -110,30 +123,13 @@ class MasterServer:
         with self.state() as state:
             return state.version
 
-    def reached_version(self, version: int) -> None:
-        """The model is, or was, at `version`."""
-        with self.state() as state:
-            state.reached_version(version)
-
-    def stop_training(self, reason: str, before_batch: bool = False) -> None:
-        """Requests the end of training; `before_batch` as in `TaskQueue.stop_training`."""
-        with self.state() as state:
-            state.stop_training(reason, before_batch)
-
-    def warn(self, warning: CallbackWarning) -> None:
-        """Counts the warning; shows the first one of each subject."""
-        with self.state() as state:
-            state.warn(warning)
-
-    def fail(self, error: Exception) -> None:
-        """Ends the job with this error."""
-        with self.state() as state:
-            state.fail(error)
-
-    def pause(self, who: str, why: str) -> None:
-        """Hands out no tasks for this reason of `who`; "": for none of it any more."""
-        with self.state() as state:
-            state.pause(who, why)
+    reached_version = _of_job(JobMachine.reached_version)
+    stop_training = _of_job(JobMachine.stop_training)
+    warn = _of_job(JobMachine.warn)
+    fail = _of_job(JobMachine.fail)
+    pause = _of_job(JobMachine.pause)
+    set_status = _of_job(JobMachine.set_status)
+    close = _of_job(JobMachine.close)
 
     def checkpoint_failed(self) -> None:
         """A checkpoint could not be written."""
@@ -220,11 +216,6 @@ class MasterServer:
             state.history = JobHistory(time.time, self.history_before)
             self._locked.replace(state)
 
-    def set_status(self, **news: Any) -> None:
-        """See `JobMachine.set_status`."""
-        with self.state() as state:
-            state.set_status(**news)
-
     def keep(self, journal: Journal | None) -> None:
         """Persists the job's state in this journal from now on; None: stop doing so."""
         with self.state():
@@ -247,11 +238,6 @@ class MasterServer:
         journal = self._journal
         if journal is not None:
             journal.sync()
-
-    def close(self) -> None:
-        """Releases all waiting calls, and announces that no more jobs will come."""
-        with self.state() as state:
-            state.close()
 
     def take_over(self, journal: Journal, queue: TaskQueue, running: Mapping[tuple[str, int], int | str]) -> None:
         """Takes over the workers and servers of a killed master, with its queue."""

@@ -108,14 +108,14 @@ def figures_of(queue: TaskQueue, state: JobMachine, now: float) -> dict[str, Any
     }
     if settings.command is not Command.TRAIN:
         return values
-    total, begun, smoothed = records_to_train(settings, queue), state.records_begun(queue), state.speed.smoothed
+    total, begun, speed = records_to_train(settings, queue), state.speeds.begun(queue), state.speeds.records
     return values | {
         "epoch": queue.epoch + 1,
         "epochs": epochs_of(settings),
         "records_lost": 0 if queue.stream is None else queue.stream.lost,
         "records_total": total,
-        "records_per_second": state.speed.per_second(now, begun),
-        "seconds_left": max(total - begun, 0) / smoothed if smoothed and queue.stream is None else None,
+        "records_per_second": speed.per_second(now, begun),
+        "seconds_left": max(total - begun, 0) / speed.smoothed if speed.smoothed and queue.stream is None else None,
     }
 
 
@@ -196,7 +196,7 @@ def _process(state: JobMachine, role: Role, index: int, now: float) -> ProcessSn
         pid=member.pid,
         host=member.host,
         address=member.address,
-        straggler=member.id in state.paces.stragglers,
+        straggler=member.id in state.speeds.paces.stragglers,
         cpu_seconds=None if stats is None else stats.cpu_seconds,
         resident_bytes=None if stats is None else stats.resident_bytes or None,
         certificate_expires=0.0 if stats is None else stats.certificate_expires,
@@ -206,12 +206,11 @@ def _process(state: JobMachine, role: Role, index: int, now: float) -> ProcessSn
 
 
 def _pace(state: JobMachine, worker: int, now: float) -> dict[str, Any]:
-    speed = state.speeds.get(worker)
-    if speed is None or state.settings is None:
+    rate, paces = state.speeds.batches_per_second(worker, now), state.speeds.paces
+    if rate is None or state.settings is None:
         return {}
-    batches = state.paces.batches(worker)
     return {
-        "batches": batches,
-        "records_per_second": speed.per_second(now, batches) * state.settings.training.minibatch_size,
-        "seconds_per_batch": state.paces.of(worker),
+        "batches": paces.batches(worker),
+        "records_per_second": rate * state.settings.training.minibatch_size,
+        "seconds_per_batch": paces.of(worker),
     }

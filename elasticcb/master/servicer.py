@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from elasticcb.clients.ps_servers import ServerGroup
-from elasticcb.data.mode import MODES
 from elasticcb.errors import CallbackWarning, ConnectionLostError, UsageError, WireError
 from elasticcb.master.batch_log import BatchEvent
 from elasticcb.master.gathering import begun_epochs
@@ -21,7 +20,7 @@ from elasticcb.master.members import Role, ServedCluster
 from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.task import DecisionKind, Lease
-from elasticcb.model.metric_messages import from_metric_states, from_outputs
+from elasticcb.model.metric_messages import MODES, from_metric_states, from_outputs
 from elasticcb.process.host import host_name
 from elasticcb.process.stats import Stats
 from elasticcb.proto import elasticcb_pb2 as pb
@@ -322,8 +321,7 @@ def _why_not(state: JobMachine) -> str:
         return "the job is over"
     if state.cluster is None:
         return "the job is starting, and its parameter servers have no model yet. Try again once it trains"
-    lost = [index for index in state.lost_ps if index < state.servers_in_use]
-    if lost:
+    if lost := state.missing_servers:
         return (
             f"parameter server {', '.join(map(str, lost))} was lost and is not restored yet. Try again in a few seconds"
         )

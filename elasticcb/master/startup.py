@@ -57,9 +57,9 @@ from elasticcb.settings import INITIAL_FOLDER, Command, JobSettings, Mode, Worke
 from elasticcb.settings.choices import LostOffsets
 from elasticcb.settings.names import SETTINGS
 from elasticcb.sharding.partition import ServerPlace
-from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
+from elasticcb.storage.folder_lock import FolderLock
 from elasticcb.storage.remote_files import is_url
-from elasticcb.storage.store_lock import StoreLock
+from elasticcb.storage.store_lock import StoreLock, locked
 
 logger = logging.getLogger(__name__)
 
@@ -404,7 +404,7 @@ def _begin_journal(context: JobContext, state: JobMachine, served: TrainedModel,
 
 
 def _make_course(
-    context: JobContext, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks, lock: StoreLock | None
+    context: JobContext, served: TrainedModel, queue: TaskQueue, epochs: EpochHooks, lock: FolderLock | StoreLock | None
 ) -> JobDriver:
     memory, say, server = context.memory, context.report.message, context.server
     checkpoints = CheckpointWriter(context.settings, served.ps, server, say, context.resumes, lock)
@@ -498,13 +498,13 @@ def _is_busy(state: JobMachine) -> bool:
         len(workers) == state.roster.size(Role.WORKER)
         and state.rounds.running is None
         and not state.lost_ps
-        and all(state.paces.knows(worker.id) for worker in workers)
+        and all(state.speeds.paces.knows(worker.id) for worker in workers)
         and not state.idle_workers()
     )
 
 
-def own_checkpoints(context: JobContext) -> StoreLock | None:
-    """Locks the job's checkpoint folder against other jobs; returns the lock of a URL.
+def own_checkpoints(context: JobContext) -> FolderLock | StoreLock | None:
+    """Locks the job's checkpoint folder against other jobs; returns the lock.
 
     Raises `UsageError` when another job uses it.
     """
@@ -512,27 +512,18 @@ def own_checkpoints(context: JobContext) -> StoreLock | None:
     if settings.command is not Command.TRAIN or not folder:
         return None
     given = SETTINGS["checkpoint_dir"].written(settings.in_program, folder)
-    local = folder.removeprefix("file://")  # which jobs may give as a path or as a URL
     if is_url(folder) and settings.keeps_model_in_folder:  # which has an owner
         return None
-    if is_url(local):
-        try:
-            owner = (settings.store or settings.directory, context.run, context.server.print)
-            of_url = StoreLock(folder, _CHECKPOINTS_LOCK, given, *owner)
-        except StoreError as error:
-            logger.warning("%s is not locked against other jobs; make sure that no two use it. %s", folder, error)
-            return None
-        context.until_end.callback(of_url.release)
-        return of_url
-    lock = FolderLock(Path(local), given, ENDING_SECONDS, _CHECKPOINTS_LOCK)
-    context.until_end.callback(lock.release)
     try:
-        Path(local).mkdir(parents=True, exist_ok=True)
-        lock.take()
-        put_back(local)
-    except OSError as error:  # writing checkpoints will report it; training continues
-        logger.warning("Could not lock %s against other jobs: %s", folder, error)
-    return None
+        owner = (settings.store or settings.directory, context.run, context.server.print)
+        lock = locked(folder, _CHECKPOINTS_LOCK, given, *owner)
+    except StoreError as error:  # writing checkpoints will report it; training continues
+        logger.warning("%s is not locked against other jobs; make sure that no two use it. %s", folder, error)
+        return None
+    context.until_end.callback(lock.release)
+    if isinstance(lock, FolderLock):
+        put_back(folder.removeprefix("file://"))
+    return lock
 
 
 def warn_of_later_versions(context: JobContext, version: int) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from elasticcb.data.unbounded import Partition
 from elasticcb.errors import DataError
 from elasticcb.master.shards import Shard
+from elasticcb.master.task import QueueSettings
 
+_LINGER_SECONDS = 1.0  # for which less than a batch waits for more records
 _PATIENCE = 8  # draws by others that a partition waits for its reader, which may be lost
 _PREFIX = "stream/"  # of keys of saved partitions: one each, because an entry of the journal has what has changed
 
@@ -43,36 +45,25 @@ class _Growing:
         return self.stop is not None and self.position >= self.stop
 
 
-@dataclass
 class StreamRanges:
     """Draws ranges like `ShardOrder`, as records come, in epochs.
 
-    Whole batches are drawn at once; a smaller rest waits for more records, up to `linger` seconds. Partitions take
-    turns, but a worker gets those that it read before: its readers continue, and what they have read ahead is used.
+    Whole batches are drawn at once; a smaller rest waits for more records for a while. Partitions take turns, but a
+    worker gets those that it read before: its readers continue, and what they have read ahead is used.
 
     Attributes:
-        per_epoch: records in an epoch; 0: it ends by `end_epoch`, or with the stream.
-        in_order, most: as in `UnboundedSource`.
-        skips_lost: records that were removed before they were trained are counted; else they are an error.
         records, all_records: drawn in this epoch, and in all.
         lost: records that were removed.
     """
 
-    per_task: int
-    minibatch_size: int
-    per_epoch: int = 0
-    in_order: bool = False
-    most: int | None = None
-    skips_lost: bool = False
-    linger: float = 1.0
-    records: int = 0
-    all_records: int = 0
-    lost: int = 0
-    _partitions: dict[str, _Growing] = field(default_factory=dict)
-    _turns: dict[str, None] = field(default_factory=dict)  # names of those with waiting records, the next one first
-    _now: float = 0.0
-    _worker: int = 0  # that asks
-    _epoch_ended: bool = False
+    def __init__(self, settings: QueueSettings) -> None:
+        self._settings = settings
+        self.records = self.all_records = self.lost = 0
+        self._partitions: dict[str, _Growing] = {}
+        self._turns: dict[str, None] = {}  # names of those with waiting records, the next one first
+        self._now = 0.0
+        self._worker = 0  # that asks
+        self._epoch_ended = False
 
     # ------------------------------------------------------------ growing
 
@@ -106,7 +97,7 @@ class StreamRanges:
     def _skip(self, name: str, known: _Growing, first: int) -> str:
         lost = first - known.position
         text = f"{lost:,} records of {name}, from offset {known.position:,}, were removed before they were trained"
-        if not self.skips_lost:
+        if not self._settings.skips_lost:
             raise DataError(
                 f"{text}: its retention is shorter than the job's lag. Raise it; to continue without these records, "
                 "set lost_offsets to skip."
@@ -118,7 +109,7 @@ class StreamRanges:
     @property
     def has_ended(self) -> bool:
         """Whether all records up to where the job ends have been handed out."""
-        if self.most is not None and self.all_records >= self.most:
+        if self._settings.most is not None and self.all_records >= self._settings.most:
             return True
         return bool(self._partitions) and all(each.has_ended for each in self._partitions.values())
 
@@ -139,7 +130,7 @@ class StreamRanges:
     @property
     def left(self) -> int:
         """0 when the epoch has no more records; else 1: their number is not known."""
-        full = 0 < self.per_epoch <= self.records
+        full = 0 < self._settings.records_per_epoch <= self.records
         return int(not (self._epoch_ended or full or self.has_ended))
 
     # ------------------------------------------------------------ drawing
@@ -167,16 +158,16 @@ class StreamRanges:
             self._partitions[other].passed += bool(self._ready(self._partitions[other]))
         growing.reader, growing.passed = self._worker, 0
         count = self._ready(growing)
-        if self.per_epoch:
-            count = min(count, self.per_epoch - self.records)
-        if self.most is not None:
-            count = min(count, self.most - self.all_records)
+        if self._settings.records_per_epoch:
+            count = min(count, self._settings.records_per_epoch - self.records)
+        if self._settings.most is not None:
+            count = min(count, self._settings.most - self.all_records)
         shard = Shard(name, growing.position, growing.position + count)
         growing.position = shard.end
         growing.since = self._now
         self.records += count
         self.all_records += count
-        if not self.in_order or not growing.waiting:
+        if not self._settings.in_order or not growing.waiting:
             del self._turns[name]
         if growing.waiting:
             self._turns.setdefault(name)
@@ -184,7 +175,7 @@ class StreamRanges:
 
     def _next(self) -> str | None:
         found = [name for name in self._turns if self._ready(self._partitions[name])]
-        if self.in_order:
+        if self._settings.in_order:
             first = next(iter(self._turns), None)
             return first if first in found else None
         return next(filter(self._suits, found), found[0] if found else None)
@@ -200,10 +191,11 @@ class StreamRanges:
 
     def _ready(self, growing: _Growing) -> int:
         """Records of a partition to draw now."""
-        count = min(growing.waiting, self.per_task)
-        whole = count - count % self.minibatch_size
+        count = min(growing.waiting, self._settings.records_per_task)
         ends = growing.stop is not None and growing.end >= growing.stop
-        return count if ends or count == self.per_task or self._now - growing.since >= self.linger else whole
+        if ends or count == self._settings.records_per_task or self._now - growing.since >= _LINGER_SECONDS:
+            return count
+        return count - count % self._settings.minibatch_size
 
     # ------------------------------------------------------------ lag, and saving
 

@@ -59,10 +59,8 @@ class StreamWatch:
                 return
 
     def _fail(self, error: Exception) -> None:
-        if self._stopped.is_set():  # the source is being closed
-            return
-        with self._master.change() as state:
-            state.fail(error)
+        if not self._stopped.is_set():  # else the source is being closed
+            self._master.fail(error)
 
     def _is_silent(self, error: StreamError) -> None:
         now = time.monotonic()

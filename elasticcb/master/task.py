@@ -14,7 +14,6 @@ from typing import Any
 
 from elasticcb.errors import UsageError
 from elasticcb.master.shards import Shard, ShardLayout
-from elasticcb.master.stream_ranges import StreamRanges
 
 
 class TaskType(str, Enum):
@@ -175,10 +174,10 @@ class QueueSettings:
         hold_predictions: a worker's predictions are safe only after `results_kept`, or when it leaves in order; if it
             is lost before, its prediction tasks are repeated.
         repeats_lost: training tasks are repeated whose updates a lost server had not saved.
-        grows: the records come while the job trains: `stream` hands them out, in epochs of `records_per_epoch`
-            records; 0: they are ended by `end_epoch`, or the stream's end.
+        grows: the records come while the job trains, in epochs of `records_per_epoch` records; 0: these are ended by
+            `end_epoch`, or the stream's end.
         in_order, most: as in `UnboundedSource`.
-        skips_lost: as in `StreamRanges`.
+        skips_lost: records that were removed before they were trained are counted; else they are an error.
 
     Raises `UsageError` for values out of range.
     """
@@ -217,19 +216,6 @@ class QueueSettings:
 
     def layout(self, sources: Sequence[tuple[str, int]]) -> ShardLayout:
         return ShardLayout(sources, self.records_per_task, self.minibatch_size)
-
-    def stream(self) -> StreamRanges | None:
-        """Of partitions that grow, none yet; None: nothing grows."""
-        if not self.grows:
-            return None
-        return StreamRanges(
-            self.records_per_task,
-            self.minibatch_size,
-            self.records_per_epoch,
-            self.in_order,
-            self.most,
-            self.skips_lost,
-        )
 
 
 class DecisionKind(str, Enum):

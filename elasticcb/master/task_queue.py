@@ -66,7 +66,8 @@ class TaskQueue:
     else it knows. Every created task is in exactly one of the three.
 
     Args:
-        prediction: the same for prediction; its tasks are handed out in order.
+        training: names of sources, and numbers of their records.
+        prediction: likewise; these tasks are handed out in order.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Messages with metric states and outputs of batches, between a worker and the master."""
+"""Messages about tasks, with metric states and outputs of batches, between a worker and the master."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import numpy as np
 
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import from_message, to_message
+from elasticcb.settings import Mode
+
+# By type of a task with data; the proto and `Mode` use the same names.
+MODES = {pb.TaskType.Value(mode.name): mode for mode in Mode}
 
 # Values of `metric.variables`, by metric. Those of `OUTPUTS` are the packed inputs of all metrics, one array per batch.
 States = dict[str, list[np.ndarray]]

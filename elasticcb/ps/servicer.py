@@ -286,7 +286,6 @@ class Servicer:
     # -------------------------------------------------------------- content of embedding tables, for users
 
     def count_tables(self, frame: Frame[pb.CountTablesRequest]) -> Frame[Any]:
-        """Handles `CountTables`."""
         top = frame.header.top
         if not 0 <= top <= _MOST_TOP:
             raise WireError(f"CountTables requests the top {top:,} ids; expected 0 to {_MOST_TOP:,}.")
@@ -299,7 +298,6 @@ class Servicer:
         return Frame(response, {})
 
     def find_row(self, frame: Frame[pb.FindRowRequest]) -> Frame[Any]:
-        """Handles `FindRow`."""
         id = frame.header.id
         if id < 0:
             raise WireError(f"FindRow has id {id}; expected 0 or more.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, write_manifes
 from elasticcb.errors import CheckpointError, StoreError, UsageError
 from elasticcb.serving.exports import Export, version_of
 from elasticcb.storage import durable
-from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
+from elasticcb.storage.folder_lock import FolderLock
 from elasticcb.storage.job_store import JobStore
 from elasticcb.storage.local_folders import TemporaryFolder
 from elasticcb.storage.remote_files import is_url
-from elasticcb.storage.store_lock import StoreLock
+from elasticcb.storage.store_lock import StoreLock, locked
 
 SNAPSHOT = "snapshot-"  # begin of the names of folders with what a full export is made of
 _SNAPSHOT = re.compile(rf"{SNAPSHOT}\d{{8,}}-[0-9a-f]{{8}}")
@@ -33,9 +33,8 @@ class ExportFolder:
 
     def __init__(self, place: str) -> None:
         self.place = place.rstrip("/")
-        local = place.removeprefix("file://")  # which jobs may give as a path or as a URL
-        self._here = None if is_url(local) else Path(local)
-        self._store = JobStore(self.place if self._here is None else f"file://{local}")
+        self._here = None if is_url(place) else Path(place)
+        self._store = JobStore(self.place)
         self._lock: FolderLock | StoreLock | None = None
 
     def own(self, run: str, folder: str, say: Callable[[str], None]) -> None:
@@ -44,20 +43,12 @@ class ExportFolder:
         Args:
             run, folder, say: as for `StoreLock`.
         """
-        if self._lock is not None:
-            return
-        if self._here is None:
-            self._lock = StoreLock(self.place, _LOCK, self.place, folder, run, say)
-            return
-        lock = FolderLock(self._here, self.place, ENDING_SECONDS, _LOCK)
-        with _local(self.place):
-            self._here.mkdir(parents=True, exist_ok=True)  # which other users may read
-            lock.take()
-        self._lock = lock
+        if self._lock is None:
+            self._lock = locked(self.place, _LOCK, self.place, folder, run, say)
 
     def check_owner(self) -> None:
         """Raises `UsageError` when another training has taken the URL meanwhile."""
-        if isinstance(self._lock, StoreLock) and (problem := self._lock.problem()):
+        if self._lock is not None and (problem := self._lock.problem()):
             raise UsageError(problem)
 
     def leave(self) -> None:
@@ -132,15 +123,3 @@ def _local(place: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(f"The folder of exports {place} can't be written: {error}.") from error
-
-
-def files_below(folder: Path) -> Sequence[tuple[str, Path]]:
-    """All files below a folder: names with `/`, and paths."""
-    return [(path.relative_to(folder).as_posix(), path) for path in sorted(folder.rglob("*")) if path.is_file()]
-
-
-def upload(folder: Path, place: str) -> None:
-    """Copies all files below a folder to a URL."""
-    with contextlib.closing(JobStore(place)) as store:
-        for name, path in files_below(folder):
-            store.put_file(name, path)

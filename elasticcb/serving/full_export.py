@@ -18,10 +18,10 @@ from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.errors import CallbackError, CheckpointError, describe
 from elasticcb.process.import_path import python_code
 from elasticcb.process.system import is_full
-from elasticcb.serving.export_folder import files_below, upload
 from elasticcb.serving.exports import IDS, WEIGHTS
 from elasticcb.storage import durable
-from elasticcb.storage.local_folders import TemporaryFolder
+from elasticcb.storage.job_store import JobStore
+from elasticcb.storage.local_folders import TemporaryFolder, files_below
 from elasticcb.storage.remote_files import is_url
 
 _MODEL, _RESULT, _LOG = "model", "result.json", "log"
@@ -113,10 +113,12 @@ def _write(model: bytes, snapshot: str, to: str) -> list[SavedFile]:
     with TemporaryFolder() if is_url(to) else contextlib.nullcontext(Path(to)) as folder:
         version = _write_saved_model(model, snapshot, folder)
         durable.sync_all(folder)
-        found = [(name, durable.digest_of(path)) for name, path in files_below(folder)]
+        files = files_below(folder)
         if is_url(to):
-            upload(folder, to)
-    return [SavedFile(name, *digest, version) for name, digest in found]
+            with contextlib.closing(JobStore(to)) as store:
+                for name, path in files:
+                    store.put_file(name, path)
+        return [SavedFile(name, *durable.digest_of(path), version) for name, path in files]
 
 
 def _write_saved_model(model: bytes, snapshot: str, folder: Path) -> int:

@@ -93,6 +93,10 @@ class FolderLock:
         """Whether this object holds the lock."""
         return self._descriptor is not None
 
+    def problem(self) -> str:
+        """As `StoreLock.problem`: nobody can take it meanwhile."""
+        return ""
+
     def release(self) -> None:
         """Releases the lock."""
         if self._descriptor is not None:

@@ -7,17 +7,15 @@ owner any more. So names contain the term of the master that wrote them, and own
 from __future__ import annotations
 
 import contextlib
-import json
 import posixpath
 import secrets
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from elasticcb.errors import StoreError, describe
 from elasticcb.storage import durable
-from elasticcb.storage.remote_files import opened
+from elasticcb.storage.remote_files import opened, protocols_of
 
 _WITH_FOLDERS = {"sftp", "ssh", "file", "local", "memory", "smb"}  # protocols; to others, a name is all that counts
 
@@ -30,15 +28,12 @@ _IN_PIECES = {"chunksize": 16 << 20, "max_concurrency": 4}
 
 OWNERS, LOGS = "owners", "logs"  # folders there
 HOLDER_FILE = "store.json"  # in a local folder: which copy it belongs to, and a name that no other folder has
-
-
-_TRIES, _TRY_SECONDS = 5, 0.2  # to read what is being written
+_MAKE_TRIES = 5  # to make a folder
 
 
 def _exclusive_mode(files: Any) -> str:
     """Of `_EXCLUSIVE`; "": none."""
-    protocols = (files.protocol,) if isinstance(files.protocol, str) else files.protocol
-    return next((_EXCLUSIVE[each] for each in protocols if each in _EXCLUSIVE), "")
+    return next((_EXCLUSIVE[each] for each in protocols_of(files) if each in _EXCLUSIVE), "")
 
 
 def holder_of(folder: Path) -> dict[str, str]:
@@ -87,17 +82,16 @@ class JobStore:
         sent = path.stat().st_size
         with self._connected("written to") as files:
             self._make_parent(name)
-            files.put_file(str(path), self._at(name), **(_IN_PIECES if "s3" in files.protocol else {}))
+            files.put_file(str(path), self._at(name), **(_IN_PIECES if "s3" in protocols_of(files) else {}))
             files.invalidate_cache()
             arrived = files.info(self._at(name))["size"]
             if arrived != sent:
                 raise OSError(f"{arrived} bytes of {name} arrived, {sent} were sent")
 
     def _make_parent(self, name: str) -> None:
-        protocol = self._files.protocol
-        if _WITH_FOLDERS & {*((protocol,) if isinstance(protocol, str) else protocol)}:
+        if _WITH_FOLDERS & {*protocols_of(self._files)}:
             folder = posixpath.dirname(self._at(name))
-            for left in reversed(range(_TRIES)):
+            for left in reversed(range(_MAKE_TRIES)):
                 try:
                     self._files.makedirs(folder, exist_ok=True)
                     return
@@ -186,21 +180,6 @@ class JobStore:
             return self.changed(name)
         finally:
             self.remove(name)
-
-    def newest_owner(self) -> tuple[int, dict[str, Any]]:
-        """The number of the job's last owner, and what it wrote; 0: there was none."""
-        numbers = [int(name) for name in self.names(OWNERS) if name.isdigit()]
-        if not numbers:
-            return 0, {}
-        tries = _TRIES
-        while True:
-            try:
-                return max(numbers), dict(json.loads(self.get(f"{OWNERS}/{max(numbers):08d}")))
-            except (FileNotFoundError, ValueError) as error:
-                tries -= 1
-                if not tries:
-                    raise StoreError(f"The owner of the job in {self.url} can't be read: {error!r}.") from error
-                time.sleep(_TRY_SECONDS)  # it is being written
 
     def close(self) -> None:
         """Ends the connection; a later call makes another."""

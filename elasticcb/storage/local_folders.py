@@ -80,6 +80,11 @@ def problem_of_folder(path: Path) -> str:
     return ""
 
 
+def files_below(folder: Path) -> list[tuple[str, Path]]:
+    """All files below a folder, in order: names with `/`, and paths."""
+    return [(path.relative_to(folder).as_posix(), path) for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
 def next_numbered(folder: str | Path) -> Path:
     """The path of the next numbered version in a folder: TensorFlow Serving loads the highest number."""
     there = Path(folder)

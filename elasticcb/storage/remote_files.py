@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from elasticcb.storage.local_folders import files_below
+
 SILENCE_SECONDS = 60.0  # how long one operation of SFTP or S3 may go without an answer
 
 
@@ -68,7 +70,7 @@ def opened(
         root = files._strip_protocol(url)  # in which "::" separates nothing
     else:
         files, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
-    protocols = files.protocol if isinstance(files.protocol, tuple) else (files.protocol,)
+    protocols = protocols_of(files)
     if "s3" in protocols:  # unless configured; its 15 s are too few for the end of a large upload
         files.read_timeout = silence_seconds
     is_sftp = "sftp" in protocols
@@ -79,6 +81,11 @@ def opened(
     finally:
         if is_sftp:
             files.client.close()
+
+
+def protocols_of(files: Any) -> tuple[str, ...]:
+    """The names of the protocol of a file system."""
+    return (files.protocol,) if isinstance(files.protocol, str) else tuple(files.protocol)
 
 
 MARKER = "_SUCCESS"
@@ -95,13 +102,13 @@ class FileSum:
 def local_files(folder: Path) -> dict[str, FileSum]:
     """All files below `folder`, by path with `/`."""
     files = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != MARKER:
+    for name, path in files_below(folder):
+        if path.name != MARKER:
             digest = hashlib.md5(usedforsecurity=False)
             with path.open("rb") as stream:
                 while block := stream.read(_COPY_BYTES):
                     digest.update(block)
-            files[path.relative_to(folder).as_posix()] = FileSum(path.stat().st_size, digest.hexdigest())
+            files[name] = FileSum(path.stat().st_size, digest.hexdigest())
     return files
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from elasticcb.clients.master import MasterClient
 from elasticcb.compute.backend import Computation, Prepared
-from elasticcb.data.mode import MODES
 from elasticcb.errors import ElasticCBError
 from elasticcb.model.input_pipeline import Pipeline
+from elasticcb.model.metric_messages import MODES
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Mode

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow.python.autograph.impl import api
 
-from elasticcb.data import Reader, RecordStream, Source, make_dataset, open_reader, read
+from elasticcb.data import Reader, RecordStream, Source, open_reader, read
 from elasticcb.data.stacking import stack_records
 from elasticcb.errors import DataError, JobInterrupted
 
@@ -44,7 +44,8 @@ def test_every_iterator_reads_the_next_range(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(10)))
     name = str(tmp_path / "a.txt")
     ranges = iter([(name, 0, 3), (name, 3, 3), (name, 8, 10)])
-    dataset = make_dataset(open_reader(name), lambda: next(ranges)).map(lambda line: tf.strings.to_number(line))
+    stream = RecordStream(open_reader(name), lambda: [next(ranges)])
+    dataset = stream.dataset.map(lambda line: tf.strings.to_number(line))
     assert [list(dataset.as_numpy_iterator()) for _ in range(3)] == [[0, 1, 2], [], [8, 9]]
 
 
@@ -64,10 +65,11 @@ def test_datasets_are_made_without_autograph(tmp_path: Path, monkeypatch: pytest
     assert converted  # a user's function may branch on tensors
 
 
-def test_iterators_that_are_used_by_turns_do_not_disturb_each_other() -> None:
+def test_iterators_that_are_used_by_turns_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elasticcb.data.stream.CHUNK_RECORDS", 100)
     records = list(range(3000))
     ranges = iter([("given", 0, 1500), ("given", 1500, 3000)])
-    stream = RecordStream(Given(records, tf.TensorSpec((), tf.int64)), lambda: [next(ranges)], chunk_records=100)
+    stream = RecordStream(Given(records, tf.TensorSpec((), tf.int64)), lambda: [next(ranges)])
     first, second = stream.dataset.as_numpy_iterator(), stream.dataset.as_numpy_iterator()
     pairs = list(zip(first, second, strict=True))
     assert pairs == [(i, i + 1500) for i in range(1500)]

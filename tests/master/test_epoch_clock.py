@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from elasticcb.master.accounting import Speed
 from elasticcb.master.job_driver import EpochClock
+from elasticcb.master.speeds import Speed
 
 
 def test_an_epoch_counts_from_the_end_of_the_one_before():

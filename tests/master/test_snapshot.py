@@ -125,13 +125,13 @@ def test_time_left_does_not_jump_when_tasks_count_their_records_only_at_their_en
         for second in range(1, 21):
             now = 20.0 * task + second
             for worker in (1, 2):
-                state.uncounted[worker] = second
+                state.speeds.not_counted(worker, 1)
             state.note_progress(now)
             if (left := figures_of(queue, state, now)["seconds_left"]) is not None:
                 found.append(now + left)
         for worker, lease in zip((1, 2), leases, strict=True):
             queue.report_done(worker, lease.id)
-            state.uncounted.pop(worker)
+            state.speeds.task_ended(worker)
     assert found[10:] == pytest.approx([200.0] * (len(found) - 10), abs=1.0)
 
 

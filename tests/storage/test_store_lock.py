@@ -15,7 +15,7 @@ from elasticcb.master.startup import own_checkpoints
 from elasticcb.settings import CheckpointSettings, Command, JobSettings
 from elasticcb.storage import store_lock
 from elasticcb.storage.job_store import JobStore
-from elasticcb.storage.store_lock import StoreLock, owner_name, owner_record
+from elasticcb.storage.store_lock import Owner, StoreLock
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_the_next_master_of_a_job_has_it_at_once_and_the_former_writes_no_more(t
 
 def test_a_job_that_was_killed_has_it_no_longer_when_it_was_silent(take, url):
     with contextlib.closing(JobStore(f"{url}/.lock")) as store:
-        assert store.create(owner_name(1), owner_record("/jobs/killed", "killed"))
+        assert Owner(1, "/jobs/killed", "killed").take(store)
     assert not take("one", lambda text: None).problem()
 
 
@@ -99,5 +99,6 @@ def test_a_local_folder_is_the_same_by_its_path_and_by_its_url(tmp_path):
         for folder, holds in ((f"{tmp_path}/a b", True), (f"file://{tmp_path}/a b", False)):
             settings = JobSettings(command=Command.TRAIN, checkpoint=CheckpointSettings(directory=folder))
             context = SimpleNamespace(settings=settings, run=folder, until_end=jobs)
+            context.server = SimpleNamespace(print=pytest.fail)
             with contextlib.nullcontext() if holds else pytest.raises(UsageError, match="is in use by process"):
                 own_checkpoints(context)
