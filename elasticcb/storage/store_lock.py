@@ -41,7 +41,7 @@ def wait_until_free(
     what: str = "",
     harm: str = "two masters would undo each other's work",
 ) -> None:
-    """Returns when the last owner has ended, or is silent. Raises `UsageError` if it is alive.
+    """Returns when the last owner has ended, is silent, or has removed everything. Raises `UsageError` if it is alive.
 
     Args:
         what: what it owns, for messages; "": the job there.
@@ -52,18 +52,21 @@ def wait_until_free(
         return
     what, name = what or f"The job in {store.url}", owner_name(number)
     who = f"process {owner.get('process')} on {owner.get('host')}"
-    first = store.changed(name)
-    silent = store.now() - first
-    if silent < SILENCE_SECONDS:
-        say(f"{what} was used by {who} {max(silent, 0):.0f} s ago. Waiting until it is silent.")
-    while silent < SILENCE_SECONDS:
-        time.sleep(min(BEAT_SECONDS, SILENCE_SECONDS - silent + 0.5))
-        if store.changed(name) != first:
-            raise UsageError(
-                f"{what} is in use by {who}; {harm}. Wait until it ends, or stop it there (its folder is "
-                f"{owner.get('folder')}); or choose another URL."
-            )
+    with contextlib.suppress(FileNotFoundError):
+        first, begun = store.changed(name), time.monotonic()
         silent = store.now() - first
+        if silent < SILENCE_SECONDS:
+            say(f"{what} was used by {who} {max(silent, 0):.0f} s ago. Waiting until it is silent.")
+        while silent < SILENCE_SECONDS:
+            time.sleep(min(BEAT_SECONDS, SILENCE_SECONDS - silent + 0.5))
+            if store.changed(name) != first:
+                if store.newest_owner()[1].get("ended"):
+                    return
+                raise UsageError(
+                    f"{what} is in use by {who}; {harm}. Wait until it ends, or stop it there (its folder is "
+                    f"{owner.get('folder')}); or choose another URL."
+                )
+            silent = max(store.now() - first, time.monotonic() - begun)  # its clock may have been set back
 
 
 class StoreLock:
