@@ -233,7 +233,7 @@ def build_settings(given: Given, folder: str = "") -> JobSettings:
         _say(line)
     data: dict[str, Any] = {SETTINGS[name].field: origin for name, origin in origins.items()}
     name = settings.name or _default_name(settings.model.definition)
-    store = settings.directory if is_url(settings.directory) else ""
+    store = settings.directory.rstrip("/") if is_url(settings.directory) else ""
     directory = "" if store else settings.directory
     if POD_NAME in os.environ and store:  # a later pod looks there for what a killed master has left
         directory = f"{PRIVATE_FOLDER}/{name}"
