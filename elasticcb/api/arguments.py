@@ -19,7 +19,7 @@ from elasticcb.optimizers.step_logs import is_overridden
 from elasticcb.settings import Given, JobSettings
 from elasticcb.settings.checks import completed, in_words, problems_of
 from elasticcb.settings.given import place_of
-from elasticcb.storage.remote_files import is_url, problem_of
+from elasticcb.storage.remote_files import is_url, problem_of, without_password
 
 
 def cluster_settings(
@@ -40,7 +40,7 @@ def cluster_settings(
     problems += _job_dir(settings, job_dir)
     for name, place in (("job_dir", os.fspath(job_dir or "")), ("checkpoint_dir", settings.checkpoint.directory)):
         if is_url(place) and (problem := problem_of(place)):
-            problems.append(f"{name}={place!r} {problem}")
+            problems.append(f"{name}={without_password(place)!r} {problem}")
     if problems:
         raise UsageError(in_words("Cluster", problems))
     return completed(settings, read)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticcb.errors import ReplacedError, StoreError, UsageError
-from elasticcb.master.job_copy import JobCopy
+from elasticcb.master.job_copy import JobCopy, refuse_copy, refuse_path
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
 from elasticcb.security.socket_folder import check_temporary, make_private
@@ -56,13 +56,18 @@ class JobFolder:
             else:
                 path = Path(self._place).absolute()
             name = f"{'directory' if self._url else 'job_dir'}={str(path)!r}"
+            if not self._url:
+                refuse_copy(path)  # before the folder has a lock, which would refuse the URL
             try:
                 make_private(path)
                 held.enter_context(FolderLock(path, name))
             except OSError as error:
                 raise UsageError(f"{name} can't be used: {error}. Choose another folder.") from None
             if self._url:
+                refuse_path(self._url)
                 self._refuse_others(path)
+            else:
+                refuse_copy(path)
             self._path, self._held = path, held.pop_all()
 
     def _refuse_others(self, here: Path) -> None:
@@ -141,7 +146,7 @@ class KeptFit:
             make_private(folder)
         except OSError as error:
             raise UsageError(f"{folder} can't be created: {error}. Choose another job_dir.") from None
-        self.copy = JobCopy.taken(url, folder, True, _say) if url else None
+        self.copy = JobCopy.taken(url, folder, True, _say, url.rpartition("/")[0]) if url else None
         self.journal = Journal(folder / JOURNAL_FILE)
         self.journal.copy = self.copy
         if self.has_begun:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ import fsspec
 import keras
 
 from elasticcb.errors import CallbackError, ModelFileError
-from elasticcb.storage.remote_files import MARKER, RemoteFolder, local_files
+from elasticcb.storage.remote_files import MARKER, RemoteFolder, local_files, without_password
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +144,3 @@ class ModelUploader(keras.callbacks.Callback):
                 "`elasticcb train --output=/path/to/model`."
             )
         return Path(path).expanduser()
-
-
-def without_password(text: str) -> str:
-    """`text` with passwords in URLs masked."""
-    return re.sub(r"(://[^/\s:@]+):[^/\s@]+@", r"\1:***@", text)

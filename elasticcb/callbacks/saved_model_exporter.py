@@ -29,6 +29,7 @@ from elasticcb.process.system import is_full
 from elasticcb.serialization import carry
 from elasticcb.serialization.reducers import Hollow
 from elasticcb.storage import durable
+from elasticcb.storage.folder_lock import held
 from elasticcb.storage.local_folders import problem_of_folder
 
 logger = logging.getLogger(__name__)
@@ -86,8 +87,10 @@ class SavedModelExporter(keras.callbacks.Callback):
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_name(f".{target.name}.exporting-{uuid.uuid4().hex}")
         try:
-            self._write(fresh)
-            _replace(target, fresh)
+            fresh.mkdir()
+            with held(fresh):
+                self._write(fresh)
+                _replace(target, fresh)
         except Exception as error:
             if is_full(error):
                 raise CallbackError(
@@ -149,21 +152,24 @@ class SavedModelExporter(keras.callbacks.Callback):
 def _replace(target: Path, fresh: Path) -> None:
     """Replaces `target` by the folder `fresh`; if that fails, `target` is unchanged."""
     durable.sync_all(fresh)
-    old = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex}")
-    had_one = target.exists()
-    if had_one:
-        target.rename(old)
-    try:
-        fresh.rename(target)
-    except OSError:
+    with held(target.parent, waits=True):  # against others that export to the same place
+        old = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex}")
+        had_one = target.exists()
         if had_one:
-            old.rename(target)
-        raise
-    durable.sync(target.parent)
-    # Also removes leftovers of killed exporters.
-    for pattern in ("replaced", "exporting"):
-        for leftover in target.parent.glob(f".{target.name}.{pattern}-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            target.rename(old)
+        try:
+            fresh.rename(target)
+        except OSError:
+            if had_one:
+                old.rename(target)
+            raise
+        durable.sync(target.parent)
+        # Also removes leftovers of killed exporters.
+        for pattern in ("replaced", "exporting"):
+            for leftover in target.parent.glob(f".{target.name}.{pattern}-*"):
+                with contextlib.suppress(OSError), held(leftover) as is_free:
+                    if is_free:
+                        shutil.rmtree(leftover)
 
 
 def _needs_another_process(model: keras.Model) -> bool:
@@ -172,7 +178,7 @@ def _needs_another_process(model: keras.Model) -> bool:
 
 
 def _export_elsewhere(model: keras.Model, features_spec: Any, folder: Path) -> None:
-    """Writes a SavedModel to `folder`, which must not exist.
+    """Writes a SavedModel to `folder`, which must be empty.
 
     Args:
         features_spec: see `add_serving_endpoint`.
@@ -180,7 +186,7 @@ def _export_elsewhere(model: keras.Model, features_spec: Any, folder: Path) -> N
     Raises:
         CallbackError: the model can't be exported.
     """
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as given:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as given, held(Path(given)):
         Path(given, _MODEL).write_bytes(without_weights(model, features_spec))
         model.save_weights(Path(given, _WEIGHTS))
         command = [sys.executable, "-c", python_code(__name__), given, str(folder)]

@@ -112,7 +112,7 @@ def finish(folder: str, keep_max: int, run: str = "", **content: Any) -> None:
     with _store(url) as store, TemporaryFolder() as here:
         write_manifest(here, files=[[each] for each in written], **content)
         store.put_file(f"{name}/{MANIFEST}", here / MANIFEST)
-        there = {*store.names(name)}
+        there = {*store.names(name, unfinished=True)}
         if known - there:
             raise StoreError(f"{', '.join(sorted(known - there))} did not arrive in {folder}.")
         for other in there - known:  # of an attempt that failed
@@ -137,8 +137,8 @@ def newest_of_run(url: str, run: str) -> str:
 
 
 def _run_of(store: JobStore, name: str) -> str:
-    """The training that wrote a version; "": its manifest is damaged."""
-    with TemporaryFolder() as here:
+    """The training that wrote a version; "": its manifest is damaged, or was removed just now."""
+    with TemporaryFolder() as here, contextlib.suppress(FileNotFoundError):
         store.get_file(f"{name}/{MANIFEST}", here / MANIFEST)
         with contextlib.suppress(CheckpointError):
             return str(read_manifest(here).get("extra", {}).get("run", ""))
@@ -189,9 +189,10 @@ def _fetched(store: JobStore, prefix: str, to: Path, url: str) -> Path:
         return to
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir(parents=True)
-    store.get_file(prefix + MANIFEST, to / MANIFEST)
+    with contextlib.suppress(FileNotFoundError):  # `verify` names what is missing
+        store.get_file(prefix + MANIFEST, to / MANIFEST)
     for name in file_names(read_manifest(to), url):
-        with contextlib.suppress(FileNotFoundError):  # `verify` names it
+        with contextlib.suppress(FileNotFoundError):
             store.get_file(prefix + name, to / name)
     try:
         verify(to)

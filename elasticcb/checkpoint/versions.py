@@ -16,7 +16,7 @@ from typing import Any
 
 from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
 from elasticcb.checkpoint.shard_file import SavedFile
-from elasticcb.errors import CheckpointError
+from elasticcb.errors import CheckpointError, StoreError
 from elasticcb.sharding.partition import Slice, VariableSpec
 from elasticcb.storage import durable
 from elasticcb.storage.durable import TEMPORARY
@@ -172,7 +172,8 @@ def newest_usable(
     """The folder of the newest version that `checked` accepts, and the newer ones, each with its fault.
 
     Args:
-        checked: returns the local folder of a version; raises `CheckpointError` if it is damaged.
+        checked: returns the local folder of a version; raises `CheckpointError` if it is damaged, and `StoreError` if
+            that is not known.
 
     Raises `CheckpointError` if there is none; the message lists each version with its fault.
     """
@@ -180,6 +181,8 @@ def newest_usable(
     for name in reversed(versions):
         try:
             return checked(name), [f"Skipped {fault}" for fault in faults]
+        except StoreError:
+            raise
         except CheckpointError as error:
             faults.append(f"{name}: {error}")
     raise CheckpointError(

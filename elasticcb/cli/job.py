@@ -42,7 +42,6 @@ from elasticcb.settings import JOURNAL_FILE, MODEL_FOLDER, Command, Given, JobSe
 from elasticcb.settings.checks import completed, earlier_flags
 from elasticcb.settings.names import SETTINGS
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
-from elasticcb.storage.job_store import OWNERS
 from elasticcb.storage.local_folders import next_numbered
 from elasticcb.storage.remote_files import is_url
 
@@ -135,6 +134,7 @@ def _not_begun(resumed: bool = False, folder: Path | None = None) -> Iterator[No
 def refuse_unfinished(settings: JobSettings) -> None:
     """Raises `UsageError` if a new job would replace one that can be resumed, perhaps after a repair of its journal, or
     would delete its recovery files."""
+    from elasticcb.master.job_copy import refuse_copy
     from elasticcb.master.journal import Journal
 
     if settings.store and has_unfinished(settings.store):
@@ -143,8 +143,7 @@ def refuse_unfinished(settings: JobSettings) -> None:
             f"{shlex.quote(settings.store)}`, choose another --job_dir, or delete the folder."
         )
     folder = Path(settings.directory)
-    if (folder / OWNERS).is_dir():
-        raise UsageError(f"{folder} is the folder of a job that was given by its URL. Give the URL, or another folder.")
+    refuse_copy(folder)
     path = folder / JOURNAL_FILE
     if not path.is_file():
         return
@@ -234,7 +233,7 @@ def build_settings(given: Given, folder: str = "") -> JobSettings:
         _say(line)
     data: dict[str, Any] = {SETTINGS[name].field: origin for name, origin in origins.items()}
     name = settings.name or _default_name(settings.model.definition)
-    store = settings.directory if is_url(settings.directory) else ""
+    store = settings.directory.rstrip("/") if is_url(settings.directory) else ""
     directory = "" if store else settings.directory
     if POD_NAME in os.environ and store:  # a later pod looks there for what a killed master has left
         directory = f"{PRIVATE_FOLDER}/{name}"

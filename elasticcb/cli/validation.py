@@ -21,7 +21,7 @@ from elasticcb.settings.choices import PREDICTION_FORMATS
 from elasticcb.settings.definition import Kind
 from elasticcb.settings.names import SETTINGS
 from elasticcb.storage.local_folders import problem_of_folder
-from elasticcb.storage.remote_files import is_url, problem_of
+from elasticcb.storage.remote_files import is_url, password_in, problem_of
 
 _ENDINGS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".npz": "npz"}
 
@@ -180,6 +180,9 @@ def _check_folders(given: Given) -> Iterator[str]:
             elif path is not None and name == "output" and problem_of_folder(path.parent):
                 # The export is written next to its folder, and then replaces it.
                 yield f"{given.name(name)} names {path}, but {path.parent} {problem_of_folder(path.parent)}."
+    kept = given["bad_records"] if given.command is Command.TRAIN else ""
+    if is_url(kept) and (problem := problem_of(kept)):
+        yield f"{given.name('bad_records')} names a URL that {problem}"
     output = given.path("output") if given.command is Command.TRAIN else None
     if given["numbered"] and output is None:
         yield f"{given.name('numbered')} needs --output=FOLDER, below which the numbered folders are made."
@@ -350,6 +353,8 @@ def _resolve_origin(
 
 def _resolve_part(part: str, base: Path, flag: str, custom_reader: bool, may_be_empty: bool) -> str:
     if "://" in part:
+        if not custom_reader and (problem := password_in(part)):
+            raise UsageError(f"{flag} names a URL that {problem}")
         return part
     path = _absolute(base, part)
     try:

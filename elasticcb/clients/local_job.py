@@ -197,7 +197,8 @@ class StoredJob:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         with contextlib.closing(JobStore(url)) as store:
-            number, self._owner = newest_owner(store)
+            number, owner = newest_owner(store)
+        self._owner = {"folder": "", "host": "another machine", "holder": ""} | owner
         if not number:
             raise UsageError(f"There is no job in {url}. Expected the URL that `elasticcb train --job_dir` was given.")
 
@@ -223,7 +224,7 @@ class StoredJob:
         """Its settings, as its first master had them."""
         with contextlib.closing(JobStore(self.url)) as store:
             try:
-                given = json.loads(store.get(JOB_FILE))
+                given = store.get_document(JOB_FILE)
             except FileNotFoundError:
                 raise UsageError(f"The job in {self.url} ended before training started. Start a new one.") from None
         return JobSettings.from_json(json.dumps(given))
@@ -232,7 +233,7 @@ class StoredJob:
         """Its status when its master last wrote it: a few seconds ago if it runs."""
         with contextlib.closing(JobStore(self.url)) as store:
             try:
-                return dict(json.loads(store.get(STATUS_FILE)))
+                return store.get_document(STATUS_FILE)
             except FileNotFoundError:
                 raise UsageError(f"The job in {self.url} has no status yet. Try again in some seconds.") from None
 
@@ -253,7 +254,7 @@ def has_unfinished(url: str) -> bool:
     """Whether a job there has trained something and is not done. Raises `StoreError`."""
     with contextlib.closing(JobStore(url)) as store:
         try:
-            status = json.loads(store.get(STATUS_FILE))
+            status = store.get_document(STATUS_FILE)
         except FileNotFoundError:
             return False
         return bool(status["version"]) and status["phase"] != "done"

@@ -32,7 +32,7 @@ from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.settings import FIT_FILE, HISTORY_FILE, JOB_FILE, JOURNAL_FILE, JOURNALS, RECOVERY_FOLDER, STATUS_FILE
 from elasticcb.storage import durable, store_lock
 from elasticcb.storage.folder_lock import LOCK_FILE
-from elasticcb.storage.job_store import HOLDER_FILE, LOGS, JobStore, holder_of
+from elasticcb.storage.job_store import HOLDER_FILE, LOGS, OWNERS, JobStore, finished_name, holder_of
 from elasticcb.storage.store_lock import Owner, newest_owner, wait_until_free
 
 logger = logging.getLogger(__name__)
@@ -73,9 +73,29 @@ def _fetch(store: JobStore, folder: Path, say: Callable[[str], None]) -> None:
     if manifests:
         store.get_file(f"{RECOVERY_FOLDER}/{manifests[-1]}", recovery / MANIFEST)
     with contextlib.suppress(FileNotFoundError):
-        durable.write_document(folder / FIT_FILE, json.loads(store.get(FIT_FILE)))
+        durable.write_document(folder / FIT_FILE, store.get_document(FIT_FILE))
     if journal:
         durable.write(folder / JOURNAL_FILE, b"".join(store.get(f"{JOURNALS}/{name}") for name in journal))
+
+
+def refuse_copy(folder: Path) -> None:
+    """Raises `UsageError` if a folder is that of a job, or of fits of a `Cluster`, that was given by its URL."""
+    if any(any((place / OWNERS).glob("*")) for place in (folder, *folder.glob("fit-*"))):
+        raise UsageError(f"{folder} is the folder of a job that was given by its URL. Give the URL, or another folder.")
+
+
+def refuse_path(url: str) -> None:
+    """Raises `UsageError` if the folder at a URL is that of a job, or of a `Cluster`, that was given by its path."""
+    with contextlib.closing(JobStore(url)) as store:
+        if LOCK_FILE in store.names(""):
+            raise UsageError(f"{url} is the folder of a job that was given by its path. Give the path, or another.")
+
+
+def _gone(url: str, folder: Path) -> str:
+    return (
+        f"{url} has no files of the job in {folder} any more: they were removed, or its file system is not mounted. "
+        f"Restore them; or, to start from scratch, remove {folder}."
+    )
 
 
 class _Running(Protocol):
@@ -108,14 +128,16 @@ class RecoveryCopy:
         self._store.remove(f"{RECOVERY_FOLDER}/{name}")
 
     def remove_others(self, keep: Collection[str]) -> None:
-        """Removes servers' files that are not in use any more, and manifests of earlier owners. Failures are logged."""
+        """Removes servers' files that are not in use any more, nor being written, and manifests of earlier owners.
+        Failures are logged."""
         try:
-            names = self._store.names(RECOVERY_FOLDER)
+            names = self._store.names(RECOVERY_FOLDER, unfinished=True)
             if self._owner.is_replaced(self._store):  # asked after the names: they may be of the next owner
                 return
             for name in names:
-                old = name.startswith("manifest-") and name < self._manifest
-                if old or (name.startswith("ps-") and name not in keep):
+                finished = finished_name(name)
+                old = finished.startswith("manifest-") and finished < self._manifest
+                if old or (finished.startswith("ps-") and finished not in keep):
                     self.remove(name)
         except StoreError as error:
             logger.warning("%s", error)
@@ -143,22 +165,23 @@ class JobCopy:
         self._reached, self._problem = time.monotonic(), ""  # when all was copied; why it has not been since
 
     @classmethod
-    def taken(cls, url: str, folder: Path, resumed: bool, say: Callable[[str], None]) -> JobCopy:
+    def taken(cls, url: str, folder: Path, resumed: bool, say: Callable[[str], None], program: str = "") -> JobCopy:
         """Makes the master that works in a local folder the owner of the copy. If another machine had a job that is
         resumed, its files are copied to the folder; if nobody had one, what is in the folder is forgotten. The copy of
         the folder itself, whose last master was killed, is waited for as long as training would continue without it.
 
         Args:
             say: shows a line to the user.
+            program: of a fit, the URL of the `Cluster`; "": it is a command's job.
 
         Raises:
-            UsageError: another master has the job.
+            UsageError: another master has the job, or it was given by its path.
             StoreError: the store does not answer, or has no conditional writes.
         """
         own, begun, waits = holder_of(folder), time.monotonic(), False
         while True:
             try:
-                return cls._taken(url, folder, own, resumed, say)
+                return cls._taken(url, folder, own, resumed, say, program or url)
             except StoreError as error:
                 if own.get("store") != url or time.monotonic() > begun + PATIENCE_SECONDS:
                     raise
@@ -169,15 +192,16 @@ class JobCopy:
 
     @classmethod
     def _taken(
-        cls, url: str, folder: Path, own: Mapping[str, str], resumed: bool, say: Callable[[str], None]
+        cls, url: str, folder: Path, own: Mapping[str, str], resumed: bool, say: Callable[[str], None], job: str
     ) -> JobCopy:
         store = JobStore(url)
         number, last = newest_owner(store)
         holder = own["holder"] if own.get("store") == url else secrets.token_hex(8)
         elsewhere = bool(number) and last.get("holder") != holder
         if not number:
-            if LOCK_FILE in store.names(""):
-                raise UsageError(f"{url} is the folder of a job that was given by its path. Give the path, or another.")
+            if resumed and own.get("store") == url:
+                raise StoreError(_gone(url, folder))
+            refuse_path(job)
             if not store.tells_who_was_first():
                 raise StoreError(
                     f"{url} can't be a job's folder: two masters could write there at the same time, because its file "
@@ -192,6 +216,12 @@ class JobCopy:
         owner = Owner(number + 1, folder, holder)
         if not owner.take(store):
             raise UsageError(f"Another master has just taken the job in {url}. Nothing was changed.")
+        if not number:
+            try:
+                refuse_path(job)  # whoever begins by its path, at the same time, sees the owner or is seen
+            except UsageError:
+                owner.withdraw(store)
+                raise
         if elsewhere and resumed:
             _fetch(store, folder, say)
         durable.write_document(folder / HOLDER_FILE, {"store": url, "holder": holder})
@@ -273,12 +303,14 @@ class JobCopy:
 
     def _describe(self) -> None:
         for name in [name for name in self._unsent if (self._folder / name).is_file()]:
-            self._store.put(name, json.dumps(durable.read_document(self._folder / name)).encode())
+            self._store.put(name, (self._folder / name).read_bytes())
             self._unsent.remove(name)
 
     def _beat(self, master: _Running) -> None:
         if self.owner.is_replaced(self._store):
             raise ReplacedError(f"Another master took over the job in {self.url}; this one exits.")
+        if not self.owner.is_known(self._store):
+            raise StoreError(_gone(self.url, self._folder))
         self.owner.beat(self._store)
         status = {**master.observe().to_json(), "written": time.time()}
         self._store.put(STATUS_FILE, json.dumps(status).encode())

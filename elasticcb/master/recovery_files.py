@@ -52,6 +52,7 @@ class RecoveryFiles:
         self._parts: list[list[Slice]] = []  # of the servers that save now
         self._files: list[list[SavedFile]] = []  # theirs
         self._valid: set[str] = set()  # names of all files that the manifest lists
+        self._asked: dict[int, str] = {}  # the file that each server was last asked for, and may be writing
         self._numbers, self._token = itertools.count(1), secrets.token_hex(4)
         with contextlib.suppress(CheckpointError):
             manifest = self.manifest()
@@ -81,8 +82,8 @@ class RecoveryFiles:
             keep = set() if self._copy is not None else self._valid | {each.name for each in files}
             sizes = [each.bytes for each in files]
             is_whole = not files or sum(sizes[1:]) > max(sizes[0], _SMALLEST_TOTAL)
-        path = os.path.join(self.place, f"ps-{index}-{number:08d}-{self._token}.safetensors")
-        after = "" if is_whole else files[-1].name
+            name = self._asked[index] = f"ps-{index}-{number:08d}-{self._token}.safetensors"
+        path, after = os.path.join(self.place, name), "" if is_whole else files[-1].name
         return pb.SaveRequest(path=path, after=after, keep=sorted(keep), map_version=map_version)
 
     def note(self, index: int, saved: pb.SaveResponse, parts: Sequence[Sequence[Slice]]) -> bool:
@@ -163,7 +164,7 @@ class RecoveryFiles:
             raise CheckpointError(f"The recovery files in {self.folder} can't be written: {error}.") from error
         if self._copy is not None:
             self._copy.put_manifest(self.folder / MANIFEST)
-            self._copy.remove_others(self._names())
+            self._copy.remove_others(self._names() | {*self._asked.values()})
         self._valid = self._names()
 
     def _names(self) -> set[str]:

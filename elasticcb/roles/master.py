@@ -282,9 +282,11 @@ def _journal(settings: JobSettings, resumed: bool, say: Callable[[str], None]) -
     folder = Path(settings.directory)
 
     def open_journal() -> Journal | None:
-        from elasticcb.master.job_copy import JobCopy
+        from elasticcb.master.job_copy import JobCopy, refuse_copy
         from elasticcb.master.journal import Journal
 
+        if not settings.store:
+            refuse_copy(folder)  # the folder is locked now
         if not resumed:
             forget_earlier_job(folder)
         copy = JobCopy.taken(settings.store, folder, resumed, say) if settings.store else None

@@ -11,7 +11,7 @@ from elasticcb.checkpoint.remote import Files
 from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.serving.exports import CURRENT, Current, version_of, way_to
 from elasticcb.storage.job_store import JobStore
-from elasticcb.storage.remote_files import is_url, problem_of
+from elasticcb.storage.remote_files import is_url, problem_of, without_password
 
 PINNED = "pinned.json"  # the version that all who follow the folder serve, until it is unpinned
 
@@ -25,7 +25,7 @@ class ServedFolder:
 
     def __init__(self, place: str | Path) -> None:
         if is_url(str(place)) and (problem := problem_of(str(place))):
-            raise UsageError(f"{place} {problem}")
+            raise UsageError(f"{without_password(str(place))} {problem}")
         self.place = str(place) if is_url(str(place)) else str(Path(place).expanduser().absolute())
         self._store = JobStore(self.place)
 

@@ -112,19 +112,24 @@ def read_document(path: Path, newest_format: int | None = None) -> dict[str, Any
         DamagedFileError: the file is damaged.
         NewerFormatError: its format is newer.
     """
+    return document_in(path.read_bytes(), path, newest_format)
+
+
+def document_in(content: bytes, place: Path | str, newest_format: int | None = None) -> dict[str, Any]:
+    """The document in the content of the file at `place`; the same errors as of `read_document`, but no `OSError`."""
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(content)
         sealed, expected = document.pop(_SEALED, None), document.pop(_CHECKSUM, None)
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise DamagedFileError(f"{path} is damaged: {error!r}") from error
+        raise DamagedFileError(f"{place} is damaged: {error!r}") from error
     if newest_format is not None:
-        refuse_newer(path, document.get("format", 1), newest_format)
+        refuse_newer(place, document.get("format", 1), newest_format)
     if (sealed is not None or expected is not None) and expected != _checksum(document):
-        raise DamagedFileError(f"{path} is damaged: its content does not match its checksum")
+        raise DamagedFileError(f"{place} is damaged: its content does not match its checksum")
     return dict(document)
 
 
-def refuse_newer(path: Path, format: Any, newest: int) -> None:
+def refuse_newer(path: Path | str, format: Any, newest: int) -> None:
     """Raises `NewerFormatError` if a file's format is newer than this release supports."""
     if not isinstance(format, int):
         raise DamagedFileError(f"{path} is damaged: its format is {format!r}")

@@ -131,6 +131,27 @@ def is_owned(folder: Path, file: str = LOCK_FILE) -> bool:
 
 
 @contextlib.contextmanager
+def held(folder: Path, waits: bool = False) -> Iterator[bool]:
+    """Context manager that locks a folder itself, with no file in it; yields False if another object has it.
+
+    Args:
+        waits: until nobody else has it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        is_free = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            is_free = False
+        except OSError as error:
+            logger.debug("The file system of %s does not support locks: %s", folder, error)
+        yield is_free
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
 def held_if_free(folder: Path) -> Iterator[bool]:
     """Context manager: whether a folder was locked before and is free now; it stays free inside. False if unknown."""
     try:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import posixpath
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from elasticcb.errors import StoreError, describe
 from elasticcb.storage import durable
+from elasticcb.storage.durable import TEMPORARY
 from elasticcb.storage.remote_files import opened, protocols_of
 
 _WITH_FOLDERS = {"sftp", "ssh", "file", "local", "memory", "smb"}  # protocols; to others, a name is all that counts
 
 # How to open a file that nobody else has created, by protocol. There, fsspec's `pipe_file(mode="create")` looks first
-# and writes then, so that two could be the first.
+# and writes then, so that two could be the first; and what is written appears bit by bit.
 _EXCLUSIVE = {"file": "xb", "local": "xb", "sftp": "wxb", "ssh": "wxb"}
 
 # How s3fs uploads: pieces in memory at the same time, of which there are at most 10,000; by default 500 MB.
@@ -34,6 +35,11 @@ _MAKE_TRIES = 5  # to make a folder
 def _exclusive_mode(files: Any) -> str:
     """Of `_EXCLUSIVE`; "": none."""
     return next((_EXCLUSIVE[each] for each in protocols_of(files) if each in _EXCLUSIVE), "")
+
+
+def finished_name(name: str) -> str:
+    """The name that an unfinished file will have; that of a finished one is its own."""
+    return name.removeprefix(TEMPORARY).partition("-")[2] if name.startswith(TEMPORARY) else name
 
 
 def holder_of(folder: Path) -> dict[str, str]:
@@ -72,21 +78,40 @@ class JobStore:
         return posixpath.join(self._root, name)
 
     def put(self, name: str, content: bytes) -> None:
-        """Writes a file, or replaces it."""
+        """Writes a file, or replaces it, at once."""
         with self._connected("written to") as files:
-            self._make_parent(name)
-            files.pipe_file(self._at(name), content)
+            self._write(name, lambda place: files.pipe_file(place, content))
 
     def put_file(self, name: str, path: Path) -> None:
-        """Copies a local file there. Raises `FileNotFoundError` if it is gone."""
+        """Copies a local file there, like `put`. Raises `FileNotFoundError` if it is gone."""
         sent = path.stat().st_size
         with self._connected("written to") as files:
-            self._make_parent(name)
-            files.put_file(str(path), self._at(name), **(_IN_PIECES if "s3" in protocols_of(files) else {}))
+            pieces = _IN_PIECES if "s3" in protocols_of(files) else {}
+            self._write(name, lambda place: files.put_file(str(path), place, **pieces))
             files.invalidate_cache()
             arrived = files.info(self._at(name))["size"]
             if arrived != sent:
                 raise OSError(f"{arrived} bytes of {name} arrived, {sent} were sent")
+
+    def _write(self, name: str, write: Callable[[str], None]) -> None:
+        """Calls `write` with a path there, so that others find the old file or the new one, also after a crash."""
+        self._make_parent(name)
+        if not _exclusive_mode(self._files):
+            write(self._at(name))
+            return
+        folder, base = posixpath.split(name)
+        unfinished = self._at(posixpath.join(folder, f"{TEMPORARY}{secrets.token_hex(4)}-{base}"))
+        try:
+            write(unfinished)
+            with contextlib.suppress(OSError):
+                self._files.mv(unfinished, self._at(name))
+                return
+            write(self._at(name))  # an SFTP server that replaces no file by renaming another
+            self._files.rm_file(unfinished)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._files.rm_file(unfinished)
+            raise
 
     def _make_parent(self, name: str) -> None:
         if _WITH_FOLDERS & {*protocols_of(self._files)}:
@@ -141,18 +166,28 @@ class JobStore:
         with self._connected("read") as files:
             return bytes(files.cat_file(self._at(name)))
 
+    def get_document(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file; its checksum is verified if it has one. Raises `FileNotFoundError` if there is no
+        such file, and `StoreError` if it is damaged."""
+        try:
+            return durable.document_in(self.get(name), f"{self.url}/{name}")
+        except durable.DamagedFileError as error:
+            raise StoreError(f"{error}. Restore a copy of the file, or start a new job in another folder.") from error
+
     def get_file(self, name: str, path: Path) -> None:
         """Copies a file from there. Raises `FileNotFoundError` if there is no such file."""
         with self._connected("read") as files:
             files.get_file(self._at(name), str(path))
 
-    def names(self, folder: str) -> list[str]:
-        """The names of the files in a folder, sorted, without the folder; none if it does not exist."""
+    def names(self, folder: str, unfinished: bool = False) -> list[str]:
+        """The names of the files in a folder, sorted, without the folder; none if it does not exist. `unfinished`: also
+        those that are being written, or were when their process was killed (`finished_name`)."""
         with self._connected("read") as files:
             files.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
                 found = files.ls(self._at(folder).rstrip("/"), detail=False)
-                return sorted(posixpath.basename(path.rstrip("/")) for path in found)
+                names = sorted(posixpath.basename(path.rstrip("/")) for path in found)
+                return [name for name in names if unfinished or not name.startswith(TEMPORARY)]
             return []
 
     def remove(self, name: str) -> None:

@@ -24,20 +24,38 @@ def is_url(folder: str) -> bool:
     return "://" in folder
 
 
+# A password may contain "/", of which `urlsplit` knows nothing. A port is none, nor is what GitHub's URLs have there.
+_PASSWORD = re.compile(r"((?<!github)://[^/\s:@]*):(?!\d{1,5}(?:/|$))[^\s@]*@")
+
+
+def without_password(text: str) -> str:
+    """`text` with passwords in URLs masked."""
+    return _PASSWORD.sub(r"\1:***@", text)
+
+
+def password_in(url: str) -> str:
+    """Why a URL with a password can't be used; "": it has none."""
+    if not _PASSWORD.search(url):
+        return ""
+    return (
+        "contains a password, which would appear in logs. Remove it: fsspec reads it from the protocol's own files and "
+        "variables, or from ~/.config/fsspec."
+    )
+
+
 def problem_of(url: str) -> str:
     """Why a URL can't be used, without connecting; "": it is valid."""
     import fsspec  # here and below, because most commands don't need it
 
+    if problem := password_in(url):
+        return problem
     try:
         fsspec.get_filesystem_class(fsspec.utils.get_protocol(url))
         parts = urlsplit(url)
     except (ImportError, ValueError) as error:
         return f"can't be used: {error}. Install the package of that protocol (elasticcb[s3], elasticcb[sftp])."
-    if parts.password is not None:
-        return (
-            "contains a password, which would appear in logs. Remove it: fsspec reads it from the protocol's own "
-            "files and variables, or from ~/.config/fsspec."
-        )
+    if parts.scheme in ("file", "local") and parts.netloc:
+        return "has a relative path. Expected an absolute one, after three slashes, such as file:///data/jobs."
     if parts.scheme in ("s3", "s3a", "gs", "gcs") and not parts.netloc:
         return "names no bucket."
     return "" if parts.netloc or parts.path.strip("/") else "contains no folder."

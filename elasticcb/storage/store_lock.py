@@ -51,6 +51,14 @@ class Owner:
         """Whether there is a later owner."""
         return newest_owner(store)[0] > self.number
 
+    def is_known(self, store: JobStore) -> bool:
+        """Whether it is written there still: somebody may have removed everything."""
+        return newest_owner(store)[0] >= self.number
+
+    def withdraw(self, store: JobStore) -> None:
+        """As if `take` had not been called."""
+        store.remove(_file_of(self.number))
+
     def _record(self, ended: bool = False) -> bytes:
         mine = {"host": host_name(), "process": os.getpid(), "folder": str(self._folder), "holder": self.holder}
         return json.dumps({**mine, "ended": ended}).encode()
@@ -61,19 +69,16 @@ def _file_of(number: int) -> str:
 
 
 def newest_owner(store: JobStore) -> tuple[int, dict[str, Any]]:
-    """The number of the last owner, and what it wrote; 0: there was none."""
+    """The number of the last owner, and what it wrote: nothing if it was lost with its machine meanwhile. 0: there was
+    none."""
     numbers = [int(name) for name in store.names(OWNERS) if name.isdigit()]
     if not numbers:
         return 0, {}
-    tries = _TRIES
-    while True:
-        try:
+    for _ in range(_TRIES):
+        with contextlib.suppress(FileNotFoundError, ValueError):
             return max(numbers), dict(json.loads(store.get(_file_of(max(numbers)))))
-        except (FileNotFoundError, ValueError) as error:
-            tries -= 1
-            if not tries:
-                raise StoreError(f"The owner of the job in {store.url} can't be read: {error!r}.") from error
-            time.sleep(_TRY_SECONDS)  # it is being written
+        time.sleep(_TRY_SECONDS)  # it is being written
+    return max(numbers), {}
 
 
 def wait_until_free(
@@ -82,7 +87,7 @@ def wait_until_free(
     what: str = "",
     harm: str = "two masters would undo each other's work",
 ) -> None:
-    """Returns when the last owner has ended, or is silent. Raises `UsageError` if it is alive.
+    """Returns when the last owner has ended, is silent, or has removed everything. Raises `UsageError` if it is alive.
 
     Args:
         what: what it owns, for messages; "": the job there.
@@ -93,18 +98,21 @@ def wait_until_free(
         return
     what, name = what or f"The job in {store.url}", _file_of(number)
     who = f"process {owner.get('process')} on {owner.get('host')}"
-    first = store.changed(name)
-    silent = store.now() - first
-    if silent < SILENCE_SECONDS:
-        say(f"{what} was used by {who} {max(silent, 0):.0f} s ago. Waiting until it is silent.")
-    while silent < SILENCE_SECONDS:
-        time.sleep(min(BEAT_SECONDS, SILENCE_SECONDS - silent + 0.5))
-        if store.changed(name) != first:
-            raise UsageError(
-                f"{what} is in use by {who}; {harm}. Wait until it ends, or stop it there (its folder is "
-                f"{owner.get('folder')}); or choose another URL."
-            )
+    with contextlib.suppress(FileNotFoundError):
+        first, begun = store.changed(name), time.monotonic()
         silent = store.now() - first
+        if silent < SILENCE_SECONDS:
+            say(f"{what} was used by {who} {max(silent, 0):.0f} s ago. Waiting until it is silent.")
+        while silent < SILENCE_SECONDS:
+            time.sleep(min(BEAT_SECONDS, SILENCE_SECONDS - silent + 0.5))
+            if store.changed(name) != first:
+                if newest_owner(store)[1].get("ended"):
+                    return
+                raise UsageError(
+                    f"{what} is in use by {who}; {harm}. Wait until it ends, or stop it there (its folder is "
+                    f"{owner.get('folder')}); or choose another URL."
+                )
+            silent = max(store.now() - first, time.monotonic() - begun)  # its clock may have been set back
 
 
 class StoreLock:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import keras
@@ -187,6 +189,23 @@ def test_target_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> Non
     export(small(3.0), path)
     assert prediction(path) == 6.0
     assert [entry.name for entry in path.parent.iterdir()] == ["model"]
+
+
+def test_two_that_export_to_the_same_place_do_not_disturb_each_other(tmp_path: Path, monkeypatch) -> None:
+    write, models = SavedModelExporter._write, [small(1.0), small(3.0)]
+    both = threading.Barrier(2)
+
+    def write_together(exporter, folder):
+        both.wait(60)
+        write(exporter, folder)
+        both.wait(60)
+
+    monkeypatch.setattr(SavedModelExporter, "_write", write_together)
+    for _ in range(3):
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda model: export(model, tmp_path / "model"), models))
+    assert prediction(tmp_path / "model") in (2.0, 6.0)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
 def test_failed_export_leaves_the_model_before_it(tmp_path: Path) -> None:

@@ -139,3 +139,9 @@ def test_evaluate_and_predict_start_from_a_checkpoint(workplace):
     version = str(workplace.root / "checkpoints/version-10")
     flags = [*workplace.predict, f"--checkpoint_dir_for_init={version}"]
     assert workplace.settings(*flags, command=Command.PREDICT).checkpoint.directory_for_init == version
+
+
+def test_a_slash_at_the_end_of_a_url_is_no_part_of_the_places_below_it(workplace):
+    settings = workplace.settings(*workplace.train, "--job_dir=s3://bucket/jobs/first/")
+    assert settings.store == "s3://bucket/jobs/first"
+    assert settings.checkpoint.directory == "s3://bucket/jobs/first/model"

@@ -130,6 +130,7 @@ def test_nothing_is_made_on_disk_when_the_flags_are_wrong(workplace, complaint):
         (["--checkpoint_dir=data/train.csv"], "which is not a folder"),
         (["--export_dir=data/train.csv"], "--export_dir names"),
         (["--export_dir=s3://"], "--export_dir names a URL that names no bucket"),
+        (["--bad_records=s3://KEY:secret@bucket/bad"], "--bad_records names a URL that contains a password"),
         (["--export_dir=exports", "--export_every=soon"], "Expected a time, such as 30s, 10m, 6h or 2d."),
         (["--export_full_every=1h"], "--export_full_every=1h configures exports, but the job writes none"),
         (["--export_keep=2y", "--export_dir=exports"], "Expected a time, such as 30s, 10m, 6h or 2d."),
@@ -234,6 +235,7 @@ def test_a_syntax_error_in_the_model_file_is_told_with_its_line(workplace, compl
         ("data/*.tfrecord", "matches no file"),
         ("data/train.csv,data/missing.csv", "missing.csv, which does not exist"),
         ("empty", "which is empty"),
+        ("s3://KEY:sec/ret@bucket/x.csv", "--training_data names a URL that contains a password"),
         ("data/" + "x" * 300, "which can't be read: [Errno 36] File name too long"),  # no file system has such names
     ],
 )

@@ -9,22 +9,29 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 
 import fsspec
 import pytest
 from stores import S3Server, sftp_server
 
+from elasticcb.api import job_folder
 from elasticcb.api.job_folder import JobFolder
+from elasticcb.checkpoint.manifest import written_parts
 from elasticcb.cli.job import refuse_unfinished
 from elasticcb.cli.main import main
 from elasticcb.errors import ExitCode, JobFailedError, ReplacedError, StoreError, UsageError
 from elasticcb.master.job_copy import JobCopy, _fetch
 from elasticcb.master.journal import Journal
+from elasticcb.master.recovery_files import RecoveryFiles
 from elasticcb.master.snapshot import JobSnapshot
+from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, Command, JobSettings
+from elasticcb.sharding.partition import Slice, VariableSpec
 from elasticcb.storage import durable, job_store
 from elasticcb.storage.folder_lock import FolderLock
-from elasticcb.storage.job_store import HOLDER_FILE, JobStore
+from elasticcb.storage.job_store import HOLDER_FILE, JobStore, finished_name
+from elasticcb.storage.store_lock import newest_owner
 from jobs import number, offsets_job, records_trained, train_flags
 
 RECORDS, TESTED, IDS = 4_000, 400, 40
@@ -118,6 +125,140 @@ def test_a_folder_is_given_either_by_its_path_or_by_its_url(tmp_path):
     JobCopy.taken(f"file://{by_url}", tmp_path, False, pytest.fail)
     with pytest.raises(UsageError, match="was given by its URL"):
         refuse_unfinished(JobSettings(command=Command.TRAIN, directory=str(by_url)))
+
+
+def test_so_is_the_folder_of_a_program(tmp_path, monkeypatch):
+    place, here = tmp_path / "job", tmp_path / "here"
+    by_path, by_url = JobFolder(place, None), JobFolder(f"file://{place}", here)
+    by_url.open()  # which has no fit yet
+    by_path.open()
+    with pytest.raises(UsageError, match="was given by its path"), by_url.next_fit():
+        pass
+    assert not [*place.glob("fit-1/owners/*")]
+    with by_path.next_fit():
+        pass
+    for folder in (by_path, by_url):
+        folder.close(done=False)
+    with pytest.raises(UsageError, match="was given by its path"):
+        by_url.open()
+    shutil.rmtree(place)
+    by_url.open()
+    with by_url.next_fit():
+        pass
+    for _ in range(2):
+        with pytest.raises(UsageError, match="was given by its URL"):
+            by_path.open()
+    assert not (place / ".lock").exists()
+    refuse = job_folder.refuse_copy
+    monkeypatch.setattr(job_folder, "refuse_copy", lambda path: (path / ".lock").exists() and refuse(path))
+    with pytest.raises(UsageError, match="was given by its URL"):  # and when both begin at the same moment
+        by_path.open()
+    by_url.close(done=False)
+
+
+@pytest.mark.parametrize("store", ["sftp", "file"], indirect=True)
+def test_what_is_written_bit_by_bit_appears_at_once(store, tmp_path, monkeypatch):
+    """A crash in the middle leaves the old file; an unfinished one is seen by nobody but who removes it."""
+    store.put("owners/00000001", b'{"host": "old"}')
+    (tmp_path / "here").write_bytes(b"new")
+    files = store._files
+
+    def torn(write):
+        def tear(source, *given):
+            write(*((source, b"{") if isinstance(given[0], bytes) else (source, *given)))
+            raise KeyboardInterrupt
+
+        return tear
+
+    for name, write in (("pipe_file", lambda: store.put("owners/00000001", b'{"host": "new"}')),
+                        ("put_file", lambda: store.put_file("owners/00000001", tmp_path / "here"))):  # fmt: skip
+        with monkeypatch.context() as crash:
+            crash.setattr(files, name, torn(getattr(files, name)))
+            crash.setattr(files, "rm_file", lambda path: None)  # as when the process is killed
+            with pytest.raises(KeyboardInterrupt):
+                write()
+        assert newest_owner(store) == (1, {"host": "old"})
+    assert store.names("owners") == ["00000001"]
+    left = store.names("owners", unfinished=True)
+    assert [finished_name(name) for name in left] == ["00000001"] * 3
+    monkeypatch.setattr(files, "mv", lambda *paths: (_ for _ in ()).throw(OSError("Operation unsupported")))
+    store.put("owners/00000001", b'{"host": "new"}')  # as by a server that can't replace by renaming
+    assert newest_owner(store) == (1, {"host": "new"})
+    assert store.names("owners", unfinished=True) == left
+
+
+def test_owner_whose_file_a_crash_left_empty_is_waited_for_as_a_silent_one(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("elasticcb.storage.store_lock.SILENCE_SECONDS", 3.0)
+    JobCopy.taken(store.url, tmp_path, False, pytest.fail)
+    store.create("owners/00000002", b"")
+    (tmp_path / "other").mkdir()
+    told = []
+    assert JobCopy.taken(store.url, tmp_path / "other", True, told.append).owner == 3
+    assert "Waiting until it is silent" in told[0]
+
+
+def test_clock_of_a_store_that_was_set_back_keeps_nobody_waiting(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("elasticcb.storage.store_lock.SILENCE_SECONDS", 0.5)
+    JobCopy.taken(store.url, tmp_path, False, pytest.fail)
+    monkeypatch.setattr("elasticcb.storage.store_lock.BEAT_SECONDS", 0.2)
+    now = JobStore.now
+    monkeypatch.setattr(JobStore, "now", lambda self: now(self) - 3600)
+    (tmp_path / "other").mkdir()
+    assert JobCopy.taken(store.url, tmp_path / "other", True, print).owner == 2
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_owner_that_ends_while_it_is_waited_for_is_not_refused(store, tmp_path, monkeypatch, ended):
+    copy = JobCopy.taken(store.url, tmp_path, False, pytest.fail)
+    Journal(tmp_path / JOURNAL_FILE)
+    (tmp_path / "other").mkdir()
+    ends = [lambda: copy._end(False) if ended else copy.remove()]
+    monkeypatch.setattr("elasticcb.storage.store_lock.BEAT_SECONDS", 0.1)
+    assert JobCopy.taken(store.url, tmp_path / "other", True, lambda text: ends and ends.pop()()).owner == 2
+
+
+def test_job_whose_copy_is_gone_does_not_begin_again(store, tmp_path, monkeypatch):
+    """As when the file system of its URL is not mounted: what is here is all that is left of it."""
+    monkeypatch.setattr("elasticcb.master.job_copy.PATIENCE_SECONDS", 0.0)
+    here = tmp_path / "here"
+    here.mkdir()
+    copy = JobCopy.taken(store.url, here, False, pytest.fail)
+    journal = Journal(here / JOURNAL_FILE)
+    journal.add(version=7)
+    store.remove_all()
+    with pytest.raises(StoreError, match=r"has no files of the job in .* any more.* not mounted"):
+        JobCopy.taken(store.url, here, True, print)
+    with pytest.raises(StoreError, match="not mounted"):
+        copy._beat(JobSnapshot)
+    assert Journal(here / JOURNAL_FILE).memory.version == 7
+    assert JobCopy.taken(store.url, here, False, pytest.fail).owner == 1  # a new job may begin there
+
+
+def test_file_that_a_server_has_written_is_kept_until_it_has_answered(store, tmp_path):
+    """A server may leave, and the manifest be written, while another is about to answer."""
+    parts = [[Slice(0, 0, 4)], [Slice(0, 4, 8)]]
+    specs = [VariableSpec("v", (8,), "float32", True)]
+    copy = JobCopy.taken(store.url, tmp_path, False, pytest.fail).of_recovery()
+    recovery = RecoveryFiles(tmp_path / "recovery", "run", specs, copy)
+
+    def save(index, after=""):
+        request = recovery.request(index, parts, 0)
+        name = request.path.rpartition("/")[2]
+        store.put(f"recovery/{name}", b"part")
+        return pb.SaveResponse(file=name, bytes=4, sha256=sha256(b"part").hexdigest(), version=1, after=request.after)
+
+    for index in range(2):
+        recovery.note(index, save(index), parts)
+    recovery.write()
+    answer = save(1)
+    store.put(f"recovery/.tmp-0123-{answer.file}", b"pa")  # of another
+    recovery.take_last(0, save(0))
+    assert answer.file in store.names("recovery")
+    recovery.note(1, answer, parts)
+    recovery.write()
+    listed = {file.name for part in written_parts(recovery.manifest(), tmp_path) for file in part.files}
+    there = {name for name in store.names("recovery", unfinished=True) if "ps-" in name}
+    assert listed == {*there} - {f".tmp-0123-{answer.file}"}
 
 
 def test_bucket_that_is_not_there_is_told(url, tmp_path):

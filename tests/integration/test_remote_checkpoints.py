@@ -15,10 +15,11 @@ from elasticcb.checkpoint.remote import writable
 from elasticcb.checkpoint.shard_file import Part, write_part
 from elasticcb.checkpoint.versions import server_file
 from elasticcb.cli.main import main
-from elasticcb.errors import CheckpointError, ExitCode
+from elasticcb.errors import CheckpointError, ExitCode, StoreError
 from elasticcb.roles.master import run_master
 from elasticcb.settings import Command
 from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.storage.job_store import JobStore
 from elasticcb.storage.remote_files import problem_of
 from jobs import LINEAR_MODEL, RecordingDisplay, job_settings, linear_data, write_model_file
 
@@ -108,6 +109,33 @@ def test_torn_missing_and_foreign_files_are_named_and_the_version_before_is_used
 
 
 @pytest.mark.parametrize("url", ["file"], indirect=True)
+def test_store_that_is_away_is_not_taken_for_a_damaged_version(url, tmp_path, monkeypatch):
+    for version in (10, 20):
+        write(url, version)
+    get, removed = JobStore.get_file, [f"{url}/version-00000020"]
+
+    def away(store, name, path):
+        if name.startswith("version-00000020/server"):
+            raise StoreError("503 Slow Down")
+        get(store, name, path)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(JobStore, "get_file", away)
+        with pytest.raises(StoreError, match="503"):
+            remote_checkpoint.fetch(url, tmp_path / "copy")
+
+    def gone(store, name, path):  # the job that writes there deletes it just now
+        while removed:
+            files, root = fsspec.core.url_to_fs(removed.pop())
+            files.rm(root, recursive=True)
+        get(store, name, path)
+
+    monkeypatch.setattr(JobStore, "get_file", gone)
+    assert weights(remote_checkpoint.fetch(url, tmp_path / "copy")[0]) == [10] * 3
+    assert remote_checkpoint.newest_of_run(url, "none") == ""
+
+
+@pytest.mark.parametrize("url", ["file"], indirect=True)
 def test_table_command_reads_a_url(url, capsys):
     write(url, 10)
     assert main(["table", url]) == ExitCode.DONE
@@ -119,6 +147,10 @@ def test_table_command_reads_a_url(url, capsys):
     [
         ("nosuch://bucket/folder", "can't be used: .*Install the package"),
         ("sftp://me:secret@host/folder", "contains a password"),
+        ("s3://KEY:sec/ret@bucket/folder", "contains a password"),
+        ("simplecache::s3://KEY:secret@bucket/folder", "contains a password"),
+        ("sftp://me@host:2222/a@b", "^$"),
+        ("file://jobs/clicks", "has a relative path. Expected .* file:///"),
         ("s3:///folder", "names no bucket"),
         ("file://", "contains no folder"),
         ("s3://bucket/folder", "^$"),

@@ -47,7 +47,11 @@ def main():
             scores = answer.json()["outputs"], fixed.predict(features)["clicked"]
             found = [roc_auc_score(labels, np.ravel(each)) for each in scores]
             points.append((time.time() - began, *found))
-            print(f"{points[-1][0]:5.0f} s: AUC {found[0]:.3f} of the served model, {found[1]:.3f} of the fixed one", flush=True)
+            followed, stayed = found
+            print(
+                f"{points[-1][0]:5.0f} s: AUC {followed:.3f} of the served model, {stayed:.3f} of the fixed one",
+                flush=True,
+            )
     except KeyboardInterrupt:
         pass
     if points:
