@@ -176,6 +176,8 @@ def chaos(seconds: float, every: float, rate: float) -> None:
                 time.sleep(every * random.uniform(0.5, 1.5))
                 role = next(turns)
                 kills[role] += _kill(job, kafka, role)
+            if job.poll() is not None:
+                raise SystemExit(f"The job ended after {dict(kills)}.\n{(folder / 'output').read_text()[-5000:]}")
             for process in psutil.Process(job.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -206,10 +208,11 @@ def _kill(job: Any, kafka: Broker, role: str) -> int:
         kafka.go_on()
         return 1
     found = []
-    for process in psutil.Process(job.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.name().startswith(role):
-                found.append(process)
+    with contextlib.suppress(psutil.NoSuchProcess):  # the job has just ended
+        for process in psutil.Process(job.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name().startswith(role):
+                    found.append(process)
     if not found:
         return 0
     random.choice(found).kill()

@@ -193,7 +193,7 @@ def test_owner_whose_file_a_crash_left_empty_is_waited_for_as_a_silent_one(store
     store.create("owners/00000002", b"")
     (tmp_path / "other").mkdir()
     told = []
-    assert JobCopy.taken(store.url, tmp_path / "other", True, told.append).owner == 3
+    assert JobCopy.taken(store.url, tmp_path / "other", True, told.append).owner.number == 3
     assert "Waiting until it is silent" in told[0]
 
 
@@ -204,7 +204,7 @@ def test_clock_of_a_store_that_was_set_back_keeps_nobody_waiting(store, tmp_path
     now = JobStore.now
     monkeypatch.setattr(JobStore, "now", lambda self: now(self) - 3600)
     (tmp_path / "other").mkdir()
-    assert JobCopy.taken(store.url, tmp_path / "other", True, print).owner == 2
+    assert JobCopy.taken(store.url, tmp_path / "other", True, print).owner.number == 2
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -214,7 +214,7 @@ def test_owner_that_ends_while_it_is_waited_for_is_not_refused(store, tmp_path, 
     (tmp_path / "other").mkdir()
     ends = [lambda: copy._end(False) if ended else copy.remove()]
     monkeypatch.setattr("elasticcb.storage.store_lock.BEAT_SECONDS", 0.1)
-    assert JobCopy.taken(store.url, tmp_path / "other", True, lambda text: ends and ends.pop()()).owner == 2
+    assert JobCopy.taken(store.url, tmp_path / "other", True, lambda text: ends and ends.pop()()).owner.number == 2
 
 
 def test_job_whose_copy_is_gone_does_not_begin_again(store, tmp_path, monkeypatch):
@@ -231,7 +231,7 @@ def test_job_whose_copy_is_gone_does_not_begin_again(store, tmp_path, monkeypatc
     with pytest.raises(StoreError, match="not mounted"):
         copy._beat(JobSnapshot)
     assert Journal(here / JOURNAL_FILE).memory.version == 7
-    assert JobCopy.taken(store.url, here, False, pytest.fail).owner == 1  # a new job may begin there
+    assert JobCopy.taken(store.url, here, False, pytest.fail).owner.number == 1  # a new job may begin there
 
 
 def test_file_that_a_server_has_written_is_kept_until_it_has_answered(store, tmp_path):
