@@ -38,6 +38,7 @@ FORMATS = (
     Format("array_record", (".array_record", ".arrayrecord"), "array_record.ArrayRecordReader"),
     Format("parquet", (".parquet", ".pq"), "parquet.ParquetReader"),
 )
+_BY_NAME = {known.name: known for known in FORMATS}
 
 STREAMS = {"kafka": "kafka.Kafka"}  # "module.class" in this package of sources that grow, by scheme of their URL
 
@@ -121,16 +122,12 @@ def format_of(file: str) -> Format | None:
 
 
 def _named_format(name: str) -> Format:
-    for known in FORMATS:
-        if known.name == name:
-            return known
-    raise UsageError(
-        f"The reader parameter format is {name!r}. Expected one of: {', '.join(known.name for known in FORMATS)}."
-    )
+    if name not in _BY_NAME:
+        raise UsageError(f"The reader parameter format is {name!r}. Expected one of: {', '.join(_BY_NAME)}.")
+    return _BY_NAME[name]
 
 
 def _common_format(origin: str, files: list[str]) -> Format:
-    by_name = {known.name: known for known in FORMATS}
     first_of: dict[str, str] = {}
     for file in files:
         known = format_of(file)
@@ -148,7 +145,7 @@ def _common_format(origin: str, files: list[str]) -> Format:
             f"The data origin {origin!r} mixes formats: {listed}. Expected files of one format; select them with a "
             "glob such as folder/*.csv."
         )
-    return by_name[next(iter(first_of))]
+    return _BY_NAME[next(iter(first_of))]
 
 
 def _check_parameters(

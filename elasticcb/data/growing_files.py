@@ -121,8 +121,11 @@ class GrowingFiles(UnboundedSource):
             found[name] = Partition(0, 0, count)
         return found
 
-    def time_of(self, name: str, offset: int) -> float:
-        return self._time_of(name)
+    def time_of(self, name: str, offset: int = 0) -> float:
+        try:
+            return 0.0 if is_url(name) else os.stat(name).st_mtime
+        except OSError:
+            return 0.0
 
     def trained(self, offsets: Mapping[str, int]) -> None:
         for name, offset in offsets.items():
@@ -144,20 +147,13 @@ class GrowingFiles(UnboundedSource):
 
     def _has_settled(self, name: str) -> bool:
         if not is_url(name):
-            return time.time() - self._time_of(name) >= self._settle_seconds
+            return time.time() - self.time_of(name) >= self._settle_seconds
         identity, now = open_file(name).identity, time.monotonic()
         before, since = self._unsettled.setdefault(name, (identity, now))
         if before != identity:
             self._unsettled[name] = identity, now
             return False
         return now - since >= self._settle_seconds
-
-    @staticmethod
-    def _time_of(name: str) -> float:
-        try:
-            return 0.0 if is_url(name) else os.stat(name).st_mtime
-        except OSError:
-            return 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_closed"}

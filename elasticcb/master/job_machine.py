@@ -408,11 +408,6 @@ class JobMachine:
         """Id of the newest server that holds a part of the model; that of a replacement is higher than all before."""
         return 0 if self.cluster is None else max((place.id for place in self.cluster.servers), default=0)
 
-    @property
-    def servers_in_use(self) -> int:
-        """Number of servers that hold a part of the model."""
-        return 0 if self.cluster is None else len(self.cluster.servers)
-
     def serves(self, map_version: int) -> bool:
         """Whether all servers hold the model, by a shard map of at least this version."""
         known = self.cluster is not None and self.cluster.map_version >= map_version
@@ -421,7 +416,8 @@ class JobMachine:
     @property
     def missing_servers(self) -> list[int]:
         """Indexes of the lost servers whose parts of the model are unavailable."""
-        return [index for index in self.lost_ps if index < self.servers_in_use]
+        in_use = 0 if self.cluster is None else len(self.cluster.servers)
+        return [index for index in self.lost_ps if index < in_use]
 
     @event(_if_any)
     def processes_checked(self) -> bool:

@@ -449,9 +449,7 @@ def _let_workers_begin(context: JobContext, served: TrainedModel, course: JobDri
     for exports in course.exports:
         exports.begin()
     if host.stream is not None:
-        watch = StreamWatch(host.stream, context.server)
-        context.until_end.callback(watch.close)
-        watch.begin()
+        context.until_end.callback(StreamWatch(host.stream, context.server).close)
 
 
 def _records_of(sources: Sequence[tuple[str, int]]) -> str:

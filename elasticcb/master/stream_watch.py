@@ -22,7 +22,7 @@ _GROWS_RECORDS_SHARE = 0.1  # by this share of the records that came
 
 
 class StreamWatch:
-    """Tells the job what is there of a stream. `begin` starts the thread."""
+    """Tells the job what is there of a stream, until `close`."""
 
     def __init__(self, source: UnboundedSource, master: MasterServer) -> None:
         self._source, self._master = source, master
@@ -31,14 +31,11 @@ class StreamWatch:
         self._told_at = 0.0
         self._before: tuple[float, int, int] | None = None  # time, lag, and records that had come, a minute ago
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
-
-    def begin(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
         self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(_END_SECONDS)
+        self._thread.join(_END_SECONDS)
         self._source.close()
 
     def _run(self) -> None:
