@@ -243,6 +243,9 @@ class KerasJobs:
         master = self._processes.start()
         folder = call.folder if call.fit is None else call.fit.folder
         data, stream = sources.get(Mode.TRAINING), StreamSettings()
+        steps = sources[Mode.of(command)].num_batches
+        if steps is not None:
+            params = {"steps": steps, **params}
         of_ranges = _OF_BATCHES
         if isinstance(data, StreamSource):
             of_ranges = {**_OF_BATCHES, "minibatch_size": data.batch_size}

@@ -310,6 +310,9 @@ class _Reader(ast.NodeVisitor):
         if isinstance(function, ast.Attribute):
             name = function.attr
             root, names = self._path(function.value)
+            owner = self._outer(function.value.id) if isinstance(function.value, ast.Name) else None
+            if owner is not None and isinstance(owner.value, types.ModuleType):
+                self._follow(getattr(owner.value, name, None))
             if name in _CHANGING or (not names and self._is_users(root, name)):
                 self._change(function.value, name)
             if isinstance(function.value, ast.Call) and getattr(function.value.func, "id", "") == "super":
@@ -320,10 +323,19 @@ class _Reader(ast.NodeVisitor):
             called = self._outer(name)
             if called is not None and arguments and self._is_self(arguments[0]) and callable(called.value):
                 self._called.append(types.MethodType(called.value, self._callback))
+            elif called is not None:
+                self._follow(called.value)
+            elif name == "next" and arguments:
+                self._change(arguments[0])
         if arguments and name in ("setattr", "set_value"):
             words = [str(each.value) for each in arguments[1:2] if isinstance(each, ast.Constant)]
             self._change(arguments[0], *(words if name == "setattr" else ()))
         self.generic_visit(node)
+
+    def _follow(self, function: Any) -> None:
+        """The user's function may change variables of its module, or of a scope."""
+        if isinstance(function, types.FunctionType) and not own_modules.is_installed(function.__code__.co_filename):
+            self._called.append(function)
 
     def _is_users(self, root: Slot | None, method: str) -> bool:
         """Whether the method of an object is in the user's code, and so may change it."""

@@ -29,7 +29,7 @@ from elasticcb.callbacks.placement import TABLE, Place, hooks_at, overridden_hoo
 from elasticcb.errors import CallbackWarning, UsageError
 from elasticcb.keras_private import KerasSaveable, KerasVariable, layers_of
 from elasticcb.serialization import own_modules
-from elasticcb.serialization.process_state import without_draws
+from elasticcb.serialization.process_state import draws_of, without_draws
 from elasticcb.settings import Command, JobSettings, written
 
 Key = tuple[int, str]  # number of the holder, and name
@@ -49,6 +49,7 @@ _PLAIN = (
     keras.constraints.Constraint,
     keras.optimizers.schedules.LearningRateSchedule,
 )
+_WITHOUT_RECORDS = frozenset({"elasticcb", "flax", "jax", "jaxlib", "keras", "numpy", "tensorflow", "torch"})
 _BY_THEMSELVES = (keras.callbacks.Callback, keras.metrics.Metric, KerasVariable)  # these travel in other ways
 
 
@@ -67,6 +68,13 @@ class Attribute(NamedTuple):
             return self.name
         named = self.holder if isinstance(self.holder, (type, types.ModuleType)) else type(self.holder)
         return f"{named.__name__}.{self.name}"
+
+
+class Drawn(NamedTuple):
+    """The state of a random generator, which stays the object that others refer to."""
+
+    kind: type
+    state: Any
 
 
 class Change(NamedTuple):
@@ -200,7 +208,14 @@ def _is_holder(thing: Any) -> bool:
         return _is_users(thing)
     if isinstance(thing, _BY_THEMSELVES) or not hasattr(thing, "__dict__"):
         return False
-    return isinstance(thing, (KerasSaveable, *_PLAIN)) or _is_users(type(thing))
+    return isinstance(thing, (KerasSaveable, *_PLAIN)) or _is_users(type(thing)) or _is_record(type(thing))
+
+
+def _is_record(kind: type) -> bool:
+    """Of a package, with attributes as its state, such as an `argparse.Namespace`."""
+    by_default = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+    package = kind.__module__.partition(".")[0]
+    return issubclass(kind, types.SimpleNamespace) or (by_default and package not in _WITHOUT_RECORDS)
 
 
 def _is_users(kind: type) -> bool:
@@ -215,7 +230,7 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in own.items():
             with contextlib.suppress(ValueError):  # it is empty
                 yield name, cell.cell_contents
-        names = own_modules.names_in(thing.__code__)
+        names = own_modules.globals_in(thing.__code__)
         yield from ((name, thing.__globals__[name]) for name in names if name in thing.__globals__ and name not in own)
         return
     yield from ((name, value) for name, value in list(vars(thing).items()) if _is_own(thing, name))
@@ -294,8 +309,10 @@ def _copy_of(value: Any) -> tuple[Any, bool]:
         budget[1] -= part.nbytes if hasattr(type(part), "nbytes") else 0
         if min(budget) < 0:
             raise TypeError("it is large")
-        if isinstance(part, (*_SIMPLE, _Absent)):
+        if isinstance(part, (*_SIMPLE, _Absent, Drawn)):
             return part
+        if (draws := draws_of(part)) is not None:
+            return Drawn(type(part), draws[0]())
         if isinstance(part, np.ndarray) and part.dtype != object:
             return part.copy()
         if _is_tensor(part):
@@ -340,7 +357,11 @@ def _like(given: Any, parts: Any) -> Any:
 
 
 def _in_place(mine: Any, theirs: Any) -> Any:
-    """The container `mine`, to which others may refer, with what is in `theirs`; or `theirs`."""
+    """The container or random generator `mine`, to which others may refer, with what is in `theirs`; or `theirs`."""
+    if isinstance(theirs, Drawn):
+        if type(mine) is theirs.kind and (draws := draws_of(mine)) is not None:
+            draws[1](theirs.state)
+        return mine
     if type(mine) is not type(theirs) or not isinstance(mine, (dict, list, deque, set)):
         return theirs
     parts = copy.copy(theirs)

@@ -8,6 +8,7 @@ others who refer to them see the change.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -26,6 +27,7 @@ from elasticcb.errors import ElasticCBError
 from elasticcb.keras_private import KerasSaveable
 from elasticcb.serialization import carry
 from elasticcb.serialization.object_paths import references, slots_of
+from elasticcb.serialization.process_state import draws_of, read_python, write_python
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +45,14 @@ class Sent:
         left: for each callback, attributes that stay where they are: with their types if they can't be sent, else "".
         variables: values of variables of the program that have changed, by number.
         attributes: the same of attributes (shared_attributes.py).
+        random: the random states of Python, NumPy and PyTorch, which hooks share; None: they don't.
     """
 
     values: list[dict[_Key, Any]]
     left: list[dict[str, str]]
     variables: dict[int, Any]
     attributes: dict[Key, Change]
+    random: dict[str, Any] | None = None
 
 
 class SharedState:
@@ -56,20 +60,22 @@ class SharedState:
 
     Args:
         callbacks: the same ones in each process, in order.
-        whole: whether to send all attributes, and the variables that hooks change; else only `Placed.follows`.
+        whole: whether to send all attributes, the variables that hooks change, and random states; else only
+            `Placed.follows`.
         model: what they refer to as the model; it does not travel.
         variables: sent with it.
     """
 
     def __init__(self, callbacks: Iterable[Placed], whole: bool, model: Any, variables: SharedVariables) -> None:
         self._states = [_State(each.callback, None if whole else each.follows) for each in callbacks]
-        self._model, self._variables = model, variables
+        self._model, self._variables, self._whole = model, variables, whole
         self._kept: list[set[_Key]] = [set() for _ in self._states]  # what was left out of the last message
 
     def dump(self, attributes: Mapping[Key, Change] | None = None) -> tuple[bytes, list[dict[str, str]]]:
         """The state, with changed attributes of other objects (shared_attributes.py), and `Sent.left`."""
         values, left = zip(*(state.get() for state in self._states), strict=True) if self._states else ((), ())
-        sent = Sent([*values], [*left], self._variables.changed(), dict(attributes or {}))
+        random = read_python() if self._whole and self._states else None
+        sent = Sent([*values], [*left], self._variables.changed(), dict(attributes or {}), random)
         self._kept = [set(each) for each in left]
         try:
             return self._dumped(sent), sent.left
@@ -100,6 +106,8 @@ class SharedState:
 
     def adopt(self, sent: Sent) -> None:
         """Sets the callbacks and variables here to the state."""
+        if sent.random is not None:
+            write_python(sent.random)
         self._variables.adopt(sent.variables)
         adopted: dict[int, Any] = {}
         for state, values, left, kept in zip(self._states, sent.values, sent.left, self._kept, strict=True):
@@ -160,7 +168,17 @@ def _adopt(mine: Any, theirs: Any, adopted: dict[int, Any]) -> Any:
     """
     if id(theirs) in adopted:
         return adopted[id(theirs)]
+    if mine is theirs:  # what both refer to, such as the model
+        return mine
     kind, own = type(mine), _variables_of(mine)
+    draws, other_draws = draws_of(mine), draws_of(theirs)
+    if kind is type(theirs) and draws is not None and other_draws is not None:
+        draws[1](other_draws[0]())
+        return mine
+    if kind is type(theirs) and kind in (functools.partial, types.MethodType):
+        for one, other in zip(_bound(mine), _bound(theirs), strict=False):
+            _adopt(one, other, adopted)
+        return mine
     if kind is type(theirs) and kind in _LOCKS:
         return mine
     is_variable = own is not None
@@ -189,13 +207,22 @@ def _adopt(mine: Any, theirs: Any, adopted: dict[int, Any]) -> Any:
     return mine
 
 
+def _bound(function: Any) -> list[Any]:
+    """What a partial, or a method, gives to its function."""
+    return (
+        [function.__self__]
+        if isinstance(function, types.MethodType)
+        else [function.func, *function.args, *function.keywords.values()]
+    )
+
+
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _CONTAINERS = (list, deque, set, dict, Counter, OrderedDict, defaultdict)
 
 
 def _variables_of(thing: Any) -> Any:
     """The variables of a Keras object, or a variable itself; None: it is something else."""
-    if hasattr(type(thing), "assign") and hasattr(type(thing), "shape"):
+    if hasattr(type(thing), "assign") and hasattr(type(thing), "numpy"):
         return [thing]
     return getattr(thing, "variables", None) if isinstance(thing, KerasSaveable) else None
 

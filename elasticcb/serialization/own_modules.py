@@ -89,6 +89,11 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
+def globals_in(code: types.CodeType) -> tuple[str, ...]:
+    """Names of globals that a function uses: those that travel with it."""
+    return tuple(cloudpickle.cloudpickle._extract_code_globals(code))
+
+
 def values_of(module: str, names: Collection[str]) -> dict[str, Any]:
     """What a module has under these names now."""
     return {name: vars(sys.modules[module])[name] for name in sorted(names)}

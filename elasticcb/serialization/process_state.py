@@ -69,7 +69,7 @@ def read() -> dict[str, Any]:
     """Seeds, flags, loggers and the working directory of this process; can be pickled by `carry`."""
     return {
         "random": {
-            **_read_python(),
+            **read_python(),
             "keras": global_state.get_global_attribute(_SEED_GENERATOR),  # None: not used yet
             "tensorflow": _tensorflow_seed(),
         },
@@ -83,7 +83,7 @@ def write(state: Mapping[str, Any]) -> tuple[Any, Any]:
     """Gives it to this process, except that of PyTorch if it has not imported it. Returns the state of the given
     generator of Keras, and of the one that is used here."""
     seeds = state["random"]
-    _write_python(seeds)
+    write_python(seeds)
     if seeds["tensorflow"] not in (None, _seeding.given):
         tf.random.set_seed(seeds["tensorflow"][0])
         _seeding.given = seeds["tensorflow"]
@@ -100,40 +100,61 @@ def write(state: Mapping[str, Any]) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def without_draws(model: keras.Model, of_python: bool = True) -> Iterator[None]:
     """Context whose random numbers do not count: generators of Keras that losses, metrics and methods of the user's use
-    are set back at the end, and so are Python's, NumPy's and PyTorch's, if `of_python`. (Those of layers:
-    first_batch.py.)
+    are set back at the end, and so are Python's, NumPy's and PyTorch's, also those that these use, if `of_python`.
+    (Those of layers: first_batch.py, SharedAttributes.)
     """
     shared = global_state.get_global_attribute(_SEED_GENERATOR)
     methods = {type(layer) for layer in layers_of(model) if own_modules.is_of_user(type(layer).__module__)}
     roots = [getattr(model, "loss", None), model.metrics, methods, shared]
-    states = [each.state for each in objects_in(roots) if isinstance(each, keras.random.SeedGenerator)]
+    found = list(objects_in(roots))
+    states = [each.state for each in found if isinstance(each, keras.random.SeedGenerator)]
     before = [(state, np.array(state.numpy())) for state in states]
-    python = _read_python()
+    own_draws = [(put, get()) for get, put in filter(None, map(draws_of, found))] if of_python else []
+    python = read_python()
     try:
         yield
     finally:
         for state, value in before:
             state.assign(value)
+        for put, drawn in own_draws:
+            put(drawn)
         own = global_state.get_global_attribute(_SEED_GENERATOR)
-        drawn = _read_python()
-        _write_python(python)
+        drawn = read_python()
+        write_python(python)
         if shared is None and own is not None:
             own.state.assign(keras.random.SeedGenerator().state)  # which draws the same seed from Python's generator
-        _write_python(python if of_python else drawn)
+        write_python(python if of_python else drawn)
 
 
-def _read_python() -> dict[str, Any]:
+def read_python() -> dict[str, Any]:
+    """The random states of Python, NumPy and PyTorch."""
     torch = sys.modules.get("torch")
     drawn = None if torch is None else torch.get_rng_state().numpy()
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": drawn}
 
 
-def _write_python(seeds: Mapping[str, Any]) -> None:
+def write_python(seeds: Mapping[str, Any]) -> None:
     random.setstate(seeds["python"])
     np.random.set_state(seeds["numpy"])
     torch = sys.modules.get("torch")
     if torch is not None and seeds["torch"] is not None:
         torch.set_rng_state(torch.from_numpy(seeds["torch"]))
+
+
+def draws_of(generator: Any) -> _Switch | None:
+    """What reads and sets the state of a random generator of Python, NumPy or PyTorch; None: it is something else."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return lambda: bits.state, functools.partial(setattr, bits, "state")  # each time a new dict
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state, generator.set_state
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(generator, getattr(torch, "Generator", ())):
+        drawn: Any = generator
+        return lambda: drawn.get_state().numpy(), lambda state: drawn.set_state(torch.from_numpy(state))
+    return None
 
 
 class _Seeding:

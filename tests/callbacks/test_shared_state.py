@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+import random
 import threading
 from collections import Counter, deque
 
@@ -24,6 +26,9 @@ def counted(batches):
 class Tracker:
     def __init__(self):
         self.values = {"a": 1}
+
+    def track(self, name):
+        self.values[name] = 2
 
 
 class Callback(keras.callbacks.Callback):
@@ -83,6 +88,40 @@ def test_state_that_comes_back_changes_the_objects_that_others_refer_to() -> Non
     assert float(mean.result()) == 4.0
     np.testing.assert_array_equal(here.average[0], np.ones(2))
     assert here.data.sum() == before.size  # large, and changed by no hook: it stays where it is
+
+
+class Table:
+    """With methods that variables also have."""
+
+    shape = (1,)
+
+    def assign(self, **columns):
+        return self
+
+
+def test_generators_tables_and_what_functions_are_bound_to_come_back() -> None:
+    here, there = Callback([]), Callback([])
+    rows, tracker = [], here.tracker
+    here.draws, there.draws = (np.random.default_rng(0) for _ in range(2))
+    here.table, there.table = Table(), Table()
+    here.add, there.add = functools.partial(list.append, rows), functools.partial(list.append, [])
+    here.track, there.track = here.tracker.track, there.tracker.track
+    draws = here.draws
+    there.add(1)
+    there.track("b")
+    there.draws.random()
+    there.table.rows = 2
+    drawn = np.random.random(), random.random()
+    np.random.seed(1)
+    random.seed(1)
+    data = _state(there).dump()[0]
+    expected = np.random.random(), random.random(), there.draws.random()
+    assert drawn != expected[:2]
+    state = _state(here)
+    state.adopt(state.read(data))
+    assert here.draws is draws
+    assert (np.random.random(), random.random(), draws.random()) == expected
+    assert (rows, tracker.values, here.table.rows) == ([1], {"a": 1, "b": 2}, 2)
 
 
 class Client:

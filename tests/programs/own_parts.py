@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
+import dataclasses
 import functools
 import shutil
 import tempfile
@@ -491,6 +493,58 @@ def annealing():
     return Given(
         model, normal(6), normal(1), options={"callbacks": [anneal(model, lambda e: 1 - 0.2 * e)], "epochs": 3}
     )
+
+
+@dataclasses.dataclass
+class Record:
+    batch: int
+    loss: float
+
+
+RECORDED: list[Record] = []
+COLLECTED: list[int] = []
+OPTIONS = argparse.Namespace(scale=1.0)
+DRAWS = np.random.default_rng(3)
+
+
+def record(batch, loss):
+    RECORDED.append(Record(batch, float(loss)))
+
+
+def scaled(y, y_pred):
+    return OPTIONS.scale * ops.mean((y - y_pred) ** 2, -1)
+
+
+@callback("hooks that draw random numbers, call a function that keeps records, and set a namespace")
+def drawing_hooks():
+    class Draw(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen, self.COLLECTED = [], COLLECTED
+
+        def on_epoch_begin(self, epoch, logs=None):
+            OPTIONS.scale = 1.0 + epoch
+            self.seen.append(np.random.rand())
+
+        def on_train_batch_begin(self, batch, logs=None):
+            kernel = self.model.weights[0]
+            kernel.assign_add(0.1 * np.random.normal(size=kernel.shape) + 0.1 * DRAWS.normal())
+
+        def on_train_batch_end(self, batch, logs=None):
+            record(batch, logs["loss"])
+            self.COLLECTED.append(batch)
+            self.seen.append(batch == self.params["steps"] - 1)
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.seen += [np.random.rand(), DRAWS.random()]
+
+    global DRAWS
+    RECORDED.clear()
+    COLLECTED.clear()
+    DRAWS, draw, model = np.random.default_rng(3), Draw(), dense()
+    model.compile(keras.optimizers.SGD(0.05), scaled, run_eagerly=True)
+    seen = lambda: [draw.seen, [(each.batch, each.loss) for each in RECORDED], COLLECTED, DRAWS.random()]  # noqa: E731
+    return Given(model, normal(6), normal(1), options={"callbacks": [draw], "epochs": 3}, after=seen)
 
 
 @callback("a callback that compiles the model for the next stage")
