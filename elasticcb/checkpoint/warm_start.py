@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -159,7 +160,7 @@ def _matched(
     model: Sequence[str], checkpoint: Sequence[str], folder: Path, renamed: Mapping[str, str]
 ) -> dict[int, int]:
     """The variable of the checkpoint in `folder` for each of the model's, by their paths. Equal paths are matched in
-    order."""
+    order; several variables may be mapped to the same."""
     problems = [
         *(_unknown(new, model, "model") for new in renamed),
         *(_unknown(old, checkpoint, f"checkpoint {folder}") for old in renamed.values() if old),
@@ -169,11 +170,21 @@ def _matched(
     places: dict[str, list[int]] = {}
     for index, path in enumerate(checkpoint):
         places.setdefault(path, []).append(index)
-    taken = {}
+    taken, seen, idle = {}, Counter[str](), {new: old for new, old in renamed.items() if old}
     for index, path in enumerate(model):
-        old = _renamed(path, renamed)
-        if old is not None and places.get(old):
-            taken[index] = places[old].pop(0)
+        name = _name_for(path, renamed)
+        old = path if name is None else renamed[name] and renamed[name] + path[len(name) :]
+        found, seen[path] = places.get(old, [])[seen[path] :], seen[path] + 1
+        if found:
+            taken[index] = found[0]
+            idle.pop(name or "", None)
+    if idle:
+        listed = ", ".join(f"{new}={old}" for new, old in idle.items())
+        raise CheckpointError(
+            f"init_map: {listed}: no variable of the checkpoint has the name that a variable of the model gets by "
+            "this. Expected NEW=OLD of two layers with variables of the same names, or of two variables. Correct it, "
+            "or remove it."
+        )
     if not taken:
         raise CheckpointError(
             f"init_from={folder}: the checkpoint contains no variable of the model. The model has {_some(model)}; "
@@ -192,14 +203,12 @@ def _unknown(name: str, paths: Sequence[str], where: str) -> str:
     return f"The {where} has no variable or layer {name!r}. {hint}"
 
 
-def _renamed(path: str, renamed: Mapping[str, str]) -> str | None:
-    """The checkpoint's path for a variable of the model; None: it is initialized. The longest matching name wins."""
+def _name_for(path: str, renamed: Mapping[str, str]) -> str | None:
+    """The longest name that applies to a variable of the model; None: there is none."""
     name = path
-    while name:
-        if name in renamed:
-            return renamed[name] + path[len(name) :] if renamed[name] else None
+    while name and name not in renamed:
         name = name.rpartition("/")[0]
-    return path
+    return name or None
 
 
 def _some(names: Sequence[str]) -> str:

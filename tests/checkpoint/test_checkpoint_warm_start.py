@@ -94,6 +94,14 @@ def test_names_of_variables_and_layers_are_mapped_and_the_longest_counts(folder)
     np.testing.assert_array_equal(state.weights[2], array(3))
 
 
+def test_one_layer_may_be_the_start_of_several(folder):
+    specs = (SAVED[2], spec("left/bias", 3), spec("right/bias", 3), spec("right/rows", 0, 2, table=ANY))
+    state = taken(folder, specs, "left=hidden,right/bias=hidden/bias,right/rows=user/rows")
+    for index in range(3):
+        np.testing.assert_array_equal(state.weights[index], array(3))
+    np.testing.assert_array_equal(state.ids[3], np.sort(IDS))
+
+
 @pytest.mark.parametrize("init_map", ["top=hidden", "sequential_2/top=hidden"])
 def test_the_number_that_keras_gives_a_model_does_not_count(folder, init_map):
     specs = (spec("sequential_2/top/bias", 3), spec("sequential_2/hidden/kernel", 4, 3))
@@ -129,6 +137,8 @@ def test_an_embedding_may_move_to_the_servers_and_back_and_have_more_ids(folder)
         ((spec("a/kernel", 4, 3),), "", "no variable of the model. The model has a/kernel"),
         (SAVED, "usr=user", "The model has no variable or layer 'usr'. Is it 'user'?"),
         (SAVED, "user=usr", "The checkpoint .* has no variable or layer 'usr'. Is it 'user'?"),
+        (SAVED, "hidden=user", "init_map: hidden=user: no variable of the checkpoint has the name"),
+        (SAVED, "hidden/kernel=hidden", "init_map: hidden/kernel=hidden: no variable"),
         (SAVED, "zzz=user", "It has user/rows, hidden/kernel, hidden/bias"),
     ],
 )
