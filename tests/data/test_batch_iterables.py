@@ -80,6 +80,27 @@ def test_each_batch_of_a_dataset_goes_to_one_worker(tmp_path: Path, fit: Caller)
         assert list(one.batches(epoch, 0, 10)) == []
 
 
+def test_a_loader_of_pytorch_is_read_again_in_each_epoch(tmp_path: Path, fit: Caller) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+    class Changing(torch.utils.data.Dataset):
+        added = 0
+
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, place: int) -> Any:
+            return torch.tensor([place + self.added]), torch.tensor([0.0])
+
+    data = Changing()
+    source = fit.copy_of(fit_source(torch.utils.data.DataLoader(data, 2, shuffle=True), tmp_path, fit))
+    orders = [rows_in(all_batches(source, epoch)) for epoch in range(2)]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(10))
+    data.added = 100  # as by a hook
+    assert sorted(rows_in(all_batches(source, 2))) == list(range(100, 110))
+
+
 def test_a_dataset_of_unknown_length_ends_its_epoch_early(tmp_path: Path, fit: Caller) -> None:
     source = fit_source(numbers(10).filter(lambda x, _: x[0] > 3), tmp_path, fit)
     assert source.num_batches is None

@@ -138,8 +138,8 @@ def _iterated(
     else:
         batches = Passes(adapter.get_numpy_iterator)
     is_dataset = isinstance(batches, tf.data.Dataset)
-    # An iterator yields its batches once, but without `steps` each epoch needs all of them.
-    if purpose == "fit" and (steps or is_dataset):
+    # A generator yields its batches once, but without `steps` each epoch needs all of them.
+    if purpose == "fit" and (steps or not isinstance(adapter, keras_data.GeneratorDataAdapter)):
         if service is None:
             raise ValueError("`fit` with a tf.data.Dataset or a generator needs a DataService. Received: service=None")
         return ServedSource(batches, size=adapter.num_batches, steps=steps, service=service)
