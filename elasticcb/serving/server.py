@@ -177,7 +177,7 @@ def serve(model: ServedModel, listener: socket.socket, options: ServeOptions, sa
     Args:
         say: is given the addresses.
     """
-    with listener:
+    with listener, contextlib.suppress(KeyboardInterrupt):  # before the server listens to signals
         asyncio.run(_serve(model, listener, options, say))
 
 

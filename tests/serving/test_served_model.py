@@ -225,8 +225,8 @@ def test_all_who_follow_a_folder_go_back_and_forth_with_it(exports):
 
 
 def test_exports_of_a_url_are_served_and_pinned(exports, monkeypatch):
-    url, expected = "s3://models/clicks", exports.expected(FEATURES)[0]
-    with S3Server("models") as server:
+    url, expected = "s3://served/clicks", exports.expected(FEATURES)[0]
+    with S3Server("served") as server:
         monkeypatch.setitem(fsspec.config.conf, "s3", server.options)
         store = fsspec.filesystem("s3", **server.options)
         store.put(str(exports.folder), url, recursive=True)
