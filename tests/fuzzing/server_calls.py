@@ -210,7 +210,8 @@ class ServerFuzzer:
         """What is no message comes by the link, which ends."""
         side = self._sides[server]
         if side.link is not None:
-            side.link._socket.sendall(self._random.randbytes(self._random.choice((1, 5, 6, 99, 70_000))))
+            with contextlib.suppress(OSError):  # the server has ended it meanwhile
+                side.link._socket.sendall(self._random.randbytes(self._random.choice((1, 5, 6, 99, 70_000))))
             side.forget()
 
     def still_serves(self) -> bool:
