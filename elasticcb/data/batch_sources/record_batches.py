@@ -108,7 +108,7 @@ class RecordBatches:
             self._dataset = self._dataset.prefetch(2)
             self.element_spec = self._dataset.element_spec
         if feed_batch is not None:
-            self._converted = self._fed_batches(feed_batch, mode, converted, class_weight)
+            self._converted = self._traced_feed_batch(feed_batch, mode, converted, class_weight)
             self.element_spec = tf.nest.map_structure(
                 lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), self._converted.outputs
             )
@@ -151,7 +151,7 @@ class RecordBatches:
         options.experimental_optimization.map_and_batch_fusion = False
         return batched(raw, fed, _ALL).with_options(options)
 
-    def _fed_batches(
+    def _traced_feed_batch(
         self, feed_batch: FeedBatch, mode: str, converted: bool, class_weight: Mapping[int, float] | None
     ) -> QuickCall:
         metadata, what, spec, mode = self.reader.metadata, self._what, self.element_spec, str(mode)
