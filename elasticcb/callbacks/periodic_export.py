@@ -13,7 +13,7 @@ from elasticcb.callbacks.placement import runs_on
 from elasticcb.errors import ModelFileError
 from elasticcb.settings.choices import seconds_of
 from elasticcb.storage.local_folders import problem_of_folder
-from elasticcb.storage.remote_files import is_url, problem_of
+from elasticcb.storage.remote_files import as_path, is_url, problem_of
 
 
 @runs_on("master")
@@ -56,7 +56,7 @@ class PeriodicExport(keras.callbacks.Callback):
         text = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else ""
         if not text:
             raise ModelFileError(f"PeriodicExport expects a folder or a URL. Received: {folder!r}.")
-        local = text.removeprefix("file://")
+        local = as_path(text)
         self.folder = text if is_url(local) else os.path.abspath(os.path.expanduser(local))
         self.every = _seconds("every", every)
         self.full_every = _seconds("full_every", full_every)

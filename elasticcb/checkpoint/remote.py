@@ -158,12 +158,19 @@ def fetch(url: str, to: Path) -> tuple[Path, Sequence[str]]:
     with _store(url) as store:
         if MANIFEST in store.names(""):
             return _fetched(store, "", to / posixpath.basename(url), url), ()
-        versions = _versions(store)
-        if not versions:
-            raise CheckpointError(
-                f"There is no complete checkpoint in {url}. Expected a folder version-… with a {MANIFEST}."
-            )
-        return newest_usable(versions, lambda name: _fetched(store, f"{name}/", to / name, f"{url}/{name}"), url)
+        while True:
+            versions = _versions(store)
+            if not versions:
+                raise CheckpointError(
+                    f"There is no complete checkpoint in {url}. Expected a folder version-… with a {MANIFEST}."
+                )
+            try:
+                return newest_usable(
+                    versions, lambda name: _fetched(store, f"{name}/", to / name, f"{url}/{name}"), url
+                )
+            except CheckpointError:
+                if not set(_versions(store)) - set(versions):  # else a job replaced them meanwhile
+                    raise
 
 
 @contextlib.contextmanager

@@ -1,6 +1,4 @@
-"""Reports on the embedding tables of a running job or of a checkpoint, assembled from the parts of each table; those of
-a checkpoint without reading all rows.
-"""
+"""Reports on the embedding tables of a running job or of a checkpoint, assembled from the parts of each table."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from elasticcb.checkpoint.manifest import map_in, read_manifest, written_parts
+from elasticcb.checkpoint.manifest import map_in, verify, written_parts
 from elasticcb.checkpoint.parts import dtype_in
 from elasticcb.checkpoint.shard_file import opened
 from elasticcb.checkpoint.versions import find_latest
@@ -223,10 +221,10 @@ class SavedTables(NamedTuple):
     def of(cls, checkpoint: str | Path) -> SavedTables:
         """Opens the tables of a checkpoint: the folder of a version, or of several, of which the newest is used.
 
-        Raises `CheckpointError` if there is none.
+        Raises `CheckpointError` if there is none, or a file is damaged.
         """
         folder = find_latest(checkpoint)
-        manifest = read_manifest(folder)
+        manifest = verify(folder)
         specs = {
             index: VariableSpec(
                 saved["path"], tuple(saved["shape"]), saved["dtype"], saved["trainable"], table=saved["table"]

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from elasticcb.data.content import COMPRESSIONS
 from elasticcb.errors import DataError
 from elasticcb.process.wording import how_many
-from elasticcb.storage.remote_files import is_url
+from elasticcb.storage.remote_files import as_path, is_url
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _without_doubles(names: Sequence[str]) -> list[str]:
 
 
 def _files_of(part: str, may_lack: bool) -> list[str]:
-    part = part.removeprefix("file://")
+    part = as_path(part)
     try:
         found = _remote_files(part) if is_url(part) else list(_local_files(part))
     except DataError:

@@ -58,7 +58,7 @@ from elasticcb.settings.choices import LostOffsets
 from elasticcb.settings.names import SETTINGS
 from elasticcb.sharding.partition import ServerPlace
 from elasticcb.storage.folder_lock import FolderLock
-from elasticcb.storage.remote_files import is_url
+from elasticcb.storage.remote_files import as_path, is_url
 from elasticcb.storage.store_lock import StoreLock, locked
 
 logger = logging.getLogger(__name__)
@@ -520,7 +520,7 @@ def own_checkpoints(context: JobContext) -> FolderLock | StoreLock | None:
         return None
     context.until_end.callback(lock.release)
     if isinstance(lock, FolderLock):
-        put_back(folder.removeprefix("file://"))
+        put_back(as_path(folder))
     return lock
 
 

@@ -24,6 +24,11 @@ def is_url(folder: str) -> bool:
     return "://" in folder
 
 
+def as_path(folder: str) -> str:
+    """The path of a `file://` or `local://` URL; others, and paths, unchanged."""
+    return folder.removeprefix("file://").removeprefix("local://")
+
+
 # A password may contain "/", of which `urlsplit` knows nothing. A port is none, nor is what GitHub's URLs have there.
 _PASSWORD = re.compile(r"((?<!github)://[^/\s:@]*):(?!\d{1,5}(?:/|$))[^\s@]*@")
 

@@ -18,7 +18,7 @@ from elasticcb.errors import StoreError, UsageError
 from elasticcb.process.host import host_name
 from elasticcb.storage.folder_lock import ENDING_SECONDS, FolderLock
 from elasticcb.storage.job_store import OWNERS, JobStore
-from elasticcb.storage.remote_files import is_url
+from elasticcb.storage.remote_files import as_path, is_url
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ def locked(
         UsageError: another job has it.
         StoreError: it can't be used now.
     """
-    local = place.removeprefix("file://")
+    local = as_path(place)
     if is_url(local):
         return StoreLock(place, file, name, folder, run, say)
     lock = FolderLock(Path(local), name, ENDING_SECONDS, file)

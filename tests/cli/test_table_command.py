@@ -85,6 +85,14 @@ def test_json_has_the_same_as_numbers(two_servers, capsys):
     assert (items["rows"], items["row_bytes"], items["slot_bytes"], items["top"][2]) == (5, 80, 20, [4, 5])
 
 
+def test_damaged_rows_are_not_shown(two_servers, capsys):
+    path = two_servers / server_file(1, 2)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert main(["table", str(two_servers), "--id=1"]) != ExitCode.DONE
+    assert f"{path} is damaged" in capsys.readouterr().err
+
+
 def test_one_table_is_chosen_by_the_name_of_its_layer(two_servers, capsys):
     for name in ("users", "users/embeddings"):
         found = json.loads(run(capsys, two_servers, "--json", f"--table={name}"))

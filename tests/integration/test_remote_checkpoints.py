@@ -134,6 +134,14 @@ def test_store_that_is_away_is_not_taken_for_a_damaged_version(url, tmp_path, mo
     assert weights(remote_checkpoint.fetch(url, tmp_path / "copy")[0]) == [10] * 3
     assert remote_checkpoint.newest_of_run(url, "none") == ""
 
+    def replaced(store, name, path):  # or all that there were, by newer ones
+        if not JobStore(url).names("version-00000040"):
+            write(url, 40, keep_max=1)
+        get(store, name, path)
+
+    monkeypatch.setattr(JobStore, "get_file", replaced)
+    assert weights(remote_checkpoint.fetch(url, tmp_path / "other")[0]) == [40] * 3
+
 
 @pytest.mark.parametrize("url", ["file"], indirect=True)
 def test_table_command_reads_a_url(url, capsys):

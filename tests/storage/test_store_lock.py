@@ -94,9 +94,13 @@ def test_a_store_that_can_not_tell_who_was_first_is_told_of_once_and_used(caplog
     assert "no conditional writes" in record.getMessage()
 
 
-def test_a_local_folder_is_the_same_by_its_path_and_by_its_url(tmp_path):
+def test_a_local_folder_is_the_same_by_its_path_and_by_its_urls(tmp_path):
     with contextlib.ExitStack() as jobs:
-        for folder, holds in ((f"{tmp_path}/a b", True), (f"file://{tmp_path}/a b", False)):
+        for folder, holds in (
+            (f"{tmp_path}/a b", True),
+            (f"file://{tmp_path}/a b", False),
+            (f"local://{tmp_path}/a b", False),
+        ):
             settings = JobSettings(command=Command.TRAIN, checkpoint=CheckpointSettings(directory=folder))
             context = SimpleNamespace(settings=settings, run=folder, until_end=jobs)
             context.server = SimpleNamespace(print=pytest.fail)
