@@ -197,7 +197,9 @@ def chaos(seconds: float, every: float, rate: float) -> None:
         code = job.wait()
         read = Counter((folder / "stream.py.ledger").read_bytes().split())
         again = sum(read.values()) - len(read)
-        print(f"kills {dict(kills)}; sent {sent:,}; never trained {len(missing):,}; read again {again:,}; exit {code}")
+        counted = _status(folder)["records_repeated"]
+        print(f"kills {dict(kills)}; sent {sent:,}; never trained {len(missing):,}; exit {code}")
+        print(f"read again: {again:,} by the ledger, at most {counted:,} by the job's summary")
         print("".join((folder / "output").read_text().splitlines(keepends=True)[-25:]))
 
 
@@ -217,6 +219,11 @@ def _kill(job: Any, kafka: Broker, role: str) -> int:
         return 0
     random.choice(found).kill()
     return 1
+
+
+def _status(folder: Path) -> Any:
+    command = [sys.executable, "-m", "elasticcb", "status", f"{folder}/job", "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
 
 
 def _missing(folder: Path, sent: int) -> set[int]:
@@ -244,14 +251,10 @@ def soak(seconds: float, rate: float) -> None:
                     for process in psutil.Process(job.pid).children(recursive=True):
                         with contextlib.suppress(psutil.NoSuchProcess):
                             memory[process.name()] = process.memory_info().rss >> 20
-                    command = [sys.executable, "-m", "elasticcb", "status", f"{folder}/job", "--json"]
-                    status = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+                    lag = _status(folder)["lag_records"]
                     shown = ", ".join(f"{name} {size}" for name, size in sorted(memory.items()))
                     journal, recovery = _size(folder / "job" / "journal.log"), _size(folder / "job" / "recovery")
-                    print(
-                        f"| {minute + 1} | {shown} | {status['lag_records']:,} | {journal:,} | {recovery:,} |",
-                        flush=True,
-                    )
+                    print(f"| {minute + 1} | {shown} | {lag:,} | {journal:,} | {recovery:,} |", flush=True)
         finally:
             job.send_signal(signal.SIGINT)
             job.wait()
