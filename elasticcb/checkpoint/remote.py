@@ -19,6 +19,7 @@ from elasticcb.checkpoint.manifest import MANIFEST, file_names, read_manifest, v
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import newest_usable, version_folder, version_of
 from elasticcb.errors import CheckpointError, StoreError
+from elasticcb.settings import RECOVERY_FOLDER
 from elasticcb.storage.job_store import JobStore
 from elasticcb.storage.local_folders import TemporaryFolder
 from elasticcb.storage.remote_files import is_url
@@ -81,6 +82,8 @@ class Files:
 
 
 logger = logging.getLogger(__name__)
+
+_TRIES = 5  # while servers replace files
 
 
 def place_of(url: str, version: int) -> str:
@@ -189,7 +192,25 @@ def local_copy(folder: str) -> Iterator[str]:
         yield str(copy)
 
 
-def _fetched(store: JobStore, prefix: str, to: Path, url: str) -> Path:
+@contextlib.contextmanager
+def recovery_files(job: str) -> Iterator[Path | None]:
+    """Returns a local copy of what the servers of the job at a URL saved last; None: nothing, or it is done.
+
+    Raises `CheckpointError` like `fetch`.
+    """
+    with TemporaryFolder() as copies, _store(posixpath.join(job, RECOVERY_FOLDER)) as store:
+        for left in reversed(range(_TRIES)):
+            manifests = [name for name in store.names("") if name.startswith("manifest-")]
+            try:
+                newest = _fetched(store, "", copies / "saved", store.url, manifests[-1]) if manifests else None
+                break
+            except CheckpointError:  # perhaps servers replaced files meanwhile
+                if not left:
+                    raise
+        yield newest
+
+
+def _fetched(store: JobStore, prefix: str, to: Path, url: str, manifest: str = MANIFEST) -> Path:
     """Copies the version at `url` to disk and verifies it. Raises `CheckpointError` if a file is damaged."""
     with contextlib.suppress(CheckpointError):
         verify(to)
@@ -197,7 +218,7 @@ def _fetched(store: JobStore, prefix: str, to: Path, url: str) -> Path:
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir(parents=True)
     with contextlib.suppress(FileNotFoundError):  # `verify` names what is missing
-        store.get_file(prefix + MANIFEST, to / MANIFEST)
+        store.get_file(prefix + manifest, to / MANIFEST)
     for name in file_names(read_manifest(to), url):
         with contextlib.suppress(FileNotFoundError):
             store.get_file(prefix + name, to / name)

@@ -36,10 +36,10 @@ from elasticcb.storage.remote_files import is_url
 def export(source: str, output: str, numbered: bool) -> None:
     """Export the model of a job as a SavedModel or a .keras file.
 
-    JOB is the folder or the name of a training job, as for `resume`. Of a job that runs, or was stopped, the weights
-    are those that its servers saved last, at most some seconds ago. CHECKPOINT is the folder or URL of one version, or
-    of all versions, of which the newest is exported. The model file and the training data must be where they were when
-    the job started.
+    JOB is the folder, the URL or the name of a training job, as for `resume`. Of a job that runs, or was stopped, the
+    weights are those that its servers saved last, at most some seconds ago. CHECKPOINT is the folder or URL of one
+    version, or of all versions, of which the newest is exported. The model file and the training data must be where
+    they were when the job started.
 
     \b
     Examples:
@@ -75,31 +75,34 @@ def export(source: str, output: str, numbered: bool) -> None:
 @contextlib.contextmanager
 def _snapshot(source: str) -> Iterator[tuple[JobSettings, Path]]:
     """The settings of the job, and the folder of a snapshot on this disk."""
-    from elasticcb.checkpoint.remote import local_copy
+    from elasticcb.checkpoint.remote import local_copy, recovery_files
     from elasticcb.checkpoint.versions import find_latest
 
     if is_checkpoint(source):
         with local_copy(source if is_url(source) else str(Path(source).expanduser().absolute())) as folder:
             found = find_latest(folder)
             yield _complete(_settings_of(found), source), found
-    elif is_url(source):
-        settings = StoredJob(source).settings()
-        with local_copy(settings.checkpoint.directory) as folder:
-            yield settings, find_latest(folder)
+        return
+    if is_url(source):
+        job, settings = source, StoredJob(source).settings()
     else:
-        job = find_job(source, only_training=True)
-        settings = _settings_in(job)
-        saved = None if settings.store else _saved_by(job)  # else its files are at the URL
-        with contextlib.ExitStack() as until_end:
-            place = None if saved is not None else _checkpoint_of(settings.checkpoint.directory, _run_of(job))
-            if place is not None:
-                saved = find_latest(until_end.enter_context(local_copy(place)))
-            if saved is None:
+        here = find_job(source, only_training=True)
+        settings = _settings_in(here)
+        job = settings.store or str(here)
+    with contextlib.ExitStack() as until_end:
+        saved = until_end.enter_context(recovery_files(job)) if is_url(job) else _saved_by(Path(job))
+        if saved is None:
+            if is_url(job):
+                place = StoredJob(job).status()["checkpoint_path"]
+            else:
+                place = _checkpoint_of(settings.checkpoint.directory, _run_of(Path(job)))
+            if not place:
                 raise UsageError(
                     f"The job in {job} has saved nothing of its model: its servers do so a second after training "
                     "begins. If it runs, try again then."
                 )
-            yield settings, saved
+            saved = find_latest(until_end.enter_context(local_copy(place)))
+        yield settings, saved
 
 
 def _settings_of(checkpoint: Path) -> JobSettings:

@@ -391,6 +391,8 @@ def test_job_goes_on_elsewhere_and_the_former_master_gives_way(url, tmp_path, st
 
     assert main(["status", url]) == ExitCode.DONE
     assert re.search(r"\(train\): .*\n(.*\n)*  as its master wrote \d+ s ago", capsys.readouterr().out)
+    assert main(["export", url, f"--output={tmp_path / 'exported'}"]) == ExitCode.DONE
+    assert (tmp_path / "exported" / "saved_model.pb").is_file()
     assert main(["table", url]) == ExitCode.WRONG_USAGE
     assert "Call this command there" in capsys.readouterr().err
     assert main(["stop", url]) == ExitCode.WRONG_USAGE
