@@ -334,10 +334,9 @@ def check_file(path: Path, saved: SavedFile) -> None:
     """Raises `CheckpointError` if the file is not the saved one."""
     try:
         size = path.stat().st_size
-        if size == saved.bytes and durable.digest_of(path).sha256 == saved.sha256:
-            return
+        if size != saved.bytes:
+            raise CheckpointError(f"The file {path} is damaged: it has {size} bytes, its manifest lists {saved.bytes}.")
+        if durable.digest_of(path).sha256 != saved.sha256:
+            raise CheckpointError(f"The file {path} is damaged: its SHA-256 is not the one in its manifest.")
     except OSError as error:
         raise CheckpointError(f"The file {path} can't be read: {error}.") from error
-    raise CheckpointError(
-        f"The file {path} is damaged: its {size} bytes are not the {saved.bytes} bytes listed in its manifest."
-    )

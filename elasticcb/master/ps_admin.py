@@ -7,12 +7,13 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from elasticcb.checkpoint.manifest import written_parts
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import server_file
 from elasticcb.clients.ps import Ids, PSClient, table_pieces
@@ -110,11 +111,13 @@ class PSControl:
             try:
                 if self.recovery is None:
                     raise CheckpointError("This job keeps no recovery files.")
-                manifest = json.dumps(self.recovery.manifest())
+                manifest = self.recovery.manifest()
                 files = ModelState(version=version, checkpoint=self.recovery.place)
-                answer = link.call("Initialize", self._beginning(server, files, manifest)).header
-                complete = self.recovery.restored(index, answer.file)
-                restored = Restored(answer.recovered_version, RECOVERY_FILES, answer.learning_rate, complete)
+                answer = link.call("Initialize", self._beginning(server, files, json.dumps(manifest))).header
+                complete, held = self.recovery.restored(index, answer.file), answer.recovered_version
+                is_damaged = held < self._saved_version(manifest, index)
+                words = f"{RECOVERY_FILES} before a damaged one" if is_damaged else RECOVERY_FILES
+                restored = Restored(held, words, answer.learning_rate, complete)
             except StoreError:
                 raise
             except CheckpointError as error:
@@ -133,6 +136,12 @@ class PSControl:
             return restored
         finally:
             link.close()
+
+    def _saved_version(self, manifest: Mapping[str, Any], index: int) -> int:
+        """What a server has, at least, when it has read undamaged files."""
+        assert self.recovery is not None
+        versions = [part.files[-1].version for part in written_parts(manifest, self.recovery.folder)]
+        return versions[index] if len(versions) == self.servers.shard_map.servers else min(versions)
 
     def _beginning(self, server: KnownServer, source: ModelState, manifest: str = "") -> Frame[Any]:
         """The initialization request of a server."""

@@ -213,7 +213,7 @@ def three_versions(tmp_path):
     ("damage", "fault"),
     [
         (flip, r"server-00001-of-00002\.safetensors is damaged"),
-        (cut, r"server-00001-of-00002\.safetensors is damaged: its 100 bytes are not"),
+        (cut, r"server-00001-of-00002\.safetensors is damaged: it has 100 bytes"),
         (delete, r"server-00001-of-00002\.safetensors can't be read: .*No such file"),
         (empty_manifest, r"manifest\.json can't be read: .*JSONDecodeError"),
         (manifest_without_files, r"manifest\.json can't be read: KeyError\('servers'\)"),

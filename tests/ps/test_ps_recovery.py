@@ -172,7 +172,7 @@ def test_server_whose_last_file_is_damaged_lacks_what_it_had_acknowledged(losing
     servers.master.recovery.take_last(0, saved)
     (servers.master.recovery.folder / saved.file).write_bytes(b"")
     restored = servers.replace(version=2)
-    assert (restored.version, restored.complete) == (1, False)
+    assert (restored.version, restored.complete, restored.is_older) == (1, False, True)
 
 
 def test_server_makes_the_folder_of_its_files_which_may_be_on_its_machine_only(losing, tmp_path):
@@ -306,7 +306,8 @@ def test_a_damaged_file_ends_what_is_read_and_its_server_saves_everything_next(l
             before = servers.held()
     last = sorted(servers.master.recovery.folder.glob("ps-*"))[-1]
     last.write_bytes(last.read_bytes()[:-1])
-    assert servers.replace(version=3).version == 2
+    restored = servers.replace(version=3)
+    assert (restored.version, restored.source) == (2, "its recovery files before a damaged one")
     assert "is damaged" in caplog.text
     assert_same(servers.held(), before)
     assert servers.push(3).version == 4
@@ -315,7 +316,8 @@ def test_a_damaged_file_ends_what_is_read_and_its_server_saves_everything_next(l
     expected = servers.held()
     servers.write()
     assert len(list(servers.master.recovery.folder.glob("ps-*"))) == 2  # a whole one, and one of changes
-    assert servers.replace(version=5).version == 5
+    restored = servers.replace(version=5)
+    assert (restored.version, restored.is_older) == (5, False)
     assert_same(servers.held(), expected)
 
 
