@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from ps_clients import save_as_server
-from waiting import wait_until
 
 from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.parts import load
@@ -99,10 +98,12 @@ def test_state_that_the_master_sets_is_set_again_on_a_server_that_is_replaced_be
     handlers = servers.servers[1]._servicer.handlers
     load = handlers["LoadState"]
     monkeypatch.setitem(handlers, "LoadState", lambda frame: (goes_on.wait(30), load(frame))[1])
+    answered, note = threading.Event(), servers.master.recovery.note
+    monkeypatch.setattr(servers.master.recovery, "note", lambda *given: (note(*given), answered.set())[0])
     given = [np.full(size, 9.0, np.float32) for size in SIZES]
     with ThreadPoolExecutor(1) as pool:
         setting = pool.submit(servers.master.load_state, [*given, np.zeros((1, 3), np.float32)], None)
-        wait_until(lambda: servers.model(0).parameters.version == 1)
+        assert answered.wait(30)  # server 0
         servers.replace(0)  # from the initial weights: no file is valid yet
         servers.master.servers.connect(servers.master.servers.known[0], ServerPlace(*servers.find(0)))
         goes_on.set()
