@@ -165,7 +165,8 @@ def fetch(url: str, to: Path) -> tuple[Path, Sequence[str]]:
             versions = _versions(store)
             if not versions:
                 raise CheckpointError(
-                    f"There is no complete checkpoint in {url}. Expected a folder version-… with a {MANIFEST}."
+                    f"There is no complete checkpoint in {url}. Expected a folder version-… with a {MANIFEST}. "
+                    "Those of a job are in the folder model of its folder, or in its --checkpoint_dir."
                 )
             try:
                 return newest_usable(

@@ -196,7 +196,8 @@ def _finished_versions(directory: str | Path) -> list[Path]:
     versions = find_versions(directory)
     if not versions:
         raise CheckpointError(
-            f"There is no complete checkpoint in {directory}. Expected a folder version-… with a {MANIFEST}."
+            f"There is no complete checkpoint in {directory}. Expected a folder version-… with a {MANIFEST}. "
+            "Those of a job are in the folder model of its folder, or in its --checkpoint_dir."
         )
     return versions
 

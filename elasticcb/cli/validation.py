@@ -225,7 +225,7 @@ def _check_initial_folder(name: str, given: Given) -> Iterator[str]:
     if path is None or "://" in given[name]:
         return
     flag = given.name(name)
-    expected = "Expected a folder written by `train --checkpoint_dir`."
+    expected = "Expected a folder written by `train --checkpoint_dir`, or the folder model of a job."
     if given.command is Command.EVALUATE and given["follow"]:
         # The training job may not have written anything yet.
         if path.exists() and not path.is_dir():
