@@ -126,22 +126,24 @@ def finish(folder: str, keep_max: int, run: str = "", **content: Any) -> None:
 
 
 def newest_of_run(url: str, run: str) -> str:
-    """The newest version below `url` that a given training wrote; "": there is none.
+    """The newest version below `url` that a given training wrote; "": none. Logs manifests that are damaged.
 
     Raises `StoreError` if the URL can't be read now.
     """
     with _store(url) as store:
-        own = (name for name in reversed(_versions(store)) if _run_of(store, name) == run)
+        own = (name for name in reversed(_versions(store)) if _run_of(store, name, logging.WARNING) == run)
         name = next(own, "")
         return posixpath.join(url, name) if name else ""
 
 
-def _run_of(store: JobStore, name: str) -> str:
-    """The training that wrote a version; "": its manifest is damaged, or was removed just now."""
+def _run_of(store: JobStore, name: str, level: int = logging.DEBUG) -> str:
+    """The training that wrote a version; "": its manifest is damaged, which is logged, or was removed just now."""
     with TemporaryFolder() as here, contextlib.suppress(FileNotFoundError):
         store.get_file(f"{name}/{MANIFEST}", here / MANIFEST)
-        with contextlib.suppress(CheckpointError):
+        try:
             return str(read_manifest(here).get("extra", {}).get("run", ""))
+        except CheckpointError as error:
+            logger.log(level, "Skipped %s: %s", name, str(error).replace(str(here), f"{store.url}/{name}"))
     return ""
 
 

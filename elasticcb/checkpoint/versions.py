@@ -7,6 +7,7 @@ the manifest (manifest.py) and renames the folder. A folder without a manifest i
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import secrets
 import shutil
@@ -20,6 +21,8 @@ from elasticcb.errors import CheckpointError, StoreError
 from elasticcb.sharding.partition import Slice, VariableSpec
 from elasticcb.storage import durable
 from elasticcb.storage.durable import TEMPORARY
+
+logger = logging.getLogger(__name__)
 
 _VERSION_FOLDER = re.compile(r"version-(\d{8,})")
 _OLD = "-old"  # suffix of a version that is about to be replaced
@@ -150,12 +153,14 @@ def find_undamaged(directory: str | Path) -> tuple[Path, Sequence[str]]:
 
 
 def newest_of_run(directory: str | Path, run: str) -> str:
-    """The newest undamaged version in `directory` that a given training wrote; "": there is none."""
+    """The newest undamaged version in `directory` that a given training wrote; "": none. Logs what it skips."""
     for folder in reversed(find_versions(directory)):
-        with contextlib.suppress(CheckpointError):
-            if _run_of(folder) == run:
+        try:
+            if read_manifest(folder)["extra"].get("run", "") == run:
                 verify(folder)
                 return str(folder)
+        except CheckpointError as error:
+            logger.warning("Skipped %s: %s", folder.name, error)
     return ""
 
 
