@@ -200,13 +200,13 @@ def _fetched(store: JobStore, prefix: str, to: Path, url: str) -> Path:
     to.mkdir(parents=True)
     with contextlib.suppress(FileNotFoundError):  # `verify` names what is missing
         store.get_file(prefix + MANIFEST, to / MANIFEST)
-    for name in file_names(read_manifest(to), url):
-        with contextlib.suppress(FileNotFoundError):
-            store.get_file(prefix + name, to / name)
     try:
+        for name in file_names(read_manifest(to), to):
+            with contextlib.suppress(FileNotFoundError):
+                store.get_file(prefix + name, to / name)
         verify(to)
     except CheckpointError as error:
-        raise CheckpointError(str(error).replace(str(to), url)) from error
+        raise type(error)(str(error).replace(str(to), url)) from error
     return to
 
 
