@@ -21,7 +21,7 @@ from elasticcb.checkpoint.versions import newest_usable, version_folder, version
 from elasticcb.errors import CheckpointError, StoreError
 from elasticcb.storage.job_store import JobStore
 from elasticcb.storage.local_folders import TemporaryFolder
-from elasticcb.storage.remote_files import is_url
+from elasticcb.storage.remote_files import as_path, is_url
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ def finish(folder: str, keep_max: int, run: str = "", **content: Any) -> None:
         own = [each for each in _versions(store) if not run or _run_of(store, each) in ("", run)]
         kept = {name, *(own[-keep_max:] if keep_max else own)}
         for old in _folders(store):
-            if old not in kept:
+            if old not in kept and not Path(as_path(url), old).is_symlink():
                 store.remove(f"{old}/{MANIFEST}")
                 store.remove_all(old)
 

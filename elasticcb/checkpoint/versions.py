@@ -210,15 +210,15 @@ def prune(directory: str | Path, keep_max: int, run: str = "") -> list[Path]:
     """Deletes all but the newest `keep_max` versions (0: none), those of other trainings than `run` ("": any), and
     unfinished leftovers; returns what was deleted.
 
-    The last written version is kept as well: a job that started from an older version has damaged or unwanted newer
-    ones.
+    The last written version is kept as well (a job that started from an older one has unwanted newer ones), and links.
     """
-    versions = find_versions(directory)
+    versions = [folder for folder in find_versions(directory) if not folder.is_symlink()]
     foreign = [folder for folder in versions if run and _run_of(folder) not in ("", run)]
     versions = [folder for folder in versions if folder not in foreign]
     last = max(versions, key=_finished_at, default=None)
     old = [folder for folder in versions[:-keep_max] if folder != last] if keep_max > 0 else []
-    old += [*foreign, *(path for path in Path(directory).glob(f"{TEMPORARY}version-*") if path.is_dir())]
+    unfinished = Path(directory).glob(f"{TEMPORARY}version-*")
+    old += [*foreign, *(path for path in unfinished if path.is_dir() and not path.is_symlink())]
     for folder in old:
         # Without its manifest, a partly deleted folder is not a checkpoint.
         with contextlib.suppress(OSError):
