@@ -22,7 +22,7 @@ from elasticcb.errors import CheckpointError, StoreError
 from elasticcb.settings import RECOVERY_FOLDER
 from elasticcb.storage.job_store import JobStore
 from elasticcb.storage.local_folders import TemporaryFolder
-from elasticcb.storage.remote_files import is_url
+from elasticcb.storage.remote_files import as_path, is_url
 
 
 @contextlib.contextmanager
@@ -123,28 +123,30 @@ def finish(folder: str, keep_max: int, run: str = "", **content: Any) -> None:
         own = [each for each in _versions(store) if not run or _run_of(store, each) in ("", run)]
         kept = {name, *(own[-keep_max:] if keep_max else own)}
         for old in _folders(store):
-            if old not in kept:
+            if old not in kept and not Path(as_path(url), old).is_symlink():
                 store.remove(f"{old}/{MANIFEST}")
                 store.remove_all(old)
 
 
 def newest_of_run(url: str, run: str) -> str:
-    """The newest version below `url` that a given training wrote; "": there is none.
+    """The newest version below `url` that a given training wrote; "": none. Logs manifests that are damaged.
 
     Raises `StoreError` if the URL can't be read now.
     """
     with _store(url) as store:
-        own = (name for name in reversed(_versions(store)) if _run_of(store, name) == run)
+        own = (name for name in reversed(_versions(store)) if _run_of(store, name, logging.WARNING) == run)
         name = next(own, "")
         return posixpath.join(url, name) if name else ""
 
 
-def _run_of(store: JobStore, name: str) -> str:
-    """The training that wrote a version; "": its manifest is damaged, or was removed just now."""
+def _run_of(store: JobStore, name: str, level: int = logging.DEBUG) -> str:
+    """The training that wrote a version; "": its manifest is damaged, which is logged, or was removed just now."""
     with TemporaryFolder() as here, contextlib.suppress(FileNotFoundError):
         store.get_file(f"{name}/{MANIFEST}", here / MANIFEST)
-        with contextlib.suppress(CheckpointError):
+        try:
             return str(read_manifest(here).get("extra", {}).get("run", ""))
+        except CheckpointError as error:
+            logger.log(level, "Skipped %s: %s", name, str(error).replace(str(here), f"{store.url}/{name}"))
     return ""
 
 
@@ -220,13 +222,13 @@ def _fetched(store: JobStore, prefix: str, to: Path, url: str, manifest: str = M
     to.mkdir(parents=True)
     with contextlib.suppress(FileNotFoundError):  # `verify` names what is missing
         store.get_file(prefix + manifest, to / MANIFEST)
-    for name in file_names(read_manifest(to), url):
-        with contextlib.suppress(FileNotFoundError):
-            store.get_file(prefix + name, to / name)
     try:
+        for name in file_names(read_manifest(to), to):
+            with contextlib.suppress(FileNotFoundError):
+                store.get_file(prefix + name, to / name)
         verify(to)
     except CheckpointError as error:
-        raise CheckpointError(str(error).replace(str(to), url)) from error
+        raise type(error)(str(error).replace(str(to), url)) from error
     return to
 
 

@@ -7,6 +7,7 @@ the manifest (manifest.py) and renames the folder. A folder without a manifest i
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import secrets
 import shutil
@@ -20,6 +21,8 @@ from elasticcb.errors import CheckpointError, StoreError
 from elasticcb.sharding.partition import Slice, VariableSpec
 from elasticcb.storage import durable
 from elasticcb.storage.durable import TEMPORARY
+
+logger = logging.getLogger(__name__)
 
 _VERSION_FOLDER = re.compile(r"version-(\d{8,})")
 _OLD = "-old"  # suffix of a version that is about to be replaced
@@ -150,12 +153,14 @@ def find_undamaged(directory: str | Path) -> tuple[Path, Sequence[str]]:
 
 
 def newest_of_run(directory: str | Path, run: str) -> str:
-    """The newest undamaged version in `directory` that a given training wrote; "": there is none."""
+    """The newest undamaged version in `directory` that a given training wrote; "": none. Logs what it skips."""
     for folder in reversed(find_versions(directory)):
-        with contextlib.suppress(CheckpointError):
-            if _run_of(folder) == run:
+        try:
+            if read_manifest(folder).get("extra", {}).get("run") == run:
                 verify(folder)
                 return str(folder)
+        except CheckpointError as error:
+            logger.warning("Skipped %s: %s", folder.name, error)
     return ""
 
 
@@ -206,15 +211,15 @@ def prune(directory: str | Path, keep_max: int, run: str = "") -> list[Path]:
     """Deletes all but the newest `keep_max` versions (0: none), those of other trainings than `run` ("": any), and
     unfinished leftovers; returns what was deleted.
 
-    The last written version is kept as well: a job that started from an older version has damaged or unwanted newer
-    ones.
+    The last written version is kept as well (a job that started from an older one has unwanted newer ones), and links.
     """
-    versions = find_versions(directory)
+    versions = [folder for folder in find_versions(directory) if not folder.is_symlink()]
     foreign = [folder for folder in versions if run and _run_of(folder) not in ("", run)]
     versions = [folder for folder in versions if folder not in foreign]
     last = max(versions, key=_finished_at, default=None)
     old = [folder for folder in versions[:-keep_max] if folder != last] if keep_max > 0 else []
-    old += [*foreign, *(path for path in Path(directory).glob(f"{TEMPORARY}version-*") if path.is_dir())]
+    unfinished = Path(directory).glob(f"{TEMPORARY}version-*")
+    old += [*foreign, *(path for path in unfinished if path.is_dir() and not path.is_symlink())]
     for folder in old:
         # Without its manifest, a partly deleted folder is not a checkpoint.
         with contextlib.suppress(OSError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.table import is_checkpoint
 from elasticcb.clients.local_job import StoredJob
 from elasticcb.compute.registry import keep_backend
-from elasticcb.errors import CheckpointError, ElasticCBError, UsageError
+from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.process.devices import hide_gpus
 from elasticcb.process.log_files import quiet_environment, without_native_messages
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, RECOVERY_FOLDER, JobSettings
@@ -23,6 +24,8 @@ from elasticcb.settings.job import HIDDEN
 from elasticcb.storage import durable
 from elasticcb.storage.local_folders import next_numbered
 from elasticcb.storage.remote_files import is_url
+
+logger = logging.getLogger(__name__)
 
 
 @click.command(context_settings=CONTEXT)
@@ -98,8 +101,8 @@ def _snapshot(source: str) -> Iterator[tuple[JobSettings, Path]]:
                 place = _checkpoint_of(settings.checkpoint.directory, _run_of(Path(job)))
             if not place:
                 raise UsageError(
-                    f"The job in {job} has saved nothing of its model: its servers do so a second after training "
-                    "begins. If it runs, try again then."
+                    f"The job in {job} has nothing of its model that can be read: its servers save it a second after "
+                    "training begins. If it runs, try again then."
                 )
             saved = find_latest(until_end.enter_context(local_copy(place)))
         yield settings, saved
@@ -134,26 +137,29 @@ def _settings_in(job: Path) -> JobSettings:
 
 
 def _saved_by(job: Path) -> Path | None:
-    """The recovery files of a job that has not finished; None: there are none."""
-    recovery = job / RECOVERY_FOLDER
-    with contextlib.suppress(ElasticCBError):
-        from elasticcb.checkpoint.manifest import read_manifest
+    """The recovery files of a job that has not finished; None: there are none, or their manifest is damaged."""
+    from elasticcb.checkpoint.manifest import MANIFEST, read_manifest
 
-        manifest = read_manifest(recovery)
-        if manifest["extra"].get("run") == _run_of(job):
-            return recovery
+    recovery = job / RECOVERY_FOLDER
+    if (recovery / MANIFEST).is_file():
+        try:
+            return recovery if read_manifest(recovery)["extra"].get("run") == _run_of(job) else None
+        except CheckpointError as error:
+            logger.warning("Skipped the recovery files: %s", error)
     return None
 
 
 def _checkpoint_of(directory: str, run: str) -> str | None:
     """The folder or URL of the newest checkpoint that a training wrote; if its name is unknown, that of all; None:
-    there is none."""
+    there is none. Raises `StoreError` if a URL can't be read now."""
     from elasticcb.checkpoint import remote, versions
 
+    if run:
+        return (remote if is_url(directory) else versions).newest_of_run(directory, run) or None
+    if is_url(directory):
+        return directory
     with contextlib.suppress(CheckpointError):
-        if run:
-            return (remote if is_url(directory) else versions).newest_of_run(directory, run) or None
-        return directory if is_url(directory) else str(versions.find_latest(directory))
+        return str(versions.find_latest(directory))
     return None
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticcb.errors import StoreError, describe
+from elasticcb.process.system import is_full
 from elasticcb.storage import durable
 from elasticcb.storage.durable import TEMPORARY
 from elasticcb.storage.remote_files import opened, protocols_of
@@ -126,8 +127,8 @@ class JobStore:
                         raise
 
     def create(self, name: str, content: bytes) -> bool:
-        """Writes a file that nobody else has written; returns whether this was the first. Raises `StoreError` if the
-        store can't tell."""
+        """Writes a file that nobody has written, with content that nobody else writes; returns whether this was the
+        first, also if the store's answer is lost and it is asked again. Raises `StoreError` if it can't tell."""
         with self._connected("written to") as files:
             self._make_parent(name)
             mode = _exclusive_mode(files)
@@ -137,13 +138,11 @@ class JobStore:
                         file.write(content)
                 else:
                     files.pipe_file(self._at(name), content, mode="create")
-            except FileExistsError:
-                return False
-            except OSError:  # as of an SFTP server, which does not say why
+            except OSError as error:  # of an SFTP server, it does not say why
                 files.invalidate_cache()
-                if not files.exists(self._at(name)):
+                if is_full(error) or not files.exists(self._at(name)):
                     raise
-                return False
+                return bool(files.cat_file(self._at(name)) == content)
             return True
 
     def tells_who_was_first(self) -> bool:

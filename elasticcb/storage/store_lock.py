@@ -37,7 +37,7 @@ class Owner:
     """
 
     def __init__(self, number: int, folder: Path | str, holder: str) -> None:
-        self.number, self.holder, self._folder = number, holder, folder
+        self.number, self.holder, self._folder, self._begun = number, holder, str(folder), time.time_ns()
 
     def take(self, store: JobStore) -> bool:
         """Becomes the owner; returns whether it is the first with this number."""
@@ -60,8 +60,8 @@ class Owner:
         store.remove(_file_of(self.number))
 
     def _record(self, ended: bool = False) -> bytes:
-        mine = {"host": host_name(), "process": os.getpid(), "folder": str(self._folder), "holder": self.holder}
-        return json.dumps({**mine, "ended": ended}).encode()
+        mine = {"host": host_name(), "process": os.getpid(), "folder": self._folder, "holder": self.holder}
+        return json.dumps({**mine, "begun": self._begun, "ended": ended}).encode()
 
 
 def _file_of(number: int) -> str:

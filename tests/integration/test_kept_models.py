@@ -11,8 +11,9 @@ import tensorflow as tf
 from waiting import wait_until
 
 from elasticcb.checkpoint.versions import begin_version, find_versions, finish_version
-from elasticcb.cli.export import _checkpoint_of
+from elasticcb.cli.export import _checkpoint_of, _saved_by
 from elasticcb.cli.main import main
+from elasticcb.errors import StoreError
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.roles.master import run_master
 from elasticcb.serving.loading import load_version
@@ -96,6 +97,30 @@ def test_a_job_that_has_saved_nothing_has_not_the_model_of_another_in_its_checkp
     for place in (str(tmp_path), f"file://{tmp_path}"):
         assert _checkpoint_of(place, "mine") is None
         assert _checkpoint_of(place, "other") == f"{place}/{other.name}"
+
+
+def test_export_names_the_damaged_files_that_it_skips_and_a_store_that_does_not_answer(tmp_path, caplog):
+    for version in (3, 4, 5):
+        finish_version(
+            begin_version(tmp_path, version), version=version, specs=[], parts=[], files=[], extra={"run": "r"}
+        )
+    newest = tmp_path / "version-00000005" / "manifest.json"
+    newest.write_bytes(newest.read_bytes()[:-9])
+    lost = tmp_path / "version-00000004" / "manifest.json"
+    durable.write_document(lost, {**durable.read_document(lost), "format": 99})
+    for place in (str(tmp_path), f"file://{tmp_path}"):
+        caplog.clear()
+        assert _checkpoint_of(place, "r") == f"{place}/version-00000003"
+        assert f"{place}/version-00000005/manifest.json is damaged" in caplog.text
+        assert f"{place}/version-00000004/manifest.json has the format 99 of a later release" in caplog.text
+    with pytest.raises(StoreError):
+        _checkpoint_of("sftp://127.0.0.1:1/models", "r")
+    recovery = tmp_path / "recovery"
+    assert _saved_by(tmp_path) is None
+    recovery.mkdir()
+    (recovery / "manifest.json").write_bytes(newest.read_bytes())
+    assert _saved_by(tmp_path) is None
+    assert f"Skipped the recovery files: The manifest {recovery}/manifest.json can't be read" in caplog.text
 
 
 def _output(capsys, *arguments):

@@ -100,6 +100,8 @@ def test_torn_missing_and_foreign_files_are_named_and_the_version_before_is_used
         told, ("50: .*damaged", "40: .*can't be read", "30: .*manifest", "20: .*elsewhere"), strict=True
     ):
         assert line.startswith("Skipped version-000000")
+        assert f"{url}/version-000000" in line
+        assert str(tmp_path / "copy") not in line
         assert re.search(words, line), line
     files.rm(f"{root}/version-00000010", recursive=True)
     with pytest.raises(CheckpointError, match=r"(?s)No checkpoint in .* can be used.*00000050: .*00000020: "):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from deep_cases import deep_but
+from elasticcb.checkpoint import remote
 from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, verify
 from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.shard_file import SavedFile
@@ -167,6 +168,24 @@ def test_the_version_written_last_is_kept_below_newer_ones(tmp_path):
     assert [folder.name for folder in find_versions(tmp_path)] == ["version-00000220", "version-00000310"]
     prune(tmp_path, 0)
     assert len(find_versions(tmp_path)) == 2
+
+
+def test_what_a_link_in_the_folder_leads_to_is_not_deleted(tmp_path):
+    part, archive, folder = Part(None, initial_values()), tmp_path / "archive", tmp_path / "checkpoints"
+    folder.mkdir()
+    for version in (1, 2):
+        save(archive, [part], SPECS, version)
+        (folder / f"version-0000000{version}").symlink_to(archive / f"version-0000000{version}")
+    (folder / ".tmp-version-00000003-link").symlink_to(archive / "version-00000001")
+    save(folder, [part], SPECS, 3)
+    save(folder, [part], SPECS, 4)
+    prune(folder, 1, run="own")
+    (folder / "version-00000005").mkdir()
+    content = {"version": 5, "specs": [], "parts": [], "files": []}
+    remote.finish(f"file://{folder}/version-00000005", 1, **content)
+    assert [path.name for path in find_versions(folder)] == [f"version-0000000{version}" for version in (1, 2, 5)]
+    for version in (1, 2):
+        verify(archive / f"version-0000000{version}")
 
 
 def flip(folder):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
-from elasticcb.errors import UsageError
+from elasticcb.errors import StoreError, UsageError
 from elasticcb.master.startup import own_checkpoints
 from elasticcb.settings import CheckpointSettings, Command, JobSettings
 from elasticcb.storage import store_lock
@@ -81,6 +83,19 @@ def test_of_two_that_begin_at_the_same_time_one_is_refused(take, monkeypatch):
         refused, taken = sorted(threads.map(outcome, ["one", "two"]))
     assert taken == "taken"
     assert "has just been taken by another job" in refused
+
+
+def test_a_full_disk_is_not_taken_for_another_job(url, monkeypatch):
+    def full(self, *arguments, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with contextlib.closing(JobStore(url)) as store:
+        owner, other = Owner(1, "/jobs/one", "one"), Owner(1, "/jobs/one", "one")
+        assert owner.take(store)
+        assert not other.take(store)
+        monkeypatch.setattr(LocalFileSystem, "open", full)
+        with pytest.raises(StoreError, match="No space left on device"):
+            other.take(store)
 
 
 def test_a_store_that_can_not_tell_who_was_first_is_told_of_once_and_used(caplog):
