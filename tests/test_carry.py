@@ -23,6 +23,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+import elasticcb
 from elasticcb.errors import UsageError
 from elasticcb.serialization import carry
 from elasticcb.serialization.reducers import Hollow
@@ -219,6 +220,11 @@ class NamedLikeTheFrameworks(keras.layers.Layer):
         return self._self_attention(inputs) * self.history[-1]
 
 
+def test_a_cluster_is_refused_by_its_path():
+    with pytest.raises(UsageError, match=re.escape("callbacks[0]['run']: a Cluster can't be sent")):
+        carry.dumps({"run": elasticcb.Cluster()}, "callbacks[0]")
+
+
 def test_attributes_of_layers_may_have_names_like_those_of_the_frameworks():
     model = keras.Sequential([keras.Input((2,)), NamedLikeTheFrameworks()])
     copy = carry.loads(carry.dumps(model, "model"))
@@ -263,6 +269,22 @@ def test_modules_of_the_user_travel_with_their_present_values(tmp_path, monkeypa
     for name in ("own_functions", "own_settings"):
         monkeypatch.delitem(sys.modules, name)
     assert carry.loads(data)(1) == 10.0
+
+
+def test_a_module_and_its_functions_have_one_set_of_globals(tmp_path, monkeypatch):
+    (tmp_path / "own_counts.py").write_text("N = 0\n\n\ndef count():\n    global N\n    N += 1\n")
+    (tmp_path / "own_steps.py").write_text(
+        "import own_counts\n\n\ndef step():\n    own_counts.count()\n    own_counts.N += 10\n    own_counts.count()\n"
+        "    return own_counts.N\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    step = importlib.import_module("own_steps").step
+    sys.modules["own_counts"].N = 100
+    data = carry.dumps_graph({"step": step}, {}, {}, Hollow(), None)[0]
+    for name in ("own_counts", "own_steps"):
+        monkeypatch.delitem(sys.modules, name)
+    assert carry.loads(data)["step"]() == 112
+    assert "own_steps" not in sys.modules  # only functions of it travel
 
 
 def test_a_deep_graph_needs_no_deep_recursion():

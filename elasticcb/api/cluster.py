@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 
@@ -150,6 +150,9 @@ class Cluster:
             state = f"in {self._turn.name}"
         logs = f"; {self.directory}" if self.directory else ""
         return f"<elasticcb.Cluster: {processes}, {settings.kind}, {state}{logs}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a hook can't use the cluster that runs it, only self.model")
 
     def __enter__(self) -> Cluster:
         self.start()

@@ -14,6 +14,8 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
+import pickle
 import sys
 import types
 from collections import deque
@@ -29,10 +31,11 @@ from elasticcb.callbacks.placement import TABLE, Place, hooks_at, overridden_hoo
 from elasticcb.errors import CallbackWarning, UsageError
 from elasticcb.keras_private import KerasSaveable, KerasVariable, layers_of
 from elasticcb.serialization import own_modules
-from elasticcb.serialization.process_state import draws_of, without_draws
+from elasticcb.serialization.process_state import drawing, draws_of, without_draws
 from elasticcb.settings import Command, JobSettings, written
 
 Key = tuple[int, str]  # number of the holder, and name
+_ITERATORS: tuple[Any, ...] = (itertools.count, itertools.cycle, *map(type, (iter([]), iter(()), iter(range(0)))))
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _MOST_PARTS = 10_000  # of a value that is compared by what is in it
 _MOST_BYTES = 1 << 20
@@ -75,6 +78,12 @@ class Drawn(NamedTuple):
 
     kind: type
     state: Any
+
+
+class Iterated(NamedTuple):
+    """An iterator of Python's, and where it is."""
+
+    pickled: bytes
 
 
 class Change(NamedTuple):
@@ -187,7 +196,8 @@ def without_traces(model: keras.Model, is_eager: bool = True) -> Iterator[None]:
     """Context that builds or tries a model. As in Keras, which builds symbolically, no numbers are drawn by what only
     looks like a step of training, and no attributes changed: of a model that was not built before, no counts, and no
     containers such as a replay buffer."""
-    objects = dict(enumerate([*layers_of(model), getattr(model, "loss", None)]))
+    holders = [*layers_of(model), getattr(model, "loss", None)]
+    objects = dict(enumerate([*holders, *_code_of(holders)]))
     attributes = SharedAttributes(objects)
     was_built = model.built
     with without_draws(model, of_python=was_built):
@@ -251,14 +261,26 @@ def _is_own(thing: Any, name: str) -> bool:
 @functools.lru_cache(maxsize=1000)
 def _named_by_user(kind: Any) -> frozenset[str]:
     """What the methods of the user's classes name."""
-    methods = [
-        method
-        for each in kind.__mro__
-        if _is_users(each)
-        for method in vars(each).values()
-        if isinstance(method, types.FunctionType)
-    ]
-    return frozenset().union(*(own_modules.names_in(method.__code__) for method in methods))
+    return frozenset().union(*(own_modules.names_in(method.__code__) for method in _methods(kind)))
+
+
+def _methods(kind: Any) -> list[types.FunctionType]:
+    methods = [method for each in kind.__mro__ if _is_users(each) for method in vars(each).values()]
+    return [method for method in methods if isinstance(method, types.FunctionType)]
+
+
+def _code_of(holders: Iterable[Any]) -> list[Any]:
+    """The user's functions and modules that run when these are called."""
+    found: dict[int, Any] = {}
+    pending = [each for holder in holders for each in (holder, *_methods(type(holder)))]
+    while pending:
+        thing = pending.pop()
+        is_code = isinstance(thing, (types.FunctionType, types.ModuleType)) and _is_holder(thing)
+        if is_code and id(thing) not in found:
+            found[id(thing)] = thing
+            if isinstance(thing, types.FunctionType):
+                pending += [value for _, value in _attributes(thing)]
+    return [*found.values()]
 
 
 @functools.lru_cache(maxsize=1000)
@@ -307,12 +329,15 @@ def _copy_of(value: Any) -> tuple[Any, bool]:
     def copied(part: Any) -> Any:
         budget[0] -= 1
         budget[1] -= part.nbytes if hasattr(type(part), "nbytes") else 0
+        if (draws := draws_of(part)) is not None:
+            part = Drawn(type(part), draws[0]())
+        if isinstance(part, _ITERATORS):
+            part = Iterated(pickle.dumps(part))
+            budget[1] -= len(part.pickled)
         if min(budget) < 0:
             raise TypeError("it is large")
-        if isinstance(part, (*_SIMPLE, _Absent, Drawn)):
+        if isinstance(part, (*_SIMPLE, _Absent, Drawn, Iterated)):
             return part
-        if (draws := draws_of(part)) is not None:
-            return Drawn(type(part), draws[0]())
         if isinstance(part, np.ndarray) and part.dtype != object:
             return part.copy()
         if _is_tensor(part):
@@ -358,16 +383,31 @@ def _like(given: Any, parts: Any) -> Any:
 
 def _in_place(mine: Any, theirs: Any) -> Any:
     """The container or random generator `mine`, to which others may refer, with what is in `theirs`; or `theirs`."""
-    if isinstance(theirs, Drawn):
-        if type(mine) is theirs.kind and (draws := draws_of(mine)) is not None:
-            draws[1](theirs.state)
-        return mine
+    theirs = _revived(mine, theirs)
     if type(mine) is not type(theirs) or not isinstance(mine, (dict, list, deque, set)):
         return theirs
     parts = copy.copy(theirs)
     mine.clear()
     (mine.extend if isinstance(mine, (list, deque)) else mine.update)(parts)
     return mine
+
+
+def _revived(mine: Any, theirs: Any) -> Any:
+    """`theirs`, with random generators, those of `mine` if possible, and iterators in place of their states."""
+    if isinstance(theirs, Iterated):
+        return pickle.loads(theirs.pickled)
+    if isinstance(theirs, Drawn):
+        return drawing(mine, *theirs)
+    if isinstance(theirs, dict):
+        own = mine if isinstance(mine, dict) else {}
+        return _like(theirs, {key: _revived(own.get(key), each) for key, each in theirs.items()})
+    if isinstance(theirs, (list, tuple, deque)):
+        before = [*mine[: len(theirs)]] if isinstance(mine, (list, tuple)) else []
+        parts = list(map(_revived, [*before, *[None] * (len(theirs) - len(before))], theirs))
+        if not isinstance(theirs, tuple):
+            return _like(theirs, parts)
+        return tuple(parts) if type(theirs) is tuple else type(theirs)(*parts)
+    return theirs
 
 
 def _may_travel(holder: Any, value: Any) -> bool:

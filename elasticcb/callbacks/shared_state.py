@@ -27,7 +27,7 @@ from elasticcb.errors import ElasticCBError
 from elasticcb.keras_private import KerasSaveable
 from elasticcb.serialization import carry
 from elasticcb.serialization.object_paths import references, slots_of
-from elasticcb.serialization.process_state import draws_of, read_python, write_python
+from elasticcb.serialization.process_state import Draws, draws_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Sent:
         left: for each callback, attributes that stay where they are: with their types if they can't be sent, else "".
         variables: values of variables of the program that have changed, by number.
         attributes: the same of attributes (shared_attributes.py).
-        random: the random states of Python, NumPy and PyTorch, which hooks share; None: they don't.
+        random: the random states of Python, NumPy, PyTorch and Keras, which hooks share; None: they don't.
     """
 
     values: list[dict[_Key, Any]]
@@ -68,13 +68,13 @@ class SharedState:
 
     def __init__(self, callbacks: Iterable[Placed], whole: bool, model: Any, variables: SharedVariables) -> None:
         self._states = [_State(each.callback, None if whole else each.follows) for each in callbacks]
-        self._model, self._variables, self._whole = model, variables, whole
+        self._model, self._variables, self._whole, self._draws = model, variables, whole, Draws()
         self._kept: list[set[_Key]] = [set() for _ in self._states]  # what was left out of the last message
 
     def dump(self, attributes: Mapping[Key, Change] | None = None) -> tuple[bytes, list[dict[str, str]]]:
         """The state, with changed attributes of other objects (shared_attributes.py), and `Sent.left`."""
         values, left = zip(*(state.get() for state in self._states), strict=True) if self._states else ((), ())
-        random = read_python() if self._whole and self._states else None
+        random = self._draws.read() if self._whole and self._states else None
         sent = Sent([*values], [*left], self._variables.changed(), dict(attributes or {}), random)
         self._kept = [set(each) for each in left]
         try:
@@ -107,7 +107,7 @@ class SharedState:
     def adopt(self, sent: Sent) -> None:
         """Sets the callbacks and variables here to the state."""
         if sent.random is not None:
-            write_python(sent.random)
+            self._draws.write(sent.random)
         self._variables.adopt(sent.variables)
         adopted: dict[int, Any] = {}
         for state, values, left, kept in zip(self._states, sent.values, sent.left, self._kept, strict=True):

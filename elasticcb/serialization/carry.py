@@ -95,7 +95,8 @@ def _dumped(
                 with own_modules.by_value(imported):
                     sections = pickler.sections(values)
                 blocks = None if folder is None else pickler.write_arrays(folder)
-                data = pickle.dumps((pickler.sources, sections, blocks, pickler.values, pickler.is_steady))
+                modules = pickler.modules if lists_values else set()
+                data = pickle.dumps((pickler.sources, sections, blocks, pickler.values, pickler.is_steady, modules))
                 return data, pickler
             except Exception as error:  # any error of a user's __reduce__
                 path, module = path_of(roots, pickler.last)
@@ -142,7 +143,7 @@ class Graph:
     """
 
     def __init__(self, data: bytes, known: Sequence[Any] = (), before: Graph | None = None) -> None:
-        sources, (*sections, modules), blocks, values, self.is_steady = pickle.loads(data)
+        sources, (*sections, modules), blocks, values, self.is_steady, own = pickle.loads(data)
         first, *second = sections
         self._fixed = first, modules
         self.parts: Any = None
@@ -150,7 +151,7 @@ class Graph:
         self._memo: list[Any] = []
         self._kept: dict[int, Any] = {}  # variables of `parts`
         self.continues = before is not None and before.is_steady and before._fixed == self._fixed
-        with finishing(values) as variables:
+        with finishing(values, own) as variables:
             if before is not None and self.continues:
                 self.parts, self._memo, self._kept = before.parts, before._memo, before._kept
                 for place, variable in self._kept.items():

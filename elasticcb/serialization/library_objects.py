@@ -101,8 +101,10 @@ def _reduce_strategy(pickler: Any, strategy: Any) -> Any:
 
 
 def _reduce_module(pickler: Any, module: types.ModuleType) -> Any:
+    if is_own := own_modules.is_own(module.__name__):
+        pickler.modules.add(module.__name__)
     # These modules are created at import, and cloudpickle would take some of them apart.
-    if f"{module.__name__}.".startswith(("keras.", "torch.")) or own_modules.is_own(module.__name__):
+    if is_own or f"{module.__name__}.".startswith(("keras.", "torch.")):
         return importlib.import_module, (module.__name__,)
     return cloudpickle.Pickler.reducer_override(pickler, module)
 

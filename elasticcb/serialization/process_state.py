@@ -141,6 +141,25 @@ def write_python(seeds: Mapping[str, Any]) -> None:
         torch.set_rng_state(torch.from_numpy(seeds["torch"]))
 
 
+class Draws:
+    """The random states of Python, NumPy and PyTorch, and of the generator of Keras in the thread that creates this."""
+
+    def __init__(self) -> None:
+        self._of_thread = vars(global_state.GLOBAL_STATE_TRACKER)
+
+    def read(self) -> dict[str, Any]:
+        """In any thread."""
+        generator = self._of_thread.get(_SEED_GENERATOR)  # None: not used yet
+        return {**read_python(), "keras": None if generator is None else np.array(generator.state.numpy())}
+
+    def write(self, drawn: Mapping[str, Any]) -> None:
+        if drawn["keras"] is not None:
+            if self._of_thread.get(_SEED_GENERATOR) is None:
+                self._of_thread[_SEED_GENERATOR] = keras.random.SeedGenerator()
+            self._of_thread[_SEED_GENERATOR].state.assign(drawn["keras"])
+        write_python(drawn)  # last: a new generator of Keras draws from Python's
+
+
 def draws_of(generator: Any) -> _Switch | None:
     """What reads and sets the state of a random generator of Python, NumPy or PyTorch; None: it is something else."""
     if isinstance(generator, np.random.Generator):
@@ -155,6 +174,17 @@ def draws_of(generator: Any) -> _Switch | None:
         drawn: Any = generator
         return lambda: drawn.get_state().numpy(), lambda state: drawn.set_state(torch.from_numpy(state))
     return None
+
+
+def drawing(mine: Any, kind: type, state: Any) -> Any:
+    """The random generator `mine`, or a new one if that is of another kind, with a state that `draws_of` has read."""
+    if type(mine) is not kind:
+        is_numpy = issubclass(kind, np.random.Generator)
+        mine = kind(getattr(np.random, state["bit_generator"])()) if is_numpy else kind()
+    draws = draws_of(mine)
+    assert draws is not None
+    draws[1](state)
+    return mine
 
 
 class _Seeding:

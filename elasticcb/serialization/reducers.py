@@ -13,7 +13,7 @@ import linecache
 import sys
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, cast
@@ -89,6 +89,7 @@ class ObjectPickler(cloudpickle.Pickler):
         last: the object whose turn came last, for messages.
         sources: lines of the user's files whose functions it has met.
         used: names in modules that the reader imports, and that these functions use, by module.
+        modules: names of own modules that objects refer to as modules.
         values, variables: those listed.
         is_steady: as `Graph.is_steady`.
     """
@@ -99,6 +100,7 @@ class ObjectPickler(cloudpickle.Pickler):
         self.last: Any = None
         self.sources: dict[str, list[str]] = {}
         self.used: dict[str, set[str]] = {}
+        self.modules: set[str] = set()
         self.values: list[Any] = []
         self.variables: list[Any] = []
         self.is_steady = lists_values
@@ -130,6 +132,8 @@ class ObjectPickler(cloudpickle.Pickler):
         return library_objects.reduce_class(obj, reduced) if isinstance(obj, type) else reduced
 
     def _function_getnewargs(self, func: Any) -> Any:
+        if own_modules.is_own(str(func.__globals__.get("__name__"))):
+            self.globals_ref.setdefault(id(func.__globals__), _Globals(func.__globals__))
         # With its own cells: functions of one scope share its variables.
         return (*super()._function_getnewargs(func)[:-1], func.__closure__)
 
@@ -147,10 +151,14 @@ _reading = threading.local()
 
 
 @contextlib.contextmanager
-def finishing(values: Sequence[Any]) -> Iterator[dict[int, Any]]:
-    """Context of reading; returns the variables that are read, by the place of their value in `values`."""
+def finishing(values: Sequence[Any], modules: Collection[str]) -> Iterator[dict[int, Any]]:
+    """Context of reading; returns the variables that are read, by the place of their value in `values`.
+
+    Args:
+        modules: own modules that objects refer to as modules: these have one set of globals with their functions.
+    """
     before = dict(vars(_reading))
-    _reading.later, _reading.values, _reading.variables = [], values, {}
+    _reading.later, _reading.values, _reading.variables, _reading.modules = [], values, {}, modules
     try:
         yield _reading.variables
         for finish in _reading.later:
@@ -162,6 +170,25 @@ def finishing(values: Sequence[Any]) -> Iterator[dict[int, Any]]:
 
 def _later(finish: Callable[[], None]) -> None:
     _reading.later.append(finish)
+
+
+# ---------------------------------------------------------------- globals of own modules
+
+
+class _Globals:
+    """Stands for those of a module's functions."""
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        names = ("__package__", "__name__", "__path__", "__file__")  # for relative imports, as in cloudpickle
+        self._own = {name: variables[name] for name in names if name in variables}
+
+    def __reduce__(self) -> Any:
+        return _globals_of, (self._own,)
+
+
+def _globals_of(own: dict[str, Any]) -> dict[str, Any]:
+    name = own["__name__"]
+    return vars(importlib.import_module(name)) if name in _reading.modules else own
 
 
 # ---------------------------------------------------------------- functions that functions of packages have created

@@ -1,11 +1,14 @@
 """Attributes that several processes share."""
 
 import argparse
+import itertools
+import pickle
 import types
 
+import keras
 import numpy as np
 
-from elasticcb.callbacks.shared_attributes import SharedAttributes
+from elasticcb.callbacks.shared_attributes import SharedAttributes, without_traces
 
 
 class Data:
@@ -60,6 +63,53 @@ def test_namespaces_and_random_generators_are_followed():
     assert [each.normal() for each in draws] == [theirs[number].seen.normal() for number in (3, 4)] != drawn
     here.undo(was_built=True)
     assert (ours[1].alpha, [each.normal() for each in draws]) == (1.0, drawn)
+
+
+def test_generators_in_containers_and_iterators_are_followed():
+    def held():
+        generators = [np.random.default_rng(0), np.random.RandomState(0)]
+        return {
+            1: Data(generators),
+            2: Data(itertools.count(5, 2)),
+            3: Data({"a": (iter([1, 2, 3]), itertools.cycle("ab"))}),
+        }
+
+    ours, theirs = held(), held()
+    here, there = SharedAttributes(ours), SharedAttributes(theirs)
+    generators, (first, second) = ours[1].seen, ours[1].seen
+    drawn = [each.normal() for each in theirs[1].seen]
+    assert [next(each) for each in (theirs[2].seen, *theirs[3].seen["a"])] == [5, 1, "a"]
+    theirs[2].rng = np.random.default_rng(3)
+    here.adopt(pickle.loads(pickle.dumps(there.changed())))
+    assert ours[1].seen is generators
+    assert [id(each) for each in generators] == [id(first), id(second)]
+    assert [each.normal() for each in generators] == [each.normal() for each in theirs[1].seen] != drawn
+    assert [next(each) for each in (ours[2].seen, *ours[3].seen["a"])] == [7, 2, "b"]
+    assert ours[2].rng.normal() == theirs[2].rng.normal()
+
+
+STEPS, SEEN = 0, [0]
+
+
+def count():
+    global STEPS
+    STEPS += 1
+
+
+class Counting(keras.Model):
+    def call(self, x):
+        count()
+        SEEN.append(1)
+        return x
+
+
+def test_trying_a_model_leaves_the_globals_of_its_functions():
+    model = Counting()
+    model.built = True
+    with without_traces(model):
+        model(np.ones((1, 1), "float32"))
+        assert (STEPS, SEEN) == (1, [0, 1])
+    assert (STEPS, SEEN) == (0, [0])
 
 
 results: list[int] = []

@@ -144,3 +144,17 @@ def test_objects_that_have_any_attribute_or_slots_are_taken_whole() -> None:
     state = _state(here)
     state.adopt(state.read(_state(there).dump()[0]))
     assert (type(here.client), here.client.sent, here.client.name) == (Client, 2, "client")
+
+
+def test_keras_continues_with_the_random_numbers_of_the_other_process() -> None:
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    drawn = [float(keras.random.normal(())) for _ in range(3)]
+    keras.utils.set_random_seed(3)
+    keras.random.normal(())
+    data, _ = _state(Callback([])).dump()
+    keras.utils.clear_session()
+    random.seed(7)
+    here = _state(Callback([]))
+    here.adopt(here.read(data))
+    assert [float(keras.random.normal(())) for _ in range(2)] == drawn[1:]
