@@ -17,7 +17,8 @@ class BatchEvent:
     number: int  # epoch or evaluation pass
     version: int  # of the model; after the push for a training batch
     size: int  # records
-    logs: Mapping[str, float] = field(default_factory=dict)  # of this batch only
+    # of this batch only; of the only worker of a program, of its epoch or pass so far
+    logs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,11 +175,12 @@ class MasterHooks:
             event = batch.event
             if event.kind is Mode.TRAINING and self._state is None:
                 self._show_steps(event.version)
-            metrics = batch.means if self._host.in_program else event.logs
+            means = event.logs if self._host.of_one_worker else batch.means
+            metrics = means if self._host.in_program else event.logs
             more: dict[str, Any] = {"size": event.size, "version": event.version}
             begin, end = HookLogs(**more), HookLogs(self._host.metrics.in_order(metrics), **more)
             self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_begin", batch.index, begin)
-            self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_end", batch.index, end, keras_logs=batch.means)
+            self._callbacks.call(f"on_{_HOOKS[event.kind]}_batch_end", batch.index, end, keras_logs=means)
         effects = self._effects(reads)
         self.send(effects)
         self.apply(effects)

@@ -83,6 +83,7 @@ class ModelHost:
     def __init__(self, settings: JobSettings, spec: Any = None, rehearses: bool = False) -> None:
         self.spec = ModelSpec(settings.model) if spec is None else spec
         self.trains, self.in_program = settings.command is Command.TRAIN, not settings.model.definition
+        self.of_one_worker = shares_state(settings)
         predicts = settings.command is Command.PREDICT
         self.collects_predictions = predicts and (spec is not None or bool(settings.output))
         self.model: keras.Model = self.spec.build_model()
@@ -131,7 +132,7 @@ class ModelHost:
                 self.model,
                 on_error=settings.training.callback_errors,
                 in_program=self.in_program,
-                one_worker=shares_state(settings),
+                one_worker=self.of_one_worker,
             )
             check_hooks(self.callbacks.callbacks, settings)
             callbacks = self.callbacks.callbacks

@@ -189,9 +189,10 @@ class Session:
             skips = training.non_finite is NonFinite.SKIP
             self.local.may_go_back = skips or self.callbacks.wants("on_train_batch_end")
         self.holds_predictions = holds_predictions(self.callbacks.callbacks)
-        self._as_keras, self._is_alone = in_program, shares_state(settings)
+        self._as_keras, self.is_alone = in_program, shares_state(settings)
         hooks_of_batches = [f"on_{mode}_batch_{end}" for mode in ("train", "test") for end in ("begin", "end")]
-        self.running = RunningLogs(self.metrics, self._as_keras and any(map(self.callbacks.wants, hooks_of_batches)))
+        wanted = any(map(self.callbacks.wants, hooks_of_batches)) or (self.is_alone and self.reports_batches)
+        self.running = RunningLogs(self.metrics, self._as_keras and wanted)
         self.passes = PassHooks(self.metrics, self.callbacks, self.call)
         follows = self.shared_callbacks.follows
         self.input = TaskInput(client, self.pipeline, self.computation, follows)
@@ -239,7 +240,7 @@ class Session:
     @property
     def ends_training(self) -> bool:
         """Whether a hook has ended training, and with it what this worker, the only one, has begun."""
-        return self._is_alone and self.callbacks.stop_requested
+        return self.is_alone and self.callbacks.stop_requested
 
     def call_of_batch(self, hook: str, batch: BatchOfEpoch, version: int, logs: Mapping[str, Any]) -> States | None:
         """Calls a hook of training batches, on a model with the newest weights. Returns the states of metrics from
@@ -255,7 +256,7 @@ class Session:
         number = version
         if self._as_keras:
             at_end = int(hook == "on_train_batch_end")
-            number = batch.index if self._is_alone else max(0, version - batch.epoch_version - at_end)
+            number = batch.index if self.is_alone else max(0, version - batch.epoch_version - at_end)
         given = HookLogs(self.metrics.in_order(logs), batch=batch.index, size=batch.records, version=version)
         self.running.show()
         self.call(hook, number, given)
@@ -277,7 +278,7 @@ class Session:
 
     def _set_by(self, hook: str) -> States | None:
         states = self.running.set_by_hooks()
-        if states is None or self._is_alone:
+        if states is None or self.is_alone:
             return states
         names = " or ".join(self.callbacks.names([hook]))
         text = (

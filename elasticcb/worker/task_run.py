@@ -143,9 +143,9 @@ class TaskRun:
             logs, outputs = session.computation.evaluate(batch.inputs, rows)
         if MetricTransport.OUTPUTS in session.transports.values():
             self._outputs.append(flatten_outputs(outputs))
-        self._progress.note_event(batch, session.ps.snapshot_version)
-        if session.callbacks.is_due("on_test_batch_end"):
+        if session.callbacks.is_due("on_test_batch_end") or session.reports_batches:
             logs = session.running.evaluated(logs)
+        self._progress.note_event(batch, session.ps.snapshot_version, logs if session.is_alone else {})
         given = HookLogs(session.metrics.in_order(logs, "test"), size=batch.records)
         self._call_of_test_batch("on_test_batch_end", index, given)
 
@@ -312,12 +312,12 @@ class _LocalTraining:
         loss = result.loss
         local.count()
         self._tally.steps += 1
-        progress.note_event(batch, local.version, result.logs)
         seconds = time.perf_counter() - started
         local.length.note_batch(seconds)
         session.callbacks.note_batch(seconds)
         session.running.add(result.states)
         logs = session.logs_of(result.logs)
+        progress.note_event(batch, local.version, logs if session.is_alone else result.logs)
         adopted = self._adopt(session.call_of_batch("on_train_batch_end", of_epoch, local.version, logs))
         states = {} if adopted else {**result.states, **before}
         trained = _Trained(batch.units, loss, progress.event, states)
@@ -495,7 +495,8 @@ class TaskProgress:
         return {name: merge(name, batches) for name, batches in self._batch_states.items()}
 
     def note_event(self, batch: Batch, version: int, logs: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Records the event of a batch for the master's callbacks."""
+        """Records the event of a batch for the master's callbacks, with logs of it alone or, of the only worker of a
+        program, of the epoch or pass so far."""
         if self._session.reports_batches:
             numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
             number = self.task.epoch if self.task.type == pb.TRAINING else self.task.evaluation_round

@@ -29,7 +29,7 @@ def new_model(**optimizer):
     keras.utils.set_random_seed(3)
     layers = [keras.layers.Dense(6, activation="tanh", name="inner"), keras.layers.Dense(1, name="outer")]
     model = keras.Sequential([keras.Input((4,)), *layers], name="net")
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9, **optimizer), loss="mse", metrics=["mae"])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9, **optimizer), loss="mse", metrics=["mae", keras.metrics.RootMeanSquaredError()])
     return model
 
 
@@ -132,6 +132,27 @@ def test_tensorboard_has_the_tags_steps_and_values_of_keras(cluster, tmp_path):
         assert values.keys() == own[name].keys(), name
         for step, value in values.items():
             np.testing.assert_allclose(own[name][step], value, rtol=1e-3, atol=1e-4, err_msg=f"{name}, step {step}")
+
+
+def test_hooks_of_batches_on_the_master_get_the_metrics_of_keras(cluster, tmp_path):
+    seen = {}
+
+    def callbacks(folder):
+        @elasticcb.callbacks.runs_on("master")
+        class Keeps(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                seen.setdefault(folder.name, []).append((batch, dict(logs)))
+
+            def on_test_batch_end(self, batch, logs=None):
+                seen.setdefault(f"{folder.name} test", []).append((batch, dict(logs)))
+
+        return [Keeps()]
+
+    both(cluster, tmp_path, callbacks, epochs=2)
+    for kind in ("", " test"):
+        for (batch, logs), (own_batch, own) in zip(seen[f"keras{kind}"], seen[f"elasticcb{kind}"], strict=True):
+            assert own_batch == batch
+            assert {name: own[name] for name in logs} == pytest.approx(logs, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("swap_on_epoch", deep_but([False, True], True))
