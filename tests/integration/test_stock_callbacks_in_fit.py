@@ -29,7 +29,8 @@ def new_model(**optimizer):
     keras.utils.set_random_seed(3)
     layers = [keras.layers.Dense(6, activation="tanh", name="inner"), keras.layers.Dense(1, name="outer")]
     model = keras.Sequential([keras.Input((4,)), *layers], name="net")
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9, **optimizer), loss="mse", metrics=["mae", keras.metrics.RootMeanSquaredError()])
+    metrics = ["mae", keras.metrics.RootMeanSquaredError()]  # the second is no mean of its values by batch
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9, **optimizer), loss="mse", metrics=metrics)
     return model
 
 
