@@ -11,8 +11,8 @@ partitions and from TFRecord files, with one worker on one core and with two on 
 fastest of three epochs after the first.
 
 `chaos` sends records at a rate, kills a worker, a server and the master in turns, and stops the broker for some
-seconds; then it kills all processes and resumes the job. A ledger has the records that were read for training. It
-prints how many offsets were never trained, and how many were read again.
+seconds; then it kills all processes and resumes the job. A ledger has the records of each step, also of one
+that was lost with its process. It prints how many were never trained, and how many were trained again.
 
 `soak` sends records at a rate and prints, each minute, the memory of the processes in MB, the lag in records, and the
 bytes of the job's journal and recovery files.
@@ -60,25 +60,24 @@ def custom_model():
 
 
 def loss(labels, predictions):
-    return keras.losses.mean_squared_error(labels, predictions)
+    if LEDGER:
+        labels = tf.ensure_shape(tf.numpy_function(note, [labels], tf.float32), [None, 2])
+    return keras.losses.mean_squared_error(labels[:, 1:], predictions)
 
 
 def optimizer():
     return keras.optimizers.Adagrad(0.05)
 
 
-def note(values):
+def note(labels):
     with open(__file__ + ".ledger", "ab") as file:
-        file.write(b"".join(value + b"\\n" for value in values))
-    return values
+        file.write(b"".join(b"%d\\n" % number for number, _ in labels))
+    return labels
 
 
 def feed_batch(records, mode, metadata):
-    values = records["value"]
-    if LEDGER:
-        values = tf.ensure_shape(tf.numpy_function(note, [values], tf.string), [None])
-    numbers = tf.io.decode_csv(values, [[0], [0]])
-    return {"user": tf.cast(numbers[0] % 100_000, tf.int64)}, tf.cast(numbers[1], tf.float32)[:, None]
+    numbers = tf.io.decode_csv(records["value"], [[0], [0]])
+    return {"user": tf.cast(numbers[0] % 100_000, tf.int64)}, tf.cast(tf.stack(numbers, 1), tf.float32)
 """
 
 
@@ -195,11 +194,11 @@ def chaos(seconds: float, every: float, rate: float) -> None:
         time.sleep(5.0)  # for the last reports
         job.send_signal(signal.SIGINT)
         code = job.wait()
-        read = Counter((folder / "stream.py.ledger").read_bytes().split())
-        again = sum(read.values()) - len(read)
+        trained = Counter((folder / "stream.py.ledger").read_bytes().split())
+        again = sum(trained.values()) - len(trained)
         counted = _status(folder)["records_repeated"]
         print(f"kills {dict(kills)}; sent {sent:,}; never trained {len(missing):,}; exit {code}")
-        print(f"read again: {again:,} by the ledger, at most {counted:,} by the job's summary")
+        print(f"trained again: {again:,} by the ledger, at most {counted:,} by the job's summary")
         print("".join((folder / "output").read_text().splitlines(keepends=True)[-25:]))
 
 
@@ -227,8 +226,7 @@ def _status(folder: Path) -> Any:
 
 
 def _missing(folder: Path, sent: int) -> set[int]:
-    read = {int(line.partition(b",")[0]) for line in (folder / "stream.py.ledger").read_bytes().split()}
-    return set(range(sent)) - read
+    return set(range(sent)) - {int(number) for number in (folder / "stream.py.ledger").read_bytes().split()}
 
 
 # ---------------------------------------------------------------- soak

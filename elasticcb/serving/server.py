@@ -41,9 +41,10 @@ def make_serving_app(service: ModelService) -> Starlette:
     async def endpoint(request: HTTPRequest) -> Response:
         try:
             options.check_token(request.headers.get("authorization", ""))
-            found = _PATH.fullmatch(request.url.path)
+            path = request.scope["path"]  # `request.url` takes longer
+            found = _PATH.fullmatch(path)
             if found is None:
-                raise UnknownModelError(f"There is nothing at {request.url.path}. Expected /v1/models/{options.name}.")
+                raise UnknownModelError(f"There is nothing at {path}. Expected /v1/models/{options.name}.")
             version = None if found["version"] is None else int(found["version"])
             service.check_target(found["name"], version)
             if found["what"] == ":predict":
