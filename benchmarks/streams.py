@@ -47,6 +47,8 @@ from data import EPOCHS_MODEL, serialized_examples
 
 EPOCHS = 4
 CLICKS = """
+import os
+
 import keras
 import tensorflow as tf
 
@@ -69,7 +71,13 @@ def optimizer():
     return keras.optimizers.Adagrad(0.05)
 
 
+TRIED = set()  # processes that have tried the model on the first batch
+
+
 def note(labels):
+    if os.getpid() not in TRIED:
+        TRIED.add(os.getpid())
+        return labels
     with open(__file__ + ".ledger", "ab") as file:
         file.write(b"".join(b"%d\\n" % number for number, _ in labels))
     return labels
