@@ -58,18 +58,18 @@ class GrowingFiles(UnboundedSource):
 
     @property
     def files(self) -> FileReader:
-        """The reader of the files; waits for the first one."""
+        """The reader of the files; waits for the first one that has records."""
         waits = False
         while self._reader is None:
-            complete = self._complete(())
-            if complete:
-                self._reader = self._open_files(complete[:1])
+            readers = map(self._open_files, ([name] for name in self._complete(())))
+            self._reader = next((each for each in readers if each.head(each.names[0], 1)), None)
+            if self._reader is not None:
                 break
             if not waits:
-                logger.info("Waiting for the first complete file of %s", self._origin)
+                logger.info("Waiting for the first complete file with records of %s", self._origin)
                 waits = True
             if self._closed.wait(self.look_seconds):
-                raise DataError(f"{self._origin} has no complete file yet.")
+                raise DataError(f"{self._origin} has no complete file with records yet.")
         return self._reader
 
     # ------------------------------------------------------------ records

@@ -84,7 +84,8 @@ class StreamRanges:
                     "deleted and created again, or cut. Start a new job."
                 )
             if known.position < found.first and not known.has_ended:
-                stories.append(self._skip(name, known, found.first))
+                stories.append(self.lose(Shard(name, known.position, found.first)))
+                known.position = found.first
             known.stop = found.stop if known.stop is None else known.stop
             end = found.end if known.stop is None else min(found.end, known.stop)
             if end > known.end:
@@ -94,16 +95,15 @@ class StreamRanges:
                 self._turns.setdefault(name)
         return " ".join(stories)
 
-    def _skip(self, name: str, known: _Growing, first: int) -> str:
-        lost = first - known.position
-        text = f"{lost:,} records of {name}, from offset {known.position:,}, were removed before they were trained"
+    def lose(self, gone: Shard) -> str:
+        """These records were removed before they were trained; like `grow`."""
+        text = f"{gone.records:,} records of {gone.name}, from offset {gone.start:,}, were removed before being trained"
         if not self._settings.skips_lost:
             raise DataError(
                 f"{text}: its retention is shorter than the job's lag. Raise it; to continue without these records, "
                 "set lost_offsets to skip."
             )
-        self.lost += lost
-        known.position = first
+        self.lost += gone.records
         return f"{text}; the job continues without them."
 
     @property
@@ -212,10 +212,8 @@ class StreamRanges:
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
         saved = {f"{_PREFIX}{name}": [each.position, each.stop, each.end] for name, each in self._partitions.items()}
-        return saved | {
-            "stream_epoch": [self.records, self.all_records, self._epoch_ended],
-            "stream_lost": self.lost,
-        }
+        epoch = [self.records, self.all_records, self._epoch_ended]
+        return saved | {"stream_epoch": epoch, "stream_lost": self.lost}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restores the state saved by `to_dict`."""

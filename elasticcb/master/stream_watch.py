@@ -8,7 +8,7 @@ import threading
 import time
 
 from elasticcb.data.unbounded import UnboundedSource
-from elasticcb.errors import CallbackWarning, ElasticCBError, StreamError
+from elasticcb.errors import CallbackWarning, StreamError
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.snapshot import PartitionLag
 
@@ -47,17 +47,11 @@ class StreamWatch:
                 self._silent_since = 0.0
             except StreamError as error:
                 self._is_silent(error)
-            except ElasticCBError as error:
-                self._fail(error)
+            except Exception as error:  # also of a user's own source
+                logger.error("Looking at the stream failed", exc_info=error)
+                if not self._stopped.is_set():  # else the source is being closed
+                    self._master.fail(error)
                 return
-            except Exception as error:  # of a user's own source
-                logger.exception("Looking at the stream failed")
-                self._fail(error)
-                return
-
-    def _fail(self, error: Exception) -> None:
-        if not self._stopped.is_set():  # else the source is being closed
-            self._master.fail(error)
 
     def _is_silent(self, error: StreamError) -> None:
         now = time.monotonic()

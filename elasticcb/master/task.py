@@ -76,6 +76,7 @@ TRANSITIONS: Mapping[tuple[TaskState, TaskEvent], TaskState] = MappingProxyType(
         (TaskState.TODO, TaskEvent.HANDED_OUT): TaskState.DOING,
         (TaskState.TODO, TaskEvent.TRAINING_STOPPED): TaskState.DROPPED,
         (TaskState.TODO, TaskEvent.FUNCTIONS_CANCELLED): TaskState.DROPPED,
+        (TaskState.TODO, TaskEvent.NOTHING_LEFT): TaskState.DONE,
         (TaskState.DOING, TaskEvent.REPORTED_DONE): TaskState.DONE,
         (TaskState.DOING, TaskEvent.ANSWER_LOST): TaskState.TODO,
         (TaskState.DOING, TaskEvent.WORKER_LOST): TaskState.TODO,

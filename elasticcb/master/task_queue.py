@@ -540,9 +540,18 @@ class TaskQueue:
         and raises its errors."""
         stream = self._epochs.stream
         assert stream is not None
-        story = stream.grow(seen, now)
+        stories = [stream.grow(seen, now)]
+        for record in [*self._todo]:  # drawn before, also by an earlier master
+            shard = record.task.shard
+            if shard.name in seen and (first := min(seen[shard.name].first, shard.end)) > shard.start:
+                stories.append(stream.lose(replace(shard, end=first)))
+                record.task = replace(record.task, shard=replace(shard, start=first))
+                if record.nothing_left:
+                    self._todo.remove(record)
+                    record.move(TaskEvent.NOTHING_LEFT)
+                    self._count_done(record.task)
         self._milestones += self._epochs.settle()
-        return story
+        return " ".join(filter(None, stories))
 
     def end_epoch(self, epoch: int) -> bool:
         """The epoch of a stream gets no more records, if it is the current one, and has some. Returns whether that is

@@ -173,13 +173,16 @@ class Todo:
                 continue
             for record in again:
                 if (idle or not record.for_idle) and (failed_on is None or record.failed_on != failed_on):
-                    again.remove(record)
+                    self.remove(record)
                     return record
             task = supply.make(self.next_id)
             if task is not None:
                 self.next_id += 1
                 return TaskRecord(task)
         return None
+
+    def remove(self, record: TaskRecord) -> None:
+        self._again[record.task.type].remove(record)
 
     def put_back(self, record: TaskRecord) -> None:
         """Requeues a task ahead of all others of its type."""

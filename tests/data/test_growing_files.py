@@ -45,6 +45,12 @@ def test_files_known_from_before_are_not_counted_again(tmp_path, growing):
     assert [each.end for each in growing.partitions([known]).values()] == [4]
 
 
+def test_empty_files_before_the_first_records_are_passed_over(tmp_path, growing):
+    empty, first = write(tmp_path, "a.csv", 0, 0), write(tmp_path, "b.csv", 0, 3)
+    assert growing.beginning(2) == (first, 0, 2)
+    assert [(name, each.end) for name, each in growing.partitions(()).items()] == [(empty, 0), (first, 3)]
+
+
 def test_a_file_of_other_columns_is_an_error_that_names_it(tmp_path):
     growing = open_reader(str(tmp_path), {"header": True}, follow=True)
     (tmp_path / "a.csv").write_text("x,y\n1,2\n")

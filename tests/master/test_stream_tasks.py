@@ -128,6 +128,26 @@ def test_removed_records_are_an_error_or_are_counted():
     assert skips.stream.lost == 30
 
 
+def test_removed_records_of_tasks_that_are_to_do_again_are_an_error_or_are_counted():
+    for skips in (False, True):
+        queue = make_stream(skips_lost=skips, num_epochs=9, records_per_epoch=20)
+        queue.grow(there(a=60), 0.0)
+        queue.get_task(1, 0.0)
+        queue.get_task(1, 0.0)
+        queue = TaskQueue.from_dict(json.loads(json.dumps(queue.to_dict())))  # the job is resumed
+        removed = {"a": Partition(start=0, first=25, end=60)}
+        if not skips:
+            with pytest.raises(DataError, match=r"20 records of a, from offset 0.*lost_offsets"):
+                queue.grow(removed, 1.0)
+            continue
+        assert "20 records of a, from offset 0" in queue.grow(removed, 1.0)
+        assert queue.stream.lost == 25
+        assert reached(queue) == [(EPOCH_DONE, 0)]
+        assert taken(queue, 1.0) == ["a [25, 40)", "a [40, 60)"]
+        assert queue.grow(removed, 2.0) == ""
+        assert queue.trained_to(saved=True) == {"a": 60}
+
+
 def test_a_partition_that_begins_again_is_an_error():
     queue = make_stream()
     queue.grow(there(a=20), 0.0)
