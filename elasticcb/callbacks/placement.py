@@ -86,13 +86,7 @@ _ROWS = (
         alias="on_batch_end",
     ),
     Hook("on_test_begin", (Place.MASTER,), "an evaluation pass starts", "", "`{}`"),
-    Hook(
-        "on_test_end",
-        (Place.MASTER,),
-        "all tasks of the pass are done",
-        "",
-        "all metrics of the pass",
-    ),
+    Hook("on_test_end", (Place.MASTER,), "all tasks of the pass are done", "", "all metrics of the pass"),
     Hook("on_test_batch_begin", _BATCH, "before the batch", _INDEX, "`{}`"),
     Hook(
         "on_test_batch_end",

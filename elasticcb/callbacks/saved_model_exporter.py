@@ -30,7 +30,7 @@ from elasticcb.serialization import carry
 from elasticcb.serialization.reducers import Hollow
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import held
-from elasticcb.storage.local_folders import problem_of_folder
+from elasticcb.storage.local_folders import next_numbered, problem_of_folder
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,10 @@ class SavedModelExporter(keras.callbacks.Callback):
             )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self.export()
+
+    def export(self, numbered: bool = False) -> Path:
+        """Returns the folder: if `numbered`, the next number next to the given one when it is renamed into place."""
         target = self._target()
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_name(f".{target.name}.exporting-{uuid.uuid4().hex}")
@@ -90,7 +94,7 @@ class SavedModelExporter(keras.callbacks.Callback):
             fresh.mkdir()
             with held(fresh):
                 self._write(fresh)
-                _replace(target, fresh)
+                target = _replace(target, fresh, numbered)
         except Exception as error:
             if is_full(error):
                 raise CallbackError(
@@ -101,6 +105,7 @@ class SavedModelExporter(keras.callbacks.Callback):
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
         logger.info("Wrote the SavedModel to %s", target)
+        return target
 
     def _write(self, folder: Path) -> None:
         if not getattr(self.model, "built", False):
@@ -149,10 +154,11 @@ class SavedModelExporter(keras.callbacks.Callback):
         return target
 
 
-def _replace(target: Path, fresh: Path) -> None:
-    """Replaces `target` by the folder `fresh`; if that fails, `target` is unchanged."""
+def _replace(target: Path, fresh: Path, numbered: bool) -> Path:
+    """Replaces `target`, or the number that is next now, by the folder `fresh`; if that fails, it is unchanged."""
     durable.sync_all(fresh)
     with held(target.parent, waits=True):  # against others that export to the same place
+        target = next_numbered(target.parent) if numbered else target
         old = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex}")
         had_one = target.exists()
         if had_one:
@@ -170,6 +176,7 @@ def _replace(target: Path, fresh: Path) -> None:
                 with contextlib.suppress(OSError), held(leftover) as is_free:
                     if is_free:
                         shutil.rmtree(leftover)
+    return target
 
 
 def _needs_another_process(model: keras.Model) -> bool:

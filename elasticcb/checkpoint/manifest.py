@@ -18,6 +18,14 @@ from elasticcb.storage import durable
 MANIFEST = "manifest.json"
 _FORMAT = 4  # 1: rows were spread over the files in other ways; 2: each server had one file; 3: other names of slots
 
+_FILE = {"name": str, "bytes": int, "sha256": str, "version": int}
+_SHAPE = {
+    "version": int,
+    "variables": [{"path": str, "shape": [int], "dtype": str, "trainable": bool}],
+    "servers": [{"slices": [[int]], "files": [_FILE]}],
+    "extra": dict,
+}
+
 
 def write_manifest(
     folder: Path,
@@ -104,6 +112,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
             f"{path} has the format {manifest.get('format')} of an earlier release of ElasticCB; this release reads "
             f"the format {_FORMAT}. Use that release."
         )
+    if wrong := durable.misfit(manifest, _SHAPE):
+        raise CheckpointError(f"The manifest {path} can't be read: {wrong} is missing, or of another type.")
     return manifest
 
 

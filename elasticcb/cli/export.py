@@ -22,7 +22,6 @@ from elasticcb.process.log_files import quiet_environment, without_native_messag
 from elasticcb.settings import JOB_FILE, JOURNAL_FILE, RECOVERY_FOLDER, JobSettings
 from elasticcb.settings.job import HIDDEN
 from elasticcb.storage import durable
-from elasticcb.storage.local_folders import next_numbered
 from elasticcb.storage.remote_files import is_url
 
 logger = logging.getLogger(__name__)
@@ -69,8 +68,7 @@ def export(source: str, output: str, numbered: bool) -> None:
         with without_native_messages():
             from elasticcb.sidecar.export import export_model
 
-        target = next_numbered(target) if numbered else target
-        version = export_model(settings, folder, target)
+        version, target = export_model(settings, folder, target, numbered)
     kind = "model" if target.suffix == ".keras" else "SavedModel"
     print(f"The {kind} of version {version:,} of the job {settings.name} is in {target}")
 

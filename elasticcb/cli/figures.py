@@ -130,11 +130,7 @@ def epoch_line(end: EpochEnd, width: int | None = None) -> str:
         epoch = epoch.rjust(2 * len(str(end.epochs)) + 1)
     seconds = format_seconds(end.seconds).replace(" ", "") if end.steps else ""
     step = format_step(end.seconds / end.steps) if end.steps else ""
-    parts = [
-        (f"Epoch {epoch}", 0),
-        (f"{seconds:>5}", 4),
-        (f"{step:>9}", 6),
-    ]
+    parts = [(f"Epoch {epoch}", 0), (f"{seconds:>5}", 4), (f"{step:>9}", 6)]
     for name, value in end.logs.items():
         rank = _EPOCH_RANKS.get(name, 3 if name.startswith("val_") else 5)
         parts.append((f"{name} {format_metric(value)}", rank))

@@ -63,7 +63,7 @@ def was_refused(folder: Path) -> bool:
     could not start, the logs tell more.)"""
     with contextlib.suppress(OSError, ValueError):
         status = durable.read_document(folder / STATUS_FILE)
-        return not status["tasks"] and status["error_type"] in {each.__name__ for each in _REFUSALS}
+        return not status.get("tasks") and status.get("error_type") in {each.__name__ for each in _REFUSALS}
     return False
 
 

@@ -22,6 +22,7 @@ from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.pods import JOB_LABEL, ROLE_LABEL
 from elasticcb.errors import ConnectionLostError, UsageError
 from elasticcb.master.snapshot import JobSnapshot, format_metric
+from elasticcb.storage import durable
 from elasticcb.storage.remote_files import is_url
 
 
@@ -180,7 +181,9 @@ def _state_of(folder: Path) -> tuple[str, dict[str, Any]]:
     try:
         ended = how_it_ended(folder)
         if ended is not None:
-            return str(ended["phase"]), ended
+            if wrong := durable.misfit(ended, {"phase": str, "name": str, "command": str, "metrics": dict}):
+                raise UsageError(wrong)
+            return ended["phase"], ended
         if is_starting(folder):
             return "starting", unknown
         with master_of(folder) as master:

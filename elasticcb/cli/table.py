@@ -53,13 +53,7 @@ _VALUES_SHOWN = 8  # of a row
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON document, with bytes and counts as numbers.")
 @click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
 def table(
-    source: str,
-    top: int,
-    name: str | None,
-    id: str | None,
-    text: str | None,
-    as_json: bool,
-    namespace: str | None,
+    source: str, top: int, name: str | None, id: str | None, text: str | None, as_json: bool, namespace: str | None
 ) -> None:
     """Show the embedding tables of a running job or of a checkpoint: rows, bytes, hit counts, age.
 

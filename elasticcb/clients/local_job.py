@@ -257,7 +257,7 @@ def has_unfinished(url: str) -> bool:
             status = store.get_document(STATUS_FILE)
         except FileNotFoundError:
             return False
-        return bool(status["version"]) and status["phase"] != "done"
+        return bool(status.get("version")) and status.get("phase") != "done"
 
 
 def age(status: dict[str, Any]) -> float:

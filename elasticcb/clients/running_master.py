@@ -14,15 +14,7 @@ from elasticcb.errors import UsageError
 from elasticcb.security.credentials import Access
 from elasticcb.security.socket_folder import port_of
 from elasticcb.security.tls import TLS, TLSFiles
-from elasticcb.settings import (
-    FIT_FILE,
-    FORK_LOG,
-    HISTORY_FILE,
-    JOB_FILE,
-    JOURNAL_FILE,
-    STATUS_FILE,
-    ClusterSettings,
-)
+from elasticcb.settings import FIT_FILE, FORK_LOG, HISTORY_FILE, JOB_FILE, JOURNAL_FILE, STATUS_FILE, ClusterSettings
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderLock, is_owned
 

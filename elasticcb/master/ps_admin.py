@@ -66,11 +66,7 @@ class PSControl:
     """
 
     def __init__(
-        self,
-        client: PSClient,
-        run: str,
-        optimizers: Optimizers | None = None,
-        recovery: RecoveryFiles | None = None,
+        self, client: PSClient, run: str, optimizers: Optimizers | None = None, recovery: RecoveryFiles | None = None
     ) -> None:
         self.client, self.servers, self.run, self.recovery = client, client.servers, run, recovery
         self.saving = threading.RLock()

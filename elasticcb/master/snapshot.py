@@ -14,7 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.clients.history import finite
-from elasticcb.errors import ElasticCBError, JobInterrupted, describe
+from elasticcb.errors import ElasticCBError, JobInterrupted, UsageError, describe
 from elasticcb.settings import Command
 
 if TYPE_CHECKING:
@@ -232,17 +232,26 @@ class JobSnapshot:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> JobSnapshot:
-        """The snapshot of a document, without processes, tables and histograms."""
+        """The snapshot of a document, without processes, tables and histograms. Raises `UsageError`."""
         left_out = {"processes", "tables", "histograms", "saved_model_inputs"}
-        values = {each.name: document[each.name] for each in fields(cls) if each.name not in left_out}
-        return cls(**values | {
-            "command": Command(values["command"]) if values["command"] else None,
-            "metrics": {name: value for name, value in values["metrics"].items() if value is not None},
-            "tasks": {(kind, state): n for kind, states in values["tasks"].items() for state, n in states.items()},
-            "workers": ProcessCounts(**values["workers"]),
-            "stream": {name: PartitionLag(**lag) for name, lag in values["stream"].items()},
-            "servers": ProcessCounts(**values["servers"]),
-        })  # fmt: skip
+        try:
+            values = {each.name: document[each.name] for each in fields(cls) if each.name not in left_out}
+            for each in fields(cls):
+                kind = str if isinstance(each.default, str) else (int, float, type(None))
+                if isinstance(each.default, (str, int, float)) and not isinstance(values[each.name], kind):
+                    raise TypeError(f"{each.name} is {values[each.name]!r}")
+            return cls(**values | {
+                "command": Command(values["command"]) if values["command"] else None,
+                "metrics": {name: value for name, value in values["metrics"].items() if value is not None},
+                "tasks": {(kind, state): n for kind, states in values["tasks"].items() for state, n in states.items()},
+                "workers": ProcessCounts(**values["workers"]),
+                "stream": {name: PartitionLag(**lag) for name, lag in values["stream"].items()},
+                "servers": ProcessCounts(**values["servers"]),
+            })  # fmt: skip
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"The job's state can't be read ({error!r}): it was changed, or another release wrote it."
+            ) from error
 
 
 _ENDS = ("done", "interrupted", "failed")

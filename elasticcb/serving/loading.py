@@ -19,7 +19,8 @@ class ForeignCheckpointError(CheckpointError):
 
 
 def load_version(model: keras.Model, folder: str) -> int:
-    """Sets the weights of a built model to those of a version of a job, or of its recovery files; returns the version.
+    """Sets the weights of a built model to those of a version of a job, or of its recovery files; returns the version,
+    an older one if files with changes are damaged.
 
     Args:
         folder: path or URL.
@@ -45,4 +46,4 @@ def load_version(model: keras.Model, folder: str) -> int:
                 install(model, index, table.ids, table.rows)
             else:
                 variable.assign(part.weights[index])
-    return int(manifest["version"])
+    return min(int(manifest["version"]), part.version)

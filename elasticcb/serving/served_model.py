@@ -59,11 +59,7 @@ class ServedModel:
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        version: int | None = None,
-        wait: bool = False,
-        rows_on_disk: str | Path | None = None,
+        self, folder: str | Path, version: int | None = None, wait: bool = False, rows_on_disk: str | Path | None = None
     ) -> None:
         self._folder, self._wanted = ServedFolder(folder), version
         self._disk = None if rows_on_disk is None else Path(rows_on_disk)

@@ -58,11 +58,7 @@ class NetworkOptions(Section):
         "Use TLS also between processes of one machine, which otherwise use Unix sockets. Processes that listen on "
         "ports always use TLS unless {insecure} is given, with a CA created for the job (in `tls` in its folder).",
     )
-    insecure: bool = setting(
-        False,
-        f"Turn TLS off: {INSECURE_RISK}.",
-        roles=("ps", "worker"),
-    )
+    insecure: bool = setting(False, f"Turn TLS off: {INSECURE_RISK}.", roles=("ps", "worker"))
     tls_cert: str = setting(
         "",
         "TLS with your own certificates: PEM file with the certificate of this process.",
@@ -102,16 +98,10 @@ class RecoveryOptions(Section):
         commands=TRAIN,
     )
     max_worker_restarts: int = setting(
-        10,
-        "Maximum number of lost workers that are replaced during the job.",
-        unit="PROCESSES",
-        minimum=0,
+        10, "Maximum number of lost workers that are replaced during the job.", unit="PROCESSES", minimum=0
     )
     max_ps_restarts: int = setting(
-        10,
-        "Maximum number of lost parameter servers that are replaced during the job.",
-        unit="PROCESSES",
-        minimum=0,
+        10, "Maximum number of lost parameter servers that are replaced during the job.", unit="PROCESSES", minimum=0
     )
     lease_seconds: float = setting(
         300.0,
@@ -141,19 +131,10 @@ class ClusterSettings(NetworkOptions, RecoveryOptions):
     """How many processes, and who starts them."""
 
     kind: str = setting(  # a backend in cluster/registry.py
-        "local",
-        "The backend that starts the processes.",
-        unit="CLUSTER",
-        name="cluster",
-        argument="kind",
+        "local", "The backend that starts the processes.", unit="CLUSTER", name="cluster", argument="kind"
     )
     num_workers: int = setting(
-        1,
-        "Number of workers.",
-        unit="PROCESSES",
-        minimum=1,
-        because="Workers run the batches.",
-        argument="num_workers",
+        1, "Number of workers.", unit="PROCESSES", minimum=1, because="Workers run the batches.", argument="num_workers"
     )
     autoscale: WorkerRange = setting(
         WorkerRange(),

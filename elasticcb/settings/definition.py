@@ -20,14 +20,7 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from elasticcb.errors import UsageError
 from elasticcb.settings.choices import EXPECTED, Command, WorkerRange, read_age
-from elasticcb.settings.texts import (
-    check_params,
-    parse_integer,
-    parse_mapping,
-    parse_number,
-    parse_params,
-    parse_truth,
-)
+from elasticcb.settings.texts import check_params, parse_integer, parse_mapping, parse_number, parse_params, parse_truth
 
 TRAIN = frozenset({Command.TRAIN})
 TRAIN_AND_EVALUATE = frozenset({Command.TRAIN, Command.EVALUATE})

@@ -363,10 +363,7 @@ class JobSettings(Section):
         argument="log_level",
     )
     log_file_bytes: int = setting(
-        50 << 20,
-        "Rotate a log file when it reaches this size; 0: never.",
-        unit="BYTES",
-        minimum=0,
+        50 << 20, "Rotate a log file when it reaches this size; 0: never.", unit="BYTES", minimum=0
     )
     log_files_kept: int = setting(
         3, "Number of rotated log files to keep per process: NAME.log.1 and so on.", unit="FILES", minimum=1
@@ -446,9 +443,7 @@ class SubmissionSettings(Section):
     PANEL = KUBERNETES
 
     yaml: str = setting(
-        "",
-        "Write the manifests of the job to a file for kubectl, instead of submitting it.",
-        kind=Kind.FILE,
+        "", "Write the manifests of the job to a file for kubectl, instead of submitting it.", kind=Kind.FILE
     )
     dry_run: bool = setting(
         False,

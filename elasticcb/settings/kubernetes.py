@@ -52,9 +52,7 @@ class KubernetesSettings(Section):
     ps_resource_limit: str = _limit("each parameter server")
     master_pod_priority: str = setting("", "PriorityClass of the master's pod.", unit="CLASS")
     worker_pod_priority: str = setting(
-        "",
-        "PriorityClass of the workers; high=0.5 gives half of them the class high and the others low.",
-        unit="CLASS",
+        "", "PriorityClass of the workers; high=0.5 gives half of them the class high and the others low.", unit="CLASS"
     )
     ps_pod_priority: str = setting("", "PriorityClass of the parameter servers.", unit="CLASS")
     volume: str = setting(
@@ -63,11 +61,7 @@ class KubernetesSettings(Section):
         "keys: sub_path, read_only.",
         unit="VOLUME;…",
     )
-    envs: str = setting(
-        "",
-        "Environment variables of all pods, stored in the job's Secret.",
-        unit="NAME=VALUE,…",
-    )
+    envs: str = setting("", "Environment variables of all pods, stored in the job's Secret.", unit="NAME=VALUE,…")
     env_from_secret: str = setting(
         "", "Secrets in the namespace; each of their keys becomes an environment variable of all pods.", unit="NAME,…"
     )

@@ -60,10 +60,7 @@ class TrainingSettings(ExchangeOptions):
 
     num_epochs: int = setting(1, "Number of passes over the training data.", unit="EPOCHS", minimum=1)
     max_step: int = setting(
-        0,
-        "Stop after N model versions (batches of all workers); 0: no limit.",
-        unit="VERSIONS",
-        minimum=0,
+        0, "Stop after N model versions (batches of all workers); 0: no limit.", unit="VERSIONS", minimum=0
     )
     evaluation_steps: int = setting(
         0,
@@ -88,10 +85,7 @@ class TrainingSettings(ExchangeOptions):
         argument="local_steps",
     )
     # ElasticDL's flags, which become others (settings/checks.py).
-    use_async: bool | None = setting(
-        None,
-        "ElasticDL's flag: true is {updates:async}, false is {updates:sync}.",
-    )
+    use_async: bool | None = setting(None, "ElasticDL's flag: true is {updates:async}, false is {updates:sync}.")
     grads_to_wait: int | None = setting(
         None,
         "ElasticDL's flag: {updates:sync}, whose rounds wait for one batch of each worker.",
@@ -99,16 +93,10 @@ class TrainingSettings(ExchangeOptions):
         minimum=1,
     )
     get_model_steps: int | None = setting(
-        None,
-        "ElasticDL's flag: {updates:async} {local_steps:N}.",
-        unit="BATCHES",
-        minimum=1,
+        None, "ElasticDL's flag: {updates:async} {local_steps:N}.", unit="BATCHES", minimum=1
     )
     sync_version_tolerance: int | None = setting(
-        None,
-        "ElasticDL's flag; refused, because no update is rejected as too old.",
-        unit="VERSIONS",
-        minimum=0,
+        None, "ElasticDL's flag; refused, because no update is rejected as too old.", unit="VERSIONS", minimum=0
     )
     non_finite: NonFinite = setting(
         NonFinite.STOP,

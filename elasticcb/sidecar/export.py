@@ -14,18 +14,20 @@ from elasticcb.model.input_pipeline import open_pipeline
 from elasticcb.model.model_file import ModelSpec
 from elasticcb.serving.loading import ForeignCheckpointError, load_version
 from elasticcb.settings import JobSettings, Mode
+from elasticcb.storage.local_folders import next_numbered
 
 _TRIES = 5  # while servers replace the recovery files
 
 
-def export_model(settings: JobSettings, snapshot: Path, output: Path) -> int:
+def export_model(settings: JobSettings, snapshot: Path, output: Path, numbered: bool) -> tuple[int, Path]:
     """Builds the model of a training job as the job does, with the first batch of its data, and exports it.
 
-    Returns the version of the weights, which may be newer than the snapshot was before the call.
+    Returns the version of the weights, which may be newer than the snapshot was before the call, and what was written.
 
     Args:
         snapshot: folder of one version, or of recovery files.
         output: folder for a SavedModel, or a file that ends in `.keras`.
+        numbered: `output` is a folder, and the SavedModel is the next number below it when it is finished.
 
     Raises:
         ModelFileError, DataError: the model can't be built.
@@ -39,14 +41,13 @@ def export_model(settings: JobSettings, snapshot: Path, output: Path) -> int:
     version = _load(model, snapshot)
     if output.suffix == ".keras":
         _save(model, output)
-        return version
+        return version, output
     element = pipeline.element_spec
-    exporter = SavedModelExporter(output)
+    exporter = SavedModelExporter(next_numbered(output) if numbered else output)
     exporter.set_model(model)
     exporter.set_params({"features_spec": element[0] if isinstance(element, tuple) else element})
     exporter.on_train_begin()
-    exporter.on_train_end()
-    return version
+    return version, exporter.export(numbered)
 
 
 def _load(model: keras.Model, snapshot: Path) -> int:

@@ -66,12 +66,7 @@ def replacing(
         sync(path.parent)
 
 
-def write(
-    path: Path,
-    content: bytes,
-    mode: int = PRIVATE,
-    sync_names: bool = True,
-) -> None:
+def write(path: Path, content: bytes, mode: int = PRIVATE, sync_names: bool = True) -> None:
     """Writes a file.
 
     Args:
@@ -127,6 +122,22 @@ def document_in(content: bytes, place: Path | str, newest_format: int | None = N
     if (sealed is not None or expected is not None) and expected != _checksum(document):
         raise DamagedFileError(f"{place} is damaged: its content does not match its checksum")
     return dict(document)
+
+
+def misfit(value: Any, shape: Any, name: str = "") -> str:
+    """Which part of a JSON object has not its shape, for example "files[0].bytes"; "": all have.
+
+    Args:
+        shape: a type; {key: shape}, where other keys are free; or [the shape of all items].
+    """
+    if not isinstance(value, type(shape) if isinstance(shape, (dict, list)) else shape):
+        return name or "it"
+    if isinstance(shape, dict):
+        parts = (misfit(value.get(key), each, f"{name}.{key}".lstrip(".")) for key, each in shape.items())
+    else:
+        items = enumerate(value) if isinstance(shape, list) else ()
+        parts = (misfit(each, shape[0], f"{name}[{index}]") for index, each in items)
+    return next(filter(None, parts), "")
 
 
 def refuse_newer(path: Path | str, format: Any, newest: int) -> None:

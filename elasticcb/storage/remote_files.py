@@ -153,8 +153,7 @@ class RemoteFolder:
         """
         with opened(self._url, self._options, self._timeout_seconds) as (fs, root):
             marker = json.dumps(
-                {"files": {name: {"size": file.size, "md5": file.md5} for name, file in files.items()}},
-                indent=1,
+                {"files": {name: {"size": file.size, "md5": file.md5} for name, file in files.items()}}, indent=1
             ).encode()
             if not self._marker_removed:
                 there = self._read_marker(fs, root)

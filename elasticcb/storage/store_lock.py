@@ -75,17 +75,14 @@ def newest_owner(store: JobStore) -> tuple[int, dict[str, Any]]:
     if not numbers:
         return 0, {}
     for _ in range(_TRIES):
-        with contextlib.suppress(FileNotFoundError, ValueError):
+        with contextlib.suppress(FileNotFoundError, TypeError, ValueError):
             return max(numbers), dict(json.loads(store.get(_file_of(max(numbers)))))
         time.sleep(_TRY_SECONDS)  # it is being written
     return max(numbers), {}
 
 
 def wait_until_free(
-    store: JobStore,
-    say: Callable[[str], None],
-    what: str = "",
-    harm: str = "two masters would undo each other's work",
+    store: JobStore, say: Callable[[str], None], what: str = "", harm: str = "two masters would undo each other's work"
 ) -> None:
     """Returns when the last owner has ended, is silent, or has removed everything. Raises `UsageError` if it is alive.
 

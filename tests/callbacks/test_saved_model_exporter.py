@@ -208,6 +208,17 @@ def test_two_that_export_to_the_same_place_do_not_disturb_each_other(tmp_path: P
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
+def test_two_numbered_exports_at_once_get_two_numbers(tmp_path: Path) -> None:
+    exporters = [SavedModelExporter(tmp_path / "1") for _ in range(2)]
+    for exporter, value in zip(exporters, (1.0, 3.0), strict=True):
+        exporter.set_model(small(value))
+        exporter.on_train_begin()
+    folders = [exporter.export(numbered=True) for exporter in exporters]
+    assert folders == [tmp_path / "1", tmp_path / "2"]
+    assert [prediction(folder) for folder in folders] == [2.0, 6.0]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2"]
+
+
 def test_failed_export_leaves_the_model_before_it(tmp_path: Path) -> None:
     class Python(keras.Model):
         def __init__(self):

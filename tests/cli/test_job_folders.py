@@ -104,6 +104,7 @@ def test_jobs_are_listed_newest_first_with_what_is_known_of_them(jobs, capsys):
         "metrics": {"auc": 0.5, "bad": None},
     }
     durable.write_document(jobs / "jobs" / "train-mnist-20260102-120000" / STATUS_FILE, failed)
+    durable.write_document(jobs / "jobs" / "train-mnist-20260101-120000" / STATUS_FILE, {**failed, "metrics": [7]})
     (jobs / "jobs" / "notes").mkdir()
     assert main(["jobs", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)

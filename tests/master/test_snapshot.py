@@ -15,13 +15,14 @@ from elasticcb.cli.figures import status_parts
 from elasticcb.cli.progress import summary_lines
 from elasticcb.cli.status import state_lines
 from elasticcb.cluster.external import ExternalCluster
-from elasticcb.errors import JobFailedError, JobInterrupted
+from elasticcb.errors import JobFailedError, JobInterrupted, UsageError
 from elasticcb.master.job_machine import JobMachine, TaskResult
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role, ServedCluster
 from elasticcb.master.observation import figures_of
 from elasticcb.master.prometheus import JobCollector
 from elasticcb.master.roster import Roster
+from elasticcb.master.snapshot import JobSnapshot
 from elasticcb.master.task import QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.stats import Stats
@@ -247,6 +248,14 @@ def test_the_documented_keys_are_those_of_the_document(master):
     assert set(state["tasks"]["training"]) <= described["tasks"]
     assert set(state["processes"][0]) <= described["processes"]
     assert set(state["conditions"][0]) <= described["conditions"]
+
+
+@pytest.mark.parametrize("wrong", [{"metrics": [7]}, {"version": "x"}, {"name": 7}, {"workers": None}])
+def test_a_state_of_another_release_or_that_was_changed_is_refused_in_words(wrong):
+    document = JobSnapshot().to_json()
+    assert state_lines({**document, "command": "train"})
+    with pytest.raises(UsageError, match="The job's state can't be read"):
+        state_lines({**document, **wrong})
 
 
 def test_before_there_is_a_job_there_is_a_state_with_the_same_keys(master):

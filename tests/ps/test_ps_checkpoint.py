@@ -215,6 +215,12 @@ def manifest_of_something_else(folder):
     (folder / MANIFEST).write_text("[]")
 
 
+def manifest_with_another_type(folder):
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["servers"][1]["files"] = [7]
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "checksum": None, "sealed": None}))
+
+
 def file_of(folder):
     return sorted(folder.glob("*.safetensors"))[-1]
 
@@ -235,7 +241,8 @@ def three_versions(tmp_path):
         (cut, r"server-00001-of-00002\.safetensors is damaged: it has 100 bytes"),
         (delete, r"server-00001-of-00002\.safetensors can't be read: .*No such file"),
         (empty_manifest, r"manifest\.json can't be read: .*JSONDecodeError"),
-        (manifest_without_files, r"manifest\.json can't be read: KeyError\('servers'\)"),
+        (manifest_without_files, r"manifest\.json can't be read: variables is missing, or of another type"),
+        (manifest_with_another_type, r"manifest\.json can't be read: servers\[1\]\.files\[0\] is missing, or"),
         (manifest_of_something_else, r"manifest\.json can't be read: .*damaged: TypeError"),
     ],
 )

@@ -14,6 +14,7 @@ from elasticcb.errors import CallbackError, CheckpointError
 from elasticcb.model.weights import variable_specs
 from elasticcb.serving.exports import IDS, WEIGHTS
 from elasticcb.serving.full_export import FullExport
+from elasticcb.serving.loading import load_version
 from elasticcb.sharding.partition import partition
 from elasticcb.sharding.table_state import TableSpec, TableState
 
@@ -111,3 +112,17 @@ def test_what_can_not_be_exported_says_whose_fault_it_is(tmp_path):
     other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     with pytest.raises(CallbackError, match="belongs to another model"):
         written(other, tmp_path)
+
+
+def test_the_version_of_weights_before_a_damaged_file_with_changes_is_theirs(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    specs = variable_specs(model)
+    files = []
+    for version in (10, 20):
+        weights = {index: np.full(spec.shape, version, spec.dtype) for index, spec in enumerate(specs)}
+        files.append(write_part(tmp_path / f"ps-0-{version}.safetensors", Part(version, weights)))
+    write_manifest(tmp_path, version=20, specs=specs, parts=partition(specs, 1, split=False), files=[files])
+    assert load_version(model, str(tmp_path)) == 20
+    (tmp_path / files[1].name).write_bytes(b"")
+    assert load_version(model, str(tmp_path)) == 10
+    np.testing.assert_array_equal(model.weights[0], np.full((2, 1), 10.0))
