@@ -133,7 +133,7 @@ def misfit(value: Any, shape: Any, name: str = "") -> str:
     if not isinstance(value, type(shape) if isinstance(shape, (dict, list)) else shape):
         return name or "it"
     if isinstance(shape, dict):
-        parts = (misfit(value.get(key), each, f"{name}.{key}".lstrip(".")) for key, each in shape.items())
+        parts = (misfit(dict(value).get(key), each, f"{name}.{key}".lstrip(".")) for key, each in shape.items())
     else:
         items = enumerate(value) if isinstance(shape, list) else ()
         parts = (misfit(each, shape[0], f"{name}[{index}]") for index, each in items)
