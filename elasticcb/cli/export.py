@@ -75,14 +75,13 @@ def export(source: str, output: str, numbered: bool) -> None:
 
 @contextlib.contextmanager
 def _snapshot(source: str) -> Iterator[tuple[JobSettings, Path]]:
-    """The settings of the job, and the folder of a snapshot on this disk."""
+    """The settings of the job, and the folder of a snapshot, or of versions, on this disk."""
     from elasticcb.checkpoint.remote import local_copy, recovery_files
     from elasticcb.checkpoint.versions import find_latest
 
     if is_checkpoint(source):
         with local_copy(source if is_url(source) else str(Path(source).expanduser().absolute())) as folder:
-            found = find_latest(folder)
-            yield _complete(_settings_of(found), source), found
+            yield _complete(_settings_of(find_latest(folder)), source), Path(folder)
         return
     if is_url(source):
         job, settings = source, StoredJob(source).settings()

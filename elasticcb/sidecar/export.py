@@ -8,6 +8,7 @@ from pathlib import Path
 import keras
 
 from elasticcb.callbacks import SavedModelExporter
+from elasticcb.checkpoint.versions import find_latest
 from elasticcb.compute.registry import backend
 from elasticcb.errors import CheckpointError
 from elasticcb.model.input_pipeline import open_pipeline
@@ -25,7 +26,7 @@ def export_model(settings: JobSettings, snapshot: Path, output: Path, numbered: 
     Returns the version of the weights, which may be newer than the snapshot was before the call, and what was written.
 
     Args:
-        snapshot: folder of one version, or of recovery files.
+        snapshot: folder of one version, of recovery files, or of versions, of which the newest at that time is loaded.
         output: folder for a SavedModel, or a file that ends in `.keras`.
         numbered: `output` is a folder, and the SavedModel is the next number below it when it is finished.
 
@@ -53,12 +54,12 @@ def export_model(settings: JobSettings, snapshot: Path, output: Path, numbered: 
 def _load(model: keras.Model, snapshot: Path) -> int:
     for _ in range(_TRIES - 1):
         try:
-            return load_version(model, str(snapshot))
+            return load_version(model, str(find_latest(snapshot)))
         except ForeignCheckpointError:
             raise
         except CheckpointError:
             continue
-    return load_version(model, str(snapshot))
+    return load_version(model, str(find_latest(snapshot)))
 
 
 def _save(model: keras.Model, output: Path) -> None:

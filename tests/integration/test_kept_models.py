@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import socket
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import tensorflow as tf
 from waiting import wait_until
 
+from elasticcb.checkpoint.manifest import read_manifest
 from elasticcb.checkpoint.versions import begin_version, find_versions, finish_version
 from elasticcb.cli.export import _checkpoint_of, _saved_by
 from elasticcb.cli.main import main
@@ -17,6 +20,7 @@ from elasticcb.errors import StoreError
 from elasticcb.master.checkpoint_writer import CheckpointWriter
 from elasticcb.roles.master import run_master
 from elasticcb.serving.loading import load_version
+from elasticcb.sidecar import export
 from elasticcb.storage import durable
 from jobs import (
     LINEAR_MODEL,
@@ -97,6 +101,25 @@ def test_a_job_that_has_saved_nothing_has_not_the_model_of_another_in_its_checkp
     for place in (str(tmp_path), f"file://{tmp_path}"):
         assert _checkpoint_of(place, "mine") is None
         assert _checkpoint_of(place, "other") == f"{place}/{other.name}"
+
+
+def test_a_version_that_is_pruned_while_the_model_is_built_gives_way_to_the_newest(tmp_path, monkeypatch):
+    def finished(version):
+        return finish_version(begin_version(tmp_path, version), version=version, specs=[], parts=[], files=[])
+
+    def load(model, folder):
+        loaded.append(Path(folder).name)
+        if len(loaded) == 1:
+            finished(4)
+            shutil.rmtree(folder)
+        read_manifest(folder)
+        return 4
+
+    loaded = []
+    finished(3)
+    monkeypatch.setattr(export, "load_version", load)
+    assert export._load(None, tmp_path) == 4
+    assert loaded == ["version-00000003", "version-00000004"]
 
 
 def test_export_names_the_damaged_files_that_it_skips_and_a_store_that_does_not_answer(tmp_path, caplog):
