@@ -495,8 +495,8 @@ class TaskProgress:
         return {name: merge(name, batches) for name, batches in self._batch_states.items()}
 
     def note_event(self, batch: Batch, version: int, logs: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Records the event of a batch for the master's callbacks, with logs of only this batch; from the only worker of
-        a program, of the epoch or pass so far."""
+        """Records the event of a batch for the master's callbacks, with logs of only this batch; of the epoch or pass
+        so far, from the only worker of a program."""
         if self._session.reports_batches:
             numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
             number = self.task.epoch if self.task.type == pb.TRAINING else self.task.evaluation_round
