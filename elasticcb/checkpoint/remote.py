@@ -111,14 +111,14 @@ def finish(folder: str, keep_max: int, run: str = "", **content: Any) -> None:
     """
     url, name = posixpath.split(folder)
     written: list[SavedFile] = content.pop("files")
-    known = {MANIFEST, *(saved.name for saved in written)}
+    known = {saved.name for saved in written}
     with _store(url) as store, TemporaryFolder() as here:
-        write_manifest(here, files=[[each] for each in written], **content)
-        store.put_file(f"{name}/{MANIFEST}", here / MANIFEST)
         there = {*store.names(name, unfinished=True)}
         if known - there:
             raise StoreError(f"{', '.join(sorted(known - there))} did not arrive in {folder}.")
-        for other in there - known:  # of an attempt that failed
+        write_manifest(here, files=[[each] for each in written], **content)
+        store.put_file(f"{name}/{MANIFEST}", here / MANIFEST)
+        for other in there - known - {MANIFEST}:  # of an attempt that failed
             store.remove(f"{name}/{other}")
         own = [each for each in _versions(store) if not run or _run_of(store, each) in ("", run)]
         kept = {name, *(own[-keep_max:] if keep_max else own)}
@@ -203,12 +203,15 @@ def recovery_files(job: str) -> Iterator[Path | None]:
     """
     with TemporaryFolder() as copies, _store(posixpath.join(job, RECOVERY_FOLDER)) as store:
         for left in reversed(range(_TRIES)):
-            manifests = [name for name in store.names("") if name.startswith("manifest-")]
+            names = store.names("")
+            manifests = [name for name in names if name.startswith("manifest-")]
             try:
                 newest = _fetched(store, "", copies / "saved", store.url, manifests[-1]) if manifests else None
                 break
-            except CheckpointError:  # perhaps servers replaced files meanwhile
-                if not left:
+            except StoreError:
+                raise
+            except CheckpointError:
+                if not left or store.names("") == names:  # else servers replaced files meanwhile
                     raise
         yield newest
 

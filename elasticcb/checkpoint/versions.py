@@ -208,7 +208,7 @@ def _finished_versions(directory: str | Path) -> list[Path]:
 
 
 def prune(directory: str | Path, keep_max: int, run: str = "") -> list[Path]:
-    """Deletes all but the newest `keep_max` versions (0: none), those of other trainings than `run` ("": any), and
+    """Deletes all but the newest `keep_max` versions (0: all stay), those of other trainings than `run` ("": any), and
     unfinished leftovers; returns what was deleted.
 
     The last written version is kept as well (a job that started from an older one has unwanted newer ones), and links.

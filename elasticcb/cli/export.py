@@ -93,7 +93,7 @@ def _snapshot(source: str) -> Iterator[tuple[JobSettings, Path]]:
         saved = until_end.enter_context(recovery_files(job)) if is_url(job) else _saved_by(Path(job))
         if saved is None:
             if is_url(job):
-                place = StoredJob(job).status()["checkpoint_path"]
+                place = StoredJob(job).status().get("checkpoint_path")
             else:
                 place = _checkpoint_of(settings.checkpoint.directory, _run_of(Path(job)))
             if not place:

@@ -100,9 +100,10 @@ def _read(source: str, top: int, id: int | None) -> TablesReport | IdReport:
             "folder of all versions."
         ) from None
     wait_for_start(folder)
-    if how_it_ended(folder) is None:
+    ended = how_it_ended(folder)
+    if ended is None:
         return _of_running_job(folder, top, id)
-    checkpoints = _checkpoints_of(folder)
+    checkpoints = ended.get("checkpoint_path") or _checkpoints_of(folder)  # of which others may have written some
     if not checkpoints:
         raise UsageError(
             f"The job in {folder} has ended, and it wrote no checkpoints (no --checkpoint_dir). Pass a checkpoint or "

@@ -127,9 +127,10 @@ class RecoveryCopy:
     def remove(self, name: str) -> None:
         self._store.remove(f"{RECOVERY_FOLDER}/{name}")
 
-    def remove_others(self, keep: Collection[str]) -> None:
-        """Removes servers' files that are not in use any more, nor being written, and manifests of earlier owners.
-        Failures are logged."""
+    def remove_others(self, keep: Collection[str], replaced: Collection[str]) -> None:
+        """Removes servers' files that are not in use any more, nor being written, and manifests of earlier owners. What
+        a server wrote when it left may not be noted yet: it is removed only if it is `replaced`. Failures are logged.
+        """
         try:
             names = self._store.names(RECOVERY_FOLDER, unfinished=True)
             if self._owner.is_replaced(self._store):  # asked after the names: they may be of the next owner
@@ -137,7 +138,8 @@ class RecoveryCopy:
             for name in names:
                 finished = finished_name(name)
                 old = finished.startswith("manifest-") and finished < self._manifest
-                if old or (finished.startswith("ps-") and finished not in keep):
+                may_be_new = "-last-" in finished and finished not in replaced
+                if old or (finished.startswith("ps-") and finished not in keep and not may_be_new):
                     self.remove(name)
         except StoreError as error:
             logger.warning("%s", error)

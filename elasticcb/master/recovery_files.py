@@ -48,7 +48,7 @@ class RecoveryFiles:
         self.folder, self._copy = folder, copy
         self.place = str(folder) if copy is None else copy.url
         self._run, self._specs = run, specs
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._parts: list[list[Slice]] = []  # of the servers that save now
         self._files: list[list[SavedFile]] = []  # theirs
         self._valid: set[str] = set()  # names of all files that the manifest lists
@@ -117,9 +117,8 @@ class RecoveryFiles:
 
     def take_last(self, index: int, saved: pb.SaveResponse) -> None:
         """Adds what a server has saved after its last answer."""
-        fits = self.note(index, saved, self._parts)
         with self._lock:
-            if not fits:
+            if not self.note(index, saved, self._parts):
                 return
             try:
                 self._write()
@@ -164,7 +163,7 @@ class RecoveryFiles:
             raise CheckpointError(f"The recovery files in {self.folder} can't be written: {error}.") from error
         if self._copy is not None:
             self._copy.put_manifest(self.folder / MANIFEST)
-            self._copy.remove_others(self._names() | {*self._asked.values()})
+            self._copy.remove_others(self._names() | {*self._asked.values()}, self._valid)
         self._valid = self._names()
 
     def _names(self) -> set[str]:

@@ -110,6 +110,16 @@ def test_torn_missing_and_foreign_files_are_named_and_the_version_before_is_used
         remote_checkpoint.fetch(f"{url}/nothing", tmp_path / "none")
 
 
+def test_version_whose_file_did_not_arrive_has_no_manifest(url, tmp_path):
+    write(url, 10)
+    place, path = remote_checkpoint.place_of(url, 20), tmp_path / server_file(0, 1)
+    saved = write_part(path, Part(20, weights={0: np.zeros(3, "float32")}))  # on a disk that others don't see
+    parts = partition([SPEC], 1, split=False)
+    with pytest.raises(StoreError, match="did not arrive in"):
+        remote_checkpoint.finish(place, 1, version=20, specs=[SPEC], parts=parts, files=[saved])
+    assert remote_checkpoint.newest_version(url) == "version-00000010"
+
+
 @pytest.mark.parametrize("url", ["file"], indirect=True)
 def test_store_that_is_away_is_not_taken_for_a_damaged_version(url, tmp_path, monkeypatch):
     for version in (10, 20):
