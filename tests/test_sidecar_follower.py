@@ -20,10 +20,14 @@ from elasticcb.sidecar.follower import CheckpointFollower, CheckpointKind
 SOON = 0.1  # seconds, for what is not to come
 
 
+def manifest(version):
+    return json.dumps({"format": 4, "version": version, "variables": [], "servers": [], "extra": {}})
+
+
 def write_version(folder, version):
     path = folder / version_folder(version)
     path.mkdir(parents=True)
-    (path / MANIFEST).write_text(json.dumps({"format": 4, "version": version}))
+    (path / MANIFEST).write_text(manifest(version))
     return path
 
 
@@ -77,7 +81,7 @@ def test_a_version_without_a_manifest_is_given_when_it_has_one(tmp_path, follow)
     (tmp_path / version_folder(5)).mkdir()
     (folder / "server-00000-of-00001.safetensors").write_bytes(b"half")
     assert follower.next(SOON) is None
-    (folder / MANIFEST).write_text(json.dumps({"format": 4, "version": 10}))
+    (folder / MANIFEST).write_text(manifest(10))
     assert follower.next(SOON) is None  # still under its temporary name
     folder.rename(tmp_path / version_folder(10))
     assert follower.next().version == 10
