@@ -272,19 +272,19 @@ def test_modules_of_the_user_travel_with_their_present_values(tmp_path, monkeypa
 
 
 def test_a_module_and_its_functions_have_one_set_of_globals(tmp_path, monkeypatch):
-    (tmp_path / "own_counts.py").write_text("N = 0\n\n\ndef count():\n    global N\n    N += 1\n")
-    (tmp_path / "own_steps.py").write_text(
-        "import own_counts\n\n\ndef step():\n    own_counts.count()\n    own_counts.N += 10\n    own_counts.count()\n"
-        "    return own_counts.N\n"
+    (tmp_path / "counts_of_steps.py").write_text("N = 0\n\n\ndef count():\n    global N\n    N += 1\n")
+    (tmp_path / "steps_that_count.py").write_text(
+        "import counts_of_steps\n\n\ndef step():\n    counts_of_steps.count()\n    counts_of_steps.N += 10\n    counts_of_steps.count()\n"
+        "    return counts_of_steps.N\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    step = importlib.import_module("own_steps").step
-    sys.modules["own_counts"].N = 100
+    step = importlib.import_module("steps_that_count").step
+    sys.modules["counts_of_steps"].N = 100
     data = carry.dumps_graph({"step": step}, {}, {}, Hollow(), None)[0]
-    for name in ("own_counts", "own_steps"):
+    for name in ("counts_of_steps", "steps_that_count"):
         monkeypatch.delitem(sys.modules, name)
     assert carry.loads(data)["step"]() == 112
-    assert "own_steps" not in sys.modules  # only functions of it travel
+    assert "steps_that_count" not in sys.modules  # only functions of it travel
 
 
 def test_a_deep_graph_needs_no_deep_recursion():
