@@ -274,8 +274,7 @@ def test_modules_of_the_user_travel_with_their_present_values(tmp_path, monkeypa
 def test_a_module_and_its_functions_have_one_set_of_globals(tmp_path, monkeypatch):
     (tmp_path / "counts_of_steps.py").write_text("N = 0\n\n\ndef count():\n    global N\n    N += 1\n")
     (tmp_path / "steps_that_count.py").write_text(
-        "import counts_of_steps as c\n\n\ndef step():\n    c.count()\n    c.N += 10\n    c.count()\n"
-        "    return c.N\n"
+        "import counts_of_steps as c\n\n\ndef step():\n    c.count()\n    c.N += 10\n    c.count()\n    return c.N\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     step = importlib.import_module("steps_that_count").step
