@@ -17,7 +17,7 @@ from typing import Any
 
 from elasticcb.checkpoint.manifest import MANIFEST, file_names, read_manifest, verify, write_manifest
 from elasticcb.checkpoint.shard_file import SavedFile
-from elasticcb.checkpoint.versions import newest_usable, version_folder, version_of
+from elasticcb.checkpoint.versions import newest_usable, no_checkpoint_in, version_folder, version_of
 from elasticcb.errors import CheckpointError, StoreError
 from elasticcb.settings import RECOVERY_FOLDER
 from elasticcb.storage.job_store import JobStore
@@ -166,10 +166,7 @@ def fetch(url: str, to: Path) -> tuple[Path, Sequence[str]]:
         while True:
             versions = _versions(store)
             if not versions:
-                raise CheckpointError(
-                    f"There is no complete checkpoint in {url}. Expected a folder version-… with a {MANIFEST}. "
-                    "Those of a job are in the folder model of its folder, or in its --checkpoint_dir."
-                )
+                raise no_checkpoint_in(url)
             try:
                 return newest_usable(
                     versions, lambda name: _fetched(store, f"{name}/", to / name, f"{url}/{name}"), url

@@ -200,11 +200,16 @@ def _finished_versions(directory: str | Path) -> list[Path]:
     """Like `find_versions`. Raises `CheckpointError` if there is none."""
     versions = find_versions(directory)
     if not versions:
-        raise CheckpointError(
-            f"There is no complete checkpoint in {directory}. Expected a folder version-… with a {MANIFEST}. "
-            "Those of a job are in the folder model of its folder, or in its --checkpoint_dir."
-        )
+        raise no_checkpoint_in(directory)
     return versions
+
+
+def no_checkpoint_in(place: str | Path) -> CheckpointError:
+    """The error for a folder or URL without a complete version."""
+    return CheckpointError(
+        f"There is no complete checkpoint in {place}. Expected a folder version-… with a {MANIFEST}. Those of a job "
+        "are in the folder model of its folder, or in its --checkpoint_dir."
+    )
 
 
 def prune(directory: str | Path, keep_max: int, run: str = "") -> list[Path]:

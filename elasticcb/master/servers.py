@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _LEAVE_SECONDS = 30.0  # for surplus servers to exit
 _OPEN_SECONDS = 10.0  # for servers to accept pushes again when their number can't change
 # The pause after writing, however large the model, to the time that it took; to a URL, most of it is waiting.
-_PAUSE_SHARE, _PAUSE_SHARE_URL = 5.0, 1.0
+_PAUSE_FACTOR, _PAUSE_FACTOR_URL = 5.0, 1.0
 _PAUSE_SECONDS = 0.25  # while a server is lost
 _RETRY_SECONDS = 1.0  # while a URL is away
 _FIRST_SECONDS = 1.0  # until servers save that have saved nothing: they could not save their last changes
@@ -330,7 +330,7 @@ class Saves:
         self._thread.start()
 
     def _run(self) -> None:
-        pause, share = min(_FIRST_SECONDS, self._interval), _PAUSE_SHARE_URL if self._waits_for_url else _PAUSE_SHARE
+        pause, factor = min(_FIRST_SECONDS, self._interval), _PAUSE_FACTOR_URL if self._waits_for_url else _PAUSE_FACTOR
         while True:
             with self._master.state():
                 self._master.wait_for(self._is_due, pause)
@@ -341,7 +341,7 @@ class Saves:
                 self._saved_by = map_version
                 ended = time.monotonic()
                 # Else most of it was waiting for the replacement of a lost server.
-                least = (ended - begun) * share if self._writers() == writers else 0.0
+                least = (ended - begun) * factor if self._writers() == writers else 0.0
                 self._earliest, pause = ended + least, max(self._interval, least)
             else:
                 time.sleep(_PAUSE_SECONDS if not self._failing_since else _RETRY_SECONDS)

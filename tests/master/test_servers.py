@@ -127,7 +127,7 @@ class UnsavedQueue(TaskQueue):
 
 
 def test_waiting_for_a_lost_server_does_not_count_as_writing(job, monkeypatch):
-    monkeypatch.setattr("elasticcb.master.servers._PAUSE_SHARE", 1e6)  # so that the next file is written long after it
+    monkeypatch.setattr("elasticcb.master.servers._PAUSE_FACTOR", 1e6)  # so that the next file is written long after it
     queue = UnsavedQueue()
     job.servers._saves.close()
     job.lose(0)
