@@ -45,6 +45,7 @@ class Kafka(UnboundedSource):
         DataError: confluent-kafka is not installed, or the file can't be read.
     """
 
+    has_times = True
     may_skip = True  # transactions and compaction leave offsets without a record
 
     def __init__(
@@ -193,10 +194,12 @@ class Kafka(UnboundedSource):
 
     def _offset(self, consumer: Any, name: str, when: Any, end: int) -> int:
         """The offset of the first message from a time on; `end` if there is none, or for "latest"."""
-        if when == "latest":
-            return end
-        offset = consumer.offsets_for_times([place(name, int(1000 * when))], timeout=ANSWER_SECONDS)[0].offset
-        return end if offset < 0 else offset
+        found = None if when == "latest" else _first_from(consumer, name, when)
+        return end if found is None else found
+
+    def offset_at(self, name: str, time: float) -> int | None:
+        with self._consumers.asking("an offset") as consumer:
+            return _first_from(consumer, name, time)
 
     def time_of(self, name: str, offset: int) -> float:
         with self._consumers.asking("a record") as consumer:
@@ -213,6 +216,11 @@ class Kafka(UnboundedSource):
 
     def close(self) -> None:
         self._consumers.close()
+
+
+def _first_from(consumer: Any, name: str, time: float) -> int | None:
+    found: int = consumer.offsets_for_times([place(name, int(1000 * time))], timeout=ANSWER_SECONDS)[0].offset
+    return None if found < 0 else found
 
 
 def _time_of(name: str, given: Any) -> float:

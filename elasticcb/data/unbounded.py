@@ -36,11 +36,13 @@ class UnboundedSource(Reader):
     Attributes:
         in_order: train all records of a partition before the next one, in the order of `partitions`; else the
             partitions take turns.
+        has_times: `offset_at` finds records by their timestamps.
         look_seconds: time between two calls of `partitions`.
         most: the job ends after this number of records; None: it does not.
     """
 
     in_order = False
+    has_times = False
     look_seconds = 0.2
     most: int | None = None
 
@@ -57,6 +59,11 @@ class UnboundedSource(Reader):
     def time_of(self, name: str, offset: int) -> float:
         """When the record at an offset came, in seconds since the epoch; 0: unknown. Raises `StreamError`."""
         return 0.0
+
+    def offset_at(self, name: str, time: float) -> int | None:
+        """The first offset whose record has a timestamp of at least `time`, in seconds since the epoch; None: no record
+        has by now. Raises `StreamError`."""
+        raise NotImplementedError
 
     def trained(self, offsets: Mapping[str, int]) -> None:
         """All records before these offsets are trained and saved; for monitors of the source. Called now and then."""

@@ -145,7 +145,7 @@ class Epochs:
 
     def _order_of(self, epoch: int) -> ShardOrder | StreamRanges:
         if self.stream is not None:
-            self.stream.begin_epoch()
+            self.stream.begin_epoch(epoch)
             return self.stream
         return ShardOrder(self._layout, self._seed_of(epoch))
 

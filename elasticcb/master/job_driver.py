@@ -302,7 +302,10 @@ class JobDriver:
             self._host.warn_of_missing_data()
         with self._master.state() as state:
             states = state.epoch_states.of(epoch)
+            period_end = None if self.queue.stream is None else self.queue.stream.period_ends.get(epoch)
         logs = self._host.training_logs(states)
+        if period_end is not None:
+            logs["event_time"] = period_end
         logger.info("Epoch %d is done at version %d: %s", epoch + 1, self._master.version, logs)
         decision = None
         if self._evaluates and self._settings.training.validates_after(epoch):

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from elasticcb.master.callback_arrays import SharedCallbacks
     from elasticcb.master.journal import Memory
     from elasticcb.master.prediction_output import PredictionOutput
+    from elasticcb.master.stream_ranges import Period
     from elasticcb.model.metric_messages import Outputs, States
     from elasticcb.process.stats import Stats
     from elasticcb.sharding.partition import ServerPlace
@@ -484,12 +485,12 @@ class JobMachine:
         return decision
 
     @event(_if_any)
-    def stream_grew(self, seen: Mapping[str, Partition], now: float) -> bool:
+    def stream_grew(self, seen: Mapping[str, Partition], now: float, period: Period | None = None) -> bool:
         """What is there of a stream's partitions by now. Returns whether somebody has to act on it."""
         if self.queue is None or self.queue.stream is None or self.over:
             return False
         try:
-            story = self.queue.grow(seen, now)
+            story = self.queue.grow(seen, now, period)
         except DataError as error:
             self.error = error
             return True

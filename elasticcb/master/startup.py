@@ -54,7 +54,7 @@ from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.forwarded_logs import shown
 from elasticcb.process.wording import how_many
 from elasticcb.settings import INITIAL_FOLDER, Command, JobSettings, Mode, WorkerRange, written
-from elasticcb.settings.choices import LostOffsets
+from elasticcb.settings.choices import LostOffsets, seconds_of
 from elasticcb.settings.names import SETTINGS
 from elasticcb.sharding.partition import ServerPlace
 from elasticcb.storage.folder_lock import FolderLock
@@ -306,6 +306,7 @@ def _new_queue(context: JobContext, host: Any, initial_epoch: int) -> TaskQueue:
             repeats_lost=host.repeatable and context.settings.repeats_lost,
             grows=host.stream is not None,
             records_per_epoch=stream.records_per_epoch,
+            event_time=seconds_of(stream.epoch_event_time),
             in_order=host.stream is not None and host.stream.in_order,
             most=None if host.stream is None else host.stream.most,
             skips_lost=stream.lost_offsets is LostOffsets.SKIP,
@@ -318,7 +319,7 @@ def _new_queue(context: JobContext, host: Any, initial_epoch: int) -> TaskQueue:
 def _check_stream(settings: JobSettings, source: UnboundedSource | None) -> None:
     """Raises `UsageError` when the settings of epochs don't fit the data."""
     stream = settings.stream
-    ends = [name for name in ("records_per_epoch", "epoch_every") if getattr(stream, name)]
+    ends = stream.ends_of_epochs
     if source is None and ends:
         given = SETTINGS[ends[0]].written(settings.in_program, getattr(stream, ends[0]))
         raise UsageError(
@@ -328,6 +329,14 @@ def _check_stream(settings: JobSettings, source: UnboundedSource | None) -> None
         given = SETTINGS["num_epochs"].written(settings.in_program, settings.training.num_epochs)
         add = "steps_per_epoch" if settings.in_program else written("{records_per_epoch} or {epoch_every}", False)
         raise UsageError(f"{given}: a stream has no end, so an epoch needs one. Add {add}.")
+    if stream.epoch_event_time and len(ends) > 1:
+        both = written(f"{{{ends[0]}}} and {{epoch_event_time}}", settings.in_program)
+        raise UsageError(f"{both} both end epochs. Remove one of them.")
+    if stream.epoch_event_time and source is not None and not source.has_times:
+        raise UsageError(
+            written("{epoch_event_time} needs a source that finds records by their timestamps, such as Kafka. ", False)
+            + written("Use {epoch_every}, which ends epochs by the clock.", False)
+        )
 
 
 def resumed_queue(context: JobContext, host: Any) -> TaskQueue | None:
@@ -449,7 +458,8 @@ def _let_workers_begin(context: JobContext, served: TrainedModel, course: JobDri
     for exports in course.exports:
         exports.begin()
     if host.stream is not None:
-        context.until_end.callback(StreamWatch(host.stream, context.server).close)
+        event_time = seconds_of(context.settings.stream.epoch_event_time)
+        context.until_end.callback(StreamWatch(host.stream, context.server, event_time).close)
 
 
 def _records_of(sources: Sequence[tuple[str, int]]) -> str:

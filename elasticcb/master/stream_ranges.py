@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from elasticcb.data.unbounded import Partition
 from elasticcb.errors import DataError
@@ -13,8 +13,21 @@ from elasticcb.master.shards import Shard
 from elasticcb.master.task import QueueSettings
 
 _LINGER_SECONDS = 1.0  # for which less than a batch waits for more records
+_KEPT_ENDS = 100  # of periods, for epochs whose hooks come later
 _PATIENCE = 8  # draws by others that a partition waits for its reader, which may be lost
 _PREFIX = "stream/"  # of keys of saved partitions: one each, because an entry of the journal has what has changed
+
+
+class Period(NamedTuple):
+    """A period of event time, whose records are an epoch.
+
+    Attributes:
+        end: seconds since the epoch of the clock.
+        offsets: by partition, the offset after its last record; without an offset, more may come.
+    """
+
+    end: float
+    offsets: Mapping[str, int]
 
 
 @dataclass
@@ -24,6 +37,7 @@ class _Growing:
     Attributes:
         position: offset of the next record to hand out.
         end: after the newest record to train.
+        until: after the last record of the period; None: not known yet.
         since: when the oldest record was seen that is not handed out.
         reader: the worker that drew its last range.
         passed: draws since then for which it was the next one, but another was taken.
@@ -32,6 +46,7 @@ class _Growing:
     position: int
     stop: int | None
     end: int = 0
+    until: int | None = None
     since: float = 0.0
     reader: int | None = None
     passed: int = 0
@@ -39,6 +54,11 @@ class _Growing:
     @property
     def waiting(self) -> int:
         return max(self.end - self.position, 0)
+
+    @property
+    def waiting_now(self) -> int:
+        """Those of the period."""
+        return self.waiting if self.until is None else min(self.waiting, self.until - self.position)
 
     @property
     def has_ended(self) -> bool:
@@ -54,6 +74,9 @@ class StreamRanges:
     Attributes:
         records, all_records: drawn in this epoch, and in all.
         lost: records that were removed.
+        period: where the present period of event time ends, or else the last one; 0: there was none.
+        in_period: whether there is a present one; without, nothing is drawn.
+        period_ends: of the last epochs.
     """
 
     def __init__(self, settings: QueueSettings) -> None:
@@ -64,11 +87,15 @@ class StreamRanges:
         self._now = 0.0
         self._worker = 0  # that asks
         self._epoch_ended = False
+        self.period = 0.0
+        self.in_period = False
+        self.period_ends: dict[int, float] = {}
 
     # ------------------------------------------------------------ growing
 
-    def grow(self, seen: Mapping[str, Partition], now: float) -> str:
-        """What is there by now. Returns a message about records that were lost; "": none.
+    def grow(self, seen: Mapping[str, Partition], now: float, period: Period | None = None) -> str:
+        """What is there by now; of a new period of event time, or of the present one. Returns a message about records
+        that were lost; "": none.
 
         Raises `DataError` for lost records, unless they are skipped.
         """
@@ -93,6 +120,8 @@ class StreamRanges:
                 known.end = end
             if known.waiting:
                 self._turns.setdefault(name)
+        if period is not None:
+            self._bound(period)
         return " ".join(stories)
 
     def lose(self, gone: Shard) -> str:
@@ -119,13 +148,34 @@ class StreamRanges:
 
     # ------------------------------------------------------------ epochs
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         self.records, self._epoch_ended = 0, False
+        if self.in_period:
+            self.period_ends[epoch] = self.period
+            self.period_ends.pop(epoch - _KEPT_ENDS, None)
 
     def end_epoch(self) -> bool:
         """The epoch has no more records; not before it has some. Returns whether it ends."""
         self._epoch_ended = self._epoch_ended or self.records > 0
         return self._epoch_ended
+
+    def _bound(self, period: Period) -> None:
+        if period.end != self.period if self.in_period else period.end <= self.period:
+            return  # it is over
+        if not self.in_period:
+            self.period, self.in_period = period.end, True
+            for each in self._partitions.values():
+                each.until = None
+        for name, offset in period.offsets.items():
+            each = self._partitions[name]
+            each.until = max(offset, each.position)
+        self._end_period()
+
+    def _end_period(self) -> None:
+        """Ends the epoch if all records of its period are handed out."""
+        parts = self._partitions.values()
+        if self.in_period and all(each.until is not None and each.position >= each.until for each in parts):
+            self._epoch_ended, self.in_period = True, False
 
     @property
     def left(self) -> int:
@@ -167,6 +217,7 @@ class StreamRanges:
         growing.since = self._now
         self.records += count
         self.all_records += count
+        self._end_period()
         if not self._settings.in_order or not growing.waiting:
             del self._turns[name]
         if growing.waiting:
@@ -191,8 +242,11 @@ class StreamRanges:
 
     def _ready(self, growing: _Growing) -> int:
         """Records of a partition to draw now."""
-        count = min(growing.waiting, self._settings.records_per_task)
-        ends = growing.stop is not None and growing.end >= growing.stop
+        if self._settings.event_time and not self.in_period:
+            return 0
+        waiting = growing.waiting_now
+        count = min(waiting, self._settings.records_per_task)
+        ends = growing.position + waiting in (growing.stop, growing.until)
         if ends or count == self._settings.records_per_task or self._now - growing.since >= _LINGER_SECONDS:
             return count
         return count - count % self._settings.minibatch_size
@@ -211,9 +265,12 @@ class StreamRanges:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
-        saved = {f"{_PREFIX}{name}": [each.position, each.stop, each.end] for name, each in self._partitions.items()}
-        epoch = [self.records, self.all_records, self._epoch_ended]
-        return saved | {"stream_epoch": epoch, "stream_lost": self.lost}
+        saved = {
+            f"{_PREFIX}{name}": [each.position, each.stop, each.end, each.until]
+            for name, each in self._partitions.items()
+        }
+        epoch = [self.records, self.all_records, self._epoch_ended, self.period, self.in_period]
+        return saved | {"stream_epoch": epoch, "stream_lost": self.lost, "stream_periods": [*self.period_ends.items()]}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restores the state saved by `to_dict`."""
@@ -223,5 +280,5 @@ class StreamRanges:
                 growing = self._partitions[name] = _Growing(*value)
                 if growing.waiting:
                     self._turns[name] = None
-        self.records, self.all_records, self._epoch_ended = saved["stream_epoch"]
-        self.lost = saved["stream_lost"]
+        self.records, self.all_records, self._epoch_ended, self.period, self.in_period = saved["stream_epoch"]
+        self.lost, self.period_ends = saved["stream_lost"], dict(saved["stream_periods"])

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
+from collections.abc import Mapping
 
-from elasticcb.data.unbounded import UnboundedSource
+from elasticcb.data.unbounded import Partition, UnboundedSource
 from elasticcb.errors import CallbackWarning, StreamError
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.snapshot import PartitionLag
+from elasticcb.master.stream_ranges import Period
 
 logger = logging.getLogger(__name__)
 
 _TELL_SECONDS = 5.0  # between two looks at times of records, and commits of offsets
 _TROUBLE_SECONDS = 5.0  # after which a warning says that the stream does not answer
 _END_SECONDS = 5.0
+_LATE_SECONDS = 5.0  # after a period of event time, for records on their way
 _GROWS_SECONDS = 60.0  # in which a lag must grow to be worth a warning,
 _GROWS_RECORDS_SHARE = 0.1  # by this share of the records that came
 
 
 class StreamWatch:
-    """Tells the job what is there of a stream, until `close`."""
+    """Tells the job what is there of a stream, until `close`; `event_time` as in `QueueSettings`."""
 
-    def __init__(self, source: UnboundedSource, master: MasterServer) -> None:
-        self._source, self._master = source, master
+    def __init__(self, source: UnboundedSource, master: MasterServer, event_time: float) -> None:
+        self._source, self._master, self._event_time = source, master, event_time
         self._stopped = threading.Event()
         self._silent_since = 0.0  # 0: it answers
         self._told_at = 0.0
@@ -64,11 +68,34 @@ class StreamWatch:
         with self._master.state() as state:
             known = [] if state.queue is None or state.queue.stream is None else state.queue.stream.names
         seen = self._source.partitions(known)
+        period = self._period(seen) if self._event_time else None
         with self._master.state() as state:
-            state.stream_grew(seen, time.monotonic())
+            state.stream_grew(seen, time.monotonic(), period)
         if time.monotonic() - self._told_at >= _TELL_SECONDS:
             self._told_at = time.monotonic()
             self._tell()
+
+    def _period(self, seen: Mapping[str, Partition]) -> Period | None:
+        """The period of event time of the epoch, as far as is known by now; None: it has no record yet. A record that
+        comes after its period counts to the next one."""
+        with self._master.state() as state:
+            assert state.queue is not None
+            stream = state.queue.stream
+            assert stream is not None
+            end, before, positions = stream.period if stream.in_period else 0.0, stream.period, stream.positions
+        positions = {**{name: found.start for name, found in seen.items()}, **positions}
+        if not end:
+            next_ones = {name: max(positions[name], found.first) for name, found in seen.items()}
+            waiting = {name: offset for name, offset in next_ones.items() if offset < seen[name].end}
+            times = list(filter(None, itertools.starmap(self._source.time_of, waiting.items())))
+            if not times:
+                return None
+            end = max(min(times) // self._event_time * self._event_time, before) + self._event_time
+        offsets = {name: self._source.offset_at(name, end) for name in positions}
+        is_late = time.time() > end + _LATE_SECONDS
+        rest = {name: found.end for name, found in seen.items()} if is_late else {}
+        known = {name: rest.get(name) if offset is None else offset for name, offset in offsets.items()}
+        return Period(end, {name: offset for name, offset in known.items() if offset is not None})
 
     def _warn_if_it_grows(self, lag: int, come: int) -> None:
         now = time.monotonic()

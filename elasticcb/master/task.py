@@ -177,6 +177,7 @@ class QueueSettings:
         repeats_lost: training tasks are repeated whose updates a lost server had not saved.
         grows: the records come while the job trains, in epochs of `records_per_epoch` records; 0: these are ended by
             `end_epoch`, or the stream's end.
+        event_time: seconds of event time in an epoch of a stream; 0: these don't end it.
         in_order, most: as in `UnboundedSource`.
         skips_lost: records that were removed before they were trained are counted; else they are an error.
 
@@ -198,6 +199,7 @@ class QueueSettings:
     repeats_lost: bool = False
     grows: bool = False
     records_per_epoch: int = 0
+    event_time: float = 0.0
     in_order: bool = False
     most: int | None = None
     skips_lost: bool = False

@@ -26,7 +26,7 @@ from elasticcb.errors import CheckpointError, WireError
 from elasticcb.master.accounting import Accounting, Attempt, Failure, TaskRecord
 from elasticcb.master.epochs import Epochs
 from elasticcb.master.leases import Leases
-from elasticcb.master.stream_ranges import StreamRanges
+from elasticcb.master.stream_ranges import Period, StreamRanges
 from elasticcb.master.task import (
     RESUMABLE,
     Answer,
@@ -535,12 +535,12 @@ class TaskQueue:
         self._milestones += self._evaluation.add(round, layout)
         return len(layout)
 
-    def grow(self, seen: Mapping[str, Partition], now: float) -> str:
+    def grow(self, seen: Mapping[str, Partition], now: float, period: Period | None = None) -> str:
         """The records of a stream that are there by now; returns a message about lost ones, as `StreamRanges.grow`,
         and raises its errors."""
         stream = self._epochs.stream
         assert stream is not None
-        stories = [stream.grow(seen, now)]
+        stories = [stream.grow(seen, now, period)]
         for record in [*self._todo]:  # drawn before, also by an earlier master
             shard = record.task.shard
             if shard.name in seen and (first := min(seen[shard.name].first, shard.end)) > shard.start:

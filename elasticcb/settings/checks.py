@@ -34,7 +34,7 @@ def completed(settings: JobSettings, given: Given) -> JobSettings:
     if cluster.autoscale.most and "num_workers" not in given:
         more["num_workers"] = cluster.autoscale.least
     training = settings.training
-    if (settings.stream.records_per_epoch or settings.stream.epoch_every) and "num_epochs" not in given:
+    if settings.stream.ends_of_epochs and "num_epochs" not in given:
         training = dataclasses.replace(training, num_epochs=ENDLESS)
     data = settings.data
     if data.bad_records not in ("fail", "skip") and "://" not in data.bad_records:

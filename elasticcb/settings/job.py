@@ -172,6 +172,11 @@ class StreamSettings(Section):
         minimum=0,
     )
     epoch_every: str = setting("", "Of a stream: time after which an epoch ends.", **_A_TIME)
+    epoch_event_time: str = setting(
+        "",
+        "Of a stream: an epoch has the records whose timestamps are in one such period, for example in one hour.",
+        **_A_TIME,
+    )
     progressive: bool = setting(
         False,
         "Evaluate each batch before it is trained, and log the metrics of each epoch as progressive_NAME; as with "
@@ -182,6 +187,11 @@ class StreamSettings(Section):
         "Of a stream: what to do when records were removed, by retention, before they were trained: fail, or count and "
         "skip them.",
     )
+
+    @property
+    def ends_of_epochs(self) -> list[str]:
+        """The settings by which epochs end."""
+        return [name for name in ("records_per_epoch", "epoch_every", "epoch_event_time") if getattr(self, name)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,103 @@ def test_a_job_stops_at_the_newest_record_and_counts_them(tmp_path, kafka, start
     assert number(job.output, "records trained") == 333
 
 
+TIMED = """
+    import json
+    import keras
+    import tensorflow as tf
+
+    import elasticcb
+    from elasticcb.data import Partition
+
+    class Timed(elasticcb.data.UnboundedSource):
+        \"\"\"Records whose times, in seconds, are in a file, by partition.\"\"\"
+
+        element_spec = tf.TensorSpec((), tf.float32)
+        has_times = True
+
+        def __init__(self, path):
+            self.path = path
+
+        @property
+        def times(self):
+            with open(self.path) as file:
+                return json.load(file)
+
+        def partitions(self, known):
+            return {name: Partition(0, 0, len(own)) for name, own in self.times.items()}
+
+        def time_of(self, name, offset):
+            return self.times[name][offset]
+
+        def offset_at(self, name, time):
+            return next((place for place, own in enumerate(self.times[name]) if own >= time), None)
+
+        def beginning(self, records):
+            return "a", 0, records
+
+        def read(self, name, start, end):
+            yield from self.times[name][start:end]
+
+    def custom_data_reader(data_origin):
+        return Timed(data_origin)
+
+    def custom_model():
+        return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, trainable=False)])
+
+    def loss(labels, predictions):
+        return keras.ops.mean(labels)  # the mean of the records' times
+
+    def optimizer():
+        return keras.optimizers.SGD(0.0)
+
+    def feed_batch(records, mode, metadata):
+        return records[:, None], records[:, None]
+
+    class Ends(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            with open(__file__ + ".epochs", "a") as file:
+                file.write(f"{epoch} {logs['event_time']:.0f} {logs['loss']:.2f} {logs['progressive_loss']:.2f}\\n")
+
+    def callbacks():
+        return [Ends()]
+"""
+
+
+def test_epochs_are_periods_of_event_time_also_after_kills(tmp_path, start_job):
+    times = {"a": [0.0, 10.0, 50.0, 70.0, 65.0, 90.0, 400.0], "b": [20.0, 30.0]}
+
+    def tell():
+        (tmp_path / "new.json").write_text(json.dumps(times))
+        (tmp_path / "new.json").rename(tmp_path / "times.json")
+
+    tell()
+    write_model_file(tmp_path, TIMED, "timed")
+    given = {"training_data": tmp_path / "times.json", "checkpoint_interval": 0.5, "minibatch_size": 2}
+    given |= {"epoch_event_time": "1m", "progressive": "true", "num_epochs": 6}
+    flags = [each for each in train_flags(tmp_path, "timed", **given) if "validation_data" not in each]
+    job = start_job("train", *flags)
+    epochs = tmp_path / "timed.py.epochs"
+    wait_until(lambda: epochs.exists() and len(epochs.read_text().splitlines()) == 3)
+    job.master.kill()
+    job.wait_for_line(r"recovered in")
+    times["b"] += [40.0, 500.0]  # one is too late
+    times["c"] = [530.0]
+    tell()
+    wait_until(lambda: len(epochs.read_text().splitlines()) == 5)
+    job.kill("worker")
+    times["a"].append(1000.0)
+    tell()
+    assert job.finish() == 0
+    assert epochs.read_text().splitlines() == [
+        "0 60 22.00 22.00",
+        "1 120 75.00 75.00",
+        "2 420 400.00 400.00",
+        "3 480 40.00 40.00",
+        "4 540 515.00 515.00",
+        "5 1020 1000.00 1000.00",
+    ]
+
+
 LINES = """
     import keras
     import tensorflow as tf

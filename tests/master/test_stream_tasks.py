@@ -11,6 +11,7 @@ from task_queues import EPOCH_DONE, TRAINING_DONE, reached
 
 from elasticcb.data.unbounded import Partition
 from elasticcb.errors import DataError
+from elasticcb.master.stream_ranges import Period
 from elasticcb.master.task import DecisionKind, QueueSettings
 from elasticcb.master.task_queue import TaskQueue
 
@@ -89,6 +90,31 @@ def test_epochs_end_after_their_records_and_by_time_and_with_the_stream():
     queue.grow({"a": Partition(start=0, first=0, end=60, stop=60)}, 1.0)
     assert taken(queue, 1.0) == ["a [50, 60)"]
     assert reached(queue) == [(EPOCH_DONE, 2), (TRAINING_DONE, 0)]
+
+
+def test_an_epoch_has_the_records_of_a_period_of_event_time():
+    queue = make_stream(num_epochs=9, event_time=60.0)
+    queue.grow(there(a=45, b=7), 0.0)
+    assert taken(queue, 0.5) == []  # whose records may be drawn is not known yet
+    queue.grow(there(a=45, b=7), 0.5, Period(60.0, {"a": 35}))  # of b, more may come
+    assert taken(queue, 0.5) == ["a [0, 20)", "a [20, 35)"]
+    queue.grow(there(a=45, b=9), 0.6, Period(60.0, {"a": 35}))
+    assert reached(queue) == []
+    queue = TaskQueue.from_dict(json.loads(json.dumps(queue.to_dict())))  # the job is resumed
+    queue.grow(there(a=45, b=19), 0.7, Period(60.0, {"a": 35, "b": 12}))
+    assert taken(queue, 0.7) == ["b [0, 12)"]
+    assert reached(queue) == [(EPOCH_DONE, 0)]
+    assert queue.stream.period_ends[0] == 60.0
+    queue.grow(there(a=45, b=19), 0.8, Period(60.0, {"a": 35, "b": 12}))  # is over
+    assert taken(queue, 9.0) == []
+    queue.grow(there(a=45, b=19, c=3), 9.0, Period(240.0, {"a": 40, "b": 12}))  # without what came too late
+    assert taken(queue, 9.0) == ["a [35, 40)"]
+    queue.grow(there(a=45, b=19, c=3), 9.1, Period(240.0, {"c": 0}))
+    assert reached(queue) == [(EPOCH_DONE, 1)]
+    queue.grow(there(a=45, b=19, c=3), 9.2, Period(300.0, {"a": 45, "b": 19, "c": 3}))
+    assert sorted(taken(queue, 9.2)) == ["a [40, 45)", "b [12, 19)", "c [0, 3)"]
+    assert reached(queue) == [(EPOCH_DONE, 2)]
+    assert list(queue.stream.period_ends.values()) == [60.0, 240.0, 300.0]
 
 
 def test_a_stream_without_epochs_is_one():
