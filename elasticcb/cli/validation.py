@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 from elasticcb.cli.model_file import ModelFile, check_zoo, find_model_file
 from elasticcb.cluster.registry import backends, contradictions, missing_for
 from elasticcb.data.files import expanded_glob
+from elasticcb.data.formats import is_stream
 from elasticcb.errors import UsageError
 from elasticcb.settings import Command, Given
 from elasticcb.settings.checks import in_words, problems_of
@@ -335,7 +336,7 @@ def _resolve_origin(
     A bare word counts as a folder only without a custom reader. A part is invalid if it is empty or, without a custom
     reader, if it matches no file or folder.
     """
-    parts = [part.strip() for part in origin.split(",")]
+    parts = [origin] if is_stream(origin) else [part.strip() for part in origin.split(",")]  # of several servers
     if not all(parts):
         problem = f"{flag}={origin!r} is empty or has an empty part."
         return origin, [f"{problem} Expected a path, folder, glob or URL, or several of these separated by commas."]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import Counter
 
 import numpy as np
 import pytest
-from brokers import broker
+from brokers import FaultyBrokers, broker
 from waiting import wait_until
 
 from jobs import number, train_flags, write_model_file
@@ -109,6 +110,49 @@ def test_every_record_is_trained_through_kills_and_an_absent_broker(tmp_path, ka
     resumed.interrupt()
     assert resumed.finish() == 130
     assert [int(line.split()[0]) for line in epochs.read_text().splitlines()] == list(range(7))
+
+
+@pytest.fixture
+def faulty():
+    with contextlib.closing(FaultyBrokers()) as found:
+        yield found
+
+
+def test_errors_of_brokers_and_new_leaders_cost_no_record(tmp_path, faulty, start_job):
+    url = faulty.topic("errors")
+    faulty.send("errors", clicks(0, 100))
+    job = start_job(*flags(tmp_path, url, records_per_epoch=100, lost_offsets="skip"))
+    job.wait_for_line(r"Epoch 1 ")
+    not_leader, timed_out, not_there, storage, loading = 6, 7, 8, 56, 14
+    for request in (1, 2, 3):
+        faulty.fail(request, not_leader, timed_out, storage, not_there)
+    faulty.fail(8, loading, not_there)
+    faulty.send("errors", clicks(100, 200))
+    job.wait_for_line(r"Epoch 2 ")
+    faulty.set_up(1, False)
+    for partition in (0, 1):
+        faulty.lead("errors", partition, 2 + partition)
+    faulty.send("errors", clicks(200, 300))
+    job.wait_for_line(r"Epoch 3 ")
+    faulty.set_up(1, True)
+    for partition in (0, 1):
+        faulty.lead("errors", partition, 1)
+    faulty.set_up(2, False)
+    faulty.send("errors", clicks(300, 400))
+    job.wait_for_line(r"Epoch 4 ")
+    job.interrupt()
+    assert job.finish() == 130
+    first = clicks(0, 16)[::2]  # of which the processes have built their models
+    assert all(count == 1 or value in first for value, count in read(tmp_path).items())
+    assert len(read(tmp_path)) == 400
+    faulty.send("errors", clicks(400, 600))
+    faulty.remove("errors", 0, 230)  # of 300
+    resumed = start_job("resume", tmp_path / "job")
+    resumed.wait_for_line(r"Epoch 5 ")
+    wait_until(lambda: len(read(tmp_path)) == 570)
+    resumed.interrupt()
+    assert resumed.finish() == 130
+    assert json.loads((tmp_path / "job" / "status.json").read_text())["records_lost"] == 30
 
 
 def test_a_job_stops_at_the_newest_record_and_counts_them(tmp_path, kafka, start_job):
