@@ -51,6 +51,7 @@ class GrowingFiles(UnboundedSource):
         self._unsettled: dict[str, tuple[Any, float]] = {}  # identity of a file, and when it was first seen so
         self._counts: dict[str, int] = {}  # of complete files
         self._reader: FileReader | None = None
+        self._first = self._layout = ""  # of the first file, which may be gone later
         self._closed = threading.Event()
 
     def __repr__(self) -> str:
@@ -64,6 +65,8 @@ class GrowingFiles(UnboundedSource):
             readers = map(self._open_files, ([name] for name in self._complete(())))
             self._reader = next((each for each in readers if each.head(each.names[0], 1)), None)
             if self._reader is not None:
+                first = self._reader.first_opened()
+                self._first, self._layout = first.file.name, first.layout
                 break
             if not waits:
                 logger.info("Waiting for the first complete file with records of %s", self._origin)
@@ -111,11 +114,10 @@ class GrowingFiles(UnboundedSource):
         found = {}
         for name in self._complete(known):
             count, layout = self.files.survey(name)
-            first = self.files.first_opened()
-            if count and layout and first.layout and layout != first.layout:
+            if count and layout and self._layout and layout != self._layout:
                 raise DataError(
-                    f"{name} has {layout}, but {first.file.name} has {first.layout}. All files of a data origin must "
-                    "have the same layout."
+                    f"{name} has {layout}, but {self._first} has {self._layout}. All files of a data origin must have "
+                    "the same layout."
                 )
             self._counts[name] = count
             found[name] = Partition(0, 0, count)

@@ -56,6 +56,10 @@ def test_a_file_of_other_columns_is_an_error_that_names_it(tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n1,2\n")
     (tmp_path / "_SUCCESS").touch()
     assert len(growing.partitions(())) == 1
+    growing.trained({str(tmp_path / "a.csv"): 1})
+    (tmp_path / "a.csv").unlink()  # it is not needed any more
+    (tmp_path / "c.csv").write_text("x,y\n1,2\n")
+    assert len(growing.partitions([])) == 1
     (tmp_path / "b.csv").write_text("x,z\n1,2\n")
     with pytest.raises(DataError, match=r"b\.csv has .*same layout"):
         growing.partitions([str(tmp_path / "a.csv")])
