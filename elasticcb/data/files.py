@@ -179,6 +179,7 @@ def _remote_files(part: str) -> list[str]:
     import fsspec
 
     file_system, path = fsspec.core.url_to_fs(part)
+    file_system.invalidate_cache()  # s3fs keeps listings
     if file_system.isfile(path):
         return [part]
     if _MAGIC & set(path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 
+import fsspec
 import pytest
+from stores import S3Server
 
 from elasticcb.data import open_reader
 from elasticcb.errors import DataError, UsageError
@@ -80,3 +82,19 @@ def test_custom_readers_of_known_data_can_t_follow(tmp_path):
     write(tmp_path, "a.csv", 0, 3)
     with pytest.raises(UsageError, match="`follow`"):
         open_reader(str(tmp_path), custom=custom, follow=True)
+
+
+def test_files_that_are_added_at_a_url_are_found(monkeypatch):
+    with S3Server("follow") as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        store = fsspec.filesystem("s3", **server.options)
+        growing = open_reader("s3://follow/clicks", {"settle_seconds": 0}, follow=True)
+        known = []
+        for name in ("a", "b/c", "d"):
+            for _ in range(2):  # with nothing new
+                known += growing.partitions(known)
+            store.pipe_file(f"follow/clicks/{name}.csv", b"1,2\n")
+            known += growing.partitions(known)
+            known += growing.partitions(known)
+            assert known[-1] == f"s3://follow/clicks/{name}.csv"
