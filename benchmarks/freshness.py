@@ -110,22 +110,15 @@ class Exports:
         self.version = 0
 
     def full(self) -> Path:
-        import keras
-
-        from elasticcb.callbacks.serving_signature import add_serving_endpoint
         from elasticcb.checkpoint.manifest import write_manifest
         from elasticcb.checkpoint.shard_file import SavedFile
-        from elasticcb.serving.exports import IDS as IDS_COLLECTION
-        from elasticcb.serving.exports import WEIGHTS, Export
+        from elasticcb.serving.exports import Export
+        from elasticcb.serving.full_export import write_saved_model
         from elasticcb.storage import durable
 
         self.version = 1
-        archive = keras.export.ExportArchive()
-        add_serving_endpoint(archive, self.model, None)
-        archive.add_variable_collection(WEIGHTS, self.model.weights)
-        archive.add_variable_collection(IDS_COLLECTION, [self.layer.ids])
         folder = self.folder / "full-00000001"
-        archive.write_out(str(folder), verbose=False)
+        write_saved_model(self.model, None, [self.layer], folder)
         files = [path for path in folder.rglob("*") if path.is_file()]
         saved = tuple(SavedFile(str(path.relative_to(folder)), *durable.digest_of(path), 1) for path in files)
         extra = Export(1, None, "benchmark", "model", 1, time.time(), files=saved).to_extra()

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,8 @@ def _write(model: bytes, snapshot: str, to: str) -> list[SavedFile]:
 
 def _write_saved_model(model: bytes, snapshot: str, folder: Path) -> int:
     """Returns the version of the model."""
-    import keras
     import tensorflow as tf
 
-    from elasticcb.callbacks.serving_signature import add_serving_endpoint
     from elasticcb.layers.table_layers import is_own, table_layers
     from elasticcb.serialization import carry
     from elasticcb.serving.loading import load_version
@@ -137,9 +136,25 @@ def _write_saved_model(model: bytes, snapshot: str, folder: Path) -> int:
     own = [layers[0] for _, layers in sorted(table_layers(rebuilt).items()) if is_own(layers[0])]
     for layer in own:  # on another backend, it is not a variable
         layer._ids = tf.Variable(layer.ids.numpy(), shape=[None], trainable=False, name="ids")
+    write_saved_model(rebuilt, content["features_spec"], own, folder)
+    return version
+
+
+def write_saved_model(model: Any, features_spec: Any, own: Sequence[Any], folder: Path) -> None:
+    """Writes the SavedModel of a full export.
+
+    Args:
+        features_spec: as in `add_serving_endpoint`.
+        own: the model's `elasticcb.layers.Embedding`s.
+    """
+    import keras
+
+    from elasticcb.callbacks.serving_signature import add_serving_endpoint
+    from elasticcb.keras_private import value_of
+
     archive = keras.export.ExportArchive()
-    add_serving_endpoint(archive, rebuilt, content["features_spec"])
-    archive.add_variable_collection(WEIGHTS, list(rebuilt.weights))
+    add_serving_endpoint(archive, model, features_spec)
+    # TensorFlow's variables, as the endpoint has them: Keras's would be written once more.
+    archive.add_variable_collection(WEIGHTS, [value_of(each) for each in model.weights])
     archive.add_variable_collection(IDS, [layer.ids for layer in own])
     archive.write_out(str(folder), verbose=False)
-    return version

@@ -7,7 +7,9 @@ functions have captured.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import os
 import tempfile
 import time
@@ -19,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from elasticcb.errors import CheckpointError, UsageError
-from elasticcb.rpc.tensors import Array, aligned
+from elasticcb.rpc.tensors import Array
 from elasticcb.serving.deltas import Delta, TableChange, combined, moved
 from elasticcb.serving.exports import IDS, WEIGHTS, Export
 from elasticcb.sharding.partition import VariableSpec
@@ -29,6 +31,8 @@ from elasticcb.tf.tensors import array_of, tensor_of
 
 SIGNATURE = "serving_default"
 _PIECE_BYTES = 1 << 20  # of a table that is rebuilt
+_LEAST_IN_FILE = 64 << 20  # bytes of a table; the C library gets so much from the system, and gives it back when freed
+_MAP_FIXED = 0x10
 
 
 class ServingSignature(NamedTuple):
@@ -151,14 +155,13 @@ class LoadedExport:
 
     def _rebuilt(self, variable: tf.Variable, sources: Array, places: Array, values: Array) -> tf.Variable:
         """A table in a new variable: the rows at `sources` of the old one, and then other values at some places."""
-        shape, dtype = (len(sources), *values.shape[1:]), variable.dtype.as_numpy_dtype
-        rows = aligned(shape, dtype) if self._disk is None else _in_file(self._disk, shape, dtype)
+        made, rows = _table((len(sources), *values.shape[1:]), variable.dtype, self._disk)
         for piece in _pieces(len(sources), rows) if len(places) < len(sources) else ():
             found = tf.raw_ops.ResourceGather(resource=variable.handle, indices=sources[piece], dtype=variable.dtype)
             rows[piece] = array_of(found)
         for piece in _pieces(len(places), rows):
             rows[places[piece]] = values[piece]
-        return _like(variable, rows)
+        return _like(variable, made)
 
     def use(self, replaced: Replaced, export: Export) -> None:
         """No call may run meanwhile; takes microseconds."""
@@ -207,15 +210,40 @@ def _like(variable: tf.Variable, value: Array | tf.Tensor) -> tf.Variable:
         return tf.Variable(value, shape=variable.shape, dtype=variable.dtype, trainable=False)
 
 
-def _in_file(folder: Path, shape: tuple[int, ...], dtype: Any) -> Array:
-    """An array in a file without a name, which is gone with the array or this process; the system keeps in memory what
-    is used, as long as there is room. Raises `OSError` if the disk is full."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
+def _table(shape: tuple[int, ...], dtype: tf.DType, disk: Path | None) -> tuple[tf.Tensor, Array]:
+    """A tensor without values, and its memory as an array, to be written before the tensor is used.
+
+    It is TensorFlow's own memory: a variable that has another's is copied when rows are first gathered from it.
+
+    Args:
+        disk: a large table is in a file in this folder, without a name, which is gone with the tensor or this process;
+            the system keeps in memory what is used, as long as there is room.
+
+    Raises `OSError` if the disk is full.
+    """
+    with tf.device("CPU"):
+        made = tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False)
+    size = math.prod(shape) * dtype.size
+    if not size:
+        return made, np.empty(shape, dtype.as_numpy_dtype)
+    address = array_of(made).ctypes.data
+    if disk is not None and size >= _LEAST_IN_FILE:
+        _move_to_file(disk, address, size)
+    memory = (ctypes.c_char * size).from_address(address)
+    return made, np.frombuffer(memory, dtype.as_numpy_dtype).reshape(shape)
+
+
+def _move_to_file(folder: Path, address: int, size: int) -> None:
+    """Maps a file in place of memory that has no values yet."""
+    start, stop = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     with tempfile.TemporaryFile(dir=folder) as file:
-        if not size:
-            return aligned(shape, dtype)
-        os.posix_fallocate(file.fileno(), 0, size)  # else, a full disk would kill this process later
-        return np.memmap(file, dtype, "r+", shape=shape)
+        os.posix_fallocate(file.fileno(), 0, stop - start)  # else, a full disk would kill this process later
+        access, how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        if library.mmap(start, stop - start, access, how, file.fileno(), 0) != start:
+            raise OSError(ctypes.get_errno(), f"A file in {folder} can't be mapped into memory")
 
 
 def _pieces(count: int, rows: Array) -> Iterator[slice]:

@@ -11,12 +11,12 @@ import keras
 import numpy as np
 
 import elasticcb
-from elasticcb.callbacks.serving_signature import add_serving_endpoint
 from elasticcb.checkpoint.manifest import write_manifest
 from elasticcb.checkpoint.shard_file import Part, SavedFile, write_part
 from elasticcb.layers.table_layers import is_own, table_layers
 from elasticcb.model.weights import variable_specs
-from elasticcb.serving.exports import CURRENT, IDS, WEIGHTS, Current, Export
+from elasticcb.serving.exports import CURRENT, Current, Export
+from elasticcb.serving.full_export import write_saved_model
 from elasticcb.sharding.partition import ShardMap, partition
 from elasticcb.sharding.table_state import TableSpec, TableState
 from elasticcb.storage import durable
@@ -106,12 +106,8 @@ class MadeExports:
         """Also a delta to it, if there is something before it."""
         before = self.delta(version, current=False) if self.way else None
         export = self._export(version, None)
-        archive = keras.export.ExportArchive()
-        add_serving_endpoint(archive, self.model, None)
-        archive.add_variable_collection(WEIGHTS, self.model.weights)
-        archive.add_variable_collection(IDS, [layer.ids for layer in self._layers.values() if is_own(layer)])
         folder = self.folder / export.name
-        archive.write_out(str(folder), verbose=False)
+        write_saved_model(self.model, None, [layer for layer in self._layers.values() if is_own(layer)], folder)
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         saved = [SavedFile(str(path.relative_to(folder)), *durable.digest_of(path), version) for path in files]
         export = Export(**{**vars(export), "files": tuple(saved)})

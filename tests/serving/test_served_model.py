@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import sys
 import threading
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from elasticcb.errors import CheckpointError, UsageError
 from elasticcb.serving.exports import CURRENT
 from elasticcb.serving.served_folder import ServedFolder
 from elasticcb.serving.served_model import ServedModel
-from made_exports import FEATURES, MadeExports
+from made_exports import DIM, FEATURES, MadeExports
 
 OUTPUTS = ["score", "user_row", "item_row"]
 
@@ -39,13 +41,11 @@ def exports(tmp_path):
     return made
 
 
-@pytest.mark.parametrize(("servers", "on_disk"), [(1, False), (2, False), (2, True)])
-def test_served_model_answers_as_the_trained_one_at_every_version(tmp_path, servers, on_disk):
+@pytest.mark.parametrize("servers", [1, 2])
+def test_served_model_answers_as_the_trained_one_at_every_version(tmp_path, servers):
     exports = MadeExports(tmp_path / "exports", servers=servers)
     exports.full(1)  # without a row
-    disk = tmp_path / "rows"
-    disk.mkdir()
-    with ServedModel(exports.folder, rows_on_disk=disk if on_disk else None) as model:
+    with ServedModel(exports.folder) as model:
         agrees(model, exports)
         for version in range(2, 12):
             exports.train(version)
@@ -58,10 +58,33 @@ def test_served_model_answers_as_the_trained_one_at_every_version(tmp_path, serv
                 agrees(model, exports)
         assert model.problem == ""
         assert 0 <= model.age < 600
-        assert (str(disk) in Path("/proc/self/maps").read_text()) == on_disk
-        assert not list(disk.iterdir())
     with ServedModel(exports.folder) as model:  # from the newest full export on
         agrees(model, exports)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_answers_don_t_copy_a_table_which_stays_in_its_file(tmp_path):
+    def memory_mb() -> int:
+        gc.collect()
+        (line,) = (each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("RssAnon"))
+        return int(line.split()[1]) >> 10
+
+    exports = MadeExports(tmp_path / "exports")
+    rows = 9 << 20  # 72 MB
+    exports.model.get_layer("items").hold(np.arange(rows), np.ones((rows, DIM), np.float32))
+    exports.full(10)
+    disk = tmp_path / "rows"
+    disk.mkdir()
+    with ServedModel(exports.folder, rows_on_disk=disk) as model:
+        agrees(model, exports)
+        exports.train(1)
+        exports.delta(20)
+        model.look()
+        before = memory_mb()
+        agrees(model, exports)
+        assert memory_mb() - before < 36
+        assert Path("/proc/self/maps").read_text().count(str(disk)) == 1  # not also the one before
+        assert not list(disk.iterdir())
 
 
 def test_new_full_export_is_not_loaded_where_a_delta_leads_to_it(exports, caplog):
