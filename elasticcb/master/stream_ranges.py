@@ -168,7 +168,7 @@ class StreamRanges:
                 each.until = None
         for name, offset in period.offsets.items():
             each = self._partitions[name]
-            each.until = max(offset, each.position)
+            each.until = max(offset, each.position) if each.until is None else each.until
         self._end_period()
 
     def _end_period(self) -> None:

@@ -200,10 +200,23 @@ def test_epochs_without_end_don_t_fill_the_memory():
     assert sum(queue.accounting.records_trained.values()) == 25_000
 
 
-@pytest.mark.parametrize("seed", range(20))
+def period_of(stream, ends, is_late):
+    """As the watch of a stream finds it; an offset is the time of its record."""
+    end, positions = stream.period, {**dict.fromkeys(ends, 0), **stream.positions}
+    if not stream.in_period:
+        waiting = [positions[name] for name in ends if ends[name] > positions[name]]
+        if not waiting:
+            return None
+        end = max(min(waiting) // 50 * 50, end) + 50
+    return Period(end, {name: min(end, own) for name, own in ends.items() if own > end or is_late})
+
+
+@pytest.mark.parametrize("seed", range(24))
 def test_every_offset_is_trained_at_least_once_through_losses_and_restarts(seed):
     rng = random.Random(seed)
-    queue = make_stream(num_epochs=10**6, records_per_epoch=rng.choice([0, 35, 64]), repeats_lost=True)
+    event_time = 50.0 * (seed >= 20)
+    per_epoch = 0 if event_time else rng.choice([0, 35, 64])
+    queue = make_stream(num_epochs=10**6, records_per_epoch=per_epoch, event_time=event_time, repeats_lost=True)
     ends, trained, now = {"a": 0}, Counter(), 0.0
     lost_after = []  # offsets reported since the servers saved
 
@@ -221,7 +234,8 @@ def test_every_offset_is_trained_at_least_once_through_losses_and_restarts(seed)
                 ends[f"p{len(ends)}"] = 0
             name = rng.choice([*ends])
             ends[name] += rng.randrange(40)
-            queue.grow(there(**ends), now)
+            period = period_of(queue.stream, ends, rng.random() < 0.5) if event_time else None
+            queue.grow(there(**ends), now, period)
         elif action < 7:
             decision = queue.get_task(worker, now)
             if decision.lease is not None:
@@ -254,6 +268,8 @@ def test_every_offset_is_trained_at_least_once_through_losses_and_restarts(seed)
     queue.grow(there(**ends), now)
     for _ in range(1000):
         now += 1.1
+        if event_time:
+            queue.grow(there(**ends), now, period_of(queue.stream, ends, True))
         decision = queue.get_task(9, now)
         if decision.lease is not None:
             note(decision.lease.task.shard, 0, decision.lease.task.shard.records)
