@@ -61,8 +61,8 @@ class CheckpointWriter:
         """Whether the model has reached the version of the next checkpoint."""
         return self.wanted and bool(self._settings.steps) and version >= self._due
 
-    def write(self, version: int, tasks: dict[str, Any], again: bool = False) -> None:
-        """Writes a checkpoint of the current weights, slots and `tasks`, and prunes old ones.
+    def write(self, version: int, again: bool = False) -> None:
+        """Writes a checkpoint of the current weights and slots, and prunes old ones.
 
         Args:
             version: of the model, as known to the master; the servers may be ahead.
@@ -71,7 +71,7 @@ class CheckpointWriter:
         """
         self._due = self._next(version)
         try:
-            path, version = self._written(version, tasks)
+            path, version = self._written(version)
         except (CheckpointError, OSError) as error:
             if not isinstance(error, CheckpointError):
                 error = CheckpointError(f"The checkpoint could not be written: {error}.")
@@ -95,7 +95,7 @@ class CheckpointWriter:
             later = " and tries again when the next one is due" if self.wanted else ""
             self._say(f"{error} The job continues without this checkpoint{later}.")
 
-    def _written(self, version: int, tasks: dict[str, Any]) -> tuple[str, int]:
+    def _written(self, version: int) -> tuple[str, int]:
         """Writes a complete checkpoint, and removes old ones; returns its place and version."""
         folder, keep_max = self._settings.directory, self._settings.keep_max
         if self._lock is not None and (problem := self._lock.problem()):
@@ -110,7 +110,7 @@ class CheckpointWriter:
                 "specs": self._control.servers.specs,
                 "parts": parts,
                 "files": files,
-                "extra": {"job": self._job, "run": self._control.run, "tasks": tasks, "settings": self._shown},
+                "extra": {"job": self._job, "run": self._control.run, "settings": self._shown},
             }
             if is_url(folder):
                 remote.finish(place, keep_max, self._control.run if self._is_of_job else "", **content)
@@ -143,7 +143,7 @@ class CheckpointWriter:
         part = Part(state.version, dict(enumerate(state.weights)), state.optimizer)
         return [write_part(Path(place, server_file(0, 1)), part)], [everything]
 
-    def finish(self, version: int, tasks: dict[str, Any], retry: bool = True) -> None:
+    def finish(self, version: int, retry: bool = True) -> None:
         """Raises `CheckpointError` when the last checkpoint could not be written, nor can be now.
 
         Args:
@@ -152,7 +152,7 @@ class CheckpointWriter:
         if not self.wanted:
             return
         if retry and (self._missing is not None or (self._resumed and not self.newest)):
-            self.write(version, tasks, again=self._missing is not None)
+            self.write(version, again=self._missing is not None)
         if self._missing is not None:
             raise self._missing
 
