@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -108,7 +107,7 @@ def _snapshot(source: str) -> Iterator[tuple[JobSettings, Path]]:
 def _settings_of(checkpoint: Path) -> JobSettings:
     from elasticcb.checkpoint.manifest import read_manifest
 
-    return JobSettings.from_json(json.dumps(read_manifest(checkpoint)["extra"].get("settings", {})))
+    return JobSettings.from_json(read_manifest(checkpoint)["extra"].get("settings", {}))
 
 
 def _complete(settings: JobSettings, source: str) -> JobSettings:
@@ -125,7 +124,7 @@ def _complete(settings: JobSettings, source: str) -> JobSettings:
 
 def _settings_in(job: Path) -> JobSettings:
     try:
-        return JobSettings.from_json(json.dumps(durable.read_document(job / JOB_FILE)))
+        return JobSettings.from_json(durable.read_document(job / JOB_FILE))
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{job} contains no training job whose model can be exported: {JOB_FILE}: {error}. Pass the folder of an "

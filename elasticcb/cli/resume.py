@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -103,7 +102,7 @@ def resumed_settings(folder: Path) -> JobSettings:
             f"{folder} contains no job that can be resumed ({error.strerror}). Expected the folder of an `elasticcb "
             "train` job. Start `evaluate` and `predict` jobs again instead."
         ) from None
-    settings = JobSettings.from_json(json.dumps(document))
+    settings = JobSettings.from_json(document)
     if not (folder / JOURNAL_FILE).is_file():
         interval = settings.checkpoint.interval_seconds
         why = "it ended before training started" if interval else "the job ran with --checkpoint_interval=0"

@@ -156,7 +156,7 @@ def _of_running_job(folder: Path, top: int, id: int | None) -> TablesReport | Id
 def _checkpoints_of(folder: Path) -> str:
     """The folder or URL of a job's checkpoints; "": it writes none, or its settings can't be read."""
     with contextlib.suppress(OSError, ValueError, ElasticCBError):
-        return JobSettings.from_json(json.dumps(durable.read_document(folder / JOB_FILE))).checkpoint.directory
+        return JobSettings.from_json(durable.read_document(folder / JOB_FILE)).checkpoint.directory
     return ""
 
 

@@ -5,7 +5,6 @@ is a URL, on any.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shlex
 import time
@@ -227,7 +226,7 @@ class StoredJob:
                 given = store.get_document(JOB_FILE)
             except FileNotFoundError:
                 raise UsageError(f"The job in {self.url} ended before training started. Start a new one.") from None
-        return JobSettings.from_json(json.dumps(given))
+        return JobSettings.from_json(given)
 
     def status(self) -> dict[str, Any]:
         """Its status when its master last wrote it: a few seconds ago if it runs."""
