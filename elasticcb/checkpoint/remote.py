@@ -144,7 +144,7 @@ def _run_of(store: JobStore, name: str, level: int = logging.DEBUG) -> str:
     with TemporaryFolder() as here, contextlib.suppress(FileNotFoundError):
         store.get_file(f"{name}/{MANIFEST}", here / MANIFEST)
         try:
-            return str(read_manifest(here).get("extra", {}).get("run", ""))
+            return str(read_manifest(here)["extra"].get("run", ""))
         except CheckpointError as error:
             logger.log(level, "Skipped %s: %s", name, str(error).replace(str(here), f"{store.url}/{name}"))
     return ""
