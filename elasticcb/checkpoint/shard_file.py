@@ -205,9 +205,6 @@ def opened(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"The file {path} can't be read: {error}.") from error
 
 
-FORMAT = 1
-
-
 class ReadableTable(Protocol):
     """An embedding table that is read in pieces while it is being trained (elasticcb/ps/table_snapshot.py)."""
 
@@ -279,8 +276,11 @@ def write_part(path: Path, part: Part, answered: Mapping[int, int] = {}) -> Save
     """
     tensors = named(WEIGHT, part.weights) | to_tensors(part.optimizers)
     tensors |= named(AGES, part.ages) | named(GONE, part.gone)
-    metadata = {"format": str(FORMAT), "version": str(part.version), "optimizer": ", ".join(part.optimizers.optimizers)}
-    metadata["answered"] = json.dumps(dict(answered))
+    metadata = {
+        "version": str(part.version),
+        "optimizer": ", ".join(part.optimizers.optimizers),
+        "answered": json.dumps(dict(answered)),
+    }
     try:
         with durable.replacing(path) as unfinished, TensorFile(unfinished) as file:
             # The arrays of a table are known from its first piece.
