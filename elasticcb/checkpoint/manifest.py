@@ -117,6 +117,14 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     return manifest
 
 
+def specs_in(manifest: Mapping[str, Any]) -> list[VariableSpec]:
+    """The variables of a snapshot."""
+    return [
+        VariableSpec(each["path"], tuple(each["shape"]), each["dtype"], each["trainable"], table=each.get("table", ""))
+        for each in manifest["variables"]
+    ]
+
+
 def verify(version_directory: str | Path) -> dict[str, Any]:
     """Verifies all files of a version and returns the manifest.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from elasticcb.checkpoint.manifest import read_manifest
+from elasticcb.checkpoint.manifest import read_manifest, specs_in
 from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.errors import CheckpointError
@@ -108,12 +108,8 @@ def warm_start(folder: Path, specs: Sequence[VariableSpec], init_map: str) -> Wa
 
     Raises `CheckpointError` if a name of the map is unknown, a shape differs, or nothing matches.
     """
-    saved = [
-        VariableSpec(each["path"], tuple(each["shape"]), each["dtype"], each["trainable"], table=each.get("table", ""))
-        for each in read_manifest(folder)["variables"]
-    ]
     specs, own = _without_model_name(specs)
-    saved, others = _without_model_name(saved)
+    saved, others = _without_model_name(specs_in(read_manifest(folder)))
     renamed = {new.removeprefix(own): old.removeprefix(others) for new, old in read_init_map(init_map).items()}
     taken = _matched([spec.path for spec in specs], [spec.path for spec in saved], folder, renamed)
     misfits = {new: old for new, old in taken.items() if not _fits(specs[new], saved[old])}

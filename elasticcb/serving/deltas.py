@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,12 +51,6 @@ class Delta(NamedTuple):
         return sum(array.nbytes for change in self.changes.values() for array in change)
 
 
-def specs_in(manifest: Mapping[str, Any]) -> list[VariableSpec]:
-    """The variables of a manifest."""
-    return [
-        VariableSpec(each["path"], tuple(each["shape"]), each["dtype"], each["trainable"], table=each.get("table", ""))
-        for each in manifest["variables"]
-    ]
 
 
 def read_delta(files: Files, after: Export, specs: Sequence[VariableSpec]) -> Delta:
