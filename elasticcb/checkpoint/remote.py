@@ -53,7 +53,7 @@ def _temporary(scratch: Path | None) -> TemporaryFolder:
 class Files:
     """The files in a folder, while they are read: a context manager. Those of a URL are copied when they are needed."""
 
-    def __init__(self, folder: str, scratch: Path | None) -> None:
+    def __init__(self, folder: str, scratch: Path | None = None) -> None:
         self.name = folder
         self._until_end = contextlib.ExitStack()
         self._store: JobStore | None = None

@@ -155,7 +155,7 @@ def test_a_journal_that_is_rewritten_tells_the_old_or_the_new_at_each_moment(tmp
 
 
 def load_first(folder: Path) -> Loaded:
-    return load(Files(str(folder), None), read_manifest(folder), SPECS, SLICES[0], 0, ShardMap(1))
+    return load(Files(str(folder)), read_manifest(folder), SPECS, SLICES[0], 0, ShardMap(1))
 
 
 def test_recovery_files_hold_the_old_or_the_new_at_each_moment(tmp_path, crash, monkeypatch):
