@@ -38,7 +38,7 @@ def writable(place: str, scratch: Path | None) -> Iterator[Path]:
         yield Path(place)
         return
     folder, name = posixpath.split(place)
-    with _temporary(scratch) as here, _store(folder) as store:
+    with _temporary(scratch) as here, JobStore(folder) as store:
         yield here / name
         store.put_file(name, here / name)
 
@@ -58,7 +58,7 @@ class Files:
         self._until_end = contextlib.ExitStack()
         self._store: JobStore | None = None
         if is_url(folder):
-            self._store = self._until_end.enter_context(_store(folder))
+            self._store = self._until_end.enter_context(JobStore(folder))
             self._here = self._until_end.enter_context(_temporary(scratch))
         else:
             self._here = Path(folder)
@@ -94,7 +94,7 @@ def place_of(url: str, version: int) -> str:
 
 def newest_version(url: str) -> str:
     """The name of the newest complete version below `url`; "": there is none. Raises `StoreError`."""
-    with _store(url) as store:
+    with JobStore(url) as store:
         return (_versions(store) or [""])[-1]
 
 
@@ -112,7 +112,7 @@ def finish(folder: str, keep_max: int, run: str = "", **content: Any) -> None:
     url, name = posixpath.split(folder)
     written: list[SavedFile] = content.pop("files")
     known = {saved.name for saved in written}
-    with _store(url) as store, TemporaryFolder() as here:
+    with JobStore(url) as store, TemporaryFolder() as here:
         there = {*store.names(name, unfinished=True)}
         if known - there:
             raise StoreError(f"{', '.join(sorted(known - there))} did not arrive in {folder}.")
@@ -133,7 +133,7 @@ def newest_of_run(url: str, run: str) -> str:
 
     Raises `StoreError` if the URL can't be read now.
     """
-    with _store(url) as store:
+    with JobStore(url) as store:
         own = (name for name in reversed(_versions(store)) if _run_of(store, name, logging.WARNING) == run)
         name = next(own, "")
         return posixpath.join(url, name) if name else ""
@@ -160,7 +160,7 @@ def fetch(url: str, to: Path) -> tuple[Path, Sequence[str]]:
     Raises `CheckpointError` if there is none, or the file system can't be read.
     """
     url = url.rstrip("/")
-    with _store(url) as store:
+    with JobStore(url) as store:
         if MANIFEST in store.names(""):
             return _fetched(store, "", to / posixpath.basename(url), url), ()
         while True:
@@ -198,7 +198,7 @@ def recovery_files(job: str) -> Iterator[Path | None]:
 
     Raises `CheckpointError` like `fetch`.
     """
-    with TemporaryFolder() as copies, _store(posixpath.join(job, RECOVERY_FOLDER)) as store:
+    with TemporaryFolder() as copies, JobStore(posixpath.join(job, RECOVERY_FOLDER)) as store:
         for left in reversed(range(_TRIES)):
             names = store.names("")
             manifests = [name for name in names if name.startswith("manifest-")]
@@ -239,7 +239,3 @@ def _versions(store: JobStore) -> list[str]:
 
 def _folders(store: JobStore) -> list[str]:
     return [name for name in store.names("") if version_of(name) >= 0]
-
-
-def _store(url: str) -> contextlib.closing[JobStore]:
-    return contextlib.closing(JobStore(url))

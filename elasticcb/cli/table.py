@@ -123,7 +123,7 @@ def is_checkpoint(source: str) -> bool:
 
     folder = Path(source).expanduser()
     if is_url(source):
-        with contextlib.closing(JobStore(source)) as store:
+        with JobStore(source) as store:
             return not newest_owner(store)[0]
     return (folder / MANIFEST).is_file() or (not holds_job(folder) and bool(find_versions(folder)))
 

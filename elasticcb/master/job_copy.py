@@ -86,7 +86,7 @@ def refuse_copy(folder: Path) -> None:
 
 def refuse_path(url: str) -> None:
     """Raises `UsageError` if the folder at a URL is that of a job, or of a `Cluster`, that was given by its path."""
-    with contextlib.closing(JobStore(url)) as store:
+    with JobStore(url) as store:
         if LOCK_FILE in store.names(""):
             raise UsageError(f"{url} is the folder of a job that was given by its path. Give the path, or another.")
 
@@ -342,7 +342,7 @@ class JobCopy:
 
     def remove(self) -> None:
         """Removes the copy. Raises `ReplacedError` if another master has taken it, and `StoreError`."""
-        with contextlib.closing(self._store) as store:
+        with self._store as store:
             if self.owner.is_replaced(store):
                 raise ReplacedError(f"Another program has taken {self.url}.")
             store.remove_all()

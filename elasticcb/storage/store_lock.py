@@ -134,7 +134,7 @@ class StoreLock:
         self._asked = JobStore(self._place)  # by `problem`
         self._released = threading.Event()
         self._beating: threading.Thread | None = None
-        with contextlib.closing(JobStore(self._place)) as store:
+        with JobStore(self._place) as store:
             number, last = newest_owner(store)
             if not number and not store.tells_who_was_first():
                 logger.warning(
@@ -167,7 +167,7 @@ class StoreLock:
             self._beating.join(_LAST_SECONDS)
 
     def _beat(self, owner: Owner) -> None:
-        with contextlib.closing(JobStore(self._place)) as store:
+        with JobStore(self._place) as store:
             ended = False
             while not ended:
                 ended = self._released.wait(BEAT_SECONDS)
