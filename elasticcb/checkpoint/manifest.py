@@ -97,15 +97,23 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     """The manifest of a snapshot. Raises `CheckpointError` if there is no readable manifest."""
     path = Path(folder) / MANIFEST
     try:
-        manifest = durable.read_document(path, _FORMAT)
-    except durable.NewerFormatError as error:
-        raise CheckpointError(str(error)) from error
+        return manifest_in(path.read_bytes(), path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is not a complete checkpoint: it has no {MANIFEST}. Either it was not finished, or it is "
             "another folder. Pass the folder of a version, or the folder that contains the versions."
         ) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"The manifest {path} can't be read: {error}.") from error
+
+
+def manifest_in(content: bytes, path: Path | str) -> dict[str, Any]:
+    """The manifest in the content of the file at `path`. Raises `CheckpointError` if it can't be read."""
+    try:
+        manifest = durable.document_in(content, path, _FORMAT)
+    except durable.NewerFormatError as error:
+        raise CheckpointError(str(error)) from error
+    except ValueError as error:
         raise CheckpointError(f"The manifest {path} can't be read: {error}.") from error
     if manifest.get("format") != _FORMAT:
         raise CheckpointError(

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint.manifest import MANIFEST, file_names, read_manifest, verify, write_manifest
+from elasticcb.checkpoint.manifest import MANIFEST, file_names, manifest_in, read_manifest, verify, write_manifest
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import newest_usable, no_checkpoint_in, version_folder, version_of
 from elasticcb.errors import CheckpointError, StoreError
@@ -141,12 +141,12 @@ def newest_of_run(url: str, run: str) -> str:
 
 def _run_of(store: JobStore, name: str, level: int = logging.DEBUG) -> str:
     """The training that wrote a version; "": its manifest is damaged, which is logged, or was removed just now."""
-    with TemporaryFolder() as here, contextlib.suppress(FileNotFoundError):
-        store.get_file(f"{name}/{MANIFEST}", here / MANIFEST)
+    with contextlib.suppress(FileNotFoundError):
+        content = store.get(f"{name}/{MANIFEST}")
         try:
-            return str(read_manifest(here)["extra"].get("run", ""))
+            return str(manifest_in(content, f"{store.url}/{name}/{MANIFEST}")["extra"].get("run", ""))
         except CheckpointError as error:
-            logger.log(level, "Skipped %s: %s", name, str(error).replace(str(here), f"{store.url}/{name}"))
+            logger.log(level, "Skipped %s: %s", name, error)
     return ""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from elasticcb.checkpoint.manifest import MANIFEST, manifest_in, write_manifest
 from elasticcb.errors import CheckpointError, StoreError, UsageError
 from elasticcb.serving.exports import Export, version_of
 from elasticcb.storage import durable
@@ -112,9 +112,7 @@ class ExportFolder:
             content = self._store.get(f"{name}/{MANIFEST}")
         except FileNotFoundError:
             raise CheckpointError(f"{name} is not finished.") from None
-        with TemporaryFolder() as here:
-            (here / MANIFEST).write_bytes(content)
-            return Export.of(read_manifest(here), name)
+        return Export.of(manifest_in(content, f"{self.place}/{name}/{MANIFEST}"), name)
 
 
 @contextlib.contextmanager
