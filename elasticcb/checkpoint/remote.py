@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from elasticcb.checkpoint import versions
 from elasticcb.checkpoint.manifest import MANIFEST, file_names, manifest_in, read_manifest, verify, write_manifest
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import newest_usable, no_checkpoint_in, version_folder, version_of
@@ -23,6 +24,10 @@ from elasticcb.settings import RECOVERY_FOLDER
 from elasticcb.storage.job_store import JobStore
 from elasticcb.storage.local_folders import TemporaryFolder
 from elasticcb.storage.remote_files import as_path, is_url
+
+logger = logging.getLogger(__name__)
+
+_TRIES = 5  # while servers replace files
 
 
 @contextlib.contextmanager
@@ -81,20 +86,17 @@ class Files:
         self._until_end.close()
 
 
-logger = logging.getLogger(__name__)
-
-_TRIES = 5  # while servers replace files
-
-
 def place_of(url: str, version: int) -> str:
     """The folder for a version below `url`. What servers write there may be of a version a little later; it must not
     replace files, since the same version may have been written before a restart."""
     return posixpath.join(url, version_folder(version))
 
 
-def newest_version(url: str) -> str:
-    """The name of the newest complete version below `url`; "": there is none. Raises `StoreError`."""
-    with JobStore(url) as store:
+def newest_version(place: str) -> str:
+    """The name of the newest complete version in a folder or below a URL; "": there is none. Raises `StoreError`."""
+    if not is_url(place):
+        return next((folder.name for folder in reversed(versions.find_versions(place))), "")
+    with JobStore(place) as store:
         return (_versions(store) or [""])[-1]
 
 
@@ -128,15 +130,18 @@ def finish(folder: str, keep_max: int, run: str = "", **content: Any) -> None:
                 store.remove_all(old)
 
 
-def newest_of_run(url: str, run: str) -> str:
-    """The newest version below `url` that a given training wrote; "": none. Logs manifests that are damaged.
+def newest_of_run(place: str, run: str) -> str:
+    """The newest version in a folder or below a URL that a given training wrote; "": none. Logs what it skips: versions
+    with damaged manifests, and in a folder those with other damaged files.
 
     Raises `StoreError` if the URL can't be read now.
     """
-    with JobStore(url) as store:
+    if not is_url(place):
+        return versions.newest_of_run(place, run)
+    with JobStore(place) as store:
         own = (name for name in reversed(_versions(store)) if _run_of(store, name, logging.WARNING) == run)
         name = next(own, "")
-        return posixpath.join(url, name) if name else ""
+        return posixpath.join(place, name) if name else ""
 
 
 def _run_of(store: JobStore, name: str, level: int = logging.DEBUG) -> str:
@@ -164,15 +169,13 @@ def fetch(url: str, to: Path) -> tuple[Path, Sequence[str]]:
         if MANIFEST in store.names(""):
             return _fetched(store, "", to / posixpath.basename(url), url), ()
         while True:
-            versions = _versions(store)
-            if not versions:
+            names = _versions(store)
+            if not names:
                 raise no_checkpoint_in(url)
             try:
-                return newest_usable(
-                    versions, lambda name: _fetched(store, f"{name}/", to / name, f"{url}/{name}"), url
-                )
+                return newest_usable(names, lambda name: _fetched(store, f"{name}/", to / name, f"{url}/{name}"), url)
             except CheckpointError:
-                if not set(_versions(store)) - set(versions):  # else a job replaced them meanwhile
+                if not set(_versions(store)) - set(names):  # else a job replaced them meanwhile
                     raise
 
 

@@ -145,18 +145,19 @@ def _saved_by(job: Path) -> Path | None:
     return None
 
 
-def _checkpoint_of(directory: str, run: str) -> str | None:
-    """The folder or URL of the newest checkpoint that a training wrote; if its name is unknown, that of all; None:
-    there is none. Raises `StoreError` if a URL can't be read now."""
-    from elasticcb.checkpoint import remote, versions
+def _checkpoint_of(directory: str, run: str) -> str:
+    """The folder or URL of the newest checkpoint that a training wrote; if its name is unknown, that of all; "": there
+    is none. Raises `StoreError` if a URL can't be read now."""
+    from elasticcb.checkpoint.remote import newest_of_run
+    from elasticcb.checkpoint.versions import find_latest
 
     if run:
-        return (remote if is_url(directory) else versions).newest_of_run(directory, run) or None
+        return newest_of_run(directory, run)
     if is_url(directory):
         return directory
     with contextlib.suppress(CheckpointError):
-        return str(versions.find_latest(directory))
-    return None
+        return str(find_latest(directory))
+    return ""
 
 
 def _run_of(job: Path) -> str:

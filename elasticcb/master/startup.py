@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from elasticcb.callbacks.periodic_export import PeriodicExport
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.callbacks.shared_attributes import left_on_workers
-from elasticcb.checkpoint import remote as remote_checkpoint
-from elasticcb.checkpoint.versions import find_undamaged, find_versions, newest_of_run, put_back, version_of
+from elasticcb.checkpoint.remote import fetch, newest_of_run, newest_version
+from elasticcb.checkpoint.versions import find_undamaged, put_back, version_of
 from elasticcb.checkpoint.warm_start import WarmStart, warm_start
 from elasticcb.data.unbounded import UnboundedSource
 from elasticcb.errors import (
@@ -169,10 +169,10 @@ def _build_model(context: JobContext) -> ModelOrigin:
     begin_warm = functools.cache(functools.partial(warm_start_of, context, host))
     if not context.resumes:
         begin_warm()  # report errors before servers get a model
-    if not context.resumes or not context.settings.checkpoint.directory:
+    if not context.resumes or not settings.directory:
         return ModelOrigin(host, start.place, warm_start=begin_warm)
-    run = context.memory.run
-    return ModelOrigin(host, start.place, lambda: newest_of_earlier_master(context, run), begin_warm)
+    written = functools.partial(newest_of_run, settings.directory, context.memory.run)
+    return ModelOrigin(host, start.place, written, begin_warm)
 
 
 def _host(context: JobContext, settings: JobSettings) -> Any:
@@ -531,10 +531,7 @@ def warn_of_later_versions(context: JobContext, version: int) -> None:
         return
     newest = ""
     with contextlib.suppress(OSError, CheckpointError):  # writing checkpoints will report it
-        if is_url(folder):
-            newest = remote_checkpoint.newest_version(folder)
-        elif there := find_versions(folder):
-            newest = there[-1].name
+        newest = newest_version(folder)
     if version_of(newest) > version:
         context.report.message(
             f"{folder} already contains the checkpoint {newest}. `evaluate` and `predict` would use it instead "
@@ -567,7 +564,7 @@ def found(context: JobContext, given: str) -> Found:
         with contextlib.suppress(CheckpointError):
             copy = _told_of_skipped(context, find_undamaged(copies))
     given = given.rstrip("/")
-    copy = copy or _told_of_skipped(context, remote_checkpoint.fetch(given, copies))
+    copy = copy or _told_of_skipped(context, fetch(given, copies))
     return Found(str(copy), given if given.endswith(f"/{copy.name}") else f"{given}/{copy.name}")
 
 
@@ -576,12 +573,6 @@ def _told_of_skipped(context: JobContext, found: tuple[Path, Sequence[str]]) -> 
     for fault in skipped:
         context.report.message(fault)
     return folder
-
-
-def newest_of_earlier_master(context: JobContext, run: str) -> str:
-    """The newest checkpoint that a given training of this job has written; "": none."""
-    folder = context.settings.checkpoint.directory
-    return remote_checkpoint.newest_of_run(folder, run) if is_url(folder) else newest_of_run(folder, run)
 
 
 def warm_start_of(context: JobContext, host: ModelHost) -> WarmStart | None:
