@@ -309,9 +309,10 @@ class JobCopy:
             self._unsent.remove(name)
 
     def _beat(self, master: _Running) -> None:
-        if self.owner.is_replaced(self._store):
+        newest, _ = newest_owner(self._store)
+        if newest > self.owner.number:
             raise ReplacedError(f"Another master took over the job in {self.url}; this one exits.")
-        if not self.owner.is_known(self._store):
+        if newest < self.owner.number:  # somebody has removed everything
             raise StoreError(_gone(self.url, self._folder))
         self.owner.beat(self._store)
         status = {**master.observe().to_json(), "written": time.time()}

@@ -51,10 +51,6 @@ class Owner:
         """Whether there is a later owner."""
         return newest_owner(store)[0] > self.number
 
-    def is_known(self, store: JobStore) -> bool:
-        """Whether it is written there still: somebody may have removed everything."""
-        return newest_owner(store)[0] >= self.number
-
     def withdraw(self, store: JobStore) -> None:
         """As if `take` had not been called."""
         store.remove(_file_of(self.number))
