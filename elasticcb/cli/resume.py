@@ -14,7 +14,7 @@ from elasticcb.cli.command import CONTEXT, CommandRun
 from elasticcb.cli.job import end_with, run_settings
 from elasticcb.cli.job_folders import JOBS, find_job, new_folder, resumes
 from elasticcb.cli.kubernetes.job import KubernetesJob, follow_job
-from elasticcb.cli.kubernetes.submit import create_all, owner_reference
+from elasticcb.cli.kubernetes.submit import create_all
 from elasticcb.clients.local_job import StoredJob
 from elasticcb.clients.running_master import can_resume, refuse_cluster
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
@@ -75,7 +75,6 @@ def _stored_settings(job: StoredJob) -> JobSettings:
 def _resume_on_kubernetes(job: KubernetesJob) -> int:
     if job.state == "stopped":
         _wait_for_old_master(job)
-        make_missing_lease(job)
         job.api.patch("Job", job.name, {"spec": {"parallelism": 1}})
     elif job.state == "failed":
         make_again(job)
@@ -146,13 +145,6 @@ def make_again(job: KubernetesJob) -> None:
             )
         time.sleep(_PAUSE_SECONDS)
     create_all(api, manifests)
-
-
-def make_missing_lease(job: KubernetesJob) -> None:
-    """Creates the Lease of a job that an earlier release submitted without one."""
-    if not _is_there(job.api, "Lease", job.name):
-        metadata = as_submitted(job.job)["metadata"] | {"ownerReferences": [owner_reference(job.job)]}
-        job.api.create(lease_with(metadata))
 
 
 def _wait_for_old_master(job: KubernetesJob) -> None:
