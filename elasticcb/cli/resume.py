@@ -10,7 +10,7 @@ from typing import Any
 
 import rich_click as click
 
-from elasticcb.cli.command import CONTEXT, CommandRun
+from elasticcb.cli.command import CONTEXT, CommandRun, in_namespace
 from elasticcb.cli.job import end_with, run_settings
 from elasticcb.cli.job_folders import JOBS, find_job, new_folder, resumes
 from elasticcb.cli.kubernetes.job import KubernetesJob, follow_job
@@ -33,7 +33,7 @@ _MADE_BY_KUBERNETES = ("controller-uid", "job-name")  # in labels, the first par
 
 @click.command(context_settings=CONTEXT)
 @click.argument("job", metavar="JOB")
-@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
+@in_namespace
 @click.pass_obj
 def resume(session: CommandRun, job: str, namespace: str | None) -> None:
     """Continue a training job that was interrupted, failed, or was lost with its machine.

@@ -8,14 +8,13 @@ import json
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from elasticcb.cli.command import CONTEXT
+from elasticcb.cli.command import CONTEXT, in_namespace
 from elasticcb.cli.job import end_with
 from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
@@ -51,7 +50,7 @@ _VALUES_SHOWN = 8  # of a row
 @click.option("--id", metavar="ID", help="Show the rows of this id: a number, or a string in layers that take strings.")
 @click.option("--text", metavar="TEXT", help="Show the rows of this string, even if it looks like a number.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON document, with bytes and counts as numbers.")
-@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
+@in_namespace
 def table(
     source: str, top: int, name: str | None, id: str | None, text: str | None, as_json: bool, namespace: str | None
 ) -> None:
@@ -75,7 +74,12 @@ def table(
     if namespace:
         flags = {"top": top, "table": name, "id": id, "text": text}
         given = [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
-        end_with(_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), source), given + ["--json"] * as_json))
+        job = KubernetesJob(KubernetesAPI(namespace), source)
+        if job.state != "running":
+            raise UsageError(
+                f"The job {job.name} is {job.state}. Pass the folder or the URL of its checkpoints (--checkpoint_dir)."
+            )
+        end_with(job.pass_on("table", given + ["--json"] * as_json))
         return
     found = _read(source, top, _id_of(id, text))
     tables: Any = _named(found.tables, name)
@@ -195,20 +199,6 @@ def _id_of_text(text: str) -> int:
         from elasticcb.layers.ids import id_of_text
 
         return id_of_text(text)
-
-
-def _on_kubernetes(job: KubernetesJob, flags: list[str]) -> int:
-    """Runs the same command in the master's pod: only from there the job can be reached."""
-    if job.state != "running":
-        raise UsageError(
-            f"The job {job.name} is {job.state}. Pass the folder or the URL of its checkpoints (--checkpoint_dir)."
-        )
-    directory = job.directory
-    code, said = job.run_beside_master(["table", directory, *flags])
-    if "--json" in flags and not code:
-        said = said[said.index("{") :]  # other output of the pod comes before it
-    print(said.replace(directory, job.name), end="", file=sys.stderr if code else sys.stdout)
-    return code
 
 
 def _lines_of(found: TablesReport | IdReport) -> Iterator[str]:
