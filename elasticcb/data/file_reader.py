@@ -96,20 +96,11 @@ class FileReader(Reader):
         if self._sources is None:
             with ThreadPoolExecutor(min(_SCANNING_THREADS, len(self._files))) as pool:
                 surveys = list(pool.map(self.survey, self._files))
-            first: tuple[str, str] | None = None
-            for name, (count, layout) in zip(self._files, surveys, strict=True):
-                if not count or not layout:
-                    continue
-                if first is None:
-                    first = name, layout
-                elif layout != first[1]:
-                    raise DataError(
-                        f"{name} has {layout}, but {first[0]} has {first[1]}. All files of a data origin must have "
-                        "the same layout."
-                    )
-            self._sources = [
-                Source(name, count) for name, (count, _) in zip(self._files, surveys, strict=True) if count
-            ]
+            filled = [(name, *found) for name, found in zip(self._files, surveys, strict=True) if found[0]]
+            known = [(name, layout) for name, _, layout in filled if layout]
+            for name, layout in known[1:]:
+                check_layout(name, layout, *known[0])
+            self._sources = [Source(name, count) for name, count, _ in filled]
             if not self._sources:
                 raise DataError(f"There are no records in {listed(self._files)}. Provide at least one record.")
         return list(self._sources)
@@ -210,6 +201,14 @@ class FileReader(Reader):
             raise
         file.check()
         return index
+
+
+def check_layout(name: str, layout: str, first: str, its_layout: str) -> None:
+    """Raises `DataError` if a file has another layout than the first one; "": unknown."""
+    if layout and its_layout and layout != its_layout:
+        raise DataError(
+            f"{name} has {layout}, but {first} has {its_layout}. All files of a data origin must have the same layout."
+        )
 
 
 class _StoppableFile:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.data.content import open_file
-from elasticcb.data.file_reader import FileReader
+from elasticcb.data.file_reader import FileReader, check_layout
 from elasticcb.data.files import list_files
 from elasticcb.data.reader import Metadata
 from elasticcb.data.record_formats import RecordFormat
@@ -112,11 +112,8 @@ class GrowingFiles(UnboundedSource):
         for name in self._complete(known):
             count, layout = self.files.survey(name)
             first = self.files.first_opened()
-            if count and layout and first.layout and layout != first.layout:
-                raise DataError(
-                    f"{name} has {layout}, but {first.file.name} has {first.layout}. All files of a data origin must "
-                    "have the same layout."
-                )
+            if count:
+                check_layout(name, layout, first.file.name, first.layout)
             self._counts[name] = count
             found[name] = Partition(0, 0, count)
         return found
