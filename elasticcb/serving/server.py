@@ -141,15 +141,16 @@ def _metadata(service: ModelService) -> dict[str, Any]:
     return {"model_spec": spec, "metadata": {"signature_def": {"signature_def": signatures}}}
 
 
-def missing_libraries(options: ServeOptions) -> str:
-    """What must be installed; "": nothing."""
+def check_libraries(options: ServeOptions) -> None:
+    """Raises `UsageError` for what must be installed."""
     needed = {"starlette": "serve", "uvicorn": "serve"}
     if options.grpc_port is not None:
         needed["tensorflow_serving"] = "serve-grpc"
     for module, extra in needed.items():
         if importlib.util.find_spec(module) is None:
-            return f"Serving needs the Python module {module}. Install it with: pip install 'elasticcb[{extra}]'"
-    return ""
+            raise UsageError(
+                f"Serving needs the Python module {module}. Install it with: pip install 'elasticcb[{extra}]'"
+            )
 
 
 def listener_at(host: str, port: int) -> socket.socket:
