@@ -1,4 +1,5 @@
-"""Writes the checkpoints of a job when they are due. One that can't be written does not stop training."""
+"""Owns the checkpoint folder of a job, and writes its checkpoints when they are due. One that can't be written does not
+stop training."""
 
 from __future__ import annotations
 
@@ -13,17 +14,21 @@ from typing import Any
 
 from elasticcb.checkpoint import remote
 from elasticcb.checkpoint.shard_file import Part, SavedFile, write_part
-from elasticcb.checkpoint.versions import begin_version, finish_version, prune, server_file
-from elasticcb.errors import CheckpointError
+from elasticcb.checkpoint.versions import begin_version, finish_version, prune, put_back, server_file, version_of
+from elasticcb.errors import CheckpointError, StoreError
+from elasticcb.master.job_context import JobContext
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.ps_admin import PSControl
-from elasticcb.settings import JobSettings
+from elasticcb.settings import Command, JobSettings
+from elasticcb.settings.names import SETTINGS
 from elasticcb.sharding.partition import Slice, partition
 from elasticcb.storage.folder_lock import FolderLock
-from elasticcb.storage.remote_files import is_url
-from elasticcb.storage.store_lock import StoreLock
+from elasticcb.storage.remote_files import as_path, is_url
+from elasticcb.storage.store_lock import StoreLock, locked
 
 logger = logging.getLogger(__name__)
+
+_CHECKPOINTS_LOCK = ".checkpoints.lock"  # in their folder, or below their URL
 
 
 class CheckpointWriter:
@@ -159,3 +164,41 @@ class CheckpointWriter:
     def _next(self, version: int) -> int:
         steps = self._settings.steps
         return (version // steps + 1) * steps if steps else 0
+
+
+def own_checkpoints(context: JobContext) -> FolderLock | StoreLock | None:
+    """Locks the job's checkpoint folder against other jobs; returns the lock.
+
+    Raises `UsageError` when another job uses it.
+    """
+    settings, folder = context.settings, context.settings.checkpoint.directory
+    if settings.command is not Command.TRAIN or not folder:
+        return None
+    given = SETTINGS["checkpoint_dir"].written(settings.in_program, folder)
+    if is_url(folder) and settings.keeps_model_in_folder:  # which has an owner
+        return None
+    try:
+        owner = (settings.store or settings.directory, context.run, context.server.print)
+        lock = locked(folder, _CHECKPOINTS_LOCK, given, *owner)
+    except StoreError as error:  # writing checkpoints will report it; training continues
+        logger.warning("%s is not locked against other jobs; make sure that no two use it. %s", folder, error)
+        return None
+    context.until_end.callback(lock.release)
+    if isinstance(lock, FolderLock):
+        put_back(as_path(folder))
+    return lock
+
+
+def warn_of_later_versions(context: JobContext, version: int) -> None:
+    """Warns of checkpoints that other commands would choose instead of those of this job."""
+    settings, folder = context.settings, context.settings.checkpoint.directory
+    if settings.command is not Command.TRAIN or not folder or settings.keeps_model_in_folder:
+        return
+    newest = ""
+    with contextlib.suppress(OSError, CheckpointError):  # writing checkpoints will report it
+        newest = remote.newest_version(folder)
+    if version_of(newest) > version:
+        context.report.message(
+            f"{folder} already contains the checkpoint {newest}. `evaluate` and `predict` would use it instead "
+            "of earlier versions of this job. Choose another checkpoint_dir, or pass them one version."
+        )

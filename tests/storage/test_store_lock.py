@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from elasticcb.errors import StoreError, UsageError
-from elasticcb.master.startup import own_checkpoints
+from elasticcb.master.checkpoint_writer import own_checkpoints
 from elasticcb.settings import CheckpointSettings, Command, JobSettings
 from elasticcb.storage import store_lock
 from elasticcb.storage.job_store import OWNERS, JobStore
