@@ -157,12 +157,9 @@ class TextReader(FileReader):
             for column, (label, kind) in enumerate(types.items())
             if kind != STRING
         ]
-        before, self._checks, self._checks_reads = self._checks, checks, True
-        try:
-            for _ in self.read_chunks(name, start, end):
-                pass
-        finally:
-            self._checks, self._checks_reads = before, False
+        opened: _OpenedText = self.opened(name, end)
+        for piece, blob, first, records in opened.pieces(start, end):
+            self._check_dtypes(opened, piece, blob, first, records, checks)
 
     def told_of(self) -> str:
         """The names of the columns; without names, the first line, which may be a header that nobody announced."""
@@ -205,10 +202,15 @@ class TextReader(FileReader):
         )
 
     def _check_dtypes(
-        self, opened: _OpenedText, piece: RecordRange, blob: bytes, first: int, records: list[bytes]
+        self,
+        opened: _OpenedText,
+        piece: RecordRange,
+        blob: bytes,
+        first: int,
+        records: list[bytes],
+        checks: Sequence[_Check],
     ) -> None:
         """Checks `records`, which start with number `first` in the bytes `blob` of `piece`."""
-        checks = self._resolved_checks(opened)
         present = [i for i, record in enumerate(records) if record]
         rows = list(self._split([records[i].decode("utf-8", "replace") for i in present]))
         for row, i in zip(rows, present, strict=True) if not self._dialect.same_fields else ():
@@ -352,14 +354,19 @@ class _OpenedText:
         )
 
     def read(self, start: int, end: int, size: int) -> Iterator[Any]:
+        reader = self._reader
+        for piece, blob, first, records in self.pieces(start, end):
+            if reader._checks_reads:
+                reader._check_dtypes(self, piece, blob, first, records, reader._resolved_checks(self))
+            for i in range(0, len(records), size):
+                yield object_array(records[i : i + size])
+
+    def pieces(self, start: int, end: int) -> Iterator[tuple[RecordRange, bytes, int, list[bytes]]]:
+        """The records `[start, end)`: in each piece, with its bytes, the number of the first one, and these records."""
         for piece in self._places.pieces(start, end):
             blob = self.content.read(piece.start, piece.stop)
             found = split_records(blob, self.dialect)
             if len(blob) != piece.stop - piece.start or len(found) < piece.records or any(found[piece.records :]):
                 raise torn(self.file.name, piece)
             first = max(start, piece.first)
-            records = found[first - piece.first : min(end - piece.first, piece.records)]
-            if self._reader._checks_reads:
-                self._reader._check_dtypes(self, piece, blob, first, records)
-            for i in range(0, len(records), size):
-                yield object_array(records[i : i + size])
+            yield piece, blob, first, found[first - piece.first : min(end - piece.first, piece.records)]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from elasticcb.data import Records, read
+from elasticcb.data import Records, read, text
 from elasticcb.errors import DataError, ModelFileError, UsageError
 
 DAY = (datetime.date(2026, 11, 29) - datetime.date(1970, 1, 1)).days
@@ -129,6 +129,26 @@ def test_a_wrong_value_is_told_with_file_line_and_column(tmp_path: Path, lines: 
     types = {"user": "int64", "day": "date", "click": "int8"}
     with pytest.raises(DataError, match=words):
         batch_of(read(path, header=True, label="click", column_dtypes=types))
+
+
+def test_other_threads_read_as_before_while_a_wrong_value_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "SAMPLE_RECORDS", 2)
+    path = tmp_path / "clicks.csv"
+    path.write_text("user,click\n5,1\n6,0\nx,1\n")
+    reader: Any = read(path, header=True, label="click", column_dtypes={"user": "int64"}).reader
+    check, (source,), read_meanwhile = reader._check_dtypes, reader.sources(), []
+
+    def also_read(*given: Any) -> None:
+        read_meanwhile.extend(reader.read(source.name, 0, source.count))
+        check(*given)
+
+    explain = reader.record_format().explain
+    monkeypatch.setattr(reader, "_check_dtypes", also_read)
+    with pytest.raises(DataError, match=r"line 4\), column user: 'x' is not a valid int64"):
+        explain(source.name, 0, source.count)
+    assert read_meanwhile == [b"5,1", b"6,0", b"x,1"]
 
 
 def test_large_integers_with_empty_fields_are_not_rounded(tmp_path: Path) -> None:
