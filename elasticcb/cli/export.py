@@ -162,7 +162,6 @@ def _checkpoint_of(directory: str, run: str) -> str:
 
 def _run_of(job: Path) -> str:
     """The name of its training in snapshots; "": unknown."""
-    from elasticcb.master.journal import Journal
+    from elasticcb.master.journal import memory_in
 
-    path = job / JOURNAL_FILE
-    return Journal(path).memory.run if path.is_file() else ""
+    return memory_in(job / JOURNAL_FILE).run

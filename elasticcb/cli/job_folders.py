@@ -97,10 +97,10 @@ def resumes(folder: Path) -> Iterator[None]:
 
 def _version(folder: Path) -> int:
     """The version of the model that a job's tasks have reached."""
-    from elasticcb.master.journal import Journal
+    from elasticcb.master.journal import memory_in
 
     with contextlib.suppress(ElasticCBError):
-        return Journal(folder / JOURNAL_FILE).memory.version
+        return memory_in(folder / JOURNAL_FILE).version
     return 0
 
 
@@ -222,13 +222,11 @@ def _recovery_folders(jobs: list[Path]) -> Iterator[Path]:
 
 
 def _is_done(job: Path) -> bool:
-    from elasticcb.master.journal import Journal
+    from elasticcb.master.journal import memory_in
 
-    path = job / JOURNAL_FILE
-    try:
-        return os.path.isfile(path) and Journal(path).memory.over
-    except ElasticCBError:  # damaged, or of a later release
-        return False
+    with contextlib.suppress(ElasticCBError):  # damaged, or of a later release
+        return memory_in(job / JOURNAL_FILE).over
+    return False
 
 
 def _bytes_of(folder: Path) -> int:
