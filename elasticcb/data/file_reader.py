@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from elasticcb.data.content import File, open_file, seek_points_of
-from elasticcb.data.file_index import FileIndex, RecordRange
+from elasticcb.data.content import Content, File, open_file, seek_points_of
+from elasticcb.data.file_index import FileIndex, RecordOffsets, RecordRange
 from elasticcb.data.files import listed
 from elasticcb.data.reader import Reader, Source, check_range
 from elasticcb.data.stacking import CHUNK_RECORDS, unstacked
@@ -24,28 +24,71 @@ _CACHE_DISK_BYTES = 16 << 30  # and in temporary files
 _SCANNING_THREADS = 8  # remote stores are slow, but handle many requests at once
 
 
-class Opened(Protocol):
-    """An opened file of which all records, or the first ones, are known."""
+class Opened(ABC):
+    """An opened file of which all records, or the first ones, are known.
 
-    file: File
-    complete: bool  # whether all records are known
+    Attributes:
+        count: number of known records.
+        complete: whether these are all.
+    """
 
-    @property
-    def count(self) -> int: ...  # number of known records
+    complete = True
 
-    @property
-    def layout(self) -> str: ...  # description of what all files of one origin must have in common; "": unknown
-
-    @property
-    def memory_bytes(self) -> int: ...  # memory for keeping it open
+    def __init__(self, file: File, count: int = 0) -> None:
+        self.file, self.count = file, count
 
     @property
-    def disk_bytes(self) -> int: ...  # in temporary files
+    def layout(self) -> str:
+        """Description of what all files of one origin must have in common; "": unknown."""
+        return ""
 
-    def index(self) -> FileIndex: ...  # for other processes that open the file
+    @property
+    def memory_bytes(self) -> int:
+        """Memory for keeping it open."""
+        return 1 << 16  # some
 
+    @property
+    def disk_bytes(self) -> int:
+        """In temporary files."""
+        return 0
+
+    def index(self) -> FileIndex:
+        """For other processes that open the file."""
+        return FileIndex(self.file.identity, self.count, self.layout)
+
+    @abstractmethod
     def read(self, start: int, end: int, size: int) -> Iterator[Any]:
         """Like `Reader.read_chunks`."""
+
+
+class OpenedByOffsets(Opened):
+    """A file whose records are found by their offsets in its content."""
+
+    def __init__(
+        self,
+        file: File,
+        content: Content,
+        places: RecordOffsets,
+        compression: str,
+        complete: bool = True,
+        details: Mapping[str, Any] = {},
+    ) -> None:
+        super().__init__(file, places.count)
+        self.content, self.complete = content, complete
+        self._places, self._compression, self._details = places, compression, details
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._places.nbytes + self.content.memory_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.content.disk_bytes
+
+    def index(self) -> FileIndex:
+        return FileIndex(
+            self.file.identity, self.count, self.layout, self._places, self._compression, details=self._details
+        )
 
 
 class FileReader(Reader):
@@ -63,7 +106,7 @@ class FileReader(Reader):
         self._files = list(files)
         self._sources: list[Source] | None = None
         self._lock = threading.Lock()
-        self._cache: OrderedDict[str, Any] = OrderedDict()
+        self._cache: OrderedDict[str, Opened] = OrderedDict()
         self._indexes: dict[str, bytes] = {}  # indexes created here, of all files with records
         self._stopped = threading.Event()
 
@@ -71,7 +114,7 @@ class FileReader(Reader):
         return {**vars(self), "_cache": OrderedDict()}  # open files belong to a process
 
     @abstractmethod
-    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> Any:
+    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> Opened:
         """Opens a file of the format.
 
         Args:
@@ -142,7 +185,7 @@ class FileReader(Reader):
                 return cached
         index = self._index_of(name)
         file = open_file(name, None if index is None else index.identity)
-        opened: Opened = self._open(file, index, records)
+        opened = self._open(file, index, records)
         with self._lock:
             self._cache[name] = opened
             self._cache.move_to_end(name)
@@ -193,7 +236,7 @@ class FileReader(Reader):
 
     def _scanned(self, file: File) -> FileIndex:
         try:
-            index: FileIndex = self._open(file, None, None).index()
+            index = self._open(file, None, None).index()
             if index.compression == ".gz" and index.count:
                 index = replace(index, seek_points=seek_points_of(file))
         except DataError:

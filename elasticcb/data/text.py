@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.data.content import Content, File, compression_of, decoded, opened_content
-from elasticcb.data.file_index import FileIndex, RecordOffsets, RecordRange
-from elasticcb.data.file_reader import FileReader, torn
+from elasticcb.data.content import File, compression_of, decoded, opened_content
+from elasticcb.data.file_index import FileIndex, RecordRange
+from elasticcb.data.file_reader import FileReader, OpenedByOffsets, torn
 from elasticcb.data.reader import Metadata
 from elasticcb.data.record_formats import (
     DATES,
@@ -181,7 +181,7 @@ class TextReader(FileReader):
             content = decoded(content, self._encoding)
         if index is not None:
             assert index.places is not None
-            return _OpenedText(self, file, content, index.places, dict(index.details), compression)
+            return _OpenedText(self, file, content, index.places, compression, True, dict(index.details))
         found = index_records(
             content, self._dialect, header=self.has_header, expected_fields=len(self._columns), enough=enough
         )
@@ -190,7 +190,7 @@ class TextReader(FileReader):
             "fields": found.fields,
             "header": [name.strip() for name in names],
         }
-        return _OpenedText(self, file, content, found.places, details, compression, found.complete)
+        return _OpenedText(self, file, content, found.places, compression, found.complete, details)
 
     def _split(self, lines: Sequence[str]) -> Iterator[list[str]]:
         quote = self._dialect.quote.decode()
@@ -309,49 +309,18 @@ def _checked_dtype(column: str | int, name: str) -> str:
     return dtype.name
 
 
-class _OpenedText:
-    """An opened text file of which all records, or the first ones, are known."""
-
-    def __init__(
-        self,
-        reader: TextReader,
-        file: File,
-        content: Content,
-        places: RecordOffsets,
-        details: Mapping[str, Any],
-        compression: str,
-        complete: bool = True,
-    ) -> None:
-        self._reader = reader
-        self._details = details
-        self._compression = compression
-        self.file = file
-        self.content = content
-        self.complete = complete
-        self._places = places
-        self.count = places.count
-        self.fields: int = details["fields"]
-        self.header: tuple[str, ...] = tuple(details["header"])
-        self.dialect = reader._dialect
+class _OpenedText(OpenedByOffsets):
+    def __init__(self, reader: TextReader, *given: Any) -> None:
+        super().__init__(*given)
+        self._reader, self.dialect = reader, reader._dialect
+        self.fields: int = self._details["fields"]
+        self.header: tuple[str, ...] = tuple(self._details["header"])
 
     @property
     def layout(self) -> str:
         if self.header:
             return f"the columns {', '.join(self.header)}"
         return how_many(self.fields, "column") if self.fields else ""
-
-    @property
-    def memory_bytes(self) -> int:
-        return self._places.nbytes + self.content.memory_bytes
-
-    @property
-    def disk_bytes(self) -> int:
-        return self.content.disk_bytes
-
-    def index(self) -> FileIndex:
-        return FileIndex(
-            self.file.identity, self.count, self.layout, self._places, self._compression, details=self._details
-        )
 
     def read(self, start: int, end: int, size: int) -> Iterator[Any]:
         reader = self._reader
