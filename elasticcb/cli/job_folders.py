@@ -136,7 +136,8 @@ def find_job(job: str, only_training: bool = False) -> Path:
     if is_url(job):
         return StoredJob(job).folder()
     parent = Path.cwd() / JOBS
-    found = [folder for folder in _newest_first(parent) if not only_training or _trains(folder)]
+    of_commands = (folder for folder, _ in known_jobs(parent) if not is_of_cluster(folder))
+    found = [folder for folder in of_commands if not only_training or _trains(folder)]
     names = [folder.name for folder in found]
     folders = [Path(job).expanduser().absolute(), parent / job]
     for folder in folders:
@@ -153,11 +154,6 @@ def find_job(job: str, only_training: bool = False) -> Path:
     tried = f"neither {folders[0]} nor {folders[1]} exists" if job != LATEST else f"{parent} contains no {kind}"
     what = "latest job" if job == LATEST else f"job {job}"
     raise UsageError(f"There is no {what}: {tried}. {_expected(job, names)}")
-
-
-def _newest_first(parent: Path) -> list[Path]:
-    """The folders of commands' jobs there, by when a command last started or resumed the job."""
-    return [folder for folder, _ in known_jobs(parent) if not is_of_cluster(folder)]
 
 
 def _begun(folder: Path) -> tuple[float, int] | None:

@@ -81,13 +81,13 @@ def table(
             )
         end_with(job.pass_on("table", given + ["--json"] * as_json))
         return
-    found = _read(source, top, _id_of(id, text))
-    tables: Any = _named(found.tables, name)
-    found = dataclasses.replace(found, tables=tables)
+    number = _id_of(id, text)
+    found: Any = _read(source, top, number)
+    found = dataclasses.replace(found, tables=_named(found.tables, name))
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=1, default=str))
     else:
-        print("\n".join(_lines_of(found)))
+        print("\n".join(_report_lines(found) if number is None else _id_lines(found)))
 
 
 def _read(source: str, top: int, id: int | None) -> TablesReport | IdReport:
@@ -199,13 +199,6 @@ def _id_of_text(text: str) -> int:
         from elasticcb.layers.ids import id_of_text
 
         return id_of_text(text)
-
-
-def _lines_of(found: TablesReport | IdReport) -> Iterator[str]:
-    """All tables, or one id in all tables."""
-    from elasticcb.checkpoint.table_report import TablesReport
-
-    return _report_lines(found) if isinstance(found, TablesReport) else _id_lines(found)
 
 
 def _report_lines(found: TablesReport) -> Iterator[str]:
