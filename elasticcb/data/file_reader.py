@@ -254,12 +254,11 @@ def check_layout(name: str, layout: str, first: str, its_layout: str) -> None:
         )
 
 
-class _StoppableFile:
+class _StoppableFile(File):
     """A file that can't be read any more once `stopped` is set."""
 
     def __init__(self, file: File, stopped: threading.Event) -> None:
         self.name, self.identity, self.block_bytes = file.name, file.identity, file.block_bytes
-        self.memory_bytes, self.disk_bytes = file.memory_bytes, file.disk_bytes
         self._file, self._stopped = file, stopped
 
     def read(self, start: int, stop: int) -> bytes:
