@@ -27,17 +27,21 @@ _SHAPE = {
 }
 
 
-def write_manifest(
-    folder: Path,
+def write_manifest(folder: Path, mode: int = durable.SHARED, **content: Any) -> None:
+    """Writes the manifest of the files in `folder`; `content` as of `manifest_of`, `mode` as of `durable.write`. Raises
+    `OSError`."""
+    durable.write(folder / MANIFEST, manifest_of(**content), mode)
+
+
+def manifest_of(
     *,
     version: int,
     specs: Sequence[VariableSpec],
     parts: Sequence[Sequence[Slice]],
     files: Sequence[Sequence[SavedFile]],
     extra: Mapping[str, Any] | None = None,
-    mode: int = durable.SHARED,
-) -> None:
-    """Writes the manifest of the files in `folder`. Raises `OSError`.
+) -> bytes:
+    """The content of a manifest, for `manifest_in`.
 
     Args:
         version: of the model.
@@ -45,7 +49,6 @@ def write_manifest(
         parts: each server's slices.
         files: each server's: one with everything, then those with later changes.
         extra: JSON values to store in the manifest.
-        mode: permissions, as of `durable.write`.
     """
     manifest = {
         "format": _FORMAT,
@@ -57,7 +60,7 @@ def write_manifest(
         ],
         "extra": dict(extra or {}),
     }
-    durable.write_document(folder / MANIFEST, manifest, mode)
+    return durable.document_of(manifest)
 
 
 class WrittenPart(NamedTuple):

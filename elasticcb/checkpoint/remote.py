@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticcb.checkpoint import versions
-from elasticcb.checkpoint.manifest import MANIFEST, file_names, manifest_in, read_manifest, verify, write_manifest
+from elasticcb.checkpoint.manifest import MANIFEST, file_names, manifest_in, manifest_of, read_manifest, verify
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import newest_usable, no_checkpoint_in, version_folder, version_of
 from elasticcb.errors import CheckpointError, StoreError
@@ -107,19 +107,18 @@ def finish(folder: str, keep_max: int, run: str = "", **content: Any) -> None:
     Args:
         keep_max: number of versions to keep; 0: all.
         run: the training; versions of others are deleted. "": they stay.
-        content: arguments of `write_manifest`, where each server has one file.
+        content: arguments of `manifest_of`, where each server has one file.
 
     Raises `StoreError` if that fails; existing versions are kept, except this one.
     """
     url, name = posixpath.split(folder)
     written: list[SavedFile] = content.pop("files")
     known = {saved.name for saved in written}
-    with JobStore(url) as store, TemporaryFolder() as here:
+    with JobStore(url) as store:
         there = {*store.names(name, unfinished=True)}
         if known - there:
             raise StoreError(f"{', '.join(sorted(known - there))} did not arrive in {folder}.")
-        write_manifest(here, files=[[each] for each in written], **content)
-        store.put_file(f"{name}/{MANIFEST}", here / MANIFEST)
+        store.put(f"{name}/{MANIFEST}", manifest_of(files=[[each] for each in written], **content))
         for other in there - known - {MANIFEST}:  # of an attempt that failed
             store.remove(f"{name}/{other}")
         own = [each for each in _versions(store) if not run or _run_of(store, each) in ("", run)]

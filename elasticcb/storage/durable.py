@@ -92,8 +92,12 @@ def write(path: Path, content: bytes, mode: int = PRIVATE, sync_names: bool = Tr
 
 def write_document(path: Path, document: Mapping[str, Any], mode: int = PRIVATE) -> None:
     """Writes a JSON object with its checksum, like `write`."""
-    text = json.dumps({**document, _SEALED: True, _CHECKSUM: _checksum(document)}, indent=1)
-    write(path, text.encode() + b"\n", mode)
+    write(path, document_of(document), mode)
+
+
+def document_of(document: Mapping[str, Any]) -> bytes:
+    """The content of the file with a JSON object and its checksum, for `document_in`."""
+    return json.dumps({**document, _SEALED: True, _CHECKSUM: _checksum(document)}, indent=1).encode() + b"\n"
 
 
 def read_document(path: Path) -> dict[str, Any]:
