@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from elasticcb.checkpoint.manifest import read_manifest
+from elasticcb.checkpoint.parts import load
+from elasticcb.checkpoint.remote import Files
 from elasticcb.checkpoint.shard_file import Part, write_part
 from elasticcb.clients.ps import PSClient
 from elasticcb.clients.ps_servers import ServerGroup
@@ -48,6 +51,14 @@ def save_as_server(
     )
     assert files.note(0, answer, parts)
     files.write()
+
+
+def load_slices(folder: Path, specs: Any, slices: Sequence[Slice], index: int, shard_map: ShardMap) -> Part:
+    """The part of a checkpoint for a server."""
+    manifest = read_manifest(folder)
+    part = load(Files(str(folder)), manifest, specs, slices, index, shard_map).part
+    part.version = int(manifest["version"])
+    return part
 
 
 class TrainingControl(PSControl):

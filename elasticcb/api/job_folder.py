@@ -75,12 +75,12 @@ class JobFolder:
         number = 0
         while True:
             name = f"fit-{number + 1}"
-            with contextlib.closing(JobStore(f"{self._url}/{name}")) as store:
+            with JobStore(f"{self._url}/{name}") as store:
                 if not newest_owner(store)[0]:
                     break
             number += 1
         if number:
-            with contextlib.closing(JobStore(f"{self._url}/fit-{number}")) as store:
+            with JobStore(f"{self._url}/fit-{number}") as store:
                 if newest_owner(store)[1].get("holder") != holder_of(here / f"fit-{number}").get("holder"):
                     wait_until_free(store, _say)
 

@@ -27,17 +27,21 @@ _SHAPE = {
 }
 
 
-def write_manifest(
-    folder: Path,
+def write_manifest(folder: Path, mode: int = durable.SHARED, **content: Any) -> None:
+    """Writes the manifest of the files in `folder`; `content` as of `manifest_of`, `mode` as of `durable.write`. Raises
+    `OSError`."""
+    durable.write(folder / MANIFEST, manifest_of(**content), mode)
+
+
+def manifest_of(
     *,
     version: int,
     specs: Sequence[VariableSpec],
     parts: Sequence[Sequence[Slice]],
     files: Sequence[Sequence[SavedFile]],
     extra: Mapping[str, Any] | None = None,
-    mode: int = durable.SHARED,
-) -> None:
-    """Writes the manifest of the files in `folder`. Raises `OSError`.
+) -> bytes:
+    """The content of a manifest, for `manifest_in`.
 
     Args:
         version: of the model.
@@ -45,7 +49,6 @@ def write_manifest(
         parts: each server's slices.
         files: each server's: one with everything, then those with later changes.
         extra: JSON values to store in the manifest.
-        mode: permissions, as of `durable.write`.
     """
     manifest = {
         "format": _FORMAT,
@@ -57,7 +60,7 @@ def write_manifest(
         ],
         "extra": dict(extra or {}),
     }
-    durable.write_document(folder / MANIFEST, manifest, mode)
+    return durable.document_of(manifest)
 
 
 class WrittenPart(NamedTuple):
@@ -97,15 +100,23 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     """The manifest of a snapshot. Raises `CheckpointError` if there is no readable manifest."""
     path = Path(folder) / MANIFEST
     try:
-        manifest = durable.read_document(path, _FORMAT)
-    except durable.NewerFormatError as error:
-        raise CheckpointError(str(error)) from error
+        return manifest_in(path.read_bytes(), path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is not a complete checkpoint: it has no {MANIFEST}. Either it was not finished, or it is "
             "another folder. Pass the folder of a version, or the folder that contains the versions."
         ) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"The manifest {path} can't be read: {error}.") from error
+
+
+def manifest_in(content: bytes, path: Path | str) -> dict[str, Any]:
+    """The manifest in the content of the file at `path`. Raises `CheckpointError` if it can't be read."""
+    try:
+        manifest = durable.document_in(content, path, _FORMAT)
+    except durable.NewerFormatError as error:
+        raise CheckpointError(str(error)) from error
+    except ValueError as error:
         raise CheckpointError(f"The manifest {path} can't be read: {error}.") from error
     if manifest.get("format") != _FORMAT:
         raise CheckpointError(
@@ -115,6 +126,14 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     if wrong := durable.misfit(manifest, _SHAPE):
         raise CheckpointError(f"The manifest {path} can't be read: {wrong} is missing, or of another type.")
     return manifest
+
+
+def specs_in(manifest: Mapping[str, Any]) -> list[VariableSpec]:
+    """The variables of a snapshot."""
+    return [
+        VariableSpec(each["path"], tuple(each["shape"]), each["dtype"], each["trainable"], table=each.get("table", ""))
+        for each in manifest["variables"]
+    ]
 
 
 def verify(version_directory: str | Path) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from elasticcb.checkpoint.manifest import WrittenPart, check_variables, map_in, read_manifest, written_parts
+from elasticcb.checkpoint.manifest import WrittenPart, check_variables, map_in, written_parts
 from elasticcb.checkpoint.remote import Files
 from elasticcb.checkpoint.shard_file import Part, SavedFile, SavedTable, check_file, opened, optimizers_in, tables_in
 from elasticcb.errors import CheckpointError, StoreError
 from elasticcb.process.wording import how_many
 from elasticcb.rpc.tensors import Array, dtype_of
 from elasticcb.sharding.array_names import AGES, EXTRAS, SHARED, SLOTS, WEIGHT, by_index, kind_of
-from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec
+from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec, partition
 from elasticcb.sharding.table_state import JoinedTable, TableSource
 
 logger = logging.getLogger(__name__)
@@ -36,19 +36,10 @@ class Loaded(NamedTuple):
     file: SavedFile | None
 
 
-def load_slices(
-    version_directory: str | Path,
-    specs: Sequence[VariableSpec],
-    slices: Sequence[Slice],
-    index: int = 0,
-    shard_map: ShardMap | None = None,
-) -> Part:
-    """Loads the part of a checkpoint for a server; arguments and errors as for `load`."""
-    folder = Path(version_directory)
-    manifest = read_manifest(folder)
-    part = load(Files(str(folder), None), manifest, specs, slices, index, shard_map or ShardMap(1)).part
-    part.version = int(manifest["version"])
-    return part
+def load_model(files: Files, manifest: Mapping[str, Any], specs: Sequence[VariableSpec]) -> Part:
+    """The whole model; arguments and errors as for `load`."""
+    (everything,) = partition(specs, 1, split=False)
+    return load(files, manifest, specs, everything, 0, ShardMap(1)).part
 
 
 def load(

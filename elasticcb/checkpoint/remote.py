@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint.manifest import MANIFEST, file_names, read_manifest, verify, write_manifest
+from elasticcb.checkpoint import versions
+from elasticcb.checkpoint.manifest import MANIFEST, file_names, manifest_in, manifest_of, read_manifest, verify
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import newest_usable, no_checkpoint_in, version_folder, version_of
 from elasticcb.errors import CheckpointError, StoreError
@@ -23,6 +24,10 @@ from elasticcb.settings import RECOVERY_FOLDER
 from elasticcb.storage.job_store import JobStore
 from elasticcb.storage.local_folders import TemporaryFolder
 from elasticcb.storage.remote_files import as_path, is_url
+
+logger = logging.getLogger(__name__)
+
+_TRIES = 5  # while servers replace files
 
 
 @contextlib.contextmanager
@@ -38,7 +43,7 @@ def writable(place: str, scratch: Path | None) -> Iterator[Path]:
         yield Path(place)
         return
     folder, name = posixpath.split(place)
-    with _temporary(scratch) as here, _store(folder) as store:
+    with _temporary(scratch) as here, JobStore(folder) as store:
         yield here / name
         store.put_file(name, here / name)
 
@@ -53,12 +58,12 @@ def _temporary(scratch: Path | None) -> TemporaryFolder:
 class Files:
     """The files in a folder, while they are read: a context manager. Those of a URL are copied when they are needed."""
 
-    def __init__(self, folder: str, scratch: Path | None) -> None:
+    def __init__(self, folder: str, scratch: Path | None = None) -> None:
         self.name = folder
         self._until_end = contextlib.ExitStack()
         self._store: JobStore | None = None
         if is_url(folder):
-            self._store = self._until_end.enter_context(_store(folder))
+            self._store = self._until_end.enter_context(JobStore(folder))
             self._here = self._until_end.enter_context(_temporary(scratch))
         else:
             self._here = Path(folder)
@@ -81,20 +86,17 @@ class Files:
         self._until_end.close()
 
 
-logger = logging.getLogger(__name__)
-
-_TRIES = 5  # while servers replace files
-
-
 def place_of(url: str, version: int) -> str:
     """The folder for a version below `url`. What servers write there may be of a version a little later; it must not
     replace files, since the same version may have been written before a restart."""
     return posixpath.join(url, version_folder(version))
 
 
-def newest_version(url: str) -> str:
-    """The name of the newest complete version below `url`; "": there is none. Raises `StoreError`."""
-    with _store(url) as store:
+def newest_version(place: str) -> str:
+    """The name of the newest complete version in a folder or below a URL; "": there is none. Raises `StoreError`."""
+    if not is_url(place):
+        return next((folder.name for folder in reversed(versions.find_versions(place))), "")
+    with JobStore(place) as store:
         return (_versions(store) or [""])[-1]
 
 
@@ -105,19 +107,18 @@ def finish(folder: str, keep_max: int, run: str = "", **content: Any) -> None:
     Args:
         keep_max: number of versions to keep; 0: all.
         run: the training; versions of others are deleted. "": they stay.
-        content: arguments of `write_manifest`, where each server has one file.
+        content: arguments of `manifest_of`, where each server has one file.
 
     Raises `StoreError` if that fails; existing versions are kept, except this one.
     """
     url, name = posixpath.split(folder)
     written: list[SavedFile] = content.pop("files")
     known = {saved.name for saved in written}
-    with _store(url) as store, TemporaryFolder() as here:
+    with JobStore(url) as store:
         there = {*store.names(name, unfinished=True)}
         if known - there:
             raise StoreError(f"{', '.join(sorted(known - there))} did not arrive in {folder}.")
-        write_manifest(here, files=[[each] for each in written], **content)
-        store.put_file(f"{name}/{MANIFEST}", here / MANIFEST)
+        store.put(f"{name}/{MANIFEST}", manifest_of(files=[[each] for each in written], **content))
         for other in there - known - {MANIFEST}:  # of an attempt that failed
             store.remove(f"{name}/{other}")
         own = [each for each in _versions(store) if not run or _run_of(store, each) in ("", run)]
@@ -128,25 +129,28 @@ def finish(folder: str, keep_max: int, run: str = "", **content: Any) -> None:
                 store.remove_all(old)
 
 
-def newest_of_run(url: str, run: str) -> str:
-    """The newest version below `url` that a given training wrote; "": none. Logs manifests that are damaged.
+def newest_of_run(place: str, run: str) -> str:
+    """The newest version in a folder or below a URL that a given training wrote; "": none. Logs what it skips: versions
+    with damaged manifests, and in a folder those with other damaged files.
 
     Raises `StoreError` if the URL can't be read now.
     """
-    with _store(url) as store:
+    if not is_url(place):
+        return versions.newest_of_run(place, run)
+    with JobStore(place) as store:
         own = (name for name in reversed(_versions(store)) if _run_of(store, name, logging.WARNING) == run)
         name = next(own, "")
-        return posixpath.join(url, name) if name else ""
+        return posixpath.join(place, name) if name else ""
 
 
 def _run_of(store: JobStore, name: str, level: int = logging.DEBUG) -> str:
     """The training that wrote a version; "": its manifest is damaged, which is logged, or was removed just now."""
-    with TemporaryFolder() as here, contextlib.suppress(FileNotFoundError):
-        store.get_file(f"{name}/{MANIFEST}", here / MANIFEST)
+    with contextlib.suppress(FileNotFoundError):
+        content = store.get(f"{name}/{MANIFEST}")
         try:
-            return str(read_manifest(here).get("extra", {}).get("run", ""))
+            return str(manifest_in(content, f"{store.url}/{name}/{MANIFEST}")["extra"].get("run", ""))
         except CheckpointError as error:
-            logger.log(level, "Skipped %s: %s", name, str(error).replace(str(here), f"{store.url}/{name}"))
+            logger.log(level, "Skipped %s: %s", name, error)
     return ""
 
 
@@ -160,19 +164,17 @@ def fetch(url: str, to: Path) -> tuple[Path, Sequence[str]]:
     Raises `CheckpointError` if there is none, or the file system can't be read.
     """
     url = url.rstrip("/")
-    with _store(url) as store:
+    with JobStore(url) as store:
         if MANIFEST in store.names(""):
             return _fetched(store, "", to / posixpath.basename(url), url), ()
         while True:
-            versions = _versions(store)
-            if not versions:
+            names = _versions(store)
+            if not names:
                 raise no_checkpoint_in(url)
             try:
-                return newest_usable(
-                    versions, lambda name: _fetched(store, f"{name}/", to / name, f"{url}/{name}"), url
-                )
+                return newest_usable(names, lambda name: _fetched(store, f"{name}/", to / name, f"{url}/{name}"), url)
             except CheckpointError:
-                if not set(_versions(store)) - set(versions):  # else a job replaced them meanwhile
+                if not set(_versions(store)) - set(names):  # else a job replaced them meanwhile
                     raise
 
 
@@ -198,7 +200,7 @@ def recovery_files(job: str) -> Iterator[Path | None]:
 
     Raises `CheckpointError` like `fetch`.
     """
-    with TemporaryFolder() as copies, _store(posixpath.join(job, RECOVERY_FOLDER)) as store:
+    with TemporaryFolder() as copies, JobStore(posixpath.join(job, RECOVERY_FOLDER)) as store:
         for left in reversed(range(_TRIES)):
             names = store.names("")
             manifests = [name for name in names if name.startswith("manifest-")]
@@ -239,7 +241,3 @@ def _versions(store: JobStore) -> list[str]:
 
 def _folders(store: JobStore) -> list[str]:
     return [name for name in store.names("") if version_of(name) >= 0]
-
-
-def _store(url: str) -> contextlib.closing[JobStore]:
-    return contextlib.closing(JobStore(url))

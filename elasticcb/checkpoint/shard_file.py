@@ -22,20 +22,7 @@ from elasticcb.errors import CheckpointError
 from elasticcb.optimizers.state import OptimizerState, to_tensors
 from elasticcb.rpc.tensors import Array
 from elasticcb.sharding import table_state
-from elasticcb.sharding.array_names import (
-    AGES,
-    EXTRAS,
-    GONE,
-    SHARED,
-    SLOTS,
-    TABLE,
-    WEIGHT,
-    by_index,
-    by_index_and_name,
-    kind_of,
-    named,
-    of_kind,
-)
+from elasticcb.sharding.array_names import AGES, GONE, TABLE, WEIGHT, kind_of, named
 from elasticcb.sharding.partition import ShardMap
 from elasticcb.sharding.table_state import TableSource, TableState
 from elasticcb.storage import durable
@@ -115,7 +102,7 @@ class SavedTable:
             have two rows, so reading raises `CheckpointError` for ids of others.
     """
 
-    def __init__(self, number: int, files: Sequence[Path], owner: tuple[int, ShardMap] | None = None) -> None:
+    def __init__(self, number: int, files: Sequence[Path], owner: tuple[int, ShardMap]) -> None:
         self._prefix, self.files = f"{TABLE}/{number}/", tuple(files)
         self._number, self._owner = number, owner
 
@@ -137,8 +124,6 @@ class SavedTable:
             yield table_state.from_tensors(tensors)[self._number]
 
     def _check(self, ids: Array) -> None:
-        if self._owner is None:
-            return
         server, shard_map = self._owner
         foreign = np.flatnonzero(~shard_map.owns(server, ids))
         if len(foreign):
@@ -203,9 +188,6 @@ def opened(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"The file {path} can't be read: {error}.") from error
-
-
-FORMAT = 1
 
 
 class ReadableTable(Protocol):
@@ -279,8 +261,11 @@ def write_part(path: Path, part: Part, answered: Mapping[int, int] = {}) -> Save
     """
     tensors = named(WEIGHT, part.weights) | to_tensors(part.optimizers)
     tensors |= named(AGES, part.ages) | named(GONE, part.gone)
-    metadata = {"format": str(FORMAT), "version": str(part.version), "optimizer": ", ".join(part.optimizers.optimizers)}
-    metadata["answered"] = json.dumps(dict(answered))
+    metadata = {
+        "version": str(part.version),
+        "optimizer": ", ".join(part.optimizers.optimizers),
+        "answered": json.dumps(dict(answered)),
+    }
     try:
         with durable.replacing(path) as unfinished, TensorFile(unfinished) as file:
             # The arrays of a table are known from its first piece.
@@ -304,25 +289,6 @@ def write_part(path: Path, part: Part, answered: Mapping[int, int] = {}) -> Save
         return SavedFile(path.name, *durable.digest_of(path), part.version)
     except OSError as error:
         raise CheckpointError(f"The file {path} can't be written: {error}.") from error
-
-
-def read_part(path: Path) -> Part:
-    """The inverse of `write_part`; tables stay in the file until they are read. Raises `CheckpointError`."""
-    with opened(path) as file:
-        metadata, names = file.metadata() or {}, list(file.keys())
-        tensors = {name: file.get_tensor(name) for name in names if kind_of(name) != TABLE}
-    return Part(
-        int(metadata["version"]),
-        by_index(WEIGHT, tensors),
-        OptimizerState(
-            by_index_and_name(SLOTS, tensors),
-            by_index_and_name(EXTRAS, tensors),
-            of_kind(SHARED, tensors),
-            optimizers_in(metadata),
-        ),
-        {number: SavedTable(number, [path]) for number in tables_in(names)},
-        ages=by_index(AGES, tensors),
-    )
 
 
 def optimizers_in(metadata: Mapping[str, str]) -> tuple[str, ...]:

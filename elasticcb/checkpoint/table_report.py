@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from elasticcb.checkpoint.manifest import map_in, verify, written_parts
+from elasticcb.checkpoint.manifest import map_in, specs_in, verify, written_parts
 from elasticcb.checkpoint.parts import dtype_in
 from elasticcb.checkpoint.shard_file import opened
 from elasticcb.checkpoint.versions import find_latest
@@ -225,13 +225,7 @@ class SavedTables(NamedTuple):
         """
         folder = find_latest(checkpoint)
         manifest = verify(folder)
-        specs = {
-            index: VariableSpec(
-                saved["path"], tuple(saved["shape"]), saved["dtype"], saved["trainable"], table=saved["table"]
-            )
-            for index, saved in enumerate(manifest["variables"])
-            if saved.get("table")
-        }
+        specs = {index: spec for index, spec in enumerate(specs_in(manifest)) if spec.table}
         files = [part.files for part in written_parts(manifest, folder)]
         if any(len(own) > 1 for own in files):
             raise CheckpointError(

@@ -156,7 +156,7 @@ def newest_of_run(directory: str | Path, run: str) -> str:
     """The newest undamaged version in `directory` that a given training wrote; "": none. Logs what it skips."""
     for folder in reversed(find_versions(directory)):
         try:
-            if read_manifest(folder).get("extra", {}).get("run") == run:
+            if read_manifest(folder)["extra"].get("run") == run:
                 verify(folder)
                 return str(folder)
         except CheckpointError as error:
@@ -167,7 +167,7 @@ def newest_of_run(directory: str | Path, run: str) -> str:
 def _run_of(folder: Path) -> str:
     """The training that wrote a version; "": unknown."""
     with contextlib.suppress(CheckpointError):
-        return str(read_manifest(folder).get("extra", {}).get("run", ""))
+        return str(read_manifest(folder)["extra"].get("run", ""))
     return ""
 
 

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from elasticcb.checkpoint.manifest import read_manifest
-from elasticcb.checkpoint.parts import load_slices
+from elasticcb.checkpoint.manifest import read_manifest, specs_in
+from elasticcb.checkpoint.parts import load_model
+from elasticcb.checkpoint.remote import Files
 from elasticcb.checkpoint.shard_file import Part
 from elasticcb.errors import CheckpointError
 from elasticcb.optimizers.state import Key, ModelState
 from elasticcb.rpc.tensors import dtype_of
 from elasticcb.settings.choices import read_init_map
-from elasticcb.sharding.partition import VariableSpec, partition
+from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_state import TableState, overlaid, whole
 
 _SHOWN = 6  # names in a message
@@ -57,7 +58,9 @@ class WarmStart:
 
         Raises `CheckpointError` if a file is missing or damaged.
         """
-        part = load_slices(self.folder, self.saved, partition(self.saved, 1, split=False)[0])
+        manifest = read_manifest(self.folder)
+        part = load_model(Files(str(self.folder)), manifest, self.saved)
+        part.version = int(manifest["version"])
         same_optimizers = part.optimizers.optimizers == state.optimizer.optimizers
         for new, old in self.taken.items():
             names = [name for variable, name in slots if variable == new and name not in _OF_HALF_A_STEP]
@@ -108,12 +111,8 @@ def warm_start(folder: Path, specs: Sequence[VariableSpec], init_map: str) -> Wa
 
     Raises `CheckpointError` if a name of the map is unknown, a shape differs, or nothing matches.
     """
-    saved = [
-        VariableSpec(each["path"], tuple(each["shape"]), each["dtype"], each["trainable"], table=each.get("table", ""))
-        for each in read_manifest(folder)["variables"]
-    ]
     specs, own = _without_model_name(specs)
-    saved, others = _without_model_name(saved)
+    saved, others = _without_model_name(specs_in(read_manifest(folder)))
     renamed = {new.removeprefix(own): old.removeprefix(others) for new, old in read_init_map(init_map).items()}
     taken = _matched([spec.path for spec in specs], [spec.path for spec in saved], folder, renamed)
     misfits = {new: old for new, old in taken.items() if not _fits(specs[new], saved[old])}

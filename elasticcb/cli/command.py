@@ -55,6 +55,10 @@ _ALL_FLAGS = "elasticcb.all_flags"  # and whether --help-all was given
 # Flags accept both `-` and `_`; the help shows `_`, as ElasticDL does.
 CONTEXT: dict[str, Any] = {"token_normalize_func": normalize, "help_option_names": ["--help", "-h"]}
 
+in_namespace = click.option(
+    "--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it."
+)
+
 
 @dataclass
 class CommandRun:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -108,7 +107,7 @@ def _snapshot(source: str) -> Iterator[tuple[JobSettings, Path]]:
 def _settings_of(checkpoint: Path) -> JobSettings:
     from elasticcb.checkpoint.manifest import read_manifest
 
-    return JobSettings.from_json(json.dumps(read_manifest(checkpoint)["extra"].get("settings", {})))
+    return JobSettings.from_json(read_manifest(checkpoint)["extra"].get("settings", {}))
 
 
 def _complete(settings: JobSettings, source: str) -> JobSettings:
@@ -125,7 +124,7 @@ def _complete(settings: JobSettings, source: str) -> JobSettings:
 
 def _settings_in(job: Path) -> JobSettings:
     try:
-        return JobSettings.from_json(json.dumps(durable.read_document(job / JOB_FILE)))
+        return JobSettings.from_json(durable.read_document(job / JOB_FILE))
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{job} contains no training job whose model can be exported: {JOB_FILE}: {error}. Pass the folder of an "
@@ -146,23 +145,23 @@ def _saved_by(job: Path) -> Path | None:
     return None
 
 
-def _checkpoint_of(directory: str, run: str) -> str | None:
-    """The folder or URL of the newest checkpoint that a training wrote; if its name is unknown, that of all; None:
-    there is none. Raises `StoreError` if a URL can't be read now."""
-    from elasticcb.checkpoint import remote, versions
+def _checkpoint_of(directory: str, run: str) -> str:
+    """The folder or URL of the newest checkpoint that a training wrote; if its name is unknown, that of all; "": there
+    is none. Raises `StoreError` if a URL can't be read now."""
+    from elasticcb.checkpoint.remote import newest_of_run
+    from elasticcb.checkpoint.versions import find_latest
 
     if run:
-        return (remote if is_url(directory) else versions).newest_of_run(directory, run) or None
+        return newest_of_run(directory, run)
     if is_url(directory):
         return directory
     with contextlib.suppress(CheckpointError):
-        return str(versions.find_latest(directory))
-    return None
+        return str(find_latest(directory))
+    return ""
 
 
 def _run_of(job: Path) -> str:
     """The name of its training in snapshots; "": unknown."""
-    from elasticcb.master.journal import Journal
+    from elasticcb.master.journal import memory_in
 
-    path = job / JOURNAL_FILE
-    return Journal(path).memory.run if path.is_file() else ""
+    return memory_in(job / JOURNAL_FILE).run

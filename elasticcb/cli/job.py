@@ -34,7 +34,7 @@ from elasticcb.errors import (
     UsageError,
 )
 from elasticcb.process.host import POD_NAME
-from elasticcb.process.log_files import may_reach_nobody, print_line
+from elasticcb.process.log_files import print_line, say
 from elasticcb.process.signals import sigterm_interrupts
 from elasticcb.process.system import show_as
 from elasticcb.security.socket_folder import make_private
@@ -103,7 +103,7 @@ def run_settings(settings: JobSettings, session: CommandRun, resumed: bool = Fal
         spinner.stop()
         _run_master(settings, goes_on, None, since)
 
-    run = MasterRun(settings, resumed, session.own_process, session.debug, here, _say, spinner.stop)
+    run = MasterRun(settings, resumed, session.own_process, session.debug, here, say, spinner.stop)
     folder = settings.directory
     try:
         # The dashboard ends last, so that a stop request from the page is answered after the job has ended.
@@ -191,12 +191,12 @@ def run_as_master(request: dict[str, Any], fork_server: ForkServer) -> int:
             with _not_begun(request["resumed"], Path(settings.directory)):
                 _run_master(settings, request["resumed"], fork_server, request["since"])
         except LostServerError as error:
-            _say(str(error).splitlines()[0])
+            say(str(error).splitlines()[0])
             sys.exit(GO_ON)
         except JobDoneError:
             if not request["since"]:
                 raise
-            _say("The job was done when its master was killed.")
+            say("The job was done when its master was killed.")
 
     return exit_code(run, CommandRun(own_process=True, debug=request["debug"]))
 
@@ -213,11 +213,6 @@ def _run_master(settings: JobSettings, resumed: bool, fork_server: ForkServer | 
         display.close()
 
 
-def _say(text: str) -> None:
-    with may_reach_nobody(sys.stderr):
-        print(text, file=sys.stderr, flush=True)
-
-
 def build_settings(given: Given, folder: str = "") -> JobSettings:
     """Checks the flags and makes the job's folder; all paths in the settings are absolute.
 
@@ -230,7 +225,7 @@ def build_settings(given: Given, folder: str = "") -> JobSettings:
     origins = validate(given)
     settings = completed(given.settings(), given)
     for line in earlier_flags(settings, given):
-        _say(line)
+        say(line)
     data: dict[str, Any] = {SETTINGS[name].field: origin for name, origin in origins.items()}
     name = settings.name or _default_name(settings.model.definition)
     store = settings.directory.rstrip("/") if is_url(settings.directory) else ""

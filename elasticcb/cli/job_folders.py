@@ -97,10 +97,10 @@ def resumes(folder: Path) -> Iterator[None]:
 
 def _version(folder: Path) -> int:
     """The version of the model that a job's tasks have reached."""
-    from elasticcb.master.journal import Journal
+    from elasticcb.master.journal import memory_in
 
     with contextlib.suppress(ElasticCBError):
-        return Journal(folder / JOURNAL_FILE).memory.version
+        return memory_in(folder / JOURNAL_FILE).version
     return 0
 
 
@@ -136,7 +136,8 @@ def find_job(job: str, only_training: bool = False) -> Path:
     if is_url(job):
         return StoredJob(job).folder()
     parent = Path.cwd() / JOBS
-    found = [folder for folder in _newest_first(parent) if not only_training or _trains(folder)]
+    of_commands = (folder for folder, _ in known_jobs(parent) if not is_of_cluster(folder))
+    found = [folder for folder in of_commands if not only_training or _trains(folder)]
     names = [folder.name for folder in found]
     folders = [Path(job).expanduser().absolute(), parent / job]
     for folder in folders:
@@ -153,11 +154,6 @@ def find_job(job: str, only_training: bool = False) -> Path:
     tried = f"neither {folders[0]} nor {folders[1]} exists" if job != LATEST else f"{parent} contains no {kind}"
     what = "latest job" if job == LATEST else f"job {job}"
     raise UsageError(f"There is no {what}: {tried}. {_expected(job, names)}")
-
-
-def _newest_first(parent: Path) -> list[Path]:
-    """The folders of commands' jobs there, by when a command last started or resumed the job."""
-    return [folder for folder, _ in known_jobs(parent) if not is_of_cluster(folder)]
 
 
 def _begun(folder: Path) -> tuple[float, int] | None:
@@ -222,13 +218,11 @@ def _recovery_folders(jobs: list[Path]) -> Iterator[Path]:
 
 
 def _is_done(job: Path) -> bool:
-    from elasticcb.master.journal import Journal
+    from elasticcb.master.journal import memory_in
 
-    path = job / JOURNAL_FILE
-    try:
-        return os.path.isfile(path) and Journal(path).memory.over
-    except ElasticCBError:  # damaged, or of a later release
-        return False
+    with contextlib.suppress(ElasticCBError):  # damaged, or of a later release
+        return memory_in(job / JOURNAL_FILE).over
+    return False
 
 
 def _bytes_of(folder: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,11 +10,11 @@ from typing import Any
 
 import rich_click as click
 
-from elasticcb.cli.command import CONTEXT, CommandRun
+from elasticcb.cli.command import CONTEXT, CommandRun, in_namespace
 from elasticcb.cli.job import end_with, run_settings
 from elasticcb.cli.job_folders import JOBS, find_job, new_folder, resumes
 from elasticcb.cli.kubernetes.job import KubernetesJob, follow_job
-from elasticcb.cli.kubernetes.submit import create_all, owner_reference
+from elasticcb.cli.kubernetes.submit import create_all
 from elasticcb.clients.local_job import StoredJob
 from elasticcb.clients.running_master import can_resume, refuse_cluster
 from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
@@ -34,7 +33,7 @@ _MADE_BY_KUBERNETES = ("controller-uid", "job-name")  # in labels, the first par
 
 @click.command(context_settings=CONTEXT)
 @click.argument("job", metavar="JOB")
-@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
+@in_namespace
 @click.pass_obj
 def resume(session: CommandRun, job: str, namespace: str | None) -> None:
     """Continue a training job that was interrupted, failed, or was lost with its machine.
@@ -76,7 +75,6 @@ def _stored_settings(job: StoredJob) -> JobSettings:
 def _resume_on_kubernetes(job: KubernetesJob) -> int:
     if job.state == "stopped":
         _wait_for_old_master(job)
-        make_missing_lease(job)
         job.api.patch("Job", job.name, {"spec": {"parallelism": 1}})
     elif job.state == "failed":
         make_again(job)
@@ -103,7 +101,7 @@ def resumed_settings(folder: Path) -> JobSettings:
             f"{folder} contains no job that can be resumed ({error.strerror}). Expected the folder of an `elasticcb "
             "train` job. Start `evaluate` and `predict` jobs again instead."
         ) from None
-    settings = JobSettings.from_json(json.dumps(document))
+    settings = JobSettings.from_json(document)
     if not (folder / JOURNAL_FILE).is_file():
         interval = settings.checkpoint.interval_seconds
         why = "it ended before training started" if interval else "the job ran with --checkpoint_interval=0"
@@ -147,13 +145,6 @@ def make_again(job: KubernetesJob) -> None:
             )
         time.sleep(_PAUSE_SECONDS)
     create_all(api, manifests)
-
-
-def make_missing_lease(job: KubernetesJob) -> None:
-    """Creates the Lease of a job that an earlier release submitted without one."""
-    if not _is_there(job.api, "Lease", job.name):
-        metadata = as_submitted(job.job)["metadata"] | {"ownerReferences": [owner_reference(job.job)]}
-        job.api.create(lease_with(metadata))
 
 
 def _wait_for_old_master(job: KubernetesJob) -> None:

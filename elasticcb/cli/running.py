@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterable
 
 import rich_click as click
 
-from elasticcb.cli.command import CONTEXT
+from elasticcb.cli.command import CONTEXT, in_namespace
 from elasticcb.cli.job import end_with
 from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.job import KubernetesJob, follow_job
@@ -27,7 +26,7 @@ from elasticcb.storage.remote_files import is_url
 @click.argument("job", metavar="JOB")
 @click.option("--workers", type=click.IntRange(1), metavar="N", help="New number of workers.")
 @click.option("--ps", type=click.IntRange(1), metavar="M", help="New number of parameter servers.")
-@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
+@in_namespace
 def scale(job: str, workers: int | None, ps: int | None, namespace: str | None) -> None:
     """Change the number of workers or parameter servers of a running job.
 
@@ -45,19 +44,11 @@ def scale(job: str, workers: int | None, ps: int | None, namespace: str | None) 
     if not workers and not ps:
         raise UsageError("Nothing to scale. Expected --workers=N, --ps=M, or both.")
     if namespace:
-        end_with(_scale_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), job), workers, ps))
+        counts = [f"--{name}={count}" for name, count in (("workers", workers), ("ps", ps)) if count]
+        end_with(KubernetesJob(KubernetesAPI(namespace), job).pass_on("scale", counts))
         return
     for line in scale_job(find_job(job), workers, ps, on_wait=lambda waits_for: say(f"Waiting for {waits_for}.")):
         print(line)
-
-
-def _scale_on_kubernetes(job: KubernetesJob, workers: int | None, ps: int | None) -> int:
-    """Runs the same command in the master's pod: only from there the job can be reached."""
-    counts = [f"--{name}={count}" for name, count in (("workers", workers), ("ps", ps)) if count]
-    directory = job.directory
-    code, said = job.run_beside_master(["scale", directory, *counts])
-    print(said.replace(directory, job.name), end="", file=sys.stderr if code else sys.stdout)
-    return code
 
 
 @click.command(context_settings=CONTEXT)
@@ -70,7 +61,7 @@ def _scale_on_kubernetes(job: KubernetesJob, workers: int | None, ps: int | None
     show_default=True,
     help="How long to wait for a job on this machine to end.",
 )
-@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
+@in_namespace
 @click.option("--delete", is_flag=True, help="On Kubernetes: delete the job with all its objects; its folder is kept.")
 def stop(job: str, timeout: float, namespace: str | None, delete: bool) -> None:
     """Stop a job. `elasticcb resume` can continue a training job later.
@@ -112,7 +103,7 @@ def _stop_on_kubernetes(job: KubernetesJob, delete: bool) -> None:
 
 @click.command(context_settings=CONTEXT)
 @click.argument("job", metavar="JOB")
-@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
+@in_namespace
 @click.option("--follow", "-f", is_flag=True, help="Follow the log until the job ends. Ctrl-C stops only this command.")
 @click.option("--master", is_flag=True, help="Show the log of the master (the default).")
 @click.option("--worker", type=click.IntRange(0), metavar="N", help="Show the log of worker N.")

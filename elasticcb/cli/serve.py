@@ -6,7 +6,6 @@ import logging
 import os
 import posixpath
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import rich_click as click
@@ -140,29 +139,27 @@ def serve(
     setup_logging("serve", "INFO", logging.StreamHandler(sys.stderr))
     with without_native_messages():
         from elasticcb.serving.served_model import ServedModel
-        from elasticcb.serving.server import listener_at, missing_libraries
+        from elasticcb.serving.server import check_libraries, listener_at
         from elasticcb.serving.server import serve as run
         from elasticcb.serving.service import ServeOptions
 
     name = name or posixpath.basename(folder.rstrip("/"))
     given = ServeOptions(name=name, token=token_of_environment(TOKEN_VARIABLE), **options)
-    for problem in (missing_libraries(given), *_problems(given, insecure)):
-        if problem:
-            raise UsageError(problem)
+    check_libraries(given)
+    _check(given, insecure)
     listener = listener_at(given.host, given.port)
     with ServedModel(folder, version, wait=True, rows_on_disk=rows_on_disk) as model:
         model.follow(poll)
         run(model, listener, given, print_line)
 
 
-def _problems(options: Any, insecure: bool) -> Sequence[str]:
-    problems = []
+def _check(options: Any, insecure: bool) -> None:
+    """Raises `UsageError`."""
     if bool(options.tls_cert) != bool(options.tls_key) or (options.tls_ca and not options.tls_cert):
-        problems.append("TLS needs both --tls_cert and --tls_key; --tls_ca is only used with them.")
+        raise UsageError("TLS needs both --tls_cert and --tls_key; --tls_ca is only used with them.")
     if not insecure and not is_loopback(options.host) and not (options.tls_cert and (options.token or options.tls_ca)):
-        problems.append(
+        raise UsageError(
             f"--host={options.host} can be reached from other machines. Give --tls_cert and --tls_key, and the "
             f"environment variable {TOKEN_VARIABLE} or --tls_ca; or --insecure, if the network lets only those in who "
             "may send requests."
         )
-    return problems

@@ -13,7 +13,7 @@ from typing import Any
 
 import rich_click as click
 
-from elasticcb.cli.command import CONTEXT
+from elasticcb.cli.command import CONTEXT, in_namespace
 from elasticcb.cli.job_folders import JOBS, find_job, known_jobs
 from elasticcb.cli.kubernetes.job import KubernetesJob, state_of, why_no_master
 from elasticcb.clients.local_job import StoredJob, age, how_it_ended, master_of, wait_for_start
@@ -29,7 +29,7 @@ from elasticcb.storage.remote_files import is_url
 @click.command(context_settings=CONTEXT)
 @click.argument("job", metavar="JOB")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON document.")
-@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
+@in_namespace
 def status(job: str, as_json: bool, namespace: str | None) -> None:
     """Show the status of a job, running or ended.
 

@@ -8,14 +8,13 @@ import json
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from elasticcb.cli.command import CONTEXT
+from elasticcb.cli.command import CONTEXT, in_namespace
 from elasticcb.cli.job import end_with
 from elasticcb.cli.job_folders import find_job
 from elasticcb.cli.kubernetes.job import KubernetesJob
@@ -51,7 +50,7 @@ _VALUES_SHOWN = 8  # of a row
 @click.option("--id", metavar="ID", help="Show the rows of this id: a number, or a string in layers that take strings.")
 @click.option("--text", metavar="TEXT", help="Show the rows of this string, even if it looks like a number.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON document, with bytes and counts as numbers.")
-@click.option("--namespace", metavar="NAME", help="Kubernetes namespace; JOB is then the name of a job in it.")
+@in_namespace
 def table(
     source: str, top: int, name: str | None, id: str | None, text: str | None, as_json: bool, namespace: str | None
 ) -> None:
@@ -75,15 +74,20 @@ def table(
     if namespace:
         flags = {"top": top, "table": name, "id": id, "text": text}
         given = [f"--{flag}={value}" for flag, value in flags.items() if value is not None]
-        end_with(_on_kubernetes(KubernetesJob(KubernetesAPI(namespace), source), given + ["--json"] * as_json))
+        job = KubernetesJob(KubernetesAPI(namespace), source)
+        if job.state != "running":
+            raise UsageError(
+                f"The job {job.name} is {job.state}. Pass the folder or the URL of its checkpoints (--checkpoint_dir)."
+            )
+        end_with(job.pass_on("table", given + ["--json"] * as_json))
         return
-    found = _read(source, top, _id_of(id, text))
-    tables: Any = _named(found.tables, name)
-    found = dataclasses.replace(found, tables=tables)
+    number = _id_of(id, text)
+    found: Any = _read(source, top, number)
+    found = dataclasses.replace(found, tables=_named(found.tables, name))
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=1, default=str))
     else:
-        print("\n".join(_lines_of(found)))
+        print("\n".join(_report_lines(found) if number is None else _id_lines(found)))
 
 
 def _read(source: str, top: int, id: int | None) -> TablesReport | IdReport:
@@ -123,7 +127,7 @@ def is_checkpoint(source: str) -> bool:
 
     folder = Path(source).expanduser()
     if is_url(source):
-        with contextlib.closing(JobStore(source)) as store:
+        with JobStore(source) as store:
             return not newest_owner(store)[0]
     return (folder / MANIFEST).is_file() or (not holds_job(folder) and bool(find_versions(folder)))
 
@@ -156,7 +160,7 @@ def _of_running_job(folder: Path, top: int, id: int | None) -> TablesReport | Id
 def _checkpoints_of(folder: Path) -> str:
     """The folder or URL of a job's checkpoints; "": it writes none, or its settings can't be read."""
     with contextlib.suppress(OSError, ValueError, ElasticCBError):
-        return JobSettings.from_json(json.dumps(durable.read_document(folder / JOB_FILE))).checkpoint.directory
+        return JobSettings.from_json(durable.read_document(folder / JOB_FILE)).checkpoint.directory
     return ""
 
 
@@ -195,27 +199,6 @@ def _id_of_text(text: str) -> int:
         from elasticcb.layers.ids import id_of_text
 
         return id_of_text(text)
-
-
-def _on_kubernetes(job: KubernetesJob, flags: list[str]) -> int:
-    """Runs the same command in the master's pod: only from there the job can be reached."""
-    if job.state != "running":
-        raise UsageError(
-            f"The job {job.name} is {job.state}. Pass the folder or the URL of its checkpoints (--checkpoint_dir)."
-        )
-    directory = job.directory
-    code, said = job.run_beside_master(["table", directory, *flags])
-    if "--json" in flags and not code:
-        said = said[said.index("{") :]  # other output of the pod comes before it
-    print(said.replace(directory, job.name), end="", file=sys.stderr if code else sys.stdout)
-    return code
-
-
-def _lines_of(found: TablesReport | IdReport) -> Iterator[str]:
-    """All tables, or one id in all tables."""
-    from elasticcb.checkpoint.table_report import TablesReport
-
-    return _report_lines(found) if isinstance(found, TablesReport) else _id_lines(found)
 
 
 def _report_lines(found: TablesReport) -> Iterator[str]:

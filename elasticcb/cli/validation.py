@@ -6,7 +6,6 @@ No check imports TensorFlow or runs the user's code.
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
@@ -16,6 +15,7 @@ from elasticcb.cluster.registry import backends, contradictions, missing_for
 from elasticcb.data.files import expanded_glob
 from elasticcb.data.formats import is_stream
 from elasticcb.errors import UsageError
+from elasticcb.process.system import missing_module
 from elasticcb.settings import Command, Given
 from elasticcb.settings.checks import in_words, problems_of
 from elasticcb.settings.choices import PREDICTION_FORMATS
@@ -61,8 +61,8 @@ def check_prediction_output(given: Given) -> Iterator[str]:
             f"{flag} has no known file extension. Expected {', '.join(_ENDINGS)}; or add --output_format, one of "
             f"{', '.join(PREDICTION_FORMATS)}."
         )
-    elif format == "parquet" and importlib.util.find_spec("pyarrow") is None:
-        yield f"{flag} needs the Python module pyarrow. Install it with: pip install 'elasticcb[parquet]'"
+    elif format == "parquet" and (missing := missing_module(flag, "parquet", "pyarrow")):
+        yield missing
     if is_url(given["output"]):
         yield f"{flag} is a URL. Expected a local file. Copy it when the job is done."
 

@@ -78,10 +78,9 @@ class History:
         number: number of the newest entry, from 1.
     """
 
-    def __init__(self, most_points: int = _MOST_POINTS) -> None:
+    def __init__(self) -> None:
         self.number = 0
         self.interval = 1.0
-        self._most_points = most_points
         self._points: list[tuple[int, Point]] = []
         self._rest: dict[str, deque[tuple[int, Any]]] = {
             "evaluations": deque(maxlen=_MOST_EVENTS),
@@ -98,7 +97,7 @@ class History:
         elif self.wants_point(entry.time):
             self.number += 1
             self._points.append((self.number, entry))
-            if len(self._points) > self._most_points:
+            if len(self._points) > _MOST_POINTS:
                 del self._points[1::2]
                 self.interval *= 2
 

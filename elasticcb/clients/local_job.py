@@ -5,7 +5,6 @@ is a URL, on any.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shlex
 import time
@@ -196,7 +195,7 @@ class StoredJob:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        with contextlib.closing(JobStore(url)) as store:
+        with JobStore(url) as store:
             number, owner = newest_owner(store)
         self._owner = {"folder": "", "host": "another machine", "holder": ""} | owner
         if not number:
@@ -222,16 +221,16 @@ class StoredJob:
 
     def settings(self) -> JobSettings:
         """Its settings, as its first master had them."""
-        with contextlib.closing(JobStore(self.url)) as store:
+        with JobStore(self.url) as store:
             try:
                 given = store.get_document(JOB_FILE)
             except FileNotFoundError:
                 raise UsageError(f"The job in {self.url} ended before training started. Start a new one.") from None
-        return JobSettings.from_json(json.dumps(given))
+        return JobSettings.from_json(given)
 
     def status(self) -> dict[str, Any]:
         """Its status when its master last wrote it: a few seconds ago if it runs."""
-        with contextlib.closing(JobStore(self.url)) as store:
+        with JobStore(self.url) as store:
             try:
                 return store.get_document(STATUS_FILE)
             except FileNotFoundError:
@@ -239,7 +238,7 @@ class StoredJob:
 
     def log(self, process: str) -> list[str]:
         """The lines of a process's log, which is written at the end. Raises `UsageError` if there is none."""
-        with contextlib.closing(JobStore(self.url)) as store:
+        with JobStore(self.url) as store:
             try:
                 return store.get(f"{LOGS}/{process}.log").decode(errors="replace").splitlines(keepends=True)
             except FileNotFoundError:
@@ -252,7 +251,7 @@ class StoredJob:
 
 def has_unfinished(url: str) -> bool:
     """Whether a job there has trained something and is not done. Raises `StoreError`."""
-    with contextlib.closing(JobStore(url)) as store:
+    with JobStore(url) as store:
         try:
             status = store.get_document(STATUS_FILE)
         except FileNotFoundError:

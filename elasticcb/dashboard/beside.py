@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elasticcb.process.import_path import python_code
+from elasticcb.process.system import missing_module
 from elasticcb.storage import durable
 
 PAGE_FILE = "dashboard.json"
@@ -20,10 +20,7 @@ _END_SECONDS = 10.0  # seconds for a last message to browsers
 
 def missing_libraries() -> str:
     """Message about what must be installed; "": nothing."""
-    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
-    if not missing:
-        return ""
-    return f"The dashboard needs the Python module {missing[0]}. Install it with: pip install 'elasticcb[dashboard]'"
+    return missing_module("The dashboard", "dashboard", *_LIBRARIES)
 
 
 def line_about(address: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from elasticcb.data.content import File
 from elasticcb.data.extras import import_extra, library_errors
 from elasticcb.data.file_index import FileIndex
-from elasticcb.data.file_reader import FileReader
+from elasticcb.data.file_reader import FileReader, Opened
 from elasticcb.data.record_formats import EXAMPLES_ADVICE, SAMPLE_RECORDS, ExampleFormat
 from elasticcb.data.stacking import object_array
 from elasticcb.errors import DataError
@@ -20,15 +20,10 @@ from elasticcb.storage.remote_files import is_url
 _RANDOM_ACCESS = "readahead_buffer_size:0,max_parallelism:0"
 
 
-class _OpenedArrayRecord:
-    complete = True
-    layout = ""
-
+class _OpenedArrayRecord(Opened):
     def __init__(self, file: File) -> None:
+        super().__init__(file)
         module = import_extra("array_record.python.array_record_module", "array-record", "ArrayRecord")
-        self.file = file
-        self.count = 0
-        self.memory_bytes, self.disk_bytes = 1 << 16, 0  # some
         # Reading moves the reader's position, so only one thread may read at a time.
         self._lock = threading.Lock()
         if not file.identity.size:
@@ -40,9 +35,6 @@ class _OpenedArrayRecord:
                 self._reader.close()  # raises the error
                 raise ValueError("no ArrayRecord")
             self.count = self._reader.num_records()
-
-    def index(self) -> FileIndex:
-        return FileIndex(self.file.identity, self.count)
 
     def read(self, start: int, end: int, size: int) -> Iterator[Any]:
         for first in range(start, end, size):

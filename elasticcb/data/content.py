@@ -15,9 +15,10 @@ import socket
 import tempfile
 import threading
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import indexed_gzip
 
@@ -41,34 +42,40 @@ class Identity(NamedTuple):
         return self.size == other.size and (not same_clock or self.version == other.version)
 
 
-class Content(Protocol):
-    """The bytes of a file, readable from several threads at once."""
+class Content(ABC):
+    """The bytes of a file, readable from several threads at once.
+
+    Attributes:
+        block_bytes: to read at once while scanning.
+        memory_bytes: held in memory.
+    """
 
     name: str
-    block_bytes: int  # bytes to read at once while scanning
-    memory_bytes: int  # bytes held in memory
+    block_bytes = LOCAL_BLOCK_BYTES
+    memory_bytes = 0
 
     @property
-    def disk_bytes(self) -> int: ...  # bytes in temporary files
+    def disk_bytes(self) -> int:
+        """In temporary files."""
+        return 0
 
+    @abstractmethod
     def read(self, start: int, stop: int) -> bytes:
         """The bytes `[start, stop)`; fewer at the end of the file. Raises `DataError` if the file has changed."""
 
 
-class File(Content, Protocol):
+class File(Content):
     """A file as stored, not decompressed."""
 
     identity: Identity
 
+    @abstractmethod
     def check(self) -> None:
         """Raises `DataError` if the file has changed since it was opened or indexed."""
 
 
-class LocalFile:
+class LocalFile(File):
     """A local file."""
-
-    block_bytes = LOCAL_BLOCK_BYTES
-    memory_bytes = disk_bytes = 0
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -104,11 +111,10 @@ class LocalFile:
         return Identity(status.st_size, str(status.st_mtime_ns), socket.gethostname())
 
 
-class RemoteFile:
+class RemoteFile(File):
     """A file read with fsspec."""
 
     block_bytes = _REMOTE_BLOCK_BYTES
-    memory_bytes = disk_bytes = 0
 
     def __init__(self, name: str) -> None:
         import fsspec
@@ -182,11 +188,8 @@ def open_file(name: str, expected: Identity | None = None) -> File:
     return file
 
 
-class MemoryContent:
+class MemoryContent(Content):
     """Bytes in memory."""
-
-    block_bytes = LOCAL_BLOCK_BYTES
-    disk_bytes = 0
 
     def __init__(self, name: str, data: bytes) -> None:
         self.name = name
@@ -277,12 +280,9 @@ def opened_content(file: File, compression: str, seek_points: bytes = b"") -> Co
     return SeekableGzip(file, seek_points) if seek_points else GzipStream(file)
 
 
-class GzipStream:
+class GzipStream(Content):
     """A gzip file that is read sequentially with its checksums; reading earlier bytes starts again from the
     beginning."""
-
-    block_bytes = LOCAL_BLOCK_BYTES
-    memory_bytes = disk_bytes = 0
 
     def __init__(self, file: File) -> None:
         self.name = file.name
@@ -304,11 +304,8 @@ class GzipStream:
             return data
 
 
-class SeekableGzip:
+class SeekableGzip(Content):
     """A gzip file with random access, by points at which decompression can start."""
-
-    block_bytes = LOCAL_BLOCK_BYTES
-    disk_bytes = 0
 
     def __init__(self, file: File, seek_points: bytes) -> None:
         self.name = file.name
@@ -340,13 +337,10 @@ def seek_points_of(file: File) -> bytes:
     return points.getvalue()
 
 
-class SpooledContent:
+class SpooledContent(Content):
     """Stores sequentially read data in an unnamed temporary file, which the system removes with the process. It is
     filled only as far as needed.
     """
-
-    block_bytes = LOCAL_BLOCK_BYTES
-    memory_bytes = 0
 
     def __init__(self, source: Content, begin: Callable[[], Callable[[int], bytes]]) -> None:
         self.name = source.name

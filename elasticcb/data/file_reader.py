@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from elasticcb.data.content import File, open_file, seek_points_of
-from elasticcb.data.file_index import FileIndex, RecordRange
+from elasticcb.data.content import Content, File, open_file, seek_points_of
+from elasticcb.data.file_index import FileIndex, RecordOffsets, RecordRange
 from elasticcb.data.files import listed
 from elasticcb.data.reader import Reader, Source, check_range
 from elasticcb.data.stacking import CHUNK_RECORDS, unstacked
@@ -24,28 +24,71 @@ _CACHE_DISK_BYTES = 16 << 30  # and in temporary files
 _SCANNING_THREADS = 8  # remote stores are slow, but handle many requests at once
 
 
-class Opened(Protocol):
-    """An opened file of which all records, or the first ones, are known."""
+class Opened(ABC):
+    """An opened file of which all records, or the first ones, are known.
 
-    file: File
-    complete: bool  # whether all records are known
+    Attributes:
+        count: number of known records.
+        complete: whether these are all.
+    """
 
-    @property
-    def count(self) -> int: ...  # number of known records
+    complete = True
 
-    @property
-    def layout(self) -> str: ...  # description of what all files of one origin must have in common; "": unknown
-
-    @property
-    def memory_bytes(self) -> int: ...  # memory for keeping it open
+    def __init__(self, file: File, count: int = 0) -> None:
+        self.file, self.count = file, count
 
     @property
-    def disk_bytes(self) -> int: ...  # in temporary files
+    def layout(self) -> str:
+        """Description of what all files of one origin must have in common; "": unknown."""
+        return ""
 
-    def index(self) -> FileIndex: ...  # for other processes that open the file
+    @property
+    def memory_bytes(self) -> int:
+        """Memory for keeping it open."""
+        return 1 << 16  # some
 
+    @property
+    def disk_bytes(self) -> int:
+        """In temporary files."""
+        return 0
+
+    def index(self) -> FileIndex:
+        """For other processes that open the file."""
+        return FileIndex(self.file.identity, self.count, self.layout)
+
+    @abstractmethod
     def read(self, start: int, end: int, size: int) -> Iterator[Any]:
         """Like `Reader.read_chunks`."""
+
+
+class OpenedByOffsets(Opened):
+    """A file whose records are found by their offsets in its content."""
+
+    def __init__(
+        self,
+        file: File,
+        content: Content,
+        places: RecordOffsets,
+        compression: str,
+        complete: bool = True,
+        details: Mapping[str, Any] = {},
+    ) -> None:
+        super().__init__(file, places.count)
+        self.content, self.complete = content, complete
+        self._places, self._compression, self._details = places, compression, details
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._places.nbytes + self.content.memory_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.content.disk_bytes
+
+    def index(self) -> FileIndex:
+        return FileIndex(
+            self.file.identity, self.count, self.layout, self._places, self._compression, details=self._details
+        )
 
 
 class FileReader(Reader):
@@ -63,7 +106,7 @@ class FileReader(Reader):
         self._files = list(files)
         self._sources: list[Source] | None = None
         self._lock = threading.Lock()
-        self._cache: OrderedDict[str, Any] = OrderedDict()
+        self._cache: OrderedDict[str, Opened] = OrderedDict()
         self._indexes: dict[str, bytes] = {}  # indexes created here, of all files with records
         self._stopped = threading.Event()
 
@@ -71,7 +114,7 @@ class FileReader(Reader):
         return {**vars(self), "_cache": OrderedDict()}  # open files belong to a process
 
     @abstractmethod
-    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> Any:
+    def _open(self, file: File, index: FileIndex | None, enough: int | None) -> Opened:
         """Opens a file of the format.
 
         Args:
@@ -96,20 +139,11 @@ class FileReader(Reader):
         if self._sources is None:
             with ThreadPoolExecutor(min(_SCANNING_THREADS, len(self._files))) as pool:
                 surveys = list(pool.map(self.survey, self._files))
-            first: tuple[str, str] | None = None
-            for name, (count, layout) in zip(self._files, surveys, strict=True):
-                if not count or not layout:
-                    continue
-                if first is None:
-                    first = name, layout
-                elif layout != first[1]:
-                    raise DataError(
-                        f"{name} has {layout}, but {first[0]} has {first[1]}. All files of a data origin must have "
-                        "the same layout."
-                    )
-            self._sources = [
-                Source(name, count) for name, (count, _) in zip(self._files, surveys, strict=True) if count
-            ]
+            filled = [(name, *found) for name, found in zip(self._files, surveys, strict=True) if found[0]]
+            known = [(name, layout) for name, _, layout in filled if layout]
+            for name, layout in known[1:]:
+                check_layout(name, layout, *known[0])
+            self._sources = [Source(name, count) for name, count, _ in filled]
             if not self._sources:
                 raise DataError(f"There are no records in {listed(self._files)}. Provide at least one record.")
         return list(self._sources)
@@ -151,7 +185,7 @@ class FileReader(Reader):
                 return cached
         index = self._index_of(name)
         file = open_file(name, None if index is None else index.identity)
-        opened: Opened = self._open(file, index, records)
+        opened = self._open(file, index, records)
         with self._lock:
             self._cache[name] = opened
             self._cache.move_to_end(name)
@@ -202,7 +236,7 @@ class FileReader(Reader):
 
     def _scanned(self, file: File) -> FileIndex:
         try:
-            index: FileIndex = self._open(file, None, None).index()
+            index = self._open(file, None, None).index()
             if index.compression == ".gz" and index.count:
                 index = replace(index, seek_points=seek_points_of(file))
         except DataError:
@@ -212,12 +246,19 @@ class FileReader(Reader):
         return index
 
 
-class _StoppableFile:
+def check_layout(name: str, layout: str, first: str, its_layout: str) -> None:
+    """Raises `DataError` if a file has another layout than the first one; "": unknown."""
+    if layout and its_layout and layout != its_layout:
+        raise DataError(
+            f"{name} has {layout}, but {first} has {its_layout}. All files of a data origin must have the same layout."
+        )
+
+
+class _StoppableFile(File):
     """A file that can't be read any more once `stopped` is set."""
 
     def __init__(self, file: File, stopped: threading.Event) -> None:
         self.name, self.identity, self.block_bytes = file.name, file.identity, file.block_bytes
-        self.memory_bytes, self.disk_bytes = file.memory_bytes, file.disk_bytes
         self._file, self._stopped = file, stopped
 
     def read(self, start: int, stop: int) -> bytes:

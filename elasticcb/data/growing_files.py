@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.data.content import open_file
-from elasticcb.data.file_reader import FileReader
+from elasticcb.data.file_reader import FileReader, check_layout
 from elasticcb.data.files import list_files
 from elasticcb.data.reader import Metadata
 from elasticcb.data.record_formats import RecordFormat
@@ -114,11 +114,8 @@ class GrowingFiles(UnboundedSource):
         found = {}
         for name in self._complete(known):
             count, layout = self.files.survey(name)
-            if count and layout and self._layout and layout != self._layout:
-                raise DataError(
-                    f"{name} has {layout}, but {self._first} has {self._layout}. All files of a data origin must have "
-                    "the same layout."
-                )
+            if count:
+                check_layout(name, layout, self._first, self._layout)
             self._counts[name] = count
             found[name] = Partition(0, 0, count)
         return found

@@ -135,8 +135,8 @@ class Kafka(UnboundedSource):
         lines = io.BytesIO(b"\n".join(value.replace(b"\n", b" ") for value in values))
         try:
             table = reading.read_json(lines, reading.ReadOptions(use_threads=False, block_size=1 << 30), options)
-            if table.num_rows != len(values):
-                raise pyarrow.ArrowInvalid("a value is empty")
+            if table.num_rows != len(values) or not all(map(bytes.strip, values)):
+                raise pyarrow.ArrowInvalid("it is empty, or has several objects")
             return {name: self._column(name, table.column(name)) for name in self._columns}
         except (pyarrow.ArrowInvalid, DataError) as error:
             if len(values) > 1:

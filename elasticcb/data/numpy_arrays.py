@@ -12,7 +12,7 @@ import numpy as np
 
 from elasticcb.data.content import Content, File, MemoryContent, SpooledContent, raw_file
 from elasticcb.data.file_index import FileIndex
-from elasticcb.data.file_reader import FileReader
+from elasticcb.data.file_reader import FileReader, Opened
 from elasticcb.data.reader import Metadata, specs_of_columns
 from elasticcb.data.stacking import CHUNK_BYTES
 from elasticcb.errors import DataError
@@ -46,14 +46,10 @@ class _Array:
         return np.frombuffer(data, self.dtype).reshape(shape) if data else np.empty(shape, self.dtype)
 
 
-class _OpenedArrays:
-    complete = True
-
+class _OpenedArrays(Opened):
     def __init__(self, file: File, arrays: Mapping[str, _Array]) -> None:
-        self.file = file
-        self.count = next(iter(arrays.values())).shape[0] if arrays else 0
+        super().__init__(file, next(iter(arrays.values())).shape[0] if arrays else 0)
         self._arrays = arrays
-        self.memory_bytes = sum((array.content.memory_bytes for array in arrays.values()), 1 << 16)
         self.columns: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}  # dtype and shape of a record's part
         for name, array in arrays.items():  # "" is the key of a single array
             for field in array.dtype.names or ():
@@ -63,15 +59,16 @@ class _OpenedArrays:
                 self.columns[name] = array.dtype, array.shape[1:]
 
     @property
+    def memory_bytes(self) -> int:
+        return sum((array.content.memory_bytes for array in self._arrays.values()), super().memory_bytes)
+
+    @property
     def disk_bytes(self) -> int:
         return sum(array.content.disk_bytes for array in self._arrays.values())
 
     @property
     def layout(self) -> str:
         return ", ".join(f"{name} {dtype.name}{list(shape)}".lstrip() for name, (dtype, shape) in self.columns.items())
-
-    def index(self) -> FileIndex:
-        return FileIndex(self.file.identity, self.count, self.layout)
 
     def read(self, start: int, end: int, size: int) -> Iterator[Any]:
         row_bytes = sum(array.row_bytes for array in self._arrays.values())

@@ -12,27 +12,23 @@ import numpy as np
 from elasticcb.data.content import File
 from elasticcb.data.extras import import_extra, library_errors
 from elasticcb.data.file_index import FileIndex
-from elasticcb.data.file_reader import FileReader
+from elasticcb.data.file_reader import FileReader, Opened
 from elasticcb.data.reader import Metadata, specs_of_columns
 from elasticcb.data.stacking import RaggedRows
 from elasticcb.errors import DataError, UsageError
 from elasticcb.storage.remote_files import is_url
 
 
-class _OpenedParquet:
+class _OpenedParquet(Opened):
     """An open file and its last decoded row group: the tasks of a worker often share one."""
 
-    complete = True
-    disk_bytes = 0
-
     def __init__(self, file: File, columns: Sequence[str], fill: Mapping[str, Any]) -> None:
+        super().__init__(file)
         name = file.name
         self._arrow = import_extra("pyarrow", "parquet", "Parquet")
         self._compute = import_extra("pyarrow.compute", "parquet", "Parquet")
         parquet = import_extra("pyarrow.parquet", "parquet", "Parquet")
-        self.file = file
         self.name = name
-        self.count = 0
         self.columns: dict[str, _Column] = {}
         self._fill = fill
         self._lock = threading.Lock()
@@ -79,10 +75,7 @@ class _OpenedParquet:
 
     @property
     def memory_bytes(self) -> int:
-        return sum((int(array.nbytes) for array in self._arrays.values()), 1 << 16)
-
-    def index(self) -> FileIndex:
-        return FileIndex(self.file.identity, self.count, self.layout)
+        return sum((int(array.nbytes) for array in self._arrays.values()), super().memory_bytes)
 
     def read(self, start: int, end: int, size: int) -> Iterator[Any]:
         for rows in self._rows(start, end):

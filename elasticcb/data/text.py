@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from elasticcb.data.content import Content, File, compression_of, decoded, opened_content
-from elasticcb.data.file_index import FileIndex, RecordOffsets, RecordRange
-from elasticcb.data.file_reader import FileReader, torn
+from elasticcb.data.content import File, compression_of, decoded, opened_content
+from elasticcb.data.file_index import FileIndex, RecordRange
+from elasticcb.data.file_reader import FileReader, OpenedByOffsets, torn
 from elasticcb.data.reader import Metadata
 from elasticcb.data.record_formats import (
     DATES,
@@ -157,12 +157,9 @@ class TextReader(FileReader):
             for column, (label, kind) in enumerate(types.items())
             if kind != STRING
         ]
-        before, self._checks, self._checks_reads = self._checks, checks, True
-        try:
-            for _ in self.read_chunks(name, start, end):
-                pass
-        finally:
-            self._checks, self._checks_reads = before, False
+        opened: _OpenedText = self.opened(name, end)
+        for piece, blob, first, records in opened.pieces(start, end):
+            self._check_dtypes(opened, piece, blob, first, records, checks)
 
     def told_of(self) -> str:
         """The names of the columns; without names, the first line, which may be a header that nobody announced."""
@@ -184,7 +181,7 @@ class TextReader(FileReader):
             content = decoded(content, self._encoding)
         if index is not None:
             assert index.places is not None
-            return _OpenedText(self, file, content, index.places, dict(index.details), compression)
+            return _OpenedText(self, file, content, index.places, compression, True, dict(index.details))
         found = index_records(
             content, self._dialect, header=self.has_header, expected_fields=len(self._columns), enough=enough
         )
@@ -193,7 +190,7 @@ class TextReader(FileReader):
             "fields": found.fields,
             "header": [name.strip() for name in names],
         }
-        return _OpenedText(self, file, content, found.places, details, compression, found.complete)
+        return _OpenedText(self, file, content, found.places, compression, found.complete, details)
 
     def _split(self, lines: Sequence[str]) -> Iterator[list[str]]:
         quote = self._dialect.quote.decode()
@@ -205,10 +202,15 @@ class TextReader(FileReader):
         )
 
     def _check_dtypes(
-        self, opened: _OpenedText, piece: RecordRange, blob: bytes, first: int, records: list[bytes]
+        self,
+        opened: _OpenedText,
+        piece: RecordRange,
+        blob: bytes,
+        first: int,
+        records: list[bytes],
+        checks: Sequence[_Check],
     ) -> None:
         """Checks `records`, which start with number `first` in the bytes `blob` of `piece`."""
-        checks = self._resolved_checks(opened)
         present = [i for i, record in enumerate(records) if record]
         rows = list(self._split([records[i].decode("utf-8", "replace") for i in present]))
         for row, i in zip(rows, present, strict=True) if not self._dialect.same_fields else ():
@@ -307,30 +309,12 @@ def _checked_dtype(column: str | int, name: str) -> str:
     return dtype.name
 
 
-class _OpenedText:
-    """An opened text file of which all records, or the first ones, are known."""
-
-    def __init__(
-        self,
-        reader: TextReader,
-        file: File,
-        content: Content,
-        places: RecordOffsets,
-        details: Mapping[str, Any],
-        compression: str,
-        complete: bool = True,
-    ) -> None:
-        self._reader = reader
-        self._details = details
-        self._compression = compression
-        self.file = file
-        self.content = content
-        self.complete = complete
-        self._places = places
-        self.count = places.count
-        self.fields: int = details["fields"]
-        self.header: tuple[str, ...] = tuple(details["header"])
-        self.dialect = reader._dialect
+class _OpenedText(OpenedByOffsets):
+    def __init__(self, reader: TextReader, *given: Any) -> None:
+        super().__init__(*given)
+        self._reader, self.dialect = reader, reader._dialect
+        self.fields: int = self._details["fields"]
+        self.header: tuple[str, ...] = tuple(self._details["header"])
 
     @property
     def layout(self) -> str:
@@ -338,28 +322,20 @@ class _OpenedText:
             return f"the columns {', '.join(self.header)}"
         return how_many(self.fields, "column") if self.fields else ""
 
-    @property
-    def memory_bytes(self) -> int:
-        return self._places.nbytes + self.content.memory_bytes
-
-    @property
-    def disk_bytes(self) -> int:
-        return self.content.disk_bytes
-
-    def index(self) -> FileIndex:
-        return FileIndex(
-            self.file.identity, self.count, self.layout, self._places, self._compression, details=self._details
-        )
-
     def read(self, start: int, end: int, size: int) -> Iterator[Any]:
+        reader = self._reader
+        for piece, blob, first, records in self.pieces(start, end):
+            if reader._checks_reads:
+                reader._check_dtypes(self, piece, blob, first, records, reader._resolved_checks(self))
+            for i in range(0, len(records), size):
+                yield object_array(records[i : i + size])
+
+    def pieces(self, start: int, end: int) -> Iterator[tuple[RecordRange, bytes, int, list[bytes]]]:
+        """The records `[start, end)`: in each piece, with its bytes, the number of the first one, and these records."""
         for piece in self._places.pieces(start, end):
             blob = self.content.read(piece.start, piece.stop)
             found = split_records(blob, self.dialect)
             if len(blob) != piece.stop - piece.start or len(found) < piece.records or any(found[piece.records :]):
                 raise torn(self.file.name, piece)
             first = max(start, piece.first)
-            records = found[first - piece.first : min(end - piece.first, piece.records)]
-            if self._reader._checks_reads:
-                self._reader._check_dtypes(self, piece, blob, first, records)
-            for i in range(0, len(records), size):
-                yield object_array(records[i : i + size])
+            yield piece, blob, first, found[first - piece.first : min(end - piece.first, piece.records)]

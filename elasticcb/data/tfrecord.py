@@ -16,7 +16,7 @@ import numpy as np
 
 from elasticcb.data.content import Content, File, compression_of, opened_content
 from elasticcb.data.file_index import FileIndex, RecordOffsets, RecordOffsetsBuilder
-from elasticcb.data.file_reader import FileReader, torn
+from elasticcb.data.file_reader import FileReader, OpenedByOffsets, torn
 from elasticcb.data.record_formats import EXAMPLES_ADVICE, SAMPLE_RECORDS, ExampleFormat
 from elasticcb.data.stacking import object_array
 from elasticcb.errors import DataError
@@ -137,32 +137,10 @@ def _is_header(head: bytes) -> bool:
     return len(head) == _HEADER_BYTES and masked_crc32c([head[:8]]).tobytes() == head[8:]
 
 
-class _OpenedRecords:
-    """An opened file of which all records, or the first ones, are known."""
-
-    layout = ""
-
-    def __init__(
-        self, file: File, content: Content, places: RecordOffsets, compression: str, complete: bool = True
-    ) -> None:
-        self.file = file
-        self.complete = complete
-        self.count = places.count
-        self.memory_bytes = places.nbytes + content.memory_bytes
-        self._content = content
-        self._places = places
-        self._compression = compression
-
-    @property
-    def disk_bytes(self) -> int:
-        return self._content.disk_bytes
-
-    def index(self) -> FileIndex:
-        return FileIndex(self.file.identity, self.count, "", self._places, self._compression)
-
+class _OpenedRecords(OpenedByOffsets):
     def read(self, start: int, end: int, size: int) -> Iterator[Any]:
         for piece in self._places.pieces(start, end):
-            blob = self._content.read(piece.start, piece.stop)
+            blob = self.content.read(piece.start, piece.stop)
             headers = _headers_in(blob)
             _check_lengths(self.file.name, blob, headers, piece.first)
             if len(headers) != piece.records or len(blob) != piece.stop - piece.start:

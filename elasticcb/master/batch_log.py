@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from elasticcb.settings import Mode
 
+_MOST_WAITING = 100_000  # batches; beyond them, the oldest are released
+
 
 @dataclass(frozen=True, slots=True)
 class BatchEvent:
@@ -36,13 +38,9 @@ class BatchLog:
     A worker's versions never decrease, and it reports in order. So a batch can still be overtaken only by a batch of a
     worker that is training and whose newest report is older. Once there is no such worker, the batch is released.
     Batches of evaluations and predictions have no order and are released on arrival.
-
-    Args:
-        limit: maximum number of waiting batches; beyond it, the oldest are released.
     """
 
-    def __init__(self, limit: int = 100_000) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._waiting: list[tuple[int, int, BatchEvent]] = []  # a heap
         self._unordered: list[BatchEvent] = []
         self._arrived = 0
@@ -72,7 +70,7 @@ class BatchLog:
         taken, self._unordered = self._unordered[:most], self._unordered[most:] if most else []
         while self._waiting and len(taken) != most:
             version = self._waiting[0][0]
-            if certain is not None and version > certain and len(self._waiting) <= self._limit:
+            if certain is not None and version > certain and len(self._waiting) <= _MOST_WAITING:
                 break
             taken.append(heapq.heappop(self._waiting)[2])
         return [self._numbered(event) for event in taken]

@@ -19,11 +19,12 @@ from elasticcb.callbacks.attribute_use import Variable, use_of
 from elasticcb.callbacks.placement import overridden_hooks
 from elasticcb.callbacks.shared_attributes import Change, Key, Placed, SharedAttributes, is_same, shares_state, sharing
 from elasticcb.callbacks.shared_state import SharedState, SharedVariables
-from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, read_part, write_part
+from elasticcb.checkpoint.shard_file import Part, SavedFile, check_file, opened, write_part
 from elasticcb.errors import CallbackWarning, CheckpointError, UsageError
 from elasticcb.optimizers.state import OptimizerState
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import JobSettings
+from elasticcb.sharding.array_names import SHARED, of_kind
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ class CallbackArrays:
         path = self._folder / saved.name
         try:
             check_file(path, saved)
-            return read_part(path).optimizers.shared
+            with opened(path) as file:
+                return of_kind(SHARED, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         except CheckpointError as error:
             self._say(f"The arrays that callbacks had saved are lost: {error}")
             self._entry = None

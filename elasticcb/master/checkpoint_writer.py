@@ -1,4 +1,5 @@
-"""Writes the checkpoints of a job when they are due. One that can't be written does not stop training."""
+"""Owns the checkpoint folder of a job, and writes its checkpoints when they are due. One that can't be written does not
+stop training."""
 
 from __future__ import annotations
 
@@ -13,17 +14,21 @@ from typing import Any
 
 from elasticcb.checkpoint import remote
 from elasticcb.checkpoint.shard_file import Part, SavedFile, write_part
-from elasticcb.checkpoint.versions import begin_version, finish_version, prune, server_file
-from elasticcb.errors import CheckpointError
+from elasticcb.checkpoint.versions import begin_version, finish_version, prune, put_back, server_file, version_of
+from elasticcb.errors import CheckpointError, StoreError
+from elasticcb.master.job_context import JobContext
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.ps_admin import PSControl
-from elasticcb.settings import JobSettings
+from elasticcb.settings import Command, JobSettings
+from elasticcb.settings.names import SETTINGS
 from elasticcb.sharding.partition import Slice, partition
 from elasticcb.storage.folder_lock import FolderLock
-from elasticcb.storage.remote_files import is_url
-from elasticcb.storage.store_lock import StoreLock
+from elasticcb.storage.remote_files import as_path, is_url
+from elasticcb.storage.store_lock import StoreLock, locked
 
 logger = logging.getLogger(__name__)
+
+_CHECKPOINTS_LOCK = ".checkpoints.lock"  # in their folder, or below their URL
 
 
 class CheckpointWriter:
@@ -61,8 +66,8 @@ class CheckpointWriter:
         """Whether the model has reached the version of the next checkpoint."""
         return self.wanted and bool(self._settings.steps) and version >= self._due
 
-    def write(self, version: int, tasks: dict[str, Any], again: bool = False) -> None:
-        """Writes a checkpoint of the current weights, slots and `tasks`, and prunes old ones.
+    def write(self, version: int, again: bool = False) -> None:
+        """Writes a checkpoint of the current weights and slots, and prunes old ones.
 
         Args:
             version: of the model, as known to the master; the servers may be ahead.
@@ -71,7 +76,7 @@ class CheckpointWriter:
         """
         self._due = self._next(version)
         try:
-            path, version = self._written(version, tasks)
+            path, version = self._written(version)
         except (CheckpointError, OSError) as error:
             if not isinstance(error, CheckpointError):
                 error = CheckpointError(f"The checkpoint could not be written: {error}.")
@@ -95,7 +100,7 @@ class CheckpointWriter:
             later = " and tries again when the next one is due" if self.wanted else ""
             self._say(f"{error} The job continues without this checkpoint{later}.")
 
-    def _written(self, version: int, tasks: dict[str, Any]) -> tuple[str, int]:
+    def _written(self, version: int) -> tuple[str, int]:
         """Writes a complete checkpoint, and removes old ones; returns its place and version."""
         folder, keep_max = self._settings.directory, self._settings.keep_max
         if self._lock is not None and (problem := self._lock.problem()):
@@ -110,7 +115,7 @@ class CheckpointWriter:
                 "specs": self._control.servers.specs,
                 "parts": parts,
                 "files": files,
-                "extra": {"job": self._job, "run": self._control.run, "tasks": tasks, "settings": self._shown},
+                "extra": {"job": self._job, "run": self._control.run, "settings": self._shown},
             }
             if is_url(folder):
                 remote.finish(place, keep_max, self._control.run if self._is_of_job else "", **content)
@@ -143,7 +148,7 @@ class CheckpointWriter:
         part = Part(state.version, dict(enumerate(state.weights)), state.optimizer)
         return [write_part(Path(place, server_file(0, 1)), part)], [everything]
 
-    def finish(self, version: int, tasks: dict[str, Any], retry: bool = True) -> None:
+    def finish(self, version: int, retry: bool = True) -> None:
         """Raises `CheckpointError` when the last checkpoint could not be written, nor can be now.
 
         Args:
@@ -152,10 +157,48 @@ class CheckpointWriter:
         if not self.wanted:
             return
         if retry and (self._missing is not None or (self._resumed and not self.newest)):
-            self.write(version, tasks, again=self._missing is not None)
+            self.write(version, again=self._missing is not None)
         if self._missing is not None:
             raise self._missing
 
     def _next(self, version: int) -> int:
         steps = self._settings.steps
         return (version // steps + 1) * steps if steps else 0
+
+
+def own_checkpoints(context: JobContext) -> FolderLock | StoreLock | None:
+    """Locks the job's checkpoint folder against other jobs; returns the lock.
+
+    Raises `UsageError` when another job uses it.
+    """
+    settings, folder = context.settings, context.settings.checkpoint.directory
+    if settings.command is not Command.TRAIN or not folder:
+        return None
+    given = SETTINGS["checkpoint_dir"].written(settings.in_program, folder)
+    if is_url(folder) and settings.keeps_model_in_folder:  # which has an owner
+        return None
+    try:
+        owner = (settings.store or settings.directory, context.run, context.server.print)
+        lock = locked(folder, _CHECKPOINTS_LOCK, given, *owner)
+    except StoreError as error:  # writing checkpoints will report it; training continues
+        logger.warning("%s is not locked against other jobs; make sure that no two use it. %s", folder, error)
+        return None
+    context.until_end.callback(lock.release)
+    if isinstance(lock, FolderLock):
+        put_back(as_path(folder))
+    return lock
+
+
+def warn_of_later_versions(context: JobContext, version: int) -> None:
+    """Warns of checkpoints that other commands would choose instead of those of this job."""
+    settings, folder = context.settings, context.settings.checkpoint.directory
+    if settings.command is not Command.TRAIN or not folder or settings.keeps_model_in_folder:
+        return
+    newest = ""
+    with contextlib.suppress(OSError, CheckpointError):  # writing checkpoints will report it
+        newest = remote.newest_version(folder)
+    if version_of(newest) > version:
+        context.report.message(
+            f"{folder} already contains the checkpoint {newest}. `evaluate` and `predict` would use it instead "
+            "of earlier versions of this job. Choose another checkpoint_dir, or pass them one version."
+        )

@@ -10,6 +10,7 @@ from typing import Any
 from elasticcb.master.shards import Shard, ShardLayout, ShardOrder
 from elasticcb.master.stream_ranges import StreamRanges
 from elasticcb.master.task import Milestone, MilestoneKind, QueueSettings, Task, TaskType
+from elasticcb.master.task_sources import Supply
 
 
 class Unsaved:
@@ -63,7 +64,7 @@ class Unsaved:
         return [part.to_list() for part in self._parts]
 
 
-class Epochs:
+class Epochs(Supply):
     """Creates the training tasks, epoch after epoch, and reports when epochs and training are done.
 
     Epochs overlap: once all tasks of epoch e are created, those of epoch e + 1 follow while some of e are still open

@@ -86,7 +86,7 @@ def refuse_copy(folder: Path) -> None:
 
 def refuse_path(url: str) -> None:
     """Raises `UsageError` if the folder at a URL is that of a job, or of a `Cluster`, that was given by its path."""
-    with contextlib.closing(JobStore(url)) as store:
+    with JobStore(url) as store:
         if LOCK_FILE in store.names(""):
             raise UsageError(f"{url} is the folder of a job that was given by its path. Give the path, or another.")
 
@@ -309,9 +309,10 @@ class JobCopy:
             self._unsent.remove(name)
 
     def _beat(self, master: _Running) -> None:
-        if self.owner.is_replaced(self._store):
+        newest, _ = newest_owner(self._store)
+        if newest > self.owner.number:
             raise ReplacedError(f"Another master took over the job in {self.url}; this one exits.")
-        if not self.owner.is_known(self._store):
+        if newest < self.owner.number:  # somebody has removed everything
             raise StoreError(_gone(self.url, self._folder))
         self.owner.beat(self._store)
         status = {**master.observe().to_json(), "written": time.time()}
@@ -342,7 +343,7 @@ class JobCopy:
 
     def remove(self) -> None:
         """Removes the copy. Raises `ReplacedError` if another master has taken it, and `StoreError`."""
-        with contextlib.closing(self._store) as store:
+        with self._store as store:
             if self.owner.is_replaced(store):
                 raise ReplacedError(f"Another program has taken {self.url}.")
             store.remove_all()

@@ -409,21 +409,16 @@ class JobDriver:
     # ------------------------------------------------------------ checkpoints, and the end
 
     def save_checkpoint(self) -> None:
-        """Writes a checkpoint of the current weights and tasks."""
-        self.checkpoints.write(*self._position())
+        """Writes a checkpoint of the current weights."""
+        self.checkpoints.write(self._master.version)
         self.served.origin.checkpoint = self.checkpoints.newest
         self._master.set_status(checkpoint_path=self.checkpoints.newest)
-
-    def _position(self) -> tuple[int, dict[str, Any]]:
-        """Version and tasks for a checkpoint."""
-        with self._master.state() as state:
-            return state.version, self.queue.to_dict()
 
     def finish_checkpoints(self, retry: bool = True) -> CheckpointError | None:
         """Waits for pending checkpoints; returns the error if the last one failed. `retry` as in
         `CheckpointWriter.finish`."""
         try:
-            self.checkpoints.finish(*self._position(), retry)
+            self.checkpoints.finish(self._master.version, retry)
         except CheckpointError as error:
             return error
         finally:

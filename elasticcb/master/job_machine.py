@@ -285,7 +285,7 @@ class JobMachine:
             return None
         losses = self.roster.losses
         return {
-            "queue": self.queue.to_dict(leases=True),
+            "queue": self.queue.to_dict(),
             "version": self.version,
             "totals": {
                 **self.totals.to_dict(),

@@ -316,6 +316,11 @@ class Journal:
             self._descriptor = None
 
 
+def memory_in(path: Path) -> Memory:
+    """What is in a journal, without beginning one; nothing if there is none. Raises `JobFailedError` like `Journal`."""
+    return Journal(path).memory if os.path.isfile(path) else Memory()
+
+
 def _changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Entries of `now` that differ from those of `before`."""
     return {

@@ -168,16 +168,11 @@ class Leases:
 
     # ------------------------------------------------------------ saving
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values: where lease numbers continue. `open_to_dict` saves active leases."""
-        return {"next_lease": self._next}
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        self._next = saved["next_lease"] + _LEASES_PER_LIFE
-
-    def open_to_dict(self, left_out: Collection[TaskType]) -> dict[str, Any]:
-        """Active leases, oldest first, and the last report of each worker, for `resume`; as JSON values."""
+    def to_dict(self, left_out: Collection[TaskType]) -> dict[str, Any]:
+        """JSON values: where lease numbers continue; and, for `resume`, active leases, oldest first, and the last
+        report of each worker."""
         return {
+            "next_lease": self._next,
             "leases": [
                 [record.lease.id, record.lease.worker, *record.progress_to_list()]
                 for record in self
@@ -192,6 +187,10 @@ class Leases:
             ],
         }
 
+    def restore(self, saved: dict[str, Any]) -> None:
+        """No lease is active; their numbers continue."""
+        self._next = saved["next_lease"] + _LEASES_PER_LIFE
+
     def resume(self, record: TaskRecord, worker: int, lease_id: int) -> None:
         """Restores a lease that was active when the queue was saved."""
         self._progress_at[worker] = self._now
@@ -199,7 +198,7 @@ class Leases:
         self._out[lease_id] = self._held.setdefault(worker, {})[lease_id] = record
 
     def resume_reports(self, reports: Collection[Any]) -> None:
-        """Restores the reports saved by `open_to_dict`."""
+        """Restores the reports saved by `to_dict`."""
         for worker, lease, done, task_id, kind, *shard in reports:
             task = Task(task_id, TaskType(kind), Shard(*shard))
             self._reported[worker] = deque([(lease, done, task)], maxlen=_REMEMBERED)

@@ -111,7 +111,6 @@ class Servers:
         self.control.members = self._members
         for index in end_pause(self.control) if places else ():
             self._places[index] = ServerPlace(self._places[index].address, 0)  # to be restored
-        self._repeats_lost = settings is not None and settings.repeats_lost
         self._saves: Saves | None = None
         if settings is not None and recovery is not None:
             self._saves = Saves(master, self.control, settings.checkpoint.interval_seconds)

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from elasticcb.callbacks.periodic_export import PeriodicExport
 from elasticcb.callbacks.saved_state import CallbackStates, keep_files
 from elasticcb.callbacks.shared_attributes import left_on_workers
-from elasticcb.checkpoint import remote as remote_checkpoint
-from elasticcb.checkpoint.versions import find_undamaged, find_versions, newest_of_run, put_back, version_of
+from elasticcb.checkpoint.remote import fetch, newest_of_run
+from elasticcb.checkpoint.versions import find_undamaged
 from elasticcb.checkpoint.warm_start import WarmStart, warm_start
 from elasticcb.data.unbounded import UnboundedSource
 from elasticcb.errors import (
@@ -29,13 +29,12 @@ from elasticcb.errors import (
     CallbackWarning,
     CheckpointError,
     JobFailedError,
-    StoreError,
     StreamError,
     UsageError,
 )
 from elasticcb.master.autoscaler import Autoscaler, Sight
 from elasticcb.master.callback_driver import EpochHooks, MasterHooks
-from elasticcb.master.checkpoint_writer import CheckpointWriter
+from elasticcb.master.checkpoint_writer import CheckpointWriter, own_checkpoints, warn_of_later_versions
 from elasticcb.master.evaluation import EvaluationRounds
 from elasticcb.master.exports import PeriodicExports
 from elasticcb.master.job_context import JobContext, ModelOrigin, Takeover, TrainedModel
@@ -58,13 +57,12 @@ from elasticcb.settings.choices import LostOffsets, seconds_of
 from elasticcb.settings.names import SETTINGS
 from elasticcb.sharding.partition import ServerPlace
 from elasticcb.storage.folder_lock import FolderLock
-from elasticcb.storage.remote_files import as_path, is_url
-from elasticcb.storage.store_lock import StoreLock, locked
+from elasticcb.storage.remote_files import is_url
+from elasticcb.storage.store_lock import StoreLock
 
 logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_SECONDS = 1.0  # while a stream does not answer
-_CHECKPOINTS_LOCK = ".checkpoints.lock"  # in their folder, or below their URL
 
 
 def open_job(context: JobContext) -> JobDriver:
@@ -169,10 +167,10 @@ def _build_model(context: JobContext) -> ModelOrigin:
     begin_warm = functools.cache(functools.partial(warm_start_of, context, host))
     if not context.resumes:
         begin_warm()  # report errors before servers get a model
-    if not context.resumes or not context.settings.checkpoint.directory:
+    if not context.resumes or not settings.directory:
         return ModelOrigin(host, start.place, warm_start=begin_warm)
-    run = context.memory.run
-    return ModelOrigin(host, start.place, lambda: newest_of_earlier_master(context, run), begin_warm)
+    written = functools.partial(newest_of_run, settings.directory, context.memory.run)
+    return ModelOrigin(host, start.place, written, begin_warm)
 
 
 def _host(context: JobContext, settings: JobSettings) -> Any:
@@ -511,47 +509,6 @@ def _is_busy(state: JobMachine) -> bool:
     )
 
 
-def own_checkpoints(context: JobContext) -> FolderLock | StoreLock | None:
-    """Locks the job's checkpoint folder against other jobs; returns the lock.
-
-    Raises `UsageError` when another job uses it.
-    """
-    settings, folder = context.settings, context.settings.checkpoint.directory
-    if settings.command is not Command.TRAIN or not folder:
-        return None
-    given = SETTINGS["checkpoint_dir"].written(settings.in_program, folder)
-    if is_url(folder) and settings.keeps_model_in_folder:  # which has an owner
-        return None
-    try:
-        owner = (settings.store or settings.directory, context.run, context.server.print)
-        lock = locked(folder, _CHECKPOINTS_LOCK, given, *owner)
-    except StoreError as error:  # writing checkpoints will report it; training continues
-        logger.warning("%s is not locked against other jobs; make sure that no two use it. %s", folder, error)
-        return None
-    context.until_end.callback(lock.release)
-    if isinstance(lock, FolderLock):
-        put_back(as_path(folder))
-    return lock
-
-
-def warn_of_later_versions(context: JobContext, version: int) -> None:
-    """Warns of checkpoints that other commands would choose instead of those of this job."""
-    settings, folder = context.settings, context.settings.checkpoint.directory
-    if settings.command is not Command.TRAIN or not folder or settings.keeps_model_in_folder:
-        return
-    newest = ""
-    with contextlib.suppress(OSError, CheckpointError):  # writing checkpoints will report it
-        if is_url(folder):
-            newest = remote_checkpoint.newest_version(folder)
-        elif there := find_versions(folder):
-            newest = there[-1].name
-    if version_of(newest) > version:
-        context.report.message(
-            f"{folder} already contains the checkpoint {newest}. `evaluate` and `predict` would use it instead "
-            "of earlier versions of this job. Choose another checkpoint_dir, or pass them one version."
-        )
-
-
 class Found(NamedTuple):
     """The version of a checkpoint to start from.
 
@@ -577,7 +534,7 @@ def found(context: JobContext, given: str) -> Found:
         with contextlib.suppress(CheckpointError):
             copy = _told_of_skipped(context, find_undamaged(copies))
     given = given.rstrip("/")
-    copy = copy or _told_of_skipped(context, remote_checkpoint.fetch(given, copies))
+    copy = copy or _told_of_skipped(context, fetch(given, copies))
     return Found(str(copy), given if given.endswith(f"/{copy.name}") else f"{given}/{copy.name}")
 
 
@@ -586,12 +543,6 @@ def _told_of_skipped(context: JobContext, found: tuple[Path, Sequence[str]]) -> 
     for fault in skipped:
         context.report.message(fault)
     return folder
-
-
-def newest_of_earlier_master(context: JobContext, run: str) -> str:
-    """The newest checkpoint that a given training of this job has written; "": none."""
-    folder = context.settings.checkpoint.directory
-    return remote_checkpoint.newest_of_run(folder, run) if is_url(folder) else newest_of_run(folder, run)
 
 
 def warm_start_of(context: JobContext, host: ModelHost) -> WarmStart | None:

@@ -143,8 +143,8 @@ class StreamRanges:
         return bool(self._partitions) and all(each.has_ended for each in self._partitions.values())
 
     @property
-    def names(self) -> list[str]:
-        return list(self._partitions)
+    def names(self) -> set[str]:
+        return set(self._partitions)  # of files, there may be many
 
     # ------------------------------------------------------------ epochs
 

@@ -66,7 +66,7 @@ class StreamWatch:
 
     def _look(self) -> None:
         with self._master.state() as state:
-            known = [] if state.queue is None or state.queue.stream is None else state.queue.stream.names
+            known = set() if state.queue is None or state.queue.stream is None else state.queue.stream.names
         seen = self._source.partitions(known)
         period = self._period(seen) if self._event_time else None
         with self._master.state() as state:

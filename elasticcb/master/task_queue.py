@@ -695,12 +695,9 @@ class TaskQueue:
 
     # ------------------------------------------------------------ saving
 
-    def to_dict(self, leases: bool = False) -> dict[str, Any]:
-        """The whole state as JSON values, for a checkpoint; what never changes, such as sources, as the same objects.
-        DOING tasks are saved as TODO, with their remaining records.
-
-        Args:
-            leases: also save what workers need to continue their leases.
+    def to_dict(self) -> dict[str, Any]:
+        """The whole state as JSON values, for the journal; what never changes, such as sources, as the same objects.
+        DOING tasks are saved as TODO, with their remaining records, and with what workers need to continue them.
 
         Functions and evaluation passes are not saved: the metric states of their finished tasks are in the master's
         memory, so they start over after a restart.
@@ -714,9 +711,9 @@ class TaskQueue:
             "finishing": self._finishing,
             "stops_after": self._stops_after,
             "next_task": self._todo.next_id,
-            **self._doing.to_dict(),
+            **self._doing.to_dict(_NOT_SAVED),
             "stale": [part.to_list() for record in self._doing if (part := record.stale_part(record.reported))],
-            **(self._doing.open_to_dict(_NOT_SAVED) | {"unsaved": self._epochs.unsaved.to_list()} if leases else {}),
+            "unsaved": self._epochs.unsaved.to_list(),
             "todo": [record.to_dict() for record in sorted(records, key=lambda record: record.task.id)],
             "closed": {
                 kind.value: {state.value: number for state, number in states.items() if number}
@@ -760,7 +757,7 @@ class TaskQueue:
         # Reopen all before closing the first, or a half-restored epoch would look complete.
         for record in records:
             self._supplies[record.task.type].reopen(record.task)
-        for part in saved.get("unsaved", ()):
+        for part in saved["unsaved"]:
             self._epochs.unsaved.add(training_part(*part))
         if now is not None:
             self._doing.tell_time(now)
@@ -801,13 +798,13 @@ def _reading(saved: dict[str, Any]) -> Iterator[None]:
     """Raises `CheckpointError` when `saved` was not written by `to_dict`."""
     if saved.get("format") != _FORMAT:
         raise CheckpointError(
-            f"The task queue in this checkpoint has format {saved.get('format')!r}; this release reads format "
-            f"{_FORMAT}. Use the release of elasticcb that wrote the checkpoint."
+            f"The task queue in this journal has format {saved.get('format')!r}; this release reads format "
+            f"{_FORMAT}. Use the release of elasticcb that wrote the journal."
         )
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(
-            f"The task queue in this checkpoint can't be read ({type(error).__name__}: {error}). Its "
-            "manifest may have been edited. Start from another checkpoint."
+            f"The task queue in this journal can't be read ({type(error).__name__}: {error}). Restore the journal from "
+            "a backup, or start a new job from the newest checkpoint."
         ) from error

@@ -5,9 +5,9 @@ The supply of training tasks is in epochs.py.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 from elasticcb.errors import UsageError
 from elasticcb.master.accounting import TaskRecord
@@ -15,24 +15,28 @@ from elasticcb.master.shards import Shard, ShardLayout, ShardOrder
 from elasticcb.master.task import HANDING_OUT_ORDER, Milestone, MilestoneKind, Task, TaskType
 
 
-class Supply(Protocol):
+class Supply(ABC):
     """Creates the tasks of one type, and knows which milestone is reached when they are done."""
 
     @property
+    @abstractmethod
     def to_make(self) -> int:
         """Tasks not created yet."""
 
+    @abstractmethod
     def make(self, task_id: int) -> Task | None:
         """The next task; None when there is none (now)."""
 
     def close(self, task: Task) -> list[Milestone]:
         """The task is done; returns the milestones reached."""
+        return []
 
     def reopen(self, task: Task) -> None:
         """`task` was created but not done when the queue was saved."""
+        raise AssertionError(f"{task} is of a type that is not saved")
 
 
-class EvaluationTasks:
+class EvaluationTasks(Supply):
     """The tasks of evaluation passes, in order; a round is done when all its tasks are."""
 
     def __init__(self) -> None:
@@ -69,11 +73,8 @@ class EvaluationTasks:
         del self._open[task.evaluation_round]
         return [Milestone(MilestoneKind.ROUND_DONE, task.evaluation_round)]
 
-    def reopen(self, task: Task) -> None:
-        raise AssertionError("evaluation passes are not saved")
 
-
-class PredictionTasks:
+class PredictionTasks(Supply):
     """The prediction tasks, in the order of their records."""
 
     def __init__(self, layout: ShardLayout) -> None:
@@ -107,7 +108,7 @@ class PredictionTasks:
         self._open += 1
 
 
-class FunctionTasks:
+class FunctionTasks(Supply):
     """Function calls, by id, in the order in which they were added."""
 
     def __init__(self) -> None:
@@ -131,14 +132,8 @@ class FunctionTasks:
             return None
         return Task(task_id, TaskType.FUNCTION, Shard("", 0, 0), function=self._numbers.popleft())
 
-    def close(self, task: Task) -> list[Milestone]:
-        return []
 
-    def reopen(self, task: Task) -> None:
-        raise AssertionError("functions are not saved")
-
-
-class TrainEndTask:
+class TrainEndTask(Supply):
     """The only TRAIN_END task. It has no source: the master adds it."""
 
     to_make = 0

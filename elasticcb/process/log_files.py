@@ -61,7 +61,8 @@ class _RoleFilter(logging.Filter):
 
 def say(text: str) -> None:
     """Shows the user a line on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    with may_reach_nobody(sys.stderr):
+        print(text, file=sys.stderr, flush=True)
 
 
 def quiet_environment(level: str) -> dict[str, str]:

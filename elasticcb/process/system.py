@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import os
 import resource
 import select
@@ -105,3 +106,10 @@ def allow_many_files() -> None:
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def missing_module(what: str, extra: str, *modules: str) -> str:
+    """The message that `what` needs one of these Python modules, which an extra of this package installs; "": all are
+    there."""
+    missing = next((each for each in modules if importlib.util.find_spec(each) is None), "")
+    return missing and f"{what} needs the Python module {missing}. Install it with: pip install 'elasticcb[{extra}]'"

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, written_parts
-from elasticcb.checkpoint.parts import load
+from elasticcb.checkpoint.parts import load_model
 from elasticcb.checkpoint.remote import Files
 from elasticcb.checkpoint.shard_file import opened
 from elasticcb.errors import CheckpointError
 from elasticcb.rpc.tensors import Array
 from elasticcb.serving.exports import Export
 from elasticcb.sharding.array_names import GONE, kind_of
-from elasticcb.sharding.partition import ShardMap, Slice, VariableSpec
+from elasticcb.sharding.partition import VariableSpec
 from elasticcb.sharding.table_state import whole
 
 
@@ -51,14 +51,6 @@ class Delta(NamedTuple):
         return sum(array.nbytes for change in self.changes.values() for array in change)
 
 
-def specs_in(manifest: Mapping[str, Any]) -> list[VariableSpec]:
-    """The variables of a manifest."""
-    return [
-        VariableSpec(each["path"], tuple(each["shape"]), each["dtype"], each["trainable"], table=each.get("table", ""))
-        for each in manifest["variables"]
-    ]
-
-
 def read_delta(files: Files, after: Export, specs: Sequence[VariableSpec]) -> Delta:
     """Reads a delta, whichever number of servers wrote it.
 
@@ -73,8 +65,7 @@ def read_delta(files: Files, after: Export, specs: Sequence[VariableSpec]) -> De
             f"{export.exporter}; expected version {after.version} of {after.model!r}, by run {after.exporter}. The "
             "next full export will be served."
         )
-    dense = [Slice(index, 0, spec.elements) for index, spec in enumerate(specs) if not spec.table]
-    part = load(files, manifest, specs, dense, 0, ShardMap(1)).part
+    part = load_model(files, manifest, specs)
     gone: dict[int, list[Array]] = {number: [] for number, spec in enumerate(specs) if spec.table}
     for saved in itertools.chain.from_iterable(written.files for written in written_parts(manifest, folder)):
         with opened(files.path(saved.name)) as file:

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from elasticcb.checkpoint.manifest import MANIFEST, manifest_in, manifest_of
 from elasticcb.errors import CheckpointError, StoreError, UsageError
 from elasticcb.serving.exports import Export, version_of
 from elasticcb.storage import durable
 from elasticcb.storage.folder_lock import FolderLock
 from elasticcb.storage.job_store import JobStore
-from elasticcb.storage.local_folders import TemporaryFolder
 from elasticcb.storage.remote_files import is_url
 from elasticcb.storage.store_lock import StoreLock, locked
 
@@ -73,16 +72,14 @@ class ExportFolder:
             durable.write(self._here / name, content, durable.SHARED)
 
     def finish(self, name: str, **content: Any) -> None:
-        """Writes the manifest of a folder, whose files must be there; `content` as for `write_manifest`."""
+        """Writes the manifest of a folder, whose files must be there; `content` as for `manifest_of`."""
         there, wanted = self._store.names(name), [each.name for own in content["files"] for each in own]
         if missing := sorted({*wanted} - {*there}):
             raise CheckpointError(
                 f"A parameter server has written {missing[0]}, but it is not in {self.place}/{name} here. All "
                 "processes must share the folder of exports. Use a shared folder or a URL."
             )
-        with TemporaryFolder() as here:
-            write_manifest(here, **content)
-            self.put(f"{name}/{MANIFEST}", (here / MANIFEST).read_bytes())
+        self.put(f"{name}/{MANIFEST}", manifest_of(**content))
 
     def remove(self, name: str) -> None:
         """Removes a folder; its manifest first, so that what is left of it is not finished."""
@@ -112,9 +109,7 @@ class ExportFolder:
             content = self._store.get(f"{name}/{MANIFEST}")
         except FileNotFoundError:
             raise CheckpointError(f"{name} is not finished.") from None
-        with TemporaryFolder() as here:
-            (here / MANIFEST).write_bytes(content)
-            return Export.of(read_manifest(here), name)
+        return Export.of(manifest_in(content, f"{self.place}/{name}/{MANIFEST}"), name)
 
 
 @contextlib.contextmanager

@@ -116,7 +116,7 @@ def _write(model: bytes, snapshot: str, to: str) -> list[SavedFile]:
         durable.sync_all(folder)
         files = files_below(folder)
         if is_url(to):
-            with contextlib.closing(JobStore(to)) as store:
+            with JobStore(to) as store:
                 for name, path in files:
                     store.put_file(name, path)
         return [SavedFile(name, *durable.digest_of(path), version) for name, path in files]

@@ -79,8 +79,8 @@ class _PredictionService(prediction_service_pb2_grpc.PredictionServiceServicer):
             response.model_spec.version.value = answer.version
             return response
         except Exception as error:
-            status = status_of(error)[1]
-            await _refuse(error, context)
+            _, status, text = status_of(error)
+            await _refuse(context, status, text)
         finally:
             self._service.note("grpc", status, began)
 
@@ -96,7 +96,8 @@ class _PredictionService(prediction_service_pb2_grpc.PredictionServiceServicer):
             response.metadata[_METADATA].Pack(signatures)
             return response
         except Exception as error:
-            await _refuse(error, context)
+            _, status, text = status_of(error)
+            await _refuse(context, status, text)
 
     def _check(self, spec: Any, context: Any) -> int | None:
         """The version that is asked for; None: any. Raises the errors of `ModelService.check_target`."""
@@ -131,7 +132,6 @@ def _arrays_of(inputs: Mapping[str, Any], specs: Mapping[str, tf.TensorSpec], mo
     return arrays
 
 
-async def _refuse(error: Exception, context: Any) -> NoReturn:
-    _, code, text = status_of(error)
-    await context.abort(grpc.StatusCode[code], text)
+async def _refuse(context: Any, status: str, text: str) -> NoReturn:
+    await context.abort(grpc.StatusCode[status], text)
     raise AssertionError  # abort raises

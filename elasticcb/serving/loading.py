@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import keras
 
-from elasticcb.checkpoint import parts
 from elasticcb.checkpoint.manifest import MANIFEST, check_variables, read_manifest
+from elasticcb.checkpoint.parts import load_model
 from elasticcb.checkpoint.remote import Files
 from elasticcb.errors import CheckpointError
 from elasticcb.layers.table_layers import install
 from elasticcb.model.weights import variable_specs
-from elasticcb.sharding.partition import ShardMap, partition
 from elasticcb.sharding.table_state import TableSpec, whole
 
 
@@ -29,7 +28,7 @@ def load_version(model: keras.Model, folder: str) -> int:
         ForeignCheckpointError: it belongs to another model; the message names the variables.
         CheckpointError: it is damaged or was deleted meanwhile. The model may have some of its weights.
     """
-    with Files(folder, None) as files:
+    with Files(folder) as files:
         manifest = read_manifest(files.path(MANIFEST).parent)
         saved = enumerate(manifest["variables"][: len(model.weights)])
         tables = {index: TableSpec.from_json(variable["table"]) for index, variable in saved if variable.get("table")}
@@ -38,8 +37,7 @@ def load_version(model: keras.Model, folder: str) -> int:
             check_variables(manifest, specs, folder)
         except CheckpointError as error:
             raise ForeignCheckpointError(str(error)) from error
-        (everything,) = partition(specs, 1, split=False)
-        part = parts.load(files, manifest, specs, everything, 0, ShardMap(1)).part
+        part = load_model(files, manifest, specs)
         for index, variable in enumerate(model.weights):
             if index in part.tables:
                 table = whole(part.tables[index])

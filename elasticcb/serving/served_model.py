@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint.manifest import MANIFEST, read_manifest
+from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, specs_in
 from elasticcb.checkpoint.shard_file import check_file
 from elasticcb.errors import CheckpointError, UsageError, describe
 from elasticcb.rpc.tensors import Array
-from elasticcb.serving.deltas import Delta, read_delta, specs_in
+from elasticcb.serving.deltas import Delta, read_delta
 from elasticcb.serving.exports import Export, bridge, version_of, way_to
 from elasticcb.serving.loaded_export import SIGNATURE, LoadedExport, ServingSignature
 from elasticcb.serving.served_folder import ServedFolder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import re
 import socket
 import ssl
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.errors import CheckpointError, UsageError
+from elasticcb.process.system import missing_module
 from elasticcb.rpc.services import LIVE_PATH, READY_PATH
 from elasticcb.serving.rest_format import answer_to, read_request
 from elasticcb.serving.served_model import ServedModel
@@ -141,15 +141,13 @@ def _metadata(service: ModelService) -> dict[str, Any]:
     return {"model_spec": spec, "metadata": {"signature_def": {"signature_def": signatures}}}
 
 
-def missing_libraries(options: ServeOptions) -> str:
-    """What must be installed; "": nothing."""
-    needed = {"starlette": "serve", "uvicorn": "serve"}
+def check_libraries(options: ServeOptions) -> None:
+    """Raises `UsageError` for what must be installed."""
+    missing = missing_module("Serving", "serve", "starlette", "uvicorn")
     if options.grpc_port is not None:
-        needed["tensorflow_serving"] = "serve-grpc"
-    for module, extra in needed.items():
-        if importlib.util.find_spec(module) is None:
-            return f"Serving needs the Python module {module}. Install it with: pip install 'elasticcb[{extra}]'"
-    return ""
+        missing = missing or missing_module("Serving", "serve-grpc", "tensorflow_serving")
+    if missing:
+        raise UsageError(missing)
 
 
 def listener_at(host: str, port: int) -> socket.socket:

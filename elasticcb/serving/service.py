@@ -201,8 +201,8 @@ class Batcher:
 
     def _together(self, batch: Sequence[_Waiting]) -> list[Predicted] | None:
         """None: they must run one by one, because of what one of them contains, or because of the model."""
-        joined = {name: np.concatenate([each.features[name] for each in batch]) for name in batch[0].features}
         try:
+            joined = {name: np.concatenate([each.features[name] for each in batch]) for name in batch[0].features}
             answer = self._model.predict(joined, batch[0].signature)
         except Exception:
             return None

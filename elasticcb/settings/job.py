@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -415,10 +416,10 @@ class JobSettings(Section):
         return json.dumps(_without_secrets(values))
 
     @classmethod
-    def from_json(cls, text: str) -> JobSettings:
-        """Raises `UsageError` if another release wrote `text`."""
+    def from_json(cls, given: str | Mapping[str, Any]) -> JobSettings:
+        """From the text of `to_json`, or the object in it. Raises `UsageError` if another release wrote it."""
         try:
-            settings: JobSettings = build(cls, json.loads(text))
+            settings: JobSettings = build(cls, json.loads(given) if isinstance(given, str) else given)
             return settings
         except (AttributeError, TypeError, ValueError, KeyError) as error:
             raise UsageError(

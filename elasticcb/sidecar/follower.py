@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import tempfile
 import threading
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elasticcb.checkpoint.manifest import MANIFEST, read_manifest
-from elasticcb.checkpoint.versions import find_versions
+from elasticcb.checkpoint.versions import find_versions, version_of
 from elasticcb.errors import CheckpointError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -170,8 +169,7 @@ class CheckpointFollower:
         for folder in find_versions(self._path):
             signature = _signature(folder / MANIFEST)
             if signature is not None:
-                version = int(re.sub(r"\D", "", folder.name))
-                yield ListedCheckpoint(str(folder), CheckpointKind.VERSION, signature, version)
+                yield ListedCheckpoint(str(folder), CheckpointKind.VERSION, signature, version_of(folder.name))
         if self._files and self._path.is_dir():
             for entry in os.scandir(self._path):
                 kind = _kind(entry.name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticcb.errors import ElasticCBError, TableError
+from elasticcb.process.system import missing_module
 from elasticcb.storage.local_folders import TemporaryFolder, abandoned_folders
 
 _LIBRARY = "rocksdict"
@@ -29,9 +29,7 @@ _BLOOM_BITS = 10  # per key: a missing id is searched in one of a hundred files
 
 def missing_library() -> str:
     """Message about what must be installed; "": nothing."""
-    if importlib.util.find_spec(_LIBRARY) is not None:
-        return ""
-    return f"it needs the Python module {_LIBRARY}. Install it with: pip install 'elasticcb[disk]'"
+    return missing_module("it", "disk", _LIBRARY)
 
 
 class ColdStore:

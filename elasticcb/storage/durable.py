@@ -92,26 +92,29 @@ def write(path: Path, content: bytes, mode: int = PRIVATE, sync_names: bool = Tr
 
 def write_document(path: Path, document: Mapping[str, Any], mode: int = PRIVATE) -> None:
     """Writes a JSON object with its checksum, like `write`."""
-    text = json.dumps({**document, _SEALED: True, _CHECKSUM: _checksum(document)}, indent=1)
-    write(path, text.encode() + b"\n", mode)
+    write(path, document_of(document), mode)
 
 
-def read_document(path: Path, newest_format: int | None = None) -> dict[str, Any]:
-    """Reads a document of `write_document`; an object without a checksum, from an earlier release, is not verified.
+def document_of(document: Mapping[str, Any]) -> bytes:
+    """The content of the file with a JSON object and its checksum, for `document_in`."""
+    return json.dumps({**document, _SEALED: True, _CHECKSUM: _checksum(document)}, indent=1).encode() + b"\n"
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Reads a document of `write_document`. Raises `OSError` if that can't be done, and the errors of `document_in`."""
+    return document_in(path.read_bytes(), path)
+
+
+def document_in(content: bytes, place: Path | str, newest_format: int | None = None) -> dict[str, Any]:
+    """The document in the content of the file at `place`; an object without a checksum is not verified.
 
     Args:
         newest_format: newest format that this release supports, for documents that have a "format".
 
     Raises:
-        OSError: the file can't be read.
         DamagedFileError: the file is damaged.
         NewerFormatError: its format is newer.
     """
-    return document_in(path.read_bytes(), path, newest_format)
-
-
-def document_in(content: bytes, place: Path | str, newest_format: int | None = None) -> dict[str, Any]:
-    """The document in the content of the file at `place`; the same errors as of `read_document`, but no `OSError`."""
     try:
         document = json.loads(content)
         sealed, expected = document.pop(_SEALED, None), document.pop(_CHECKSUM, None)

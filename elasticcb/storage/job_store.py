@@ -51,7 +51,8 @@ def holder_of(folder: Path) -> dict[str, str]:
 
 
 class JobStore:
-    """Reads and writes below a URL that fsspec supports. Names are relative paths with `/`. Not thread-safe.
+    """Reads and writes below a URL that fsspec supports; a context manager. Names are relative paths with `/`. Not
+    thread-safe.
 
     Every method raises `StoreError` when the store does not answer, or refuses.
     """
@@ -220,3 +221,9 @@ class JobStore:
         self._files = None
         with contextlib.suppress(Exception):
             self._connection.close()
+
+    def __enter__(self) -> JobStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -51,10 +51,6 @@ class Owner:
         """Whether there is a later owner."""
         return newest_owner(store)[0] > self.number
 
-    def is_known(self, store: JobStore) -> bool:
-        """Whether it is written there still: somebody may have removed everything."""
-        return newest_owner(store)[0] >= self.number
-
     def withdraw(self, store: JobStore) -> None:
         """As if `take` had not been called."""
         store.remove(_file_of(self.number))
@@ -134,7 +130,7 @@ class StoreLock:
         self._asked = JobStore(self._place)  # by `problem`
         self._released = threading.Event()
         self._beating: threading.Thread | None = None
-        with contextlib.closing(JobStore(self._place)) as store:
+        with JobStore(self._place) as store:
             number, last = newest_owner(store)
             if not number and not store.tells_who_was_first():
                 logger.warning(
@@ -167,7 +163,7 @@ class StoreLock:
             self._beating.join(_LAST_SECONDS)
 
     def _beat(self, owner: Owner) -> None:
-        with contextlib.closing(JobStore(self._place)) as store:
+        with JobStore(self._place) as store:
             ended = False
             while not ended:
                 ended = self._released.wait(BEAT_SECONDS)

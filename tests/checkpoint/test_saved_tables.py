@@ -10,9 +10,11 @@ import pytest
 from elasticcb.checkpoint import shard_file
 from elasticcb.checkpoint.shard_file import Part, SavedTable, write_part
 from elasticcb.errors import CheckpointError
+from elasticcb.sharding.partition import ShardMap
 from elasticcb.sharding.table_state import TableState, overlaid, whole
 
 DIM = 3
+ALL = (0, ShardMap(1))  # a server that has all rows
 
 
 def rows_of(random, ids):
@@ -43,7 +45,7 @@ def test_of_rows_in_several_files_the_last_is_read(tmp_path, monkeypatch, piece_
     monkeypatch.setattr(shard_file, "PIECE_BYTES", piece_bytes)
     random = np.random.default_rng(sum(sizes))
     states = [rows_of(random, random.permutation(100)[:size]) for size in sizes]
-    table, expected = SavedTable(4, written(tmp_path, states)), overlaid(states)
+    table, expected = SavedTable(4, written(tmp_path, states), ALL), overlaid(states)
     assert len(table) == len(expected)
     assert_same(whole(table), expected)
     pieces = list(table.pieces())
@@ -58,7 +60,7 @@ def test_no_more_than_some_pieces_are_in_memory(tmp_path, monkeypatch):
     files = written(tmp_path, [rows_of(np.random.default_rng(2), ids)])
     tracemalloc.start()
     try:
-        assert sum(len(piece.ids) for piece in SavedTable(4, files).pieces()) == len(ids)
+        assert sum(len(piece.ids) for piece in SavedTable(4, files, ALL).pieces()) == len(ids)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -67,4 +69,4 @@ def test_no_more_than_some_pieces_are_in_memory(tmp_path, monkeypatch):
 
 def test_file_that_is_gone_is_an_error_that_names_it(tmp_path):
     with pytest.raises(CheckpointError, match=r"gone\.safetensors can't be read"):
-        len(SavedTable(4, [tmp_path / "gone.safetensors"]))
+        len(SavedTable(4, [tmp_path / "gone.safetensors"], ALL))

@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 
 from elasticcb.cli.kubernetes.submit import create_all
-from elasticcb.cli.resume import as_submitted, make_again, make_missing_lease
+from elasticcb.cli.resume import as_submitted, make_again
 from elasticcb.cluster.kubernetes.api import KubernetesError
 from elasticcb.cluster.kubernetes.master_pod import _is_ours
 from elasticcb.cluster.kubernetes.pods import PodPlan
@@ -171,20 +171,6 @@ def test_a_job_that_is_made_again_has_a_lease_that_nobody_holds_also_if_it_had_n
     assert lease["metadata"]["labels"] == PLAN.lease()["metadata"]["labels"]
     assert sorted(owned_by_job(api)) == sorted(api.objects)
     assert len(api.objects) == 5
-
-
-@pytest.mark.parametrize("has_one", [True, False])
-def test_a_stopped_job_without_a_lease_is_given_one_and_keeps_the_one_that_it_has(has_one):
-    api = API([PLAN.master_job(["train"])])
-    if has_one:
-        api.create(PLAN.lease() | {"spec": {"leaseDurationSeconds": 60, "holderIdentity": "census-x"}})
-    make_missing_lease(SimpleNamespace(api=api, name="census", job=api.read("Job", "census")))
-    lease = api.read("Lease", "census")
-    if has_one:
-        assert lease["spec"]["holderIdentity"] == "census-x"
-    else:
-        assert as_submitted(lease) == PLAN.lease()
-        assert api.owners("Lease", "census") == [uid_of(api)]
 
 
 def test_a_journal_is_that_of_the_same_job_or_of_the_one_it_goes_on_with(tmp_path):

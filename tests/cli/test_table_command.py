@@ -8,6 +8,7 @@ import pytest
 from elasticcb.checkpoint.shard_file import Part, write_part
 from elasticcb.checkpoint.versions import begin_version, finish_version, server_file
 from elasticcb.cli import table
+from elasticcb.cli.kubernetes.job import KubernetesJob
 from elasticcb.cli.main import main
 from elasticcb.errors import ExitCode
 from elasticcb.layers.ids import id_of_text
@@ -171,10 +172,11 @@ def test_of_a_job_whose_master_is_gone_its_checkpoints_are_named(two_servers, tm
 
 
 def test_of_a_job_on_kubernetes_the_master_s_pod_tells(capsys, monkeypatch):
-    class Job:
-        """As `KubernetesJob`."""
-
+    class Job(KubernetesJob):
         name, state, directory = "ctr", "running", "/jobs/ctr"
+
+        def __init__(self):
+            pass
 
         def run_beside_master(self, arguments):
             asked.append(arguments)

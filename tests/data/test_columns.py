@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from elasticcb.data import Records, read
+from elasticcb.data import Kafka, Records, read, text
 from elasticcb.errors import DataError, ModelFileError, UsageError
 
 DAY = (datetime.date(2026, 11, 29) - datetime.date(1970, 1, 1)).days
@@ -131,6 +132,26 @@ def test_a_wrong_value_is_told_with_file_line_and_column(tmp_path: Path, lines: 
         batch_of(read(path, header=True, label="click", column_dtypes=types))
 
 
+def test_other_threads_read_as_before_while_a_wrong_value_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "SAMPLE_RECORDS", 2)
+    path = tmp_path / "clicks.csv"
+    path.write_text("user,click\n5,1\n6,0\nx,1\n")
+    reader: Any = read(path, header=True, label="click", column_dtypes={"user": "int64"}).reader
+    check, (source,), read_meanwhile = reader._check_dtypes, reader.sources(), []
+
+    def also_read(*given: Any) -> None:
+        read_meanwhile.extend(reader.read(source.name, 0, source.count))
+        check(*given)
+
+    explain = reader.record_format().explain
+    monkeypatch.setattr(reader, "_check_dtypes", also_read)
+    with pytest.raises(DataError, match=r"line 4\), column user: 'x' is not a valid int64"):
+        explain(source.name, 0, source.count)
+    assert read_meanwhile == [b"5,1", b"6,0", b"x,1"]
+
+
 def test_large_integers_with_empty_fields_are_not_rounded(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text(f"id,y\n{2**40},1\n,2\n")
@@ -219,3 +240,16 @@ def test_arrays_of_known_names_are_features_and_labels(
     first = batch_of(data)
     assert first == {"bare": (0, 1), "weighted": (0, 1, 2), "dict": ({"a": 0, "b": 1}, 2)}[expected]
     assert batch_of(data, "prediction") == first[0]
+
+
+@pytest.mark.parametrize("wrong", [b"", b" ", b'{"a": 1} {"a": 2}', b"x"])
+def test_a_message_that_is_not_one_object_is_told_whatever_the_others_are(wrong: bytes) -> None:
+    pytest.importorskip("pyarrow", reason="it is not installed: pip install 'elasticcb[parquet]'")
+    kafka = Kafka("127.0.0.1:1", "clicks", columns={"a": "int64"})
+    values = [b'{"a": 0}', b'{"a":\n1}', wrong, b"" if wrong.count(b"a") > 1 else b'{"a": 3}']
+    messages = [
+        SimpleNamespace(value=lambda value=value: value, offset=lambda n=n: n) for n, value in enumerate(values)
+    ]
+    with pytest.raises(DataError, match="The message at offset 2 of clicks/0 is not a JSON object with the columns a"):
+        kafka._chunk("clicks/0", messages)
+    assert kafka._chunk("clicks/0", messages[:2])["a"].tolist() == [0, 1]

@@ -22,14 +22,15 @@ from waiting import wait_until
 
 import elasticcb
 from elasticcb.callbacks import PeriodicExport
-from elasticcb.checkpoint.parts import load_slices
+from elasticcb.checkpoint.manifest import read_manifest, specs_in
+from elasticcb.checkpoint.parts import load_model
+from elasticcb.checkpoint.remote import Files
 from elasticcb.checkpoint.versions import find_latest
 from elasticcb.errors import ElasticCBError, ModelFileError
 from elasticcb.master import exports as exports_of_master
 from elasticcb.master.exports import PeriodicExports
 from elasticcb.serving.export_folder import ExportFolder
 from elasticcb.serving.exports import version_of, way_to
-from elasticcb.sharding.partition import VariableSpec, partition
 from elasticcb.sharding.table_state import whole
 from jobs import offsets_job, train_flags
 from serving_process import PREDICT, Serving
@@ -73,12 +74,8 @@ TOLD = """
 def at_the_end(folder):
     """What the servers had at the end of a job: weights by index, rows by index and id."""
     latest = find_latest(folder)
-    manifest = json.loads((latest / "manifest.json").read_text())
-    specs = [
-        VariableSpec(each["path"], tuple(each["shape"]), each["dtype"], each["trainable"], table=each.get("table", ""))
-        for each in manifest["variables"]
-    ]
-    part = load_slices(latest, specs, partition(specs, 1, split=False)[0])
+    manifest = read_manifest(latest)
+    part = load_model(Files(str(latest)), manifest, specs_in(manifest))
     tables = {index: whole(source) for index, source in part.tables.items()}
     return part.weights, {index: dict(zip(each.ids, each.rows, strict=True)) for index, each in tables.items()}
 

@@ -1,6 +1,5 @@
 """Jobs whose folder is a URL: on a real S3 server, with their machine stopped, lost, and continued by others."""
 
-import contextlib
 import json
 import re
 import secrets
@@ -61,7 +60,7 @@ def store(request, tmp_path, monkeypatch):
         place = f"sftp://127.0.0.1{tmp_path}/job"
     else:
         place = f"file://{tmp_path}/job"
-    with contextlib.closing(JobStore(place)) as store:
+    with JobStore(place) as store:
         yield store
 
 
@@ -98,7 +97,7 @@ def test_of_several_that_create_a_file_at_the_same_time_one_is_the_first(store):
     all_ready = threading.Barrier(4)
 
     def first(number):
-        with contextlib.closing(JobStore(store.url)) as own:
+        with JobStore(store.url) as own:
             own.names("")  # it is connected
             found = []
             for each in range(10):
@@ -345,7 +344,7 @@ def test_every_state_in_which_a_crash_leaves_the_copy_can_be_read_and_damage_is_
     def version_in(state, say=print):
         folder = tmp_path / f"read-{secrets.token_hex(4)}"
         folder.mkdir()
-        with contextlib.closing(JobStore(f"file://{state}")) as store:
+        with JobStore(f"file://{state}") as store:
             _fetch(store, folder, say)
         return Journal(folder / JOURNAL_FILE).memory.version if (folder / JOURNAL_FILE).exists() else 0
 
@@ -423,7 +422,7 @@ def test_job_goes_on_elsewhere_and_the_former_master_gives_way(url, tmp_path, st
     error = float(re.findall(r"Evaluation at version .*error ([\d.e-]+)", third.output)[-1])
     assert error < 0.1
     third.assert_no_orphans()
-    with contextlib.closing(JobStore(url)) as store:
+    with JobStore(url) as store:
         assert store.names("recovery") == []
     shutil.rmtree(places[2])
     capsys.readouterr()

@@ -99,7 +99,7 @@ def test_a_job_that_runs_or_was_stopped_is_exported(start_job, tmp_path, capsys)
 def test_a_job_that_has_saved_nothing_has_not_the_model_of_another_in_its_checkpoint_folder(tmp_path):
     other = finish_version(begin_version(tmp_path, 3), version=3, specs=[], parts=[], files=[], extra={"run": "other"})
     for place in (str(tmp_path), f"file://{tmp_path}"):
-        assert _checkpoint_of(place, "mine") is None
+        assert _checkpoint_of(place, "mine") == ""
         assert _checkpoint_of(place, "other") == f"{place}/{other.name}"
 
 

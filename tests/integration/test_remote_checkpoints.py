@@ -10,8 +10,9 @@ import pytest
 from stores import S3Server
 
 from elasticcb.checkpoint import remote as remote_checkpoint
-from elasticcb.checkpoint.parts import load_slices
-from elasticcb.checkpoint.remote import writable
+from elasticcb.checkpoint.manifest import read_manifest
+from elasticcb.checkpoint.parts import load_model
+from elasticcb.checkpoint.remote import Files, writable
 from elasticcb.checkpoint.shard_file import Part, write_part
 from elasticcb.checkpoint.versions import server_file
 from elasticcb.cli.main import main
@@ -58,7 +59,7 @@ def write(url, version, keep_max=0):
 
 
 def weights(folder):
-    return load_slices(folder, [SPEC], partition([SPEC], 1, split=False)[0]).weights[0].tolist()
+    return load_model(Files(str(folder)), read_manifest(folder), [SPEC]).weights[0].tolist()
 
 
 def there(url):

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticcb.master import batch_log
 from elasticcb.master.batch_log import BatchEvent, BatchLog, NumberedBatch
 from elasticcb.settings import Mode
 
@@ -82,8 +84,9 @@ def test_batches_of_evaluation_and_prediction_are_given_out_as_they_come() -> No
     assert [batch.index for batch in log.take(())] == [0]
 
 
-def test_beyond_the_limit_the_oldest_wait_no_longer() -> None:
-    log = BatchLog(limit=2)
+def test_beyond_the_limit_the_oldest_wait_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_log, "_MOST_WAITING", 2)
+    log = BatchLog()
     log.add(1, 9, [trained(version) for version in (4, 2, 9, 7)])
     assert versions(log.take({1, 2})) == [2, 4]
 

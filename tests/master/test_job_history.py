@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from elasticcb.clients import history as history_module
 from elasticcb.clients.history import Event, History, Point
 from elasticcb.master.job_history import JobHistory
 from elasticcb.master.shards import Shard
@@ -47,8 +48,9 @@ def runs(past: JobHistory) -> list:
     return [values for _, values in past.after(0)["tasks"]]
 
 
-def test_when_there_are_too_many_points_every_other_one_goes_and_half_as_many_come():
-    history = History(most_points=8)
+def test_when_there_are_too_many_points_every_other_one_goes_and_half_as_many_come(monkeypatch):
+    monkeypatch.setattr(history_module, "_MOST_POINTS", 8)
+    history = History()
     for second in range(100):
         history.add(point(second))
     times = [values[0] for _, values in history.after(0)["points"]]

@@ -155,7 +155,7 @@ def test_epoch_ends_again_only_when_what_servers_had_lost_of_it_is_trained():
     queue.saved(queue.begin_save())
     work(queue, 6)  # of the first epoch, three are not saved; the second is not over
     assert kinds(queue) == [("EPOCH_DONE", 0)]
-    again = TaskQueue.from_dict(queue.to_dict(leases=True))
+    again = TaskQueue.from_dict(queue.to_dict())
     again.repeat_milestones(0)  # its end was not carried out
     assert again.updates_lost()
     assert kinds(again) == []

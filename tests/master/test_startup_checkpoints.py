@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from elasticcb.checkpoint.manifest import MANIFEST
 from elasticcb.checkpoint.versions import find_versions, version_folder
-from elasticcb.master.startup import warn_of_later_versions
+from elasticcb.master.checkpoint_writer import warn_of_later_versions
 from elasticcb.settings import CheckpointSettings, Command, JobSettings
 
 

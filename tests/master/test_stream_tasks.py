@@ -248,7 +248,7 @@ def test_every_offset_is_trained_at_least_once_through_losses_and_restarts(seed)
                     note(shard, part, shard.records)
         elif action == 7:
             queue.worker_lost(worker)
-            queue = TaskQueue.from_dict(json.loads(json.dumps(queue.to_dict(leases=True))), now)
+            queue = TaskQueue.from_dict(json.loads(json.dumps(queue.to_dict())), now)
         elif action == 8:
             trained.subtract(lost_after)
             lost_after.clear()

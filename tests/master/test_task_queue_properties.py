@@ -300,15 +300,16 @@ class TaskQueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.queue.failure is None and not self.rounds)
     @rule(servers_are_lost=st.booleans())
     def save_and_restore(self, servers_are_lost):
-        """From a checkpoint, or from the journal after all processes have ended."""
-        saved = json.loads(json.dumps(self.queue.to_dict(leases=servers_are_lost)))
+        """From the journal, after all processes have ended."""
+        saved = json.loads(json.dumps(self.queue.to_dict()))
         self.queue = TaskQueue.from_dict(saved)
         for leases in self.held.values():
             self.end_leases(leases)
         if servers_are_lost:
             self.queue.updates_lost()
             self.lose(self.unsaved)
-        self.unsaved, self.saving = set(), None
+            self.unsaved = set()
+        self.saving = None
         self.held = {place: [] for place in self.held}
         self.done, self.dead = [], []
 
@@ -316,7 +317,7 @@ class TaskQueueMachine(RuleBasedStateMachine):
     @rule()
     def another_master_goes_on(self):
         """Workers keep their leases, and may repeat the last report, whose answer may have been lost."""
-        saved = json.loads(json.dumps(self.queue.to_dict(leases=True)))
+        saved = json.loads(json.dumps(self.queue.to_dict()))
         self.queue = TaskQueue.from_dict(saved, self.now)
         self.saving = None
         present = set(self.ids.values())

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 from ps_clients import TrainingControl
 
+from elasticcb.checkpoint import shard_file
 from elasticcb.checkpoint.shard_file import write_part
 from elasticcb.checkpoint.versions import begin_version, finish_version, server_file
-from elasticcb.optimizers.state import Optimizers, OptimizerState, cut_state, to_tensors
+from elasticcb.optimizers.state import Optimizers, OptimizerState, cut_state, from_tensors, to_tensors
 from elasticcb.optimizers.variables import described
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps.embedding_table import EmbeddingTable
@@ -22,7 +24,8 @@ from elasticcb.rpc.connection import Connection
 from elasticcb.rpc.services import PS_METHODS
 from elasticcb.rpc.tensors import Frame, dtype_of
 from elasticcb.settings import ClusterSettings, Command, JobSettings, ModelSettings, TrainingSettings
-from elasticcb.sharding.partition import VariableSpec, pack, partition, unpack
+from elasticcb.sharding.array_names import AGES, EXTRAS, SHARED, SLOTS, TABLE, WEIGHT, by_index, kind_of, only
+from elasticcb.sharding.partition import ShardMap, VariableSpec, pack, partition, unpack
 from elasticcb.sharding.push import Push
 
 SPECS = (
@@ -139,6 +142,20 @@ def assert_same(one, other):
 def exported(parameters, since=None):
     """What a server holds, as a `Part`; of tables the rows trained after version `since`."""
     return replace(parameters.dense(), tables=parameters.tables.export(since))
+
+
+def read_part(path: Path) -> shard_file.Part:
+    """The inverse of `write_part`, of any server; tables stay in the file until they are read."""
+    with shard_file.opened(path) as file:
+        metadata, names = file.metadata(), list(file.keys())
+        tensors = {name: file.get_tensor(name) for name in names if kind_of(name) != TABLE}
+    return shard_file.Part(
+        int(metadata["version"]),
+        by_index(WEIGHT, tensors),
+        from_tensors(only(tensors, SLOTS, EXTRAS, SHARED), shard_file.optimizers_in(metadata)),
+        {number: shard_file.SavedTable(number, [path], (0, ShardMap(1))) for number in shard_file.tables_in(names)},
+        ages=by_index(AGES, tensors),
+    )
 
 
 def saved(directory, parts, specs, version):

@@ -8,11 +8,11 @@ import shutil
 import keras
 import numpy as np
 import pytest
+from ps_clients import load_slices
 
 from deep_cases import deep_but
 from elasticcb.checkpoint import remote
 from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, verify
-from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import (
     begin_version,

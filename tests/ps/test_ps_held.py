@@ -7,14 +7,14 @@ import copy
 import numpy as np
 import pytest
 
-from elasticcb.checkpoint.shard_file import TensorFile, read_part
+from elasticcb.checkpoint.shard_file import TensorFile
 from elasticcb.errors import ElasticCBError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.ps import table_snapshot
 from elasticcb.rpc import tensors
 from elasticcb.rpc.tensors import Frame
 from elasticcb.sharding.table_state import joined, whole
-from helpers_ps import assert_same, exported
+from helpers_ps import assert_same, exported, read_part
 
 TABLE = 3
 

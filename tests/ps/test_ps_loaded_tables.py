@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ps_clients import load_slices
 
 from elasticcb.checkpoint import shard_file
-from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.shard_file import Part, write_part
 from elasticcb.checkpoint.versions import begin_version, finish_version, server_file
 from elasticcb.errors import CheckpointError, ElasticCBError

@@ -285,7 +285,7 @@ def saved(folder, *versions):
 
 
 def loaded(folder):
-    found = load(Files(str(folder), None), read_manifest(folder), SAVED, PARTS[0], 0, ShardMap(1))
+    found = load(Files(str(folder)), read_manifest(folder), SAVED, PARTS[0], 0, ShardMap(1))
     table = whole(found.part.tables[1])
     return found, dict(zip(table.ids.tolist(), table.rows[:, 0].tolist(), strict=True))
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ps_clients import load_slices
 
-from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.shard_file import write_part
 from elasticcb.checkpoint.versions import begin_version, finish_version
 from elasticcb.optimizers.state import ModelState

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from elasticcb.checkpoint.shard_file import read_part
 from elasticcb.errors import CheckpointError
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.rpc.tensors import Frame
@@ -18,6 +17,7 @@ from elasticcb.settings.table import TableOptions
 from elasticcb.sharding.array_names import GONE
 from elasticcb.sharding.partition import ServerPlace
 from elasticcb.sharding.table_state import TableSpec, whole
+from helpers_ps import read_part
 from helpers_ps_lost import IDS, INITIALIZER, ON_DISK, SPECS, VALUES
 
 TABLE = 3

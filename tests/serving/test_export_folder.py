@@ -74,7 +74,7 @@ def test_what_a_killed_exporter_has_not_finished_is_removed_and_versions_go_on(o
     assert folder.begin_again() == ({"full-00000005": 50.0, "delta-00000005-00000007": 70.0}, 7)
     folder.remove("full-00000005")
     assert list(folder.begin_again()[0]) == ["delta-00000005-00000007"]
-    with contextlib.closing(JobStore(place if is_url(place) else f"file://{place}")) as store:
+    with JobStore(place if is_url(place) else f"file://{place}") as store:
         assert store.get("snapshot-of-mine/precious") == b"half"
         assert store.names("snapshot-00000009-0a1b2c3d") == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -84,3 +85,38 @@ def test_requests_beyond_those_that_may_wait_are_refused(model):
     found, _ = answers(model, [request_of(1)] * (RUNNERS + 5), most_waiting=3)
     refused = [isinstance(answer, TooManyRequestsError) for answer in found]
     assert refused == [False] * (RUNNERS + 3) + [True] * 2
+
+
+def test_requests_that_can_not_be_joined_are_answered_one_by_one(model, monkeypatch):
+    def out_of_memory(arrays):
+        raise MemoryError
+
+    monkeypatch.setattr(service, "np", SimpleNamespace(concatenate=out_of_memory))
+    requests = [request_of(number) for number in range(RUNNERS + 3)]
+    found, _ = answers(model, requests)
+    for request, answer in zip(requests, found, strict=True):
+        same(answer, model.predict(request))
+
+
+def test_failed_request_by_grpc_is_logged_once(caplog):
+    pytest.importorskip("tensorflow_serving", reason="it is not installed: pip install 'elasticcb[serve-grpc]'")
+    from tensorflow_serving.apis import predict_pb2
+
+    from elasticcb.serving.grpc_service import _PredictionService
+
+    class Context:
+        def invocation_metadata(self):
+            return ()
+
+        async def abort(self, code, text):
+            raise ConnectionAbortedError(code.name)
+
+    def check_token(token):
+        raise RuntimeError("boom")
+
+    noted = []
+    failing = SimpleNamespace(options=SimpleNamespace(check_token=check_token), note=lambda *given: noted.append(given))
+    with pytest.raises(ConnectionAbortedError, match="INTERNAL"):
+        asyncio.run(_PredictionService(failing).Predict(predict_pb2.PredictRequest(), Context()))
+    assert [status for _, status, _ in noted] == ["INTERNAL"]
+    assert len([line for line in caplog.messages if "boom" in line]) == 1

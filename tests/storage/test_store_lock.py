@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from elasticcb.errors import StoreError, UsageError
-from elasticcb.master.startup import own_checkpoints
+from elasticcb.master.checkpoint_writer import own_checkpoints
 from elasticcb.settings import CheckpointSettings, Command, JobSettings
 from elasticcb.storage import store_lock
 from elasticcb.storage.job_store import OWNERS, JobStore
@@ -56,14 +56,14 @@ def test_the_next_master_of_a_job_has_it_at_once_and_the_former_writes_no_more(t
 
 
 def test_a_job_that_was_killed_has_it_no_longer_when_it_was_silent(take, url):
-    with contextlib.closing(JobStore(f"{url}/.lock")) as store:
+    with JobStore(f"{url}/.lock") as store:
         assert Owner(1, "/jobs/killed", "killed").take(store)
     assert not take("one", lambda text: None).problem()
 
 
 @pytest.mark.parametrize("content", [b"", b"[7]", b"7", b'"x"', b"null", b'{"ended": 0'])
 def test_what_an_owner_has_not_written_is_taken_for_a_killed_one(take, url, content):
-    with contextlib.closing(JobStore(f"{url}/.lock")) as store:
+    with JobStore(f"{url}/.lock") as store:
         store.put(f"{OWNERS}/00000001", content)
     assert not take("one", lambda text: None).problem()
 
@@ -96,7 +96,7 @@ def test_a_full_disk_is_not_taken_for_another_job(url, monkeypatch):
     def full(self, *arguments, **named):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with contextlib.closing(JobStore(url)) as store:
+    with JobStore(url) as store:
         owner, other = Owner(1, "/jobs/one", "one"), Owner(1, "/jobs/one", "one")
         assert owner.take(store)
         assert not other.take(store)

@@ -5,6 +5,7 @@ it ends.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,6 +98,16 @@ class KubernetesJob:
         containers = self.api.read("Pod", pod)["spec"]["containers"]
         (command,) = (each["command"] for each in containers if each["name"] == CONTAINER)
         return self.api.execute(pod, CONTAINER, [*command, *arguments])
+
+    def pass_on(self, command: str, flags: Sequence[str]) -> int:
+        """Runs a command about the job in the master's pod: only from there it can be reached. Shows its output, and
+        returns its exit code."""
+        directory = self.directory
+        code, said = self.run_beside_master([command, directory, *flags])
+        if "--json" in flags and not code:
+            said = said[said.index("{") :]  # other output of the pod comes before it
+        print(said.replace(directory, self.name), end="", file=sys.stderr if code else sys.stdout)
+        return code
 
 
 def why_no_master(api: KubernetesAPI, job: Mapping[str, Any]) -> str:

@@ -129,7 +129,7 @@ def create_all(api: KubernetesAPI, manifests: Sequence[Mapping[str, Any]]) -> No
     made = _create(api, {**job, "spec": job["spec"] | {"parallelism": 0}})
     try:
         for each in others:
-            _create(api, {**each, "metadata": each["metadata"] | {"ownerReferences": [owner_reference(made)]}})
+            _create(api, {**each, "metadata": each["metadata"] | {"ownerReferences": [_owner_reference(made)]}})
         api.patch("Job", name, {"spec": {"parallelism": job["spec"].get("parallelism", 1)}})
     except BaseException:  # interruptions included
         with contextlib.suppress(KubernetesError):
@@ -137,7 +137,7 @@ def create_all(api: KubernetesAPI, manifests: Sequence[Mapping[str, Any]]) -> No
         raise
 
 
-def owner_reference(job: Mapping[str, Any]) -> dict[str, Any]:
+def _owner_reference(job: Mapping[str, Any]) -> dict[str, Any]:
     """The owner reference by which an object belongs to a Job and is removed with it."""
     return {
         "apiVersion": "batch/v1",

@@ -146,7 +146,7 @@ def _is_ours(settings: JobSettings, uid: str, before: str) -> bool:
     if store is None:
         durable.write_document(folder / _MARK, {"job": uid})
         return same and (folder / JOURNAL_FILE).exists()
-    with contextlib.closing(store):
+    with store:
         store.put(_MARK, json.dumps({"job": uid}).encode())
         return same and bool(store.names(JOURNALS))
 

@@ -1,0 +1,35 @@
+from . import data as data
+from . import layers as layers
+from . import optimizers as optimizers
+from .api.cluster import Cluster as Cluster
+from .api.cluster import evaluate as evaluate
+from .api.cluster import fit as fit
+from .api.cluster import predict as predict
+from .api.remote import PerWorkerDataset as PerWorkerDataset
+from .api.remote import RemoteValue as RemoteValue
+from .api.restartable import handle_restartable_error as handle_restartable_error
+from .data.batch_sources.dataset_fn import DatasetFactory as DatasetFactory
+from .errors import CallbackError as CallbackError
+from .errors import CheckpointError as CheckpointError
+from .errors import ClusterLostError as ClusterLostError
+from .errors import ConnectionLostError as ConnectionLostError
+from .errors import DataChangedError as DataChangedError
+from .errors import DataError as DataError
+from .errors import ElasticCBError as ElasticCBError
+from .errors import FunctionError as FunctionError
+from .errors import HandlerError as HandlerError
+from .errors import JobFailedError as JobFailedError
+from .errors import JobInterrupted as JobInterrupted
+from .errors import ModelFileError as ModelFileError
+from .errors import NonFiniteError as NonFiniteError
+from .errors import UsageError as UsageError
+from .serving.served_model import ServedModel as ServedModel
+from .settings import CheckpointOptions as CheckpointOptions
+from .settings import EmbeddingOptions as EmbeddingOptions
+from .settings import ExchangeOptions as ExchangeOptions
+from .settings import Mode as Mode
+from .settings import NetworkOptions as NetworkOptions
+from .settings import RecoveryOptions as RecoveryOptions
+from .sidecar import SidecarEvaluator as SidecarEvaluator
+
+__version__: str

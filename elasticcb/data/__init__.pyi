@@ -1,0 +1,17 @@
+from .array_record import ArrayRecordReader as ArrayRecordReader
+from .batch_sources.records import Records as Records
+from .batch_sources.records import read as read
+from .custom import ElasticDLReader as ElasticDLReader
+from .formats import open_reader as open_reader
+from .kafka import Kafka as Kafka
+from .numpy_arrays import NumpyReader as NumpyReader
+from .parquet import ParquetReader as ParquetReader
+from .reader import Metadata as Metadata
+from .reader import Reader as Reader
+from .reader import Source as Source
+from .reader import checked_sources as checked_sources
+from .stream import RecordStream as RecordStream
+from .text import TextReader as TextReader
+from .tfrecord import TFRecordReader as TFRecordReader
+from .unbounded import Partition as Partition
+from .unbounded import UnboundedSource as UnboundedSource
