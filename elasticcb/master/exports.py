@@ -169,9 +169,11 @@ class PeriodicExports:
             if not self._closing:
                 self._take_full()
                 self._export()
-            while self._full is not None and not self._closing and (self._untold or self._is_behind(self._full.export)):
+            while self._full is not None and not self._closing and self._waits_for(self._full.export):
                 self._wait(_LOOK_SECONDS)
                 self._take_full()
+                if self._base is None and self._full is None:
+                    self._export()
         except CallbackError as error:
             self._failure = error
         except UsageError as error:
@@ -185,6 +187,10 @@ class PeriodicExports:
     @property
     def _ends(self) -> bool:
         return self._closing or self._finishing
+
+    def _waits_for(self, full: Export) -> bool:
+        """Whether the last version can't be reached without it, or only exported after it."""
+        return self._base is None or bool(self._untold) or self._is_behind(full)
 
     def _is_behind(self, newest: Export | _Point | None) -> bool:
         """Whether current.json does not lead to the newest version."""

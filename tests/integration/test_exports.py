@@ -383,7 +383,7 @@ def test_the_last_full_export_is_waited_for_if_nothing_else_leads_to_the_last_ve
     looks, exports = [], object.__new__(PeriodicExports)
     vars(exports).update(
         _changed=threading.Condition(), _closing=False, _finishing=True, _full=full, _untold=[], _version=told,
-        _folder=MagicMock(),
+        _base=SimpleNamespace(), _folder=MagicMock(),
     )  # fmt: skip
 
     def take_full():
@@ -396,3 +396,18 @@ def test_the_last_full_export_is_waited_for_if_nothing_else_leads_to_the_last_ve
     monkeypatch.setattr(exports, "_export", lambda: None)
     exports._run()
     assert full.process.close.called != is_waited_for
+
+
+def test_weights_that_are_set_at_the_end_are_exported_after_a_full_export_that_is_being_written(tmp_path):
+    class SetsWeights(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            self.model.set_weights([np.full_like(weight, 7) for weight in self.model.get_weights()])
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    folder = tmp_path / "exports"
+    with elasticcb.Cluster(kind="inprocess") as cluster:
+        callbacks = [PeriodicExport(folder, every="1h"), SetsWeights()]
+        cluster.fit(model, np.ones((16, 4)), np.ones((16, 1)), verbose=0, callbacks=callbacks)
+    now = current(folder)
+    assert_same(Export(folder, [now.full, *now.deltas]), {0: np.full((4, 1), 7), 1: np.full(1, 7)}, {})
