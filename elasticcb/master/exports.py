@@ -23,7 +23,7 @@ from elasticcb.callbacks.serving_signature import serving_inputs
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import server_file
 from elasticcb.clients.ps_servers import KnownServer
-from elasticcb.errors import CallbackError, ElasticCBError, StoreError, UsageError
+from elasticcb.errors import CallbackError, CheckpointError, ElasticCBError, StoreError, UsageError
 from elasticcb.master.keras_host import ModelHost
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.ps_admin import PSControl
@@ -199,7 +199,8 @@ class PeriodicExports:
     def _wait(self, seconds: float) -> None:
         ended = self._finishing
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._finishing > ended, max(seconds, 0.0))
+            wakes = max(0.0, min(seconds, threading.TIMEOUT_MAX))
+            self._changed.wait_for(lambda: self._closing or self._finishing > ended, wakes)
 
     @contextlib.contextmanager
     def _forgiving(self, what: str) -> Iterator[None]:
@@ -323,7 +324,7 @@ class PeriodicExports:
         unfinished = [full.export.name]
         with self._forgiving("Full exports"):
             try:
-                export = replace(full.export, files=tuple(full.process.files()))
+                export = replace(full.export, files=tuple(self._files_of(full)))
                 specs = self._ps.servers.specs
                 self._folder.finish(
                     export.name,
@@ -337,6 +338,14 @@ class PeriodicExports:
                 for name in (full.snapshot, *unfinished):
                     self._remove(name)
             self._publish()
+
+    def _files_of(self, full: _Full) -> Sequence[SavedFile]:
+        try:
+            return full.process.files()
+        except CallbackError as error:
+            if not self._current:
+                raise
+            raise CheckpointError(str(error)) from error  # the model has been exported: it is not the model
 
     def _publish(self) -> None:
         """Lets current.json lead to the newest version that can be reached, and removes old exports."""

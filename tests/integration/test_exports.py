@@ -24,7 +24,7 @@ import elasticcb
 from elasticcb.callbacks import PeriodicExport
 from elasticcb.checkpoint.parts import load_slices
 from elasticcb.checkpoint.versions import find_latest
-from elasticcb.errors import ElasticCBError, ModelFileError
+from elasticcb.errors import CallbackError, CheckpointError, ElasticCBError, ModelFileError
 from elasticcb.master import exports as exports_of_master
 from elasticcb.master.exports import PeriodicExports
 from elasticcb.serving.export_folder import ExportFolder
@@ -411,3 +411,12 @@ def test_weights_that_are_set_at_the_end_are_exported_after_a_full_export_that_i
         cluster.fit(model, np.ones((16, 4)), np.ones((16, 1)), verbose=0, callbacks=callbacks)
     now = current(folder)
     assert_same(Export(folder, [now.full, *now.deltas]), {0: np.full((4, 1), 7), 1: np.full(1, 7)}, {})
+
+
+def test_a_full_export_that_fails_after_an_earlier_one_does_not_end_the_job():
+    process = MagicMock(**{"files.side_effect": CallbackError("it can't be exported")})
+    full, exports = SimpleNamespace(process=process), object.__new__(PeriodicExports)
+    for earlier, error in (("", CallbackError), ("{}", CheckpointError)):
+        exports._current = earlier
+        with pytest.raises(error, match="it can't be exported"):
+            exports._files_of(full)
