@@ -12,7 +12,7 @@ from typing import Any
 
 from elasticcb.checkpoint.manifest import MANIFEST, read_manifest
 from elasticcb.checkpoint.shard_file import check_file
-from elasticcb.errors import CheckpointError, UsageError, describe
+from elasticcb.errors import CheckpointError, StoreError, UsageError, describe
 from elasticcb.rpc.tensors import Array
 from elasticcb.serving.deltas import Delta, read_delta, specs_in
 from elasticcb.serving.exports import Export, bridge, version_of, way_to
@@ -22,7 +22,8 @@ from elasticcb.serving.served_folder import ServedFolder
 logger = logging.getLogger(__name__)
 
 _LOT_BYTES = 256 << 20  # of rows of deltas, that are applied together
-_PATIENCE = 10  # durations of a failed look, before the next one begins
+_PATIENCE = 10  # durations of a failed look, before the next one begins, unless only the store did not answer
+_END_SECONDS = 5.0  # for the thread to end
 
 
 class Predicted(dict[str, Array]):
@@ -67,7 +68,7 @@ class ServedModel:
         self._swapping = _Gate()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self.problem = ""
+        self.problem, self._patience = "", 0
         self.look()
         if self._model is None and not wait:
             self.close()
@@ -147,18 +148,21 @@ class ServedModel:
         while not self._closed.wait(pause):
             began = time.monotonic()
             self.look()
-            pause = max(every, _PATIENCE * (time.monotonic() - began)) if self.problem else every
+            pause = max(every, self._patience * (time.monotonic() - began))
 
     def look(self) -> None:
         """Looks once for what is to be served, and serves it; `problem` has what prevents that. Only one thread may
         call it."""
+        problem, self._patience = "", 0
         try:
             self._serve(*self._way())
-            problem = ""
-        except (CheckpointError, UsageError) as error:
+        except StoreError as error:
             problem = str(error)
+        except (CheckpointError, UsageError) as error:
+            problem, self._patience = str(error), _PATIENCE
         except Exception as error:  # TensorFlow's, a full disk
             problem = f"The exports in {self._folder.place} can't be served: {describe(error)}"
+            self._patience = _PATIENCE
         if problem and problem != self.problem:
             logger.warning("%s Serving %s.", problem, self._shown())
         elif self.problem and not problem:
@@ -259,7 +263,7 @@ class ServedModel:
         """Ends `follow`. The model can still be used."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_END_SECONDS)
         self._folder.close()
 
     def __enter__(self) -> ServedModel:
