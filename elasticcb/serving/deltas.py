@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, written_parts
 from elasticcb.checkpoint.parts import load
 from elasticcb.checkpoint.remote import Files
 from elasticcb.checkpoint.shard_file import opened
-from elasticcb.errors import CheckpointError
+from elasticcb.errors import CheckpointError, StoreError
 from elasticcb.rpc.tensors import Array
 from elasticcb.serving.exports import Export
 from elasticcb.sharding.array_names import GONE, kind_of
@@ -51,6 +52,15 @@ class Delta(NamedTuple):
         return sum(array.nbytes for change in self.changes.values() for array in change)
 
 
+def manifest_of(files: Files) -> tuple[dict[str, Any], Export]:
+    """The manifest of an export. Raises `CheckpointError` if there is none, or it is that of something else."""
+    path = files.path(MANIFEST)
+    if not path.exists():
+        raise CheckpointError(f"The export {files.name} is not there, or not finished: it has no {MANIFEST}.")
+    manifest = read_manifest(path.parent)
+    return manifest, Export.of(manifest, files.name)
+
+
 def specs_in(manifest: Mapping[str, Any]) -> list[VariableSpec]:
     """The variables of a manifest."""
     return [
@@ -64,9 +74,7 @@ def read_delta(files: Files, after: Export, specs: Sequence[VariableSpec]) -> De
 
     Raises `CheckpointError` if it is damaged, does not follow `after`, or belongs to another model.
     """
-    folder = files.path(MANIFEST).parent
-    manifest = read_manifest(folder)
-    export = Export.of(manifest, files.name)
+    manifest, export = manifest_of(files)
     if (export.since, export.exporter, export.model) != (after.version, after.exporter, after.model):
         raise CheckpointError(
             f"The delta {files.name} follows version {export.since} of {export.model!r}, exported by run "
@@ -74,9 +82,14 @@ def read_delta(files: Files, after: Export, specs: Sequence[VariableSpec]) -> De
             "next full export will be served."
         )
     dense = [Slice(index, 0, spec.elements) for index, spec in enumerate(specs) if not spec.table]
-    part = load(files, manifest, specs, dense, 0, ShardMap(1)).part
+    try:
+        part = load(files, manifest, specs, dense, 0, ShardMap(1)).part
+    except StoreError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"The delta {files.name} can't be applied: {error.__cause__ or error}") from error
     gone: dict[int, list[Array]] = {number: [] for number, spec in enumerate(specs) if spec.table}
-    for saved in itertools.chain.from_iterable(written.files for written in written_parts(manifest, folder)):
+    for saved in itertools.chain.from_iterable(written.files for written in written_parts(manifest, Path(files.name))):
         with opened(files.path(saved.name)) as file:
             for name in (name for name in file.keys() if kind_of(name) == GONE):  # noqa: SIM118 -- not a mapping
                 gone[int(name.partition("/")[2])].append(file.get_tensor(name))

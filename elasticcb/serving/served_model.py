@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint.manifest import MANIFEST, read_manifest
+from elasticcb.checkpoint.manifest import MANIFEST
 from elasticcb.checkpoint.shard_file import check_file
 from elasticcb.errors import CheckpointError, StoreError, UsageError, describe
 from elasticcb.rpc.tensors import Array
-from elasticcb.serving.deltas import Delta, read_delta, specs_in
+from elasticcb.serving.deltas import Delta, manifest_of, read_delta, specs_in
 from elasticcb.serving.exports import Export, bridge, version_of, way_to
 from elasticcb.serving.loaded_export import SIGNATURE, LoadedExport, ServingSignature
 from elasticcb.serving.served_folder import ServedFolder
@@ -222,9 +222,7 @@ class ServedModel:
 
     def _load(self, name: str, exporter: str = "") -> LoadedExport:
         with self._folder.files(name) as files:
-            folder = files.path(MANIFEST).parent
-            manifest = read_manifest(folder)
-            export = Export.of(manifest, files.name)
+            manifest, export = manifest_of(files)
             if exporter not in ("", export.exporter):
                 raise CheckpointError(
                     f"{files.name} was written by the run {export.exporter}, not by {exporter}, which wrote the newest "
@@ -232,7 +230,7 @@ class ServedModel:
                 )
             for saved in export.files:
                 check_file(files.path(saved.name), saved)
-            return LoadedExport(folder, export, specs_in(manifest), self._disk)
+            return LoadedExport(files.path(MANIFEST).parent, export, specs_in(manifest), self._disk)
 
     def _publish(self, loaded: LoadedExport) -> None:
         with self._swapping.writing():
@@ -263,7 +261,7 @@ class ServedModel:
         model.free(changes)
 
     def close(self) -> None:
-        """Ends `follow`. The model can still be used."""
+        """Ends `follow`, which may wait for a store in the background for a while. The model can still be used."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(_END_SECONDS)

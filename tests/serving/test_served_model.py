@@ -106,7 +106,7 @@ def of_another_model(exports, name):
     ("harm", "says"),
     [
         (damaged, "is damaged"),
-        (missing, "not a complete checkpoint"),
+        (missing, "is not there, or not finished"),
         (foreign, "exported by run other"),
         (of_another_model, "belongs to another model"),
     ],
