@@ -173,8 +173,8 @@ class ServedModel:
         return "nothing yet" if self.version is None else f"version {self.version}"
 
     def _way(self) -> tuple[list[str], str]:
-        """The names of the full export and the deltas that lead to the wanted version, and its exporter; "": any. No names:
-        it is served already."""
+        """The names of the full export and the deltas that lead to the wanted version, and its exporter; "": any. No
+        names: it is served already."""
         wanted = self._folder.pinned() if self._wanted is None else self._wanted
         if wanted is not None:
             return [] if wanted == self.version else self._folder.way_to(wanted), ""
