@@ -23,7 +23,7 @@ from elasticcb.callbacks.serving_signature import serving_inputs
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import server_file
 from elasticcb.clients.ps_servers import KnownServer
-from elasticcb.errors import CallbackError, CheckpointError, ElasticCBError, StoreError, UsageError
+from elasticcb.errors import CallbackError, CheckpointError, ElasticCBError, StoreError, UsageError, describe
 from elasticcb.master.keras_host import ModelHost
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.ps_admin import PSControl
@@ -209,11 +209,13 @@ class PeriodicExports:
             yield
         except (CallbackError, UsageError):
             raise
-        except (ElasticCBError, OSError) as error:
-            logger.warning("%s: %s", what, error)
+        except Exception as error:
+            is_known = isinstance(error, (ElasticCBError, OSError))
+            logger.warning("%s: %s", what, error, exc_info=not is_known)
+            reason = str(error) if is_known else f"{describe(error)}."
             if what not in self._troubles and not self._closing:
-                self._master.print(f"{what} can't be written now: {error} Training continues.")
-            self._troubles[what] = str(error)
+                self._master.print(f"{what} can't be written now: {reason} Training continues.")
+            self._troubles[what] = reason
         else:
             if self._troubles.pop(what, ""):
                 self._master.print(f"{what} can be written again.")

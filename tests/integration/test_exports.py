@@ -420,3 +420,13 @@ def test_a_full_export_that_fails_after_an_earlier_one_does_not_end_the_job():
         exports._current = earlier
         with pytest.raises(error, match="it can't be exported"):
             exports._files_of(full)
+
+
+def test_an_error_that_nobody_expects_does_not_end_the_exports():
+    exports = object.__new__(PeriodicExports)
+    vars(exports).update(_troubles={}, _closing=False, _master=MagicMock())
+    for _ in range(2):
+        with exports._forgiving("Exports"):
+            raise RuntimeError("can't start new thread")
+    said = "Exports can't be written now: RuntimeError: can't start new thread. Training continues."
+    exports._master.print.assert_called_once_with(said)
