@@ -202,6 +202,11 @@ def test_a_program_exports_to_a_store_and_at_the_end_what_it_has_trained(s3, mon
     weights = dict(enumerate(model.get_weights()))
     tables = {0: dict(enumerate(weights.pop(0))), 1: dict(zip(own.rows()[0], weights.pop(1), strict=True))}
     assert_same(Export(folder, way), weights, tables)
+    features = {name: tf.constant(values) for name, values in x.items()}
+    with elasticcb.ServedModel(url) as served:
+        answer = served.predict(features)
+    assert answer.version == now.version
+    np.testing.assert_allclose(answer["predictions"], model(features), atol=1e-6)
 
 
 class Asking:
