@@ -192,10 +192,14 @@ class ServedModel:
                 self._apply(self._ready(), way[versions.index(here.version) + 1 :])
                 return
             rest = bridge(self._folder.names(), here.version, {*versions}) if here.version < versions[-1] else []
-            with contextlib.suppress(CheckpointError):
+            try:
                 if rest:
                     self._apply(self._ready(), [*rest, *way[versions.index(version_of(rest[-1])) + 1 :]])
                     return
+            except StoreError:  # then the full export can't be read either
+                raise
+            except CheckpointError:
+                pass
         try:
             loaded = self._load(way[0], exporter)
         except CheckpointError:

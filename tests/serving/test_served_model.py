@@ -252,6 +252,26 @@ def test_a_store_that_did_not_answer_is_asked_again_soon(exports, monkeypatch):
         wait_until(lambda: model.version == 11)
 
 
+def test_a_store_that_is_away_for_a_moment_makes_nobody_load_a_full_export(exports, monkeypatch):
+    with ServedModel(exports.folder) as model:
+        files, loaded = model._folder.files, model._ready()
+
+        def without_deltas(name):
+            if name.startswith("delta"):
+                raise StoreError("The store is away.")
+            return files(name)
+
+        exports.train(1)
+        exports.full(20)
+        monkeypatch.setattr(model._folder, "files", without_deltas)
+        model.look()
+        assert (model.version, model.problem) == (10, "The store is away.")
+        monkeypatch.setattr(model._folder, "files", files)
+        model.look()
+        assert model._ready() is loaded
+        agrees(model, exports)
+
+
 def test_the_end_does_not_wait_for_a_store_that_does_not_answer(exports, monkeypatch):
     monkeypatch.setattr(served_model, "_END_SECONDS", 0.01)
     asked, answers = threading.Event(), threading.Event()
