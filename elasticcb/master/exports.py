@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5  # at the process that writes a full export
 _RETRY_SECONDS = 30.0  # after a full export that failed
+_DAY_SECONDS = 86_400.0
 _END_SECONDS = 5.0  # for the thread to clean up
 
 
@@ -199,8 +200,8 @@ class PeriodicExports:
     def _wait(self, seconds: float) -> None:
         ended = self._finishing
         with self._changed:
-            wakes = max(0.0, min(seconds, threading.TIMEOUT_MAX))
-            self._changed.wait_for(lambda: self._closing or self._finishing > ended, wakes)
+            for_now = max(0.0, min(seconds, _DAY_SECONDS))  # Python can't wait for any time
+            self._changed.wait_for(lambda: self._closing or self._finishing > ended, for_now)
 
     @contextlib.contextmanager
     def _forgiving(self, what: str) -> Iterator[None]:

@@ -435,3 +435,14 @@ def test_an_error_that_nobody_expects_does_not_end_the_exports():
             raise RuntimeError("can't start new thread")
     said = "Exports can't be written now: RuntimeError: can't start new thread. Training continues."
     exports._master.print.assert_called_once_with(said)
+
+
+def test_any_time_between_exports_can_be_waited_for():
+    exports = object.__new__(PeriodicExports)
+    vars(exports).update(_changed=threading.Condition(), _closing=False, _finishing=False)
+    waiting = threading.Thread(target=exports._wait, args=[float("inf")])
+    waiting.start()
+    with exports._changed:
+        exports._finishing = True
+        exports._changed.notify()
+    waiting.join()
