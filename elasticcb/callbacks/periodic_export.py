@@ -85,7 +85,7 @@ def _seconds(name: str, given: str | float) -> float:
         seconds = given if isinstance(given, (int, float)) and not isinstance(given, bool) else 0
     if not seconds > 0:
         raise ModelFileError(
-            f'PeriodicExport expects {name} as a time, such as "30s", "10m", "6h" or "2d", or as a number of seconds. '
-            f"Received: {given!r}."
+            f"PeriodicExport expects {name} as a time in whole seconds, minutes, hours, days or weeks, such as "
+            f'"30s", "10m", "6h" or "2d", or as a number of seconds, such as 0.5. Received: {given!r}.'
         )
     return float(seconds)

@@ -14,6 +14,7 @@ from elasticcb.cli.command import CONTEXT
 from elasticcb.errors import UsageError
 from elasticcb.process.log_files import print_line, quiet_environment, setup_logging, without_native_messages
 from elasticcb.security.credentials import is_loopback, token_of_environment
+from elasticcb.storage.remote_files import is_url
 
 TOKEN_VARIABLE = "ELASTICCB_SERVE_TOKEN"
 
@@ -44,6 +45,7 @@ def rollback(folder: str, version: int | None, undo: bool) -> None:
         raise UsageError("--undo and --version exclude each other. Give one of them.")
     exports = ServedFolder(folder)
     if undo:
+        exports.names() or exports.current()  # which says that it is another folder
         exports.unpin()
         print(f"{exports.place} is served in its newest version again.")
         return
@@ -143,7 +145,7 @@ def serve(
         from elasticcb.serving.server import serve as run
         from elasticcb.serving.service import ServeOptions
 
-    name = name or posixpath.basename(folder.rstrip("/"))
+    name = name or name_of(folder)
     given = ServeOptions(name=name, token=token_of_environment(TOKEN_VARIABLE), **options)
     check_libraries(given)
     _check(given, insecure)
@@ -151,6 +153,11 @@ def serve(
     with ServedModel(folder, version, wait=True, rows_on_disk=rows_on_disk) as model:
         model.follow(poll)
         run(model, listener, given, print_line)
+
+
+def name_of(folder: str) -> str:
+    """The name of a model that is exported to a folder or URL."""
+    return posixpath.basename(folder.rstrip("/") if is_url(folder) else os.path.abspath(folder))
 
 
 def _check(options: Any, insecure: bool) -> None:

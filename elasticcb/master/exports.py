@@ -23,7 +23,7 @@ from elasticcb.callbacks.serving_signature import serving_inputs
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.checkpoint.versions import server_file
 from elasticcb.clients.ps_servers import KnownServer
-from elasticcb.errors import CallbackError, ElasticCBError, StoreError, UsageError
+from elasticcb.errors import CallbackError, CheckpointError, ElasticCBError, StoreError, UsageError, describe
 from elasticcb.master.keras_host import ModelHost
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.ps_admin import PSControl
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.5  # at the process that writes a full export
 _RETRY_SECONDS = 30.0  # after a full export that failed
+_DAY_SECONDS = 86_400.0
 _END_SECONDS = 5.0  # for the thread to clean up
 
 
@@ -169,9 +170,11 @@ class PeriodicExports:
             if not self._closing:
                 self._take_full()
                 self._export()
-            while self._full is not None and not self._closing and (self._untold or self._is_behind(self._full.export)):
+            while self._full is not None and not self._closing and self._waits_for(self._full.export):
                 self._wait(_LOOK_SECONDS)
                 self._take_full()
+                if self._base is None and self._full is None:
+                    self._export()
         except CallbackError as error:
             self._failure = error
         except UsageError as error:
@@ -186,6 +189,10 @@ class PeriodicExports:
     def _ends(self) -> bool:
         return self._closing or self._finishing
 
+    def _waits_for(self, full: Export) -> bool:
+        """Whether the last version can't be reached without it, or only exported after it."""
+        return self._base is None or bool(self._untold) or self._is_behind(full)
+
     def _is_behind(self, newest: Export | _Point | None) -> bool:
         """Whether current.json does not lead to the newest version."""
         return newest is None or self._version < newest.version
@@ -193,7 +200,8 @@ class PeriodicExports:
     def _wait(self, seconds: float) -> None:
         ended = self._finishing
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._finishing > ended, max(seconds, 0.0))
+            for_now = max(0.0, min(seconds, _DAY_SECONDS))  # Python can't wait for any time
+            self._changed.wait_for(lambda: self._closing or self._finishing > ended, for_now)
 
     @contextlib.contextmanager
     def _forgiving(self, what: str) -> Iterator[None]:
@@ -202,11 +210,13 @@ class PeriodicExports:
             yield
         except (CallbackError, UsageError):
             raise
-        except (ElasticCBError, OSError) as error:
-            logger.warning("%s: %s", what, error)
+        except Exception as error:
+            is_known = isinstance(error, (ElasticCBError, OSError))
+            logger.warning("%s: %s", what, error, exc_info=not is_known)
+            reason = str(error) if is_known else f"{describe(error)}."
             if what not in self._troubles and not self._closing:
-                self._master.print(f"{what} can't be written now: {error} Training continues.")
-            self._troubles[what] = str(error)
+                self._master.print(f"{what} can't be written now: {reason} Training continues.")
+            self._troubles[what] = reason
         else:
             if self._troubles.pop(what, ""):
                 self._master.print(f"{what} can be written again.")
@@ -317,7 +327,7 @@ class PeriodicExports:
         unfinished = [full.export.name]
         with self._forgiving("Full exports"):
             try:
-                export = replace(full.export, files=tuple(full.process.files()))
+                export = replace(full.export, files=tuple(self._files_of(full)))
                 specs = self._ps.servers.specs
                 self._folder.finish(
                     export.name,
@@ -331,6 +341,14 @@ class PeriodicExports:
                 for name in (full.snapshot, *unfinished):
                     self._remove(name)
             self._publish()
+
+    def _files_of(self, full: _Full) -> Sequence[SavedFile]:
+        try:
+            return full.process.files()
+        except CallbackError as error:
+            if not self._current:
+                raise
+            raise CheckpointError(str(error)) from error  # the model has been exported: it is not the model
 
     def _publish(self) -> None:
         """Lets current.json lead to the newest version that can be reached, and removes old exports."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, written_parts
 from elasticcb.checkpoint.parts import load_model
 from elasticcb.checkpoint.remote import Files
 from elasticcb.checkpoint.shard_file import opened
-from elasticcb.errors import CheckpointError
+from elasticcb.errors import CheckpointError, StoreError
 from elasticcb.rpc.tensors import Array
 from elasticcb.serving.exports import Export
 from elasticcb.sharding.array_names import GONE, kind_of
@@ -51,23 +52,35 @@ class Delta(NamedTuple):
         return sum(array.nbytes for change in self.changes.values() for array in change)
 
 
+def export_manifest(files: Files) -> tuple[dict[str, Any], Export]:
+    """The manifest of an export. Raises `CheckpointError` if there is none, or it is that of something else."""
+    path = files.path(MANIFEST)
+    if not path.exists():
+        raise CheckpointError(f"The export {files.name} is not there, or not finished: it has no {MANIFEST}.")
+    manifest = read_manifest(path.parent)
+    return manifest, Export.of(manifest, files.name)
+
+
 def read_delta(files: Files, after: Export, specs: Sequence[VariableSpec]) -> Delta:
     """Reads a delta, whichever number of servers wrote it.
 
     Raises `CheckpointError` if it is damaged, does not follow `after`, or belongs to another model.
     """
-    folder = files.path(MANIFEST).parent
-    manifest = read_manifest(folder)
-    export = Export.of(manifest, files.name)
+    manifest, export = export_manifest(files)
     if (export.since, export.exporter, export.model) != (after.version, after.exporter, after.model):
         raise CheckpointError(
             f"The delta {files.name} follows version {export.since} of {export.model!r}, exported by run "
             f"{export.exporter}; expected version {after.version} of {after.model!r}, by run {after.exporter}. The "
             "next full export will be served."
         )
-    part = load_model(files, manifest, specs)
+    try:
+        part = load_model(files, manifest, specs)
+    except StoreError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"The delta {files.name} can't be applied: {error.__cause__ or error}") from error
     gone: dict[int, list[Array]] = {number: [] for number, spec in enumerate(specs) if spec.table}
-    for saved in itertools.chain.from_iterable(written.files for written in written_parts(manifest, folder)):
+    for saved in itertools.chain.from_iterable(written.files for written in written_parts(manifest, Path(files.name))):
         with opened(files.path(saved.name)) as file:
             for name in (name for name in file.keys() if kind_of(name) == GONE):  # noqa: SIM118 -- not a mapping
                 gone[int(name.partition("/")[2])].append(file.get_tensor(name))

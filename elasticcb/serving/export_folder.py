@@ -11,8 +11,9 @@ from typing import Any
 
 from elasticcb.checkpoint.manifest import MANIFEST, manifest_in, manifest_of
 from elasticcb.errors import CheckpointError, StoreError, UsageError
-from elasticcb.serving.exports import Export, version_of
+from elasticcb.serving.exports import CURRENT, Export, version_of
 from elasticcb.storage import durable
+from elasticcb.storage.durable import TEMPORARY
 from elasticcb.storage.folder_lock import FolderLock
 from elasticcb.storage.job_store import JobStore
 from elasticcb.storage.remote_files import is_url
@@ -90,7 +91,9 @@ class ExportFolder:
         """Removes what killed exporters have not finished; returns when each finished export was written, by name, and
         the newest version in a name."""
         written, newest = dict[str, float](), 0
-        for name in self._store.names(""):
+        for name in self._store.names("", unfinished=True):
+            if name.startswith(TEMPORARY) and CURRENT in name:
+                self._store.remove(name)
             newest = max(newest, version_of(name))
             if version_of(name) < 0 and not _SNAPSHOT.fullmatch(name):  # others are not ours
                 continue

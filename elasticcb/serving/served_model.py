@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticcb.checkpoint.manifest import MANIFEST, read_manifest, specs_in
+from elasticcb.checkpoint.manifest import MANIFEST, specs_in
 from elasticcb.checkpoint.shard_file import check_file
-from elasticcb.errors import CheckpointError, UsageError, describe
+from elasticcb.errors import CheckpointError, StoreError, UsageError, describe
 from elasticcb.rpc.tensors import Array
-from elasticcb.serving.deltas import Delta, read_delta
+from elasticcb.serving.deltas import Delta, export_manifest, read_delta
 from elasticcb.serving.exports import Export, bridge, version_of, way_to
 from elasticcb.serving.loaded_export import SIGNATURE, LoadedExport, ServingSignature
 from elasticcb.serving.served_folder import ServedFolder
@@ -22,7 +22,8 @@ from elasticcb.serving.served_folder import ServedFolder
 logger = logging.getLogger(__name__)
 
 _LOT_BYTES = 256 << 20  # of rows of deltas, that are applied together
-_PATIENCE = 10  # durations of a failed look, before the next one begins
+_PATIENCE = 10  # durations of a failed look, before the next one begins, unless only the store did not answer
+_END_SECONDS = 5.0  # for the thread to end
 
 
 class Predicted(dict[str, Array]):
@@ -67,7 +68,7 @@ class ServedModel:
         self._swapping = _Gate()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self.problem = ""
+        self.problem, self._patience = "", 0
         self.look()
         if self._model is None and not wait:
             self.close()
@@ -147,18 +148,21 @@ class ServedModel:
         while not self._closed.wait(pause):
             began = time.monotonic()
             self.look()
-            pause = max(every, _PATIENCE * (time.monotonic() - began)) if self.problem else every
+            pause = max(every, self._patience * (time.monotonic() - began))
 
     def look(self) -> None:
         """Looks once for what is to be served, and serves it; `problem` has what prevents that. Only one thread may
         call it."""
+        problem, self._patience = "", 0
         try:
             self._serve(*self._way())
-            problem = ""
-        except (CheckpointError, UsageError) as error:
+        except StoreError as error:
             problem = str(error)
+        except (CheckpointError, UsageError) as error:
+            problem, self._patience = str(error), _PATIENCE
         except Exception as error:  # TensorFlow's, a full disk
             problem = f"The exports in {self._folder.place} can't be served: {describe(error)}"
+            self._patience = _PATIENCE
         if problem and problem != self.problem:
             logger.warning("%s Serving %s.", problem, self._shown())
         elif self.problem and not problem:
@@ -169,26 +173,33 @@ class ServedModel:
         return "nothing yet" if self.version is None else f"version {self.version}"
 
     def _way(self) -> tuple[list[str], str]:
-        """The names of the full export and the deltas that lead to the wanted version, and its exporter; "": any."""
+        """The names of the full export and the deltas that lead to the wanted version, and its exporter; "": any. No
+        names: it is served already."""
         wanted = self._folder.pinned() if self._wanted is None else self._wanted
         if wanted is not None:
-            return self._folder.way_to(wanted), ""
+            return [] if wanted == self.version else self._folder.way_to(wanted), ""
         current = self._folder.current()
         return [current.full, *current.deltas], current.exporter
 
     def _serve(self, way: Sequence[str], exporter: str) -> None:
         """Serves what a way leads to. Raises `CheckpointError` if it can't; if the way may be of any version (it has an
         exporter), the best that it can is served then."""
+        if not way:
+            return
         here, versions = self.export, [version_of(name) for name in way]
         if here is not None and exporter in ("", here.exporter):
             if here.version in versions:
                 self._apply(self._ready(), way[versions.index(here.version) + 1 :])
                 return
             rest = bridge(self._folder.names(), here.version, {*versions}) if here.version < versions[-1] else []
-            with contextlib.suppress(CheckpointError):
+            try:
                 if rest:
                     self._apply(self._ready(), [*rest, *way[versions.index(version_of(rest[-1])) + 1 :]])
                     return
+            except StoreError:  # then the full export can't be read either
+                raise
+            except CheckpointError:
+                pass
         try:
             loaded = self._load(way[0], exporter)
         except CheckpointError:
@@ -215,9 +226,7 @@ class ServedModel:
 
     def _load(self, name: str, exporter: str = "") -> LoadedExport:
         with self._folder.files(name) as files:
-            folder = files.path(MANIFEST).parent
-            manifest = read_manifest(folder)
-            export = Export.of(manifest, files.name)
+            manifest, export = export_manifest(files)
             if exporter not in ("", export.exporter):
                 raise CheckpointError(
                     f"{files.name} was written by the run {export.exporter}, not by {exporter}, which wrote the newest "
@@ -225,7 +234,7 @@ class ServedModel:
                 )
             for saved in export.files:
                 check_file(files.path(saved.name), saved)
-            return LoadedExport(folder, export, specs_in(manifest), self._disk)
+            return LoadedExport(files.path(MANIFEST).parent, export, specs_in(manifest), self._disk)
 
     def _publish(self, loaded: LoadedExport) -> None:
         with self._swapping.writing():
@@ -256,10 +265,10 @@ class ServedModel:
         model.free(changes)
 
     def close(self) -> None:
-        """Ends `follow`. The model can still be used."""
+        """Ends `follow`, which may wait for a store in the background for a while. The model can still be used."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_END_SECONDS)
         self._folder.close()
 
     def __enter__(self) -> ServedModel:

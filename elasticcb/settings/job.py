@@ -154,7 +154,7 @@ _A_TIME: dict[str, Any] = {
     "unit": "TIME",
     "commands": TRAIN,
     "pattern": TIME,
-    "expected": "a time, such as 30s, 10m, 6h or 2d",
+    "expected": "a time in whole seconds, minutes, hours, days or weeks, such as 30s, 10m, 6h or 2d",
 }
 
 

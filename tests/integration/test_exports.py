@@ -26,7 +26,7 @@ from elasticcb.checkpoint.manifest import read_manifest, specs_in
 from elasticcb.checkpoint.parts import load_model
 from elasticcb.checkpoint.remote import Files
 from elasticcb.checkpoint.versions import find_latest
-from elasticcb.errors import ElasticCBError, ModelFileError
+from elasticcb.errors import CallbackError, CheckpointError, ElasticCBError, ModelFileError
 from elasticcb.master import exports as exports_of_master
 from elasticcb.master.exports import PeriodicExports
 from elasticcb.serving.export_folder import ExportFolder
@@ -199,6 +199,11 @@ def test_a_program_exports_to_a_store_and_at_the_end_what_it_has_trained(s3, mon
     weights = dict(enumerate(model.get_weights()))
     tables = {0: dict(enumerate(weights.pop(0))), 1: dict(zip(own.rows()[0], weights.pop(1), strict=True))}
     assert_same(Export(folder, way), weights, tables)
+    features = {name: tf.constant(values) for name, values in x.items()}
+    with elasticcb.ServedModel(url) as served:
+        answer = served.predict(features)
+    assert answer.version == now.version
+    np.testing.assert_allclose(answer["predictions"], model(features), atol=1e-6)
 
 
 class Asking:
@@ -380,7 +385,7 @@ def test_the_last_full_export_is_waited_for_if_nothing_else_leads_to_the_last_ve
     looks, exports = [], object.__new__(PeriodicExports)
     vars(exports).update(
         _changed=threading.Condition(), _closing=False, _finishing=True, _full=full, _untold=[], _version=told,
-        _folder=MagicMock(),
+        _base=SimpleNamespace(), _folder=MagicMock(),
     )  # fmt: skip
 
     def take_full():
@@ -393,3 +398,48 @@ def test_the_last_full_export_is_waited_for_if_nothing_else_leads_to_the_last_ve
     monkeypatch.setattr(exports, "_export", lambda: None)
     exports._run()
     assert full.process.close.called != is_waited_for
+
+
+def test_weights_that_are_set_at_the_end_are_exported_after_a_full_export_that_is_being_written(tmp_path):
+    class SetsWeights(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            self.model.set_weights([np.full_like(weight, 7) for weight in self.model.get_weights()])
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    folder = tmp_path / "exports"
+    with elasticcb.Cluster(kind="inprocess") as cluster:
+        callbacks = [PeriodicExport(folder, every="1h"), SetsWeights()]
+        cluster.fit(model, np.ones((16, 4)), np.ones((16, 1)), verbose=0, callbacks=callbacks)
+    now = current(folder)
+    assert_same(Export(folder, [now.full, *now.deltas]), {0: np.full((4, 1), 7), 1: np.full(1, 7)}, {})
+
+
+def test_a_full_export_that_fails_after_an_earlier_one_does_not_end_the_job():
+    process = MagicMock(**{"files.side_effect": CallbackError("it can't be exported")})
+    full, exports = SimpleNamespace(process=process), object.__new__(PeriodicExports)
+    for earlier, error in (("", CallbackError), ("{}", CheckpointError)):
+        exports._current = earlier
+        with pytest.raises(error, match="it can't be exported"):
+            exports._files_of(full)
+
+
+def test_an_error_that_nobody_expects_does_not_end_the_exports():
+    exports = object.__new__(PeriodicExports)
+    vars(exports).update(_troubles={}, _closing=False, _master=MagicMock())
+    for _ in range(2):
+        with exports._forgiving("Exports"):
+            raise RuntimeError("can't start new thread")
+    said = "Exports can't be written now: RuntimeError: can't start new thread. Training continues."
+    exports._master.print.assert_called_once_with(said)
+
+
+def test_any_time_between_exports_can_be_waited_for():
+    exports = object.__new__(PeriodicExports)
+    vars(exports).update(_changed=threading.Condition(), _closing=False, _finishing=False)
+    waiting = threading.Thread(target=exports._wait, args=[float("inf")])
+    waiting.start()
+    with exports._changed:
+        exports._finishing = True
+        exports._changed.notify()
+    waiting.join()

@@ -68,6 +68,7 @@ def test_what_a_killed_exporter_has_not_finished_is_removed_and_versions_go_on(o
         folder.begin(name.partition("/")[0])
         folder.put(name, b"half")
     folder.put("readme.txt", b"of the user's")
+    folder.put(".tmp-current.json-0a1b2c3d", b"{")
     folder.leave()
     folder = opened("first")
     assert folder.begin_again() == ({"full-00000005": 50.0, "delta-00000005-00000007": 70.0}, 9)
@@ -77,6 +78,7 @@ def test_what_a_killed_exporter_has_not_finished_is_removed_and_versions_go_on(o
     with JobStore(place if is_url(place) else f"file://{place}") as store:
         assert store.get("snapshot-of-mine/precious") == b"half"
         assert store.names("snapshot-00000009-0a1b2c3d") == []
+        assert not [name for name in store.names("", unfinished=True) if name.startswith(".tmp-")]
 
 
 def test_a_folder_that_its_owner_has_left_is_free(opened):

@@ -17,6 +17,7 @@ from waiting import wait_until
 
 from certificates import CA
 from elasticcb.cli.main import main
+from elasticcb.cli.serve import name_of
 from elasticcb.errors import UsageError
 from elasticcb.serving.served_model import ServedModel
 from elasticcb.serving.server import listener_at, serve
@@ -242,6 +243,17 @@ def is_refused(context, port):
 def test_wrong_flags_are_refused(tmp_path, flags, says, capsys):
     assert main(["serve", str(tmp_path), *flags]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_rollback_of_a_folder_without_exports_is_refused(tmp_path, capsys):
+    for flag in ("--undo", "--version=1"):
+        assert main(["serve", "rollback", str(tmp_path), flag]) == 1
+        assert "nothing was exported there yet" in capsys.readouterr().err
+
+
+def test_the_name_of_a_model_is_that_of_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert {name_of(folder) for folder in (".", f"{tmp_path}/", f"s3://models/{tmp_path.name}/")} == {tmp_path.name}
 
 
 def test_servers_that_start_at_the_same_time_do_not_share_a_port(exports):

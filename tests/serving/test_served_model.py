@@ -16,7 +16,8 @@ from stores import S3Server
 from waiting import wait_until
 
 import elasticcb
-from elasticcb.errors import CheckpointError, UsageError
+from elasticcb.errors import CheckpointError, StoreError, UsageError
+from elasticcb.serving import served_model
 from elasticcb.serving.exports import CURRENT
 from elasticcb.serving.served_folder import ServedFolder
 from elasticcb.serving.served_model import ServedModel
@@ -128,7 +129,7 @@ def of_another_model(exports, name):
     ("harm", "says"),
     [
         (damaged, "is damaged"),
-        (missing, "not a complete checkpoint"),
+        (missing, "is not there, or not finished"),
         (foreign, "exported by run other"),
         (of_another_model, "belongs to another model"),
     ],
@@ -245,6 +246,64 @@ def test_all_who_follow_a_folder_go_back_and_forth_with_it(exports):
         assert model.version == 12
         with pytest.raises(UsageError, match=r"does not keep version 7.*10, 11, 12"):
             folder.pin(7)
+
+
+def test_a_pinned_version_that_is_removed_remains_served_without_a_problem(exports):
+    with ServedModel(exports.folder) as model:
+        exports.train(1)
+        exports.full(20)
+        ServedFolder(exports.folder).pin(10)
+        shutil.rmtree(exports.folder / "full-00000010")
+        model.look()
+        assert (model.version, model.problem) == (10, "")
+
+
+def test_a_store_that_did_not_answer_is_asked_again_soon(exports, monkeypatch):
+    monkeypatch.setattr(served_model, "_PATIENCE", 1_000_000)
+    with ServedModel(exports.folder) as model:
+        current = model._folder.current
+
+        def away():
+            raise StoreError("The store is away.")
+
+        monkeypatch.setattr(model._folder, "current", away)
+        model.follow(0.01)
+        wait_until(lambda: "is away" in model.problem)
+        exports.train(1)
+        exports.delta(11)
+        monkeypatch.setattr(model._folder, "current", current)
+        wait_until(lambda: model.version == 11)
+
+
+def test_a_store_that_is_away_for_a_moment_makes_nobody_load_a_full_export(exports, monkeypatch):
+    with ServedModel(exports.folder) as model:
+        files, loaded = model._folder.files, model._ready()
+
+        def without_deltas(name):
+            if name.startswith("delta"):
+                raise StoreError("The store is away.")
+            return files(name)
+
+        exports.train(1)
+        exports.full(20)
+        monkeypatch.setattr(model._folder, "files", without_deltas)
+        model.look()
+        assert (model.version, model.problem) == (10, "The store is away.")
+        monkeypatch.setattr(model._folder, "files", files)
+        model.look()
+        assert model._ready() is loaded
+        agrees(model, exports)
+
+
+def test_the_end_does_not_wait_for_a_store_that_does_not_answer(exports, monkeypatch):
+    monkeypatch.setattr(served_model, "_END_SECONDS", 0.01)
+    asked, answers = threading.Event(), threading.Event()
+    with ServedModel(exports.folder) as model:
+        monkeypatch.setattr(model._folder, "pinned", lambda: (asked.set(), answers.wait(), 10)[-1])
+        model.follow(0.01)
+        asked.wait()
+    assert not answers.is_set()
+    answers.set()
 
 
 def test_exports_of_a_url_are_served_and_pinned(exports, monkeypatch):
