@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import datetime
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +82,10 @@ class TextReader(FileReader):
                     f"The reader parameter {name} is {value!r}. Expected one ASCII character other than a line break, "
                     "or '' for none."
                 )
+        switches = {"header": header, "skip_blank_lines": skip_blank_lines, "check_fields": check_fields}
+        for name, given in switches.items():
+            if given not in (True, False):
+                raise UsageError(f"The reader parameter {name} is {given!r}. Expected true or false.")
         if isinstance(columns, str):
             raise UsageError(f"The reader parameter columns is {columns!r}. Expected a list of names.")
         if not delimiter and (header or columns or column_dtypes):
@@ -120,6 +123,12 @@ class TextReader(FileReader):
         names, quote = self.metadata.column_names, self._dialect.quote
         if not names or quote not in (b"", b'"'):
             return None
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(
+                f"The column name {twice!r} occurs {names.count(twice)} times in {', '.join(names)}. Rename the "
+                "columns, or define a feed."
+            )
         unknown = [name for name in self._fill if name not in (*names, self.may_lack)]
         if unknown:
             raise UsageError(
@@ -230,9 +239,10 @@ class TextReader(FileReader):
                 hint = " If the first line is a header, set `header=True`." if record == 0 else ""
                 wrong = f"{value!r} is not a valid {check.type}. Correct the file or `column_dtypes`.{hint}"
                 if not value.strip():
+                    or_nan = "" if check.type in DATES else f", or column_dtypes={{{check.label!r}: 'float32'}}: NaN"
                     wrong = (
                         f"the field is empty, and {check.type} has no missing value. Set the reader parameter "
-                        f"fill_null={{{check.label!r}: value}}, or column_dtypes={{{check.label!r}: 'float32'}}: NaN."
+                        f"fill_null={{{check.label!r}: value}}{or_nan}."
                     )
                 raise DataError(f"{opened.file.name}, record {record} (line {line}), column {check.label}: {wrong}")
 
@@ -273,7 +283,7 @@ class _Check:
             return not self.required
         value = value.strip()
         if self.type in DATES:
-            return bool(DATES[self.type].fullmatch(value)) and _is_a_day(value[:10])
+            return bool(DATES[self.type].fullmatch(value)) and _exists(value.removesuffix("Z"))
         try:
             if np.dtype(self.type).kind == "f":
                 float(value)
@@ -286,9 +296,9 @@ class _Check:
             return False
 
 
-def _is_a_day(text: str) -> bool:
+def _exists(time: str) -> bool:
     try:
-        datetime.date.fromisoformat(text)
+        np.datetime64(time, "us")
     except ValueError:
         return False
     return True

@@ -99,23 +99,27 @@ def write(state: Mapping[str, Any]) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def without_draws(model: keras.Model, of_python: bool = True) -> Iterator[None]:
-    """Context whose random numbers do not count: generators of Keras that losses, metrics and methods of the user's use
-    are set back at the end, and so are Python's, NumPy's and PyTorch's, also those that these use, if `of_python`.
-    (Those of layers: first_batch.py, SharedAttributes.)
+    """Context whose random numbers do not count, nor other changes of variables besides the weights: those that losses,
+    metrics, methods of the user's and attributes of layers hold, such as Keras's generators, are set back at the end,
+    and so are the generators of Python, NumPy and PyTorch, also those that these use, if `of_python`. (Variables that
+    layers track: first_batch.py; other attributes: SharedAttributes.)
     """
     shared = global_state.get_global_attribute(_SEED_GENERATOR)
-    methods = {type(layer) for layer in layers_of(model) if own_modules.is_of_user(type(layer).__module__)}
-    roots = [getattr(model, "loss", None), model.metrics, methods, shared]
+    own = [layer for layer in layers_of(model) if own_modules.is_of_user(type(layer).__module__)]
+    untracked = [each for layer in own for each in vars(layer).values() if isinstance(each, tf.Variable)]
+    roots = [getattr(model, "loss", None), model.metrics, {*map(type, own)}, untracked, shared]
     found = list(objects_in(roots))
-    states = [each.state for each in found if isinstance(each, keras.random.SeedGenerator)]
-    before = [(state, np.array(state.numpy())) for state in states]
+    weights = {id(each) for each in model.weights}
+    kinds = (keras.Variable, tf.Variable)
+    variables = [each for each in found if isinstance(each, kinds) and id(each) not in weights]
+    before = [(each, np.array(keras.ops.convert_to_numpy(each))) for each in variables]
     own_draws = [(put, get()) for get, put in filter(None, map(draws_of, found))] if of_python else []
     python = read_python()
     try:
         yield
     finally:
-        for state, value in before:
-            state.assign(value)
+        for variable, value in before:
+            variable.assign(value)
         for put, drawn in own_draws:
             put(drawn)
         own = global_state.get_global_attribute(_SEED_GENERATOR)

@@ -34,8 +34,8 @@ class ServedFolder:
             return Current.of(self._store.get(CURRENT), posixpath.join(self.place, CURRENT))
         except FileNotFoundError:
             raise CheckpointError(
-                f"{self.place} has no {CURRENT}: nothing was exported there yet. Expected a folder that PeriodicExport "
-                "writes to."
+                f"{self.place} has no {CURRENT}: nothing was exported there yet. Expected a folder of --export_dir or "
+                "PeriodicExport, not of --output."
             ) from None
 
     def pinned(self) -> int | None:

@@ -115,7 +115,7 @@ def test_lines_without_names_ask_for_a_header(clicks: Path) -> None:
         ([",2026-11-29,1"], r"line 5\), column user: the field is empty, and int64 has .*fill_null=\{'user': value\}"),
         (["5,29.11.2026,1"], r"line 5\), column day: '29.11.2026' is not a valid date"),
         (["5,2026-02-30,1"], r"line 5\), column day: '2026-02-30' is not a valid date"),
-        (["5,,1"], r"line 5\), column day: the field is empty"),
+        (["5,,1"], r"line 5\), column day: the field is empty, .*fill_null=\{'day': value\}\.$"),
         (["5,2026,1"], r"line 5\), column day: '2026' is not a valid date"),
         (["5,2026-11-29 08:00:00,1"], r"line 5\), column day: '2026-11-29 08:00:00' is not a valid date"),
         (["5,today,1"], r"line 5\), column day: 'today' is not a valid date"),
@@ -150,6 +150,16 @@ def test_other_threads_read_as_before_while_a_wrong_value_is_looked_for(
     with pytest.raises(DataError, match=r"line 4\), column user: 'x' is not a valid int64"):
         explain(source.name, 0, source.count)
     assert read_meanwhile == [b"5,1", b"6,0", b"x,1"]
+
+
+def test_times_that_do_not_exist_and_names_that_occur_twice_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("t,y\n2026-11-29 08:00:00Z,1\n2026-11-29 25:00:00Z,1\n")
+    with pytest.raises(DataError, match=r"line 3\), column t: '2026-11-29 25:00:00Z' is not a valid timestamp"):
+        batch_of(read(path, header=True, label="y"))
+    path.write_text("a,a,y\n1,2,3\n")
+    with pytest.raises(DataError, match=r"name 'a' occurs 2 times in a, a, y"):
+        read(path, header=True, label="y").batches("training", 4)
 
 
 def test_large_integers_with_empty_fields_are_not_rounded(tmp_path: Path) -> None:

@@ -296,6 +296,7 @@ def test_a_value_of_the_wrong_dtype_is_named(
         ({"column_dtypes": {"b": "int64"}, "columns": ["a"]}, "contains the unknown column 'b'. The columns are a"),
         ({"column_dtypes": {0: "datetime64"}}, "'datetime64'. Expected NumPy's name"),
         ({"delimiter": "", "header": True}, "Set `delimiter`"),
+        ({"header": "yes"}, "header is 'yes'. Expected true or false"),
         ({"delimeter": ";"}, "Did you mean 'delimiter'"),
     ],
 )

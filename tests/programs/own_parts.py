@@ -139,6 +139,40 @@ def random_loss():
     return Given(model, x, y, test=(), then=then)
 
 
+@loss_or_metric("a loss and a layer that count their calls")
+def counting():
+    import tensorflow as tf
+
+    class Running(keras.losses.Loss):
+        def __init__(self):
+            super().__init__()
+            self.scale = keras.Variable(1.0, trainable=False)
+
+        def call(self, y_true, y_pred):
+            errors = ops.mean((y_true - y_pred) ** 2, -1)
+            self.scale.assign(0.9 * self.scale + 0.1 * ops.mean(errors))
+            return errors / (1e-3 + ops.stop_gradient(self.scale))
+
+    class Count(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.calls = tf.Variable(0.0, trainable=False)
+
+        def call(self, x):
+            if keras.backend.backend() != "tensorflow":
+                return x
+            self.calls.assign_add(1.0)
+            return x * (1 + 0.01 * self.calls)
+
+    model = compiled(keras.Sequential([keras.Input((6,)), Count(), layers.Dense(1)]), loss=Running())
+    x, y = normal(6), normal(1)
+
+    def then(fit):
+        return fit(model, x, y, epochs=2, batch_size=BATCH, shuffle=False, verbose=0)
+
+    return Given(model, x, y, test=(), then=then)
+
+
 @loss_or_metric("learned weights of tasks, with `add_loss`")
 def uncertainty_weighting():
     class Endpoint(layers.Layer):

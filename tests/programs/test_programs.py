@@ -24,16 +24,16 @@ NAMES = [name for name, case in CASES.items() if ON_TENSORFLOW or case.everywher
 
 # One of a kind, on TensorFlow and on the others; `make test-deep` has all.
 KEPT = (
-    "annealing", "annealing_eagerly", "average", "changed_globals", "curriculum", "deep_fm", "drawing_hooks",
-    "fixed_batch_size", "forgetful_config", "functional", "gan", "hooks_that_set", "lent_variable", "lookups",
-    "masked_lstm", "metrics_read_by_hooks", "metrics_that_do_not_add_up", "mixed_float16", "objects_without_config",
-    "optimizer_in_optimizer", "own_methods", "own_optimizers", "own_steps", "py_dataset", "saving",
-    "sequential_without_input", "set_back", "shared_temperature", "shuffled_dataset", "staged", "states_of_python",
-    "target_network", "transfer_learning", "variational_autoencoder",
+    "annealing", "annealing_eagerly", "average", "changed_globals", "counting", "curriculum", "deep_fm",
+    "drawing_hooks", "fixed_batch_size", "forgetful_config", "functional", "gan", "hooks_that_set", "lent_variable",
+    "lookups", "masked_lstm", "metrics_read_by_hooks", "metrics_that_do_not_add_up", "mixed_float16",
+    "objects_without_config", "optimizer_in_optimizer", "own_methods", "own_optimizers", "own_steps", "py_dataset",
+    "saving", "sequential_without_input", "set_back", "shared_temperature", "shuffled_dataset", "staged",
+    "states_of_python", "target_network", "transfer_learning", "variational_autoencoder",
 )  # fmt: skip
 KEPT_ELSEWHERE = (
-    "annealing", "annealing_eagerly", "boosted_optimizer", "changed_globals", "curriculum", "deep_fm", "drawing_hooks",
-    "forgetful_config", "lent_variable", "metrics_that_do_not_add_up", "metrics_with_state",
+    "annealing", "annealing_eagerly", "boosted_optimizer", "changed_globals", "counting", "curriculum", "deep_fm",
+    "drawing_hooks", "forgetful_config", "lent_variable", "metrics_that_do_not_add_up", "metrics_with_state",
     "objects_without_config", "optimizer_in_optimizer", "py_dataset", "random_loss", "saving",
     "shared_temperature", "staged", "target_network", "tied_autoencoder", "transfer_learning", "uneven_steps",
     "variational_autoencoder",
