@@ -154,7 +154,9 @@ class _Reading:
                     f"Offset {self.position} of {self.name} is not there any more: {error.str()}. Its retention is "
                     "shorter than the job's lag."
                 )
-            elif error.fatal() or (not error.retriable() and error.code() > 0):
+            elif error.fatal() or not (
+                error.retriable() or error.code() <= 0 or error.code() == KafkaError.REQUEST_TIMED_OUT
+            ):
                 raise StreamError(f"{self.name} can't be read from offset {self.position}: {error.str()}.")
 
 
