@@ -166,9 +166,12 @@ class Kafka(UnboundedSource):
 
     def beginning(self, records: int) -> tuple[str, int, int]:
         while True:
-            for name, found in self.partitions(()).items():
+            partitions = self.partitions(())
+            for name, found in partitions.items():
                 if found.end > found.first:
                     return name, found.first, min(found.first + records, found.end)
+            if all(found.stop is not None and found.stop <= found.start for found in partitions.values()):
+                raise DataError(f"{self} has no record, and the job ends with those that are there (`stop`).")
             if self._consumers.are_closed_within(0.5):
                 raise DataError(f"{self} was closed before it had a record.")
 

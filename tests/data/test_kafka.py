@@ -66,6 +66,11 @@ def test_latest_is_where_the_topic_ended_when_the_source_was_asked_first(source,
     assert found.partitions(())[f"{found.topic}/0"].start == 2
 
 
+def test_a_job_that_stops_at_the_newest_record_does_not_wait_for_the_first(source):
+    with pytest.raises(DataError, match="has no record"):
+        source([], stop="latest").beginning(8)
+
+
 def test_no_record_of_a_later_time_comes_before_the_stop(source, monkeypatch):
     found = source([b"1", b"2", b"3"], stop=time.time() - 1)
     for first, stop in [(None, None), (2, 2)]:
