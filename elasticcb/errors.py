@@ -60,11 +60,15 @@ class DataError(ElasticCBError):
     """Training, validation or prediction data can't be read; the message names the file and the record."""
 
 
-class DataChangedError(DataError):
+class SourceError(DataError):
+    """A file or a stream can't be read; none of its records is at fault."""
+
+
+class DataChangedError(SourceError):
     """A data file has changed since the job started; retrying does not help."""
 
 
-class StreamError(DataError):
+class StreamError(SourceError):
     """A source that grows can't be reached now; it is asked again."""
 
 

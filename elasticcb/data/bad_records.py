@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from elasticcb.data.reader import Reader
-from elasticcb.errors import DataChangedError, DataError, StreamError
+from elasticcb.errors import DataError, SourceError
 from elasticcb.storage.remote_files import is_url
 
 logger = logging.getLogger(__name__)
+
+_WHOLE_BATCHES = 64  # that are held until all are converted
 
 
 class BadRecords:
@@ -36,15 +38,19 @@ class BadRecords:
 
     def good_batches(self, name: str, start: int, end: int, size: int, rows: Callable[[Any], int]) -> Iterator[Any]:
         """The batches without bad records, of at most `size` records; `rows` is the number of examples of one."""
+        if self._reader.may_skip and end - start > _WHOLE_BATCHES * size:  # no count tells where an error is
+            for place in range(start, end, _WHOLE_BATCHES * size):
+                yield from self.good_batches(name, place, min(place + _WHOLE_BATCHES * size, end), size, rows)
+            return
         try:
-            if not self._keeps_order:
+            if not self._keeps_order or self._reader.may_skip:
                 yield from [*self._convert(name, start, end)]  # all or none
                 return
             for batch in self._convert(name, start, end):
                 start += rows(batch)
                 yield batch
             return
-        except (DataChangedError, StreamError):
+        except SourceError:
             raise
         except DataError as error:
             logger.debug("Records [%d, %d) of %s have a bad one: %s", start, end, name, error)
@@ -55,7 +61,7 @@ class BadRecords:
         """The batches of the good ones among these records, by halves."""
         try:
             batches = [*self._convert(name, start, end)]
-        except (DataChangedError, StreamError):
+        except SourceError:
             raise
         except DataError as error:
             if end - start == 1:

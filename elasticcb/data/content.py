@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import indexed_gzip
 
-from elasticcb.errors import DataChangedError, DataError
+from elasticcb.errors import DataChangedError, DataError, SourceError
 from elasticcb.storage.remote_files import is_url
 
 LOCAL_BLOCK_BYTES = 512 << 10  # fits in a core's cache while it is scanned several times
@@ -138,7 +138,7 @@ class RemoteFile(File):
         try:
             data: bytes = self._file_system.cat_file(self._path, start=start, end=stop)
         except Exception as error:
-            raise DataError(
+            raise SourceError(
                 f"Bytes [{start}, {stop}) of {self.name} can't be read: {type(error).__name__}: {error}"
             ) from error
         if len(data) != stop - start:
@@ -161,8 +161,8 @@ def _changed(name: str, before: Identity, now: Identity) -> DataChangedError:
     )
 
 
-def _gone(name: str, error: Exception) -> DataError:
-    return DataError(
+def _gone(name: str, error: Exception) -> SourceError:
+    return SourceError(
         f"{name} can't be read any more ({type(error).__name__}: {error}). Restore the file, and start the job again."
     )
 
@@ -182,7 +182,7 @@ def open_file(name: str, expected: Identity | None = None) -> File:
     except Exception as error:
         if expected is not None:
             raise _gone(name, error) from error
-        raise DataError(f"{name} can't be opened: {type(error).__name__}: {error}") from error
+        raise SourceError(f"{name} can't be opened: {type(error).__name__}: {error}") from error
     if expected is not None and not expected.matches(file.identity):
         raise _changed(name, expected, file.identity)
     return file
@@ -373,7 +373,7 @@ class SpooledContent(Content):
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise DataError(
+            raise SourceError(
                 f"{self.name} must be decompressed or decoded to a temporary file, but {tempfile.gettempdir()} is "
                 f"full after {self._size:,} bytes. Set TMPDIR to a folder with enough space, or convert the file to "
                 "gzip or plain UTF-8."
@@ -420,6 +420,6 @@ def _damage_named(name: str) -> Iterator[None]:
     except (OSError, EOFError, ValueError, zlib.error, indexed_gzip.ZranError) as error:
         if isinstance(error, indexed_gzip.ZranError) and isinstance(error.__cause__, DataError):
             raise error.__cause__ from None
-        raise DataError(
+        raise SourceError(
             f"{name} can't be decompressed: {error}. The file is damaged or incomplete. Write it again."
         ) from error

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import PurePosixPath
 
 from elasticcb.data.content import COMPRESSIONS
@@ -27,7 +28,7 @@ def endings_of(name: str) -> tuple[str, str]:
     return PurePosixPath(path.name.removesuffix(compression)).suffix, compression
 
 
-def list_files(origin: str, may_lack: bool = False) -> list[str]:
+def list_files(origin: str, may_lack: bool = False, before: Collection[str] = ()) -> list[str]:
     """The files of `origin`, sorted and without duplicates: absolute paths or URLs.
 
     `origin` is a path, a glob, a folder (searched recursively, following links), a URL of one of these, or several
@@ -36,6 +37,7 @@ def list_files(origin: str, may_lack: bool = False) -> list[str]:
 
     Args:
       may_lack: a part may match nothing.
+      before: names of an earlier listing: a new name of one of these files is not used.
 
     Raises `DataError` if a part matches nothing, a folder can't be listed, or a link in a folder is broken.
     """
@@ -49,7 +51,7 @@ def list_files(origin: str, may_lack: bool = False) -> list[str]:
             "commas."
         )
     return _with_readable_names(
-        _without_doubles(sorted({name for part in parts for name in _files_of(part, may_lack)}))
+        _without_doubles(sorted({name for part in parts for name in _files_of(part, may_lack)}), before)
     )
 
 
@@ -63,13 +65,19 @@ def _with_readable_names(names: list[str]) -> list[str]:
     return names
 
 
-def _without_doubles(names: Sequence[str]) -> list[str]:
+def _without_doubles(names: Sequence[str], before: Collection[str]) -> list[str]:
     first: dict[str, str] = {}  # names by real path
-    for name in names:
+    for name in sorted(names, key=lambda name: name not in before):
         kept = first.setdefault(name if is_url(name) else os.path.realpath(name), name)
         if kept != name:
-            logger.info("Skipping %s: it is the same file as %s, by links.", name, kept)
-    return list(first.values())
+            _log_once(logging.INFO, f"Skipping {name}: it is the same file as {kept}, by links.")
+    return sorted(first.values())
+
+
+@functools.lru_cache(1000)
+def _log_once(level: int, text: str) -> None:
+    """Folders may be listed every second."""
+    logger.log(level, "%s", text)
 
 
 def _files_of(part: str, may_lack: bool) -> list[str]:
@@ -171,7 +179,7 @@ def _entries_if_allowed(folder: str) -> list[os.DirEntry[str]]:
     try:
         return _entries(folder)
     except PermissionError as error:
-        logger.warning("Skipping the folder %s because it can't be listed: %s", folder, error)
+        _log_once(logging.WARNING, f"Skipping the folder {folder} because it can't be listed: {error}")
         return []
 
 

@@ -114,6 +114,7 @@ class GrowingFiles(UnboundedSource):
         found = {}
         for name in self._complete(known):
             count, layout = self.files.survey(name)
+            self._open_files([self._first, name])  # raises if their formats differ
             if count:
                 check_layout(name, layout, self._first, self._layout)
             self._counts[name] = count
@@ -135,8 +136,9 @@ class GrowingFiles(UnboundedSource):
     def _complete(self, known: Collection[str]) -> list[str]:
         """Complete files that are not known, in the order of their names. Raises `StreamError`."""
         try:
-            names = list_files(self._origin, may_lack=True)
-            new = [name for name in names if name not in known and name not in self._counts]
+            before = {*known, *self._counts}
+            names = list_files(self._origin, may_lack=True, before=before)
+            new = [name for name in names if name not in before]
             self._unsettled = {name: seen for name, seen in self._unsettled.items() if name in new}
             folders = {name.rpartition("/")[0] for name in new}
             done = {folder for folder in folders if _exists(f"{folder}/{_DONE}")}
@@ -164,6 +166,7 @@ class GrowingFiles(UnboundedSource):
     def close(self) -> None:
         closed, self._closed = self._closed, threading.Event()
         closed.set()
+        self._counts.clear()
 
 
 def _exists(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -70,6 +71,7 @@ class Kafka(UnboundedSource):
         self._headers = [headers] if isinstance(headers, str) else list(headers)
         connection_settings(config_file)  # an unreadable file is an error here
         self._consumers = Consumers(servers, topic, self.group, config_file)
+        self._starts: dict[str, int] = {}  # where partitions began that are not known yet
 
     @classmethod
     def of_url(cls, url: str, **params: Any) -> Kafka:
@@ -132,13 +134,17 @@ class Kafka(UnboundedSource):
         reading = import_extra("pyarrow.json", "parquet", "JSON")
         kinds = {name: pyarrow.type_for_alias(dtype) for name, dtype in self._columns.items()}
         options = reading.ParseOptions(explicit_schema=pyarrow.schema(kinds), unexpected_field_behavior="ignore")
-        lines = io.BytesIO(b"\n".join(value.replace(b"\n", b" ") for value in values))
+        texts = [value.replace(b"\n", b" ").strip() for value in values]
+        lines = io.BytesIO(b"\n".join(texts))
         try:
+            # A sole null would crash pyarrow. Where each line begins and ends like an object, each has one at least.
+            if not all(text.startswith(b"{") and text.endswith(b"}") for text in texts):
+                raise DataError("it is not an object")
             table = reading.read_json(lines, reading.ReadOptions(use_threads=False, block_size=1 << 30), options)
-            if table.num_rows != len(values) or not all(map(bytes.strip, values)):
-                raise pyarrow.ArrowInvalid("it is empty, or has several objects")
+            if table.num_rows != len(values):
+                raise DataError("it has several objects")
             return {name: self._column(name, table.column(name)) for name in self._columns}
-        except (pyarrow.ArrowInvalid, DataError) as error:
+        except (pyarrow.ArrowException, DataError) as error:
             if len(values) > 1:
                 for value, message in zip(values, messages, strict=True):  # the first bad one raises
                     self._parsed(name, [value], [message])
@@ -160,9 +166,12 @@ class Kafka(UnboundedSource):
 
     def beginning(self, records: int) -> tuple[str, int, int]:
         while True:
-            for name, found in self.partitions(()).items():
+            partitions = self.partitions(())
+            for name, found in partitions.items():
                 if found.end > found.first:
                     return name, found.first, min(found.first + records, found.end)
+            if all(found.stop is not None and found.stop <= found.start for found in partitions.values()):
+                raise DataError(f"{self} has no record, and the job ends with those that are there (`stop`).")
             if self._consumers.are_closed_within(0.5):
                 raise DataError(f"{self} was closed before it had a record.")
 
@@ -179,8 +188,10 @@ class Kafka(UnboundedSource):
                 name = f"{self.topic}/{number}"
                 first, end = consumer.get_watermark_offsets(place(name), timeout=ANSWER_SECONDS, cached=False)
                 is_later = bool(known) and name not in known
-                from_first = is_later or self._start == "earliest"
-                start = first if from_first else self._offset(consumer, name, self._start, end)
+                from_first = name in known or is_later or self._start == "earliest"
+                if not from_first and name not in self._starts:  # it counts when we look first, not when all is built
+                    self._starts[name] = self._offset(consumer, name, self._start, end)
+                start = first if from_first else self._starts[name]
                 stop = None if self._stop is None else self._stop_of(consumer, name, start if is_later else end)
                 found[name] = Partition(max(start, first), first, end, stop)
             return found
@@ -188,9 +199,11 @@ class Kafka(UnboundedSource):
     def _stop_of(self, consumer: Any, name: str, end: int) -> int | None:
         if self._stop == "latest":
             return end
-        if self.most is not None or time.time() < float(self._stop or 0) + _LATE_SECONDS:
+        late = time.time() - float(self._stop or 0)
+        if self.most is not None or late < 0:
             return None  # not known yet
-        return self._offset(consumer, name, self._stop, end)
+        found = _first_from(consumer, name, float(self._stop or 0))
+        return end if found is None and late >= _LATE_SECONDS else found
 
     def _offset(self, consumer: Any, name: str, when: Any, end: int) -> int:
         """The offset of the first message from a time on; `end` if there is none, or for "latest"."""
@@ -216,6 +229,7 @@ class Kafka(UnboundedSource):
 
     def close(self) -> None:
         self._consumers.close()
+        self._starts.clear()
 
 
 def _first_from(consumer: Any, name: str, time: float) -> int | None:
@@ -229,7 +243,9 @@ def _time_of(name: str, given: Any) -> float:
         if isinstance(given, str):
             when = datetime.fromisoformat(given.replace("Z", "+00:00"))
             return (when if when.tzinfo else when.replace(tzinfo=timezone.utc)).timestamp()
-        return float(given)
+        if math.isfinite(given):
+            return float(given)
+        raise ValueError("no time")
     except (TypeError, ValueError):
         more = ", or a number of records" if name == "stop" else ""
         others = '"latest"' if name == "stop" else '"earliest", "latest"'
@@ -242,7 +258,7 @@ def _time_of(name: str, given: Any) -> float:
 def _dtype_of(name: str, dtype: Any) -> str:
     try:
         found = str(dtype) if dtype == STRING else np.dtype(dtype).name
-        if found == STRING or np.dtype(found).kind in "iufb":
+        if found in (STRING, "bool", "float32", "float64") or np.dtype(found).kind in "iu":
             return found
     except TypeError:
         pass

@@ -124,7 +124,7 @@ class _Reading:
         self.consumer.assign([place(name, start)])
 
     def chunks(self, end: int, size: int) -> Iterator[list[Any]]:
-        """Lists of the messages before offset `end`; waits while the brokers are away. Raises `DataError`."""
+        """Lists of the messages before offset `end`; waits while the brokers are away. Raises `StreamError`."""
         while self.position < end:
             taken = self.consumer.consume(min(size, end - self.position), _STILL_SECONDS)
             if taken and taken[-1].error() is None and taken[-1].offset() < end and _are_records(taken):
@@ -133,10 +133,10 @@ class _Reading:
                 taken = list(self._taken(taken, end))
             yield from _parts(taken)
             if self._closed.is_set():
-                raise DataError(f"Reading {self.name} was stopped.")
+                raise StreamError(f"Reading {self.name} was stopped.")
 
     def _taken(self, messages: list[Any], end: int) -> Iterator[Any]:
-        """The messages before offset `end`, among which may be news of the partition. Raises `DataError`."""
+        """The messages before offset `end`, among which may be news of the partition. Raises `StreamError`."""
         from confluent_kafka import KafkaError
 
         for message in messages:
@@ -150,12 +150,14 @@ class _Reading:
             elif error.code() == KafkaError._PARTITION_EOF:
                 self.position = max(self.position, min(message.offset(), end))
             elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
-                raise DataError(
+                raise StreamError(
                     f"Offset {self.position} of {self.name} is not there any more: {error.str()}. Its retention is "
                     "shorter than the job's lag."
                 )
-            elif error.fatal() or (not error.retriable() and error.code() > 0):
-                raise DataError(f"{self.name} can't be read from offset {self.position}: {error.str()}.")
+            elif error.fatal() or not (
+                error.retriable() or error.code() <= 0 or error.code() == KafkaError.REQUEST_TIMED_OUT
+            ):
+                raise StreamError(f"{self.name} can't be read from offset {self.position}: {error.str()}.")
 
 
 def _are_records(messages: list[Any]) -> bool:

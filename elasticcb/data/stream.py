@@ -13,7 +13,7 @@ import numpy as np
 
 from elasticcb.data.reader import Reader
 from elasticcb.data.stacking import CHUNK_RECORDS, RaggedRows, flatten, in_batches, pack
-from elasticcb.errors import DataError, ElasticCBError
+from elasticcb.errors import DataError, ElasticCBError, SourceError
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -150,9 +150,8 @@ def read_range(reader: Reader, spec: Any, given: Range, size: int) -> Iterator[A
 
 
 def _unreadable(where: str, error: Exception) -> DataError:
-    return DataError(
-        f"{where} could not be read: {type(error).__name__}: {error}", user_traceback=traceback.format_exc()
-    )
+    kind = SourceError if isinstance(error, OSError) else DataError
+    return kind(f"{where} could not be read: {type(error).__name__}: {error}", user_traceback=traceback.format_exc())
 
 
 def spec_of_batches(spec: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from elasticcb.data.reader import Reader, Source
+from elasticcb.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +81,23 @@ class UnboundedSource(Reader):
 
     def close(self) -> None:
         """Closes the connections of this process."""
+
+
+def checked_partitions(source: UnboundedSource, known: Collection[str]) -> dict[str, Partition]:
+    """Calls `source.partitions`; NumPy's integers become Python's. Raises `DataError` if the result is invalid, and
+    the source's errors."""
+    given = source.partitions(known)
+    found = {}
+    try:
+        for name, each in given.items():
+            if not isinstance(name, str):
+                raise TypeError("a name is a str")
+            stop = None if each.stop is None else operator.index(each.stop)
+            start, first, end = map(operator.index, (each.start, each.first, each.end))
+            found[name] = Partition(start, first, end, stop)
+    except (AttributeError, TypeError) as error:
+        raise DataError(
+            f"{type(source).__name__}.partitions() returned {given!r}. Expected a dict of names, each with an "
+            "elasticcb.data.Partition whose offsets are integers."
+        ) from error
+    return found

@@ -247,6 +247,7 @@ class StreamRanges:
         waiting = growing.waiting_now
         count = min(waiting, self._settings.records_per_task)
         ends = growing.position + waiting in (growing.stop, growing.until)
+        ends = ends or (self._settings.in_order and len(self._turns) > 1)  # as files, which hold up the next one
         if ends or count == self._settings.records_per_task or self._now - growing.since >= _LINGER_SECONDS:
             return count
         return count - count % self._settings.minibatch_size

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 
-from elasticcb.data.unbounded import Partition, UnboundedSource
+from elasticcb.data.unbounded import Partition, UnboundedSource, checked_partitions
 from elasticcb.errors import CallbackWarning, StreamError
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.snapshot import PartitionLag
@@ -67,7 +67,7 @@ class StreamWatch:
     def _look(self) -> None:
         with self._master.state() as state:
             known = set() if state.queue is None or state.queue.stream is None else state.queue.stream.names
-        seen = self._source.partitions(known)
+        seen = checked_partitions(self._source, known)
         period = self._period(seen) if self._event_time else None
         with self._master.state() as state:
             state.stream_grew(seen, time.monotonic(), period)

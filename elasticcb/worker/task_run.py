@@ -23,6 +23,7 @@ from elasticcb.errors import (
     ElasticCBError,
     ModelFileError,
     NonFiniteError,
+    SourceError,
     TableError,
     describe,
     user_traceback,
@@ -224,7 +225,8 @@ class TaskRun:
         """Reports that the task failed with `error`."""
         session, task = self._session, self.task
         fatal = isinstance(error, _FATAL) or (isinstance(error, CallbackError) and task.type != pb.TRAIN_END)
-        if isinstance(error, DataError) and not isinstance(error.__cause__, OSError):  # a record stays as it is
+        is_away = isinstance(error, SourceError) or isinstance(error.__cause__, OSError)
+        if isinstance(error, DataError) and not is_away:  # a record stays as it is
             fatal = fatal or task.failures > 0
         if isinstance(error, ElasticCBError):
             message, trace = str(error), error.user_traceback

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from elasticcb.data import open_reader, read
 from elasticcb.data.bad_records import BadRecords
+from elasticcb.data.unbounded import Partition, UnboundedSource
 from elasticcb.errors import DataChangedError, DataError
 
 
@@ -65,6 +66,51 @@ def test_changed_data_is_no_bad_record(reader):
     bad = BadRecords(reader, convert, True, "")
     with pytest.raises(DataChangedError):
         [*bad.good_batches("a", 0, 4, 4, len)]
+
+
+def test_a_file_that_is_gone_has_no_bad_records(reader, tmp_path):
+    bad = BadRecords(reader, converter(reader), True, "")
+    (source,) = reader.sources()
+    (tmp_path / "data.csv").unlink()
+    with pytest.raises(DataError, match="can't be read any more"):
+        [*bad.good_batches(source.name, 0, 30, 4, len)]
+
+
+def test_a_source_that_can_t_be_reached_has_no_bad_records():
+    class Away(UnboundedSource):
+        element_spec = tf.TensorSpec((), tf.int64)
+
+        def partitions(self, known):
+            return {"a": Partition(0, 0, 10)}
+
+        def beginning(self, records):
+            return "a", 0, records
+
+        def read(self, name, start, end):
+            yield from range(start, 6)
+            raise ConnectionError("away")
+
+    batches = read(Away(), feed_batch=lambda records, mode, metadata: (records, records)).batches("training", 4)
+    bad = BadRecords(Away(), lambda *given: batches.batches([given]), True, "")
+    with pytest.raises(DataError, match="ConnectionError: away"):
+        [*bad.good_batches("a", 0, 8, 4, len)]
+    assert bad.take() == (0, "")
+
+
+def test_offsets_without_a_record_before_a_bad_one_repeat_nothing():
+    class Sparse:
+        may_skip = True
+
+    def convert(name, start, end):
+        for place in range(start, end, 4):
+            batch = [n for n in range(place, min(place + 4, end)) if n % 2]
+            if 201 in batch:
+                raise DataError("201 is bad")
+            yield batch
+
+    bad = BadRecords(Sparse(), convert, True, "")
+    found = [n for batch in bad.good_batches("a", 0, 1000, 2, len) for n in batch]
+    assert found == [n for n in range(1000) if n % 2 and n != 201]
 
 
 def test_a_folder_that_can_t_be_written_is_an_error(reader, tmp_path):

@@ -67,6 +67,31 @@ def test_a_file_of_other_columns_is_an_error_that_names_it(tmp_path):
         growing.partitions([str(tmp_path / "a.csv")])
 
 
+def test_a_file_of_another_format_is_an_error_that_names_it(tmp_path, growing):
+    known = write(tmp_path, "a.csv", 0, 3)
+    assert [*growing.partitions(())] == [known]
+    write(tmp_path, "notes.txt", 0, 3)
+    with pytest.raises(DataError, match=r"mixes formats: .*a\.csv \(csv\), .*notes\.txt \(text\)"):
+        growing.partitions([known])
+
+
+def test_a_file_that_gets_another_name_by_a_link_is_not_read_again(tmp_path, growing, caplog):
+    known = write(tmp_path, "b.csv", 0, 3)
+    assert [*growing.partitions(())] == [known]
+    (tmp_path / "a.csv").symlink_to(known)
+    with caplog.at_level("INFO"):
+        for _ in range(3):
+            assert growing.partitions([known]) == {}
+    assert len([each for each in caplog.messages if "the same file" in each]) == 1
+
+
+def test_a_closed_reader_can_be_used_again_for_all_files(tmp_path, growing):
+    name = write(tmp_path, "a.csv", 0, 3)
+    for _ in range(2):
+        assert [*growing.partitions(())] == [name]
+        growing.close()
+
+
 def test_settling_is_a_parameter(tmp_path):
     write(tmp_path, "a.csv", 0, 3, age=5)
     assert not open_reader(str(tmp_path), follow=True).partitions(())

@@ -55,6 +55,13 @@ def test_partitions_take_turns_or_follow_each_other():
     assert taken(in_order, 0.0) == ["a [0, 20)", "a [20, 40)", "b [0, 20)", "b [20, 40)"]
 
 
+def test_the_rest_of_a_file_is_not_waited_for_when_another_follows():
+    queue = make_stream(in_order=True)
+    queue.grow(there(a=25, b=7, c=21), 0.0)
+    assert taken(queue, 0.0) == ["a [0, 20)", "a [20, 25)", "b [0, 7)", "c [0, 20)"]
+    assert taken(queue, 1.1) == ["c [20, 21)"]
+
+
 def test_workers_go_on_with_the_partitions_that_they_read():
     queue = make_stream()
     queue.grow(there(a=800, b=800, c=800, d=800), 0.0)
