@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -84,15 +83,21 @@ class StreamWatch:
             assert stream is not None
             end, before, positions = stream.period if stream.in_period else 0.0, stream.period, stream.positions
         positions = {**{name: found.start for name, found in seen.items()}, **positions}
+        next_ones = {name: max(positions[name], found.first) for name, found in seen.items()}
+        waiting = {name: offset for name, offset in next_ones.items() if offset < seen[name].end}
+        now = time.time()
         if not end:
-            next_ones = {name: max(positions[name], found.first) for name, found in seen.items()}
-            waiting = {name: offset for name, offset in next_ones.items() if offset < seen[name].end}
-            times = list(filter(None, itertools.starmap(self._source.time_of, waiting.items())))
+            times = [min(self._source.time_of(*each) or now, now) for each in waiting.items()]
             if not times:
                 return None
             end = max(min(times) // self._event_time * self._event_time, before) + self._event_time
         offsets = {name: self._source.offset_at(name, end) for name in positions}
-        is_late = time.time() > end + _LATE_SECONDS
+        for name, offset in waiting.items():
+            # After a record with a time in the future, no offset is found by time.
+            found = offsets[name]
+            if found is not None and found <= offset and not end <= self._source.time_of(name, offset) <= now:
+                offsets[name] = None
+        is_late = now > end + _LATE_SECONDS
         rest = {name: found.end for name, found in seen.items()} if is_late else {}
         known = {name: rest.get(name) if offset is None else offset for name, offset in offsets.items()}
         return Period(end, {name: offset for name, offset in known.items() if offset is not None})
