@@ -140,7 +140,7 @@ def serve(
     os.environ.update(quiet_environment("INFO"))
     setup_logging("serve", "INFO", logging.StreamHandler(sys.stderr))
     with without_native_messages():
-        from elasticcb.serving.served_model import ServedModel
+        from elasticcb.serving.served_model import ServedModel, check_every
         from elasticcb.serving.server import check_libraries, listener_at
         from elasticcb.serving.server import serve as run
         from elasticcb.serving.service import ServeOptions
@@ -149,10 +149,10 @@ def serve(
     given = ServeOptions(name=name, token=token_of_environment(TOKEN_VARIABLE), **options)
     check_libraries(given)
     _check(given, insecure)
+    check_every(poll)
     listener = listener_at(given.host, given.port)
     with ServedModel(folder, version, wait=True, rows_on_disk=rows_on_disk) as model:
-        model.follow(poll)
-        run(model, listener, given, print_line)
+        run(model, listener, given, poll, print_line)
 
 
 def name_of(folder: str) -> str:

@@ -38,7 +38,7 @@ class BadRecords:
 
     def good_batches(self, name: str, start: int, end: int, size: int, rows: Callable[[Any], int]) -> Iterator[Any]:
         """The batches without bad records, of at most `size` records; `rows` is the number of examples of one."""
-        if self._reader.may_skip and end - start > _WHOLE_BATCHES * size:  # no count tells where an error is
+        if self._reader.may_skip and end - start > _WHOLE_BATCHES * size:  # no count gives the place of an error
             for place in range(start, end, _WHOLE_BATCHES * size):
                 yield from self.good_batches(name, place, min(place + _WHOLE_BATCHES * size, end), size, rows)
             return

@@ -112,7 +112,7 @@ def _end_with_master() -> None:
 
 def _write(model: bytes, snapshot: str, to: str) -> list[SavedFile]:
     with TemporaryFolder() if is_url(to) else contextlib.nullcontext(Path(to)) as place:
-        folder = place / _MODEL if is_url(to) else place  # the lock of a temporary folder is no part of the export
+        folder = place / _MODEL if is_url(to) else place  # without the lock of a temporary folder
         version = _write_saved_model(model, snapshot, folder)
         durable.sync_all(folder)
         files = files_below(folder)

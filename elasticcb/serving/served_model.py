@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from elasticcb.serving.served_folder import ServedFolder
 logger = logging.getLogger(__name__)
 
 _LOT_BYTES = 256 << 20  # of rows of deltas, that are applied together
-_PATIENCE = 10  # durations of a failed look, before the next one begins, unless only the store did not answer
+_PATIENCE = 3  # durations of a failed look, before the next one begins, unless only the store did not answer
 _END_SECONDS = 5.0  # for the thread to end
 
 
@@ -42,7 +42,7 @@ class ServedModel:
     Args:
         folder: folder or URL that `PeriodicExport` writes to.
         version: serve only this one; None: the newest, or the one that `elasticcb serve rollback` has pinned.
-        wait: if there is nothing usable yet, `follow` loads the first export; else, that is an error.
+        wait: `follow` loads the first export, once there is one; else, it is loaded here.
         rows_on_disk: local folder for the rows of embedding tables, in files that are mapped into memory; None: they
             are in memory.
 
@@ -69,10 +69,11 @@ class ServedModel:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self.problem, self._patience = "", 0
-        self.look()
-        if self._model is None and not wait:
-            self.close()
-            raise CheckpointError(self.problem)
+        if not wait:
+            self.look()
+            if self._model is None:
+                self.close()
+                raise CheckpointError(self.problem)
 
     @property
     def folder(self) -> str:
@@ -129,21 +130,24 @@ class ServedModel:
             raise CheckpointError(f"No model is served yet. {self.problem}")
         return self._model
 
-    def follow(self, every: float = 1.0) -> None:
+    def follow(self, every: float = 1.0, then: Callable[[], None] = lambda: None) -> None:
         """Starts a thread that looks for new versions, and serves them, until `close`.
 
         Args:
             every: seconds between two looks.
+            then: called in the thread after its first look.
 
         Raises `UsageError` if nobody can wait for that long.
         """
-        if not 0 < every <= threading.TIMEOUT_MAX:  # also not a number
-            raise UsageError(f"The time between two looks is {every} s. Expected a positive number of seconds.")
+        check_every(every)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._follow, args=[every], name="follow", daemon=True)
+            self._thread = threading.Thread(target=self._follow, args=[every, then], name="follow", daemon=True)
             self._thread.start()
 
-    def _follow(self, every: float) -> None:
+    def _follow(self, every: float, then: Callable[[], None]) -> None:
+        if self._model is None:
+            self.look()
+        then()
         pause = every
         while not self._closed.wait(pause):
             began = time.monotonic()
@@ -276,6 +280,12 @@ class ServedModel:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def check_every(seconds: float) -> None:
+    """Raises `UsageError` if nobody can wait for that long between two looks."""
+    if not 0 < seconds <= threading.TIMEOUT_MAX:  # also not a number
+        raise UsageError(f"The time between two looks is {seconds} s. Expected a positive number of seconds.")
 
 
 class _Gate:

@@ -170,18 +170,22 @@ def _taken(host: str, port: int, error: OSError) -> UsageError:
     )
 
 
-def serve(model: ServedModel, listener: socket.socket, options: ServeOptions, say: Callable[[str], None]) -> None:
-    """Serves a model until SIGINT or SIGTERM; then finishes the requests that it has.
+def serve(
+    model: ServedModel, listener: socket.socket, options: ServeOptions, poll: float, say: Callable[[str], None]
+) -> None:
+    """Serves a model, and follows its versions, until SIGINT or SIGTERM; then finishes the requests that it has. It
+    answers for its health while the first version is loaded.
 
     Args:
-        say: is given the addresses.
+        poll: as `every` of `ServedModel.follow`.
+        say: is given the addresses, after the first look.
     """
     with listener, contextlib.suppress(KeyboardInterrupt):  # before the server listens to signals
-        asyncio.run(_serve(model, listener, options, say))
+        asyncio.run(_serve(model, listener, options, poll, say))
 
 
 async def _serve(
-    model: ServedModel, listener: socket.socket, options: ServeOptions, say: Callable[[str], None]
+    model: ServedModel, listener: socket.socket, options: ServeOptions, poll: float, say: Callable[[str], None]
 ) -> None:
     import uvicorn
 
@@ -216,7 +220,8 @@ async def _serve(
                 listener.listen()  # who reads the address may connect
             except OSError as error:  # another, which started at the same time
                 raise _taken(host, port, error) from None
-            say(f"{'https' if options.tls_cert else 'http'}://{shown}:{port}/v1/models/{options.name}")
+            address = f"{'https' if options.tls_cert else 'http'}://{shown}:{port}/v1/models/{options.name}"
+            model.follow(poll, lambda: say(address))
             await EndingServer(config).serve([listener])
     finally:
         service.close()

@@ -223,6 +223,12 @@ def test_folder_without_exports_is_an_error_or_waited_for(tmp_path):
         exports.full(1)
         wait_until(lambda: model.version == 1)
         agrees(model, exports)
+    looked = threading.Event()
+    with ServedModel(exports.folder, wait=True) as model:
+        assert (model.version, model.problem) == (None, "")  # health can be told before a large model is loaded
+        model.follow(60.0, looked.set)
+        assert looked.wait(60)
+        assert model.version == 1
 
 
 def test_all_who_follow_a_folder_go_back_and_forth_with_it(exports):
