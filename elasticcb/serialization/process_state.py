@@ -112,7 +112,7 @@ def without_draws(model: keras.Model, of_python: bool = True) -> Iterator[None]:
     weights = {id(each) for each in model.weights}
     kinds = (keras.Variable, tf.Variable)
     variables = [each for each in found if isinstance(each, kinds) and id(each) not in weights]
-    before = [(each, np.array(keras.ops.convert_to_numpy(each))) for each in variables]
+    before = [(each, np.array(each.numpy())) for each in variables]
     own_draws = [(put, get()) for get, put in filter(None, map(draws_of, found))] if of_python else []
     python = read_python()
     try:

@@ -150,6 +150,10 @@ class MadeExports:
         now = time.time()
         return Export(version, since, self.exporter, "small", version, now)
 
+    def publish(self, version: int) -> None:
+        """Makes the newest delta current, whose version this is."""
+        self._finish(self._export(version, None))
+
     def _finish(self, export: Export) -> None:
         self.version = export.version
         for ids in (*self._changed.values(), *self._gone.values()):

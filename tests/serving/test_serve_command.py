@@ -57,9 +57,10 @@ def test_served_model_follows_training_through_faults_and_goes_back(exports, tmp
         before = served.predict(FEATURES)
 
         exports.train(4)
-        name = exports.delta(4)
+        name = exports.delta(4, current=False)
         path = exports.folder / name / "0.safetensors"
         path.write_bytes(path.read_bytes()[:-1])
+        exports.publish(4)
         wait_until(lambda: "is damaged" in served.health["problem"])
         assert served.metric("problem") == 1
         assert served.get("/readyz").status_code == 200
