@@ -225,7 +225,8 @@ class Kafka(UnboundedSource):
 
     def trained(self, offsets: Mapping[str, int]) -> None:
         with self._consumers.asking("a commit") as consumer:
-            consumer.commit(offsets=[place(*each) for each in offsets.items()], asynchronous=False)
+            # Nobody waits for it: it may take as long as no broker is the group's coordinator.
+            consumer.commit(offsets=[place(*each) for each in offsets.items()], asynchronous=True)
 
     def close(self) -> None:
         self._consumers.close()
