@@ -64,6 +64,10 @@ class _Growing:
     def has_ended(self) -> bool:
         return self.stop is not None and self.position >= self.stop
 
+    @property
+    def is_through_period(self) -> bool:
+        return self.until is not None and self.position >= self.until
+
 
 class StreamRanges:
     """Draws ranges like `ShardOrder`, as records come, in epochs.
@@ -174,7 +178,7 @@ class StreamRanges:
     def _end_period(self) -> None:
         """Ends the epoch if all records of its period are handed out."""
         parts = self._partitions.values()
-        if self.in_period and all(each.until is not None and each.position >= each.until for each in parts):
+        if self.in_period and all(each.has_ended or each.is_through_period for each in parts):
             self._epoch_ended, self.in_period = True, False
 
     @property

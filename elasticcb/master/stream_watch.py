@@ -81,10 +81,12 @@ class StreamWatch:
             assert state.queue is not None
             stream = state.queue.stream
             assert stream is not None
-            end, before, positions = stream.period if stream.in_period else 0.0, stream.period, stream.positions
-        positions = {**{name: found.start for name, found in seen.items()}, **positions}
-        next_ones = {name: max(positions[name], found.first) for name, found in seen.items()}
-        waiting = {name: offset for name, offset in next_ones.items() if offset < seen[name].end}
+            end, before = stream.period if stream.in_period else 0.0, stream.period
+            positions, ends = stream.positions, stream.ends
+        for name, found in seen.items():  # a source need not tell of those that have not grown
+            positions[name] = max(positions.get(name, found.start), found.first)
+            ends[name] = found.end if found.stop is None else min(found.end, found.stop)
+        waiting = {name: offset for name, offset in positions.items() if offset < ends[name]}
         now = time.time()
         if not end:
             times = [min(self._source.time_of(*each) or now, now) for each in waiting.items()]
@@ -94,13 +96,12 @@ class StreamWatch:
         offsets = {name: self._source.offset_at(name, end) for name in positions}
         for name, offset in waiting.items():
             # After a record with a time in the future, no offset is found by time.
-            found = offsets[name]
-            if found is not None and found <= offset and not end <= self._source.time_of(name, offset) <= now:
+            later = offsets[name]
+            if later is not None and later <= offset and not end <= self._source.time_of(name, offset) <= now:
                 offsets[name] = None
         is_late = now > end + _LATE_SECONDS
-        rest = {name: found.end for name, found in seen.items()} if is_late else {}
-        known = {name: rest.get(name) if offset is None else offset for name, offset in offsets.items()}
-        return Period(end, {name: offset for name, offset in known.items() if offset is not None})
+        bounds = {name: ends[name] if offset is None and is_late else offset for name, offset in offsets.items()}
+        return Period(end, {name: offset for name, offset in bounds.items() if offset is not None})
 
     def _warn_if_it_grows(self, lag: int, come: int) -> None:
         now = time.monotonic()

@@ -180,7 +180,7 @@ TIMED = """
         has_times = True
 
         def __init__(self, path):
-            self.path = path
+            self.path, self.told = path, {}
 
         @property
         def times(self):
@@ -188,7 +188,10 @@ TIMED = """
                 return json.load(file)
 
         def partitions(self, known):
-            return {name: Partition(0, 0, len(own)) for name, own in self.times.items()}
+            now = {name: len(own) for name, own in self.times.items()}
+            grown = {name: end for name, end in now.items() if name not in known or end != self.told.get(name)}
+            self.told = now
+            return {name: Partition(0, 0, end) for name, end in grown.items()}
 
         def time_of(self, name, offset):
             return self.times[name][offset]

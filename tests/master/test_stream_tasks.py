@@ -124,6 +124,17 @@ def test_an_epoch_has_the_records_of_a_period_of_event_time():
     assert list(queue.stream.period_ends.values()) == [60.0, 240.0, 300.0]
 
 
+def test_a_partition_that_stops_within_a_period_does_not_hold_it_open():
+    queue = make_stream(num_epochs=9, event_time=60.0)
+    seen = {"a": Partition(0, 0, 30, stop=30), "b": Partition(0, 0, 50)}
+    queue.grow(seen, 0.0, Period(60.0, {"a": 40, "b": 20}))
+    assert sorted(taken(queue, 0.5)) == ["a [0, 20)", "a [20, 30)", "b [0, 20)"]
+    assert reached(queue) == [(EPOCH_DONE, 0)]
+    queue.grow(seen, 0.6, Period(120.0, {"b": 50}))
+    assert taken(queue, 0.6) == ["b [20, 40)", "b [40, 50)"]
+    assert reached(queue) == [(EPOCH_DONE, 1)]
+
+
 def test_a_stream_without_epochs_is_one():
     queue = make_stream()
     queue.grow(there(a=40), 0.0)
