@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import keras
 
-from elasticcb.callbacks.placement import runs_on
+from elasticcb.callbacks.placement import check_in_job, runs_on
 from elasticcb.errors import ModelFileError
 from elasticcb.settings.choices import seconds_of
 from elasticcb.storage.local_folders import problem_of_folder
@@ -33,7 +34,7 @@ class PeriodicExport(keras.callbacks.Callback):
         keep: exports older than this are removed, unless the newest version needs them.
 
     Raises:
-        ModelFileError: an argument is invalid.
+        ModelFileError: an argument is invalid; or, before training, it is in Keras's own `fit`.
 
     Example:
 
@@ -61,6 +62,9 @@ class PeriodicExport(keras.callbacks.Callback):
         self.every = _seconds("every", every)
         self.full_every = _seconds("full_every", full_every)
         self.keep = _seconds("keep", keep)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        check_in_job(self)
 
     def on_export_end(self, version: int, path: str) -> None:
         """An export is complete, and `current.json` is up to date: for steps of your own. Called on the master.

@@ -192,6 +192,13 @@ _PLACE_ATTRIBUTE = "_elasticcb_runs_on"
 CallbackClass = TypeVar("CallbackClass", bound=type)
 
 
+def check_in_job(callback: Any) -> None:
+    """Raises `ModelFileError` in plain Keras, where `callback` would do nothing."""
+    if "worker_id" not in (callback.params or {}):
+        name = type(callback).__name__
+        raise ModelFileError(f"{name} does nothing in Keras's own fit. Remove it, or train by elasticcb.Cluster().fit.")
+
+
 def runs_on(place: str) -> Callable[[CallbackClass], CallbackClass]:
     """Class decorator: run all hooks of a callback on the master, or all hooks on the workers.
 

@@ -112,7 +112,9 @@ def _check_kind(name: str, array: Array, spec: tf.TensorSpec) -> None:
         return
     if array.dtype.kind not in kinds:
         raise _wrong_kind(name, spec)
-    if spec.dtype.is_integer and (array.min() < spec.dtype.min or array.max() > spec.dtype.max):
+    if np.can_cast(array.dtype, spec.dtype.as_numpy_dtype) or not spec.dtype.is_integer:
+        return
+    if array.min() < spec.dtype.min or array.max() > spec.dtype.max:
         raise UsageError(f"The input {name!r} contains numbers that {spec.dtype.name} can't represent.")
 
 

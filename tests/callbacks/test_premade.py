@@ -18,8 +18,10 @@ from elasticcb.callbacks import (
     LearningRateScheduler,
     MaxStepsStopper,
     MaxStepsStopping,
+    PeriodicExport,
     Place,
     PredictionOutputsProcessor,
+    ProgressiveMetrics,
     SummaryWriter,
 )
 from elasticcb.errors import CallbackError, ModelFileError
@@ -30,6 +32,12 @@ def compiled(optimizer: keras.optimizers.Optimizer | None) -> keras.Model:
     if optimizer is not None:
         model.compile(optimizer, "mse")
     return model
+
+
+@pytest.mark.parametrize("callback", [PeriodicExport("exports"), ProgressiveMetrics()])
+def test_what_only_a_job_can_do_is_refused_in_plain_keras(callback: keras.callbacks.Callback) -> None:
+    with pytest.raises(ModelFileError, match=r"does nothing in Keras's own fit"):
+        compiled(keras.optimizers.SGD()).fit(np.ones((4, 2)), np.ones(4), verbose=0, callbacks=[callback])
 
 
 class TestPredictionOutputsProcessor:
