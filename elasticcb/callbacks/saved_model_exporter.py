@@ -25,7 +25,7 @@ from elasticcb.callbacks.serving_signature import add_serving_endpoint
 from elasticcb.errors import CallbackError, describe, user_traceback
 from elasticcb.process.devices import hide_gpus
 from elasticcb.process.import_path import python_code
-from elasticcb.process.system import is_full
+from elasticcb.process.system import is_full, show_as
 from elasticcb.serialization import carry
 from elasticcb.serialization.reducers import Hollow
 from elasticcb.storage import durable
@@ -239,6 +239,7 @@ def main() -> int:
     """The entry point of the other process."""
     from elasticcb.callbacks.serving_signature import add_serving_endpoint
 
+    show_as("export")
     given = Path(sys.argv[1])
     try:
         content = carry.loads((given / _MODEL).read_bytes())

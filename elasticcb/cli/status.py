@@ -22,6 +22,7 @@ from elasticcb.cluster.kubernetes.api import KubernetesAPI, KubernetesError
 from elasticcb.cluster.kubernetes.pods import JOB_LABEL, ROLE_LABEL
 from elasticcb.errors import ConnectionLostError, UsageError
 from elasticcb.master.snapshot import JobSnapshot, format_metric
+from elasticcb.settings import JOB_FILE
 from elasticcb.storage import durable
 from elasticcb.storage.remote_files import is_url
 
@@ -177,7 +178,10 @@ def _listed(folder: Path, begun: float) -> dict[str, str]:
 
 def _state_of(folder: Path) -> tuple[str, dict[str, Any]]:
     """The phase of a job, or why it is unknown; and its document, as far as it is known."""
-    unknown: dict[str, Any] = {"name": "", "command": folder.name.partition("-")[0], "loss": None, "metrics": {}}
+    unknown: dict[str, Any] = {"name": "", "command": "", "loss": None, "metrics": {}}
+    with contextlib.suppress(OSError, ValueError):
+        document = durable.read_document(folder / JOB_FILE)
+        unknown |= {each: str(document.get(each, "")) for each in ("name", "command")}
     try:
         ended = how_it_ended(folder)
         if ended is not None:

@@ -18,7 +18,7 @@ from elasticcb.callbacks.saved_model_exporter import environment_of_exports
 from elasticcb.checkpoint.shard_file import SavedFile
 from elasticcb.errors import CallbackError, CheckpointError, describe
 from elasticcb.process.import_path import python_code
-from elasticcb.process.system import is_full
+from elasticcb.process.system import is_full, show_as
 from elasticcb.serving.exports import IDS, WEIGHTS
 from elasticcb.storage import durable
 from elasticcb.storage.job_store import JobStore
@@ -89,6 +89,7 @@ class FullExport:
 
 def main() -> int:
     """The entry point of the process."""
+    show_as("full export")
     threading.Thread(target=_end_with_master, daemon=True).start()
     given, snapshot, to = sys.argv[1:]
     result: dict[str, Any]

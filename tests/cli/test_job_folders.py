@@ -105,6 +105,8 @@ def test_jobs_are_listed_newest_first_with_what_is_known_of_them(jobs, capsys):
     }
     durable.write_document(jobs / "jobs" / "train-mnist-20260102-120000" / STATUS_FILE, failed)
     durable.write_document(jobs / "jobs" / "train-mnist-20260101-120000" / STATUS_FILE, {**failed, "metrics": [7]})
+    settings = {"name": "mnist", "command": "predict"}
+    durable.write_document(jobs / "jobs" / "evaluate-mnist-20260102-120000-12" / JOB_FILE, settings)
     (jobs / "jobs" / "notes").mkdir()
     assert main(["jobs", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
@@ -113,6 +115,7 @@ def test_jobs_are_listed_newest_first_with_what_is_known_of_them(jobs, capsys):
         ("failed", "2026-01-02 12:00:00", "loss 0.2500, val_auc 0.5000"),
         ("lost", "2026-01-01 12:00:00", "-"),
     ]
+    assert [job["command"] for job in listed] == ["predict", "train", "-"]
     assert listed[1]["folder"] == "jobs/train-mnist-20260102-120000"
     assert main(["jobs"]) == 0
     assert capsys.readouterr().out.splitlines()[0].split() == [
