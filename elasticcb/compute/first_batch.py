@@ -53,9 +53,11 @@ def told_with_batch(
     except Exception as error:
         if isinstance(error, ValueError) and "No loss to compute" in str(error):
             raise ModelFileError(f"{spec.words.model} has no loss. {spec.loss_advice}") from error
+        if advice := _advice(error):
+            vars(error).setdefault("__notes__", []).append(advice)  # which Python shows from 3.11 on
         raise ModelFileError(
             f"{spec.words.model} can't run on the first batch: "
-            f"{explain(error) or describe(error)}{_advice(error)}{_shown(batch, mode)}",
+            f"{explain(error) or describe(error)}{advice}{_shown(batch, mode)}",
             user_traceback(error),
         ) from error
 

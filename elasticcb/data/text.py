@@ -188,6 +188,8 @@ class TextReader(FileReader):
         content = opened_content(file, compression, b"" if index is None else index.seek_points)
         if self._encoding not in ("utf-8", "utf-8-sig", "ascii"):
             content = decoded(content, self._encoding)
+        elif content.read(0, 2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise DataError(f"{file.name} is not {self._encoding}. Set the reader parameter encoding=utf-16.")
         if index is not None:
             assert index.places is not None
             return _OpenedText(self, file, content, index.places, compression, True, dict(index.details))

@@ -136,6 +136,8 @@ def test_other_encodings_arrive_as_utf8(tmp_path: Path) -> None:
     ]
     with pytest.raises(DataError, match=r"c.csv, line 2, is not valid cp1252"):
         records_of(written(tmp_path / "c.csv", b"1,a\n2,\x81\n"), encoding="cp1252")
+    with pytest.raises(DataError, match=r"is not utf-8. Set .* encoding=utf-16"):
+        records_of(written(tmp_path / "d.csv", "1,a\n2,b\n".encode("utf-16")))
 
 
 @pytest.mark.parametrize("ending", [".gz", ""])

@@ -6,6 +6,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import elasticcb
 from elasticcb.errors import JobFailedError, UsageError
@@ -122,6 +123,14 @@ def test_data_that_lasts_for_all_epochs_is_not_warned_of(cluster):
 def test_callback_that_is_none_is_refused(callbacks, words, cluster):
     with pytest.raises(TypeError, match=words):
         cluster.fit(make(), X, Y, callbacks=callbacks)
+
+
+def test_error_of_keras_that_texts_are_no_numbers_has_a_note_on_what_to_do(cluster):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    error = raised(lambda on: on.fit(model, tf.constant([["a"]] * 8), np.ones((8, 1)), verbose=0), cluster)
+    assert "Cast string to float" in str(error)
+    assert "column_dtypes" in error.__notes__[-1]
 
 
 def test_error_of_the_user_shows_the_users_own_frames(cluster):
