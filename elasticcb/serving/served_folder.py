@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import posixpath
 from pathlib import Path
 
@@ -20,13 +21,15 @@ class ServedFolder:
     """A folder or URL that `PeriodicExport` writes to. Not thread-safe.
 
     All methods raise `CheckpointError`, and `StoreError` if it can't be reached; the constructor `UsageError`, if it is
-    a URL that can't be used.
+    a file, or a URL that can't be used.
     """
 
     def __init__(self, place: str | Path) -> None:
         if is_url(str(place)) and (problem := problem_of(str(place))):
             raise UsageError(f"{without_password(str(place))} {problem}")
         self.place = str(place) if is_url(str(place)) else str(Path(place).expanduser().absolute())
+        if os.path.isfile(self.place):
+            raise UsageError(f"{self.place} is a file. Expected the folder or URL of --export_dir or PeriodicExport.")
         self._store = JobStore(self.place)
 
     def current(self) -> Current:

@@ -342,9 +342,9 @@ def test_exports_of_a_url_are_served(exports, name):
             agrees(model, exports)
 
 
-@pytest.mark.parametrize("place", ["nosuch://clicks", "s3://"])
-def test_url_that_can_not_be_used_is_refused(place):
-    with pytest.raises(UsageError, match=r"can't be used|names no bucket"):
+@pytest.mark.parametrize("place", ["nosuch://clicks", "s3://", __file__])
+def test_place_that_can_not_be_used_is_refused(place):
+    with pytest.raises(UsageError, match=r"can't be used|names no bucket|is a file"):
         ServedModel(place, wait=True)
 
 
