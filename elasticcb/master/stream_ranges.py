@@ -56,17 +56,13 @@ class _Growing:
         return max(self.end - self.position, 0)
 
     @property
-    def waiting_now(self) -> int:
-        """Those of the period."""
-        return self.waiting if self.until is None else min(self.waiting, self.until - self.position)
-
-    @property
     def has_ended(self) -> bool:
         return self.stop is not None and self.position >= self.stop
 
     @property
-    def is_through_period(self) -> bool:
-        return self.until is not None and self.position >= self.until
+    def limits(self) -> list[int]:
+        """Where the partition ends, and its part of the period, as far as is known."""
+        return [each for each in (self.stop, self.until) if each is not None]
 
 
 class StreamRanges:
@@ -178,7 +174,7 @@ class StreamRanges:
     def _end_period(self) -> None:
         """Ends the epoch if all records of its period are handed out."""
         parts = self._partitions.values()
-        if self.in_period and all(each.has_ended or each.is_through_period for each in parts):
+        if self.in_period and all(each.limits and each.position >= min(each.limits) for each in parts):
             self._epoch_ended, self.in_period = True, False
 
     @property
@@ -248,13 +244,11 @@ class StreamRanges:
         """Records of a partition to draw now."""
         if self._settings.event_time and not self.in_period:
             return 0
-        waiting = growing.waiting_now
-        count = min(waiting, self._settings.records_per_task)
-        ends = growing.position + waiting in (growing.stop, growing.until)
-        ends = ends or (self._settings.in_order and len(self._turns) > 1)  # as files, which hold up the next one
-        if ends or count == self._settings.records_per_task or self._now - growing.since >= _LINGER_SECONDS:
-            return count
-        return count - count % self._settings.minibatch_size
+        end, most = min([growing.end, *growing.limits]), self._settings.records_per_task
+        count = min(max(end - growing.position, 0), most)
+        holds_up = self._settings.in_order and len(self._turns) > 1  # the next file
+        is_last = end in growing.limits or holds_up or self._now - growing.since >= _LINGER_SECONDS
+        return count if is_last or count == most else count - count % self._settings.minibatch_size
 
     # ------------------------------------------------------------ lag, and saving
 

@@ -135,6 +135,18 @@ def test_a_partition_that_stops_within_a_period_does_not_hold_it_open():
     assert reached(queue) == [(EPOCH_DONE, 1)]
 
 
+def test_records_that_are_removed_may_be_more_than_those_of_the_period():
+    queue = make_stream(num_epochs=9, event_time=60.0, skips_lost=True)
+    queue.grow(there(a=30, b=10), 0.0, Period(60.0, {"a": 10}))  # of b, more may come
+    gone = {"a": Partition(start=0, first=15, end=30), "b": Partition(0, 0, 10)}
+    queue.grow(gone, 0.1, Period(60.0, {"a": 10}))
+    assert taken(queue, 0.5) == ["b [0, 10)"]
+    queue.grow(gone, 0.6, Period(60.0, {"a": 10, "b": 10}))
+    assert reached(queue) == [(EPOCH_DONE, 0)]
+    queue.grow(gone, 0.7, Period(120.0, {"a": 30, "b": 10}))
+    assert taken(queue, 0.7) == ["a [15, 30)"]
+
+
 def test_a_stream_without_epochs_is_one():
     queue = make_stream()
     queue.grow(there(a=40), 0.0)
