@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from elasticcb.master.job_machine import Wake
+from elasticcb.master.events import Wake
 from elasticcb.process.signals import raise_if_interrupted, uninterrupted
 
 _LOOK_SECONDS = 0.1  # between checks for Ctrl-C, which does not interrupt waits here
