@@ -404,7 +404,7 @@ class JobMachine:
         return decision
 
     @event(_if_any)
-    def stream_grew(self, seen: Mapping[str, Partition], now: float, period: Period | None = None) -> bool:
+    def stream_grew(self, seen: Mapping[str, Partition], now: float, period: Period | None) -> bool:
         """What is there of a stream's partitions by now. Returns whether somebody has to act on it."""
         if self.queue is None or self.queue.stream is None or self.over:
             return False

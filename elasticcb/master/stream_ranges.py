@@ -93,7 +93,7 @@ class StreamRanges:
 
     # ------------------------------------------------------------ growing
 
-    def grow(self, seen: Mapping[str, Partition], now: float, period: Period | None = None) -> str:
+    def grow(self, seen: Mapping[str, Partition], now: float, period: Period | None) -> str:
         """What is there by now; of a new period of event time, or of the present one. Returns a message about records
         that were lost; "": none.
 
