@@ -81,18 +81,18 @@ class StreamWatch:
             assert state.queue is not None
             stream = state.queue.stream
             assert stream is not None
-            end, before = stream.period if stream.in_period else 0.0, stream.period
+            in_period, end = stream.in_period, stream.period
             positions, ends = stream.positions, stream.ends
         for name, found in seen.items():  # a source need not tell of those that have not grown
             positions[name] = max(positions.get(name, found.start), found.first)
             ends[name] = found.end if found.stop is None else min(found.end, found.stop)
         waiting = {name: offset for name, offset in positions.items() if offset < ends[name]}
         now = time.time()
-        if not end:
+        if not in_period:
             times = [min(self._source.time_of(*each) or now, now) for each in waiting.items()]
             if not times:
                 return None
-            end = max(min(times) // self._event_time * self._event_time, before) + self._event_time
+            end = max(min(times) // self._event_time * self._event_time, end) + self._event_time
         offsets = {name: self._source.offset_at(name, end) for name in positions}
         for name, offset in waiting.items():
             # After a record with a time in the future, no offset is found by time.
