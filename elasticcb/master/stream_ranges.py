@@ -72,6 +72,7 @@ class StreamRanges:
     worker gets those that it read before: its readers continue, and what they have read ahead is used.
 
     Attributes:
+        event_time: as in `QueueSettings`.
         records, all_records: drawn in this epoch, and in all.
         lost: records that were removed.
         period: where the present period of event time ends, or else the last one; 0: there was none.
@@ -80,7 +81,7 @@ class StreamRanges:
     """
 
     def __init__(self, settings: QueueSettings) -> None:
-        self._settings = settings
+        self._settings, self.event_time = settings, settings.event_time
         self.records = self.all_records = self.lost = 0
         self._partitions: dict[str, _Growing] = {}
         self._turns: dict[str, None] = {}  # names of those with waiting records, the next one first
@@ -242,7 +243,7 @@ class StreamRanges:
 
     def _ready(self, growing: _Growing) -> int:
         """Records of a partition to draw now."""
-        if self._settings.event_time and not self.in_period:
+        if self.event_time and not self.in_period:
             return 0
         end, most = min([growing.end, *growing.limits]), self._settings.records_per_task
         count = min(max(end - growing.position, 0), most)
