@@ -190,7 +190,7 @@ class Kafka(UnboundedSource):
                 is_later = bool(known) and name not in known
                 from_first = name in known or is_later or self._start == "earliest"
                 if not from_first and name not in self._starts:  # it counts when we look first, not when all is built
-                    offset = None if self._start == "latest" else _first_from(consumer, name, self._start)
+                    offset = None if self._start == "latest" else _first_from(consumer, name, float(self._start))
                     self._starts[name] = end if offset is None else offset
                 start = first if from_first else self._starts[name]
                 stop = None if self._stop is None else self._stop_of(consumer, name, start if is_later else end)
