@@ -69,6 +69,8 @@ class StreamWatch:
         seen = checked_partitions(self._source, known)
         period = self._period(seen)
         with self._master.state() as state:
+            if self._stopped.is_set():  # the job may be another one by now
+                return
             state.stream_grew(seen, time.monotonic(), period)
         if time.monotonic() - self._told_at >= _TELL_SECONDS:
             self._told_at = time.monotonic()

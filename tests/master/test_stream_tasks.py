@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections import Counter
+from unittest.mock import MagicMock
 
 import pytest
 from task_queues import EPOCH_DONE, TRAINING_DONE, reached
 
 from elasticcb.data.unbounded import Partition
 from elasticcb.errors import DataError
+from elasticcb.master import stream_watch
 from elasticcb.master.stream_ranges import Period
 from elasticcb.master.task import DecisionKind, QueueSettings
 from elasticcb.master.task_queue import TaskQueue
@@ -145,6 +148,27 @@ def test_records_that_are_removed_may_be_more_than_those_of_the_period():
     assert reached(queue) == [(EPOCH_DONE, 0)]
     queue.grow(gone, 0.7, Period(120.0, {"a": 30, "b": 10}))
     assert taken(queue, 0.7) == ["a [15, 30)"]
+
+
+def test_a_look_that_ends_after_its_job_tells_the_next_job_nothing(monkeypatch):
+    monkeypatch.setattr(stream_watch, "_END_SECONDS", 0.01)
+    asked, answers = threading.Event(), threading.Event()
+    source, master = MagicMock(look_seconds=0.001), MagicMock()
+    state = master.state.return_value.__enter__.return_value
+    state.queue.stream.event_time, state.queue.stream.names = 0.0, set()
+
+    def partitions(known):
+        asked.set()
+        answers.wait()
+        return there(a=5)
+
+    source.partitions = partitions
+    watch = stream_watch.StreamWatch(source, master)
+    asked.wait()
+    watch.close()
+    answers.set()
+    watch._thread.join()
+    state.stream_grew.assert_not_called()
 
 
 def test_a_stream_without_epochs_is_one():
