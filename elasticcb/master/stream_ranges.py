@@ -64,6 +64,10 @@ class _Growing:
         """Where the partition ends, and its part of the period, as far as is known."""
         return [each for each in (self.stop, self.until) if each is not None]
 
+    @property
+    def is_at_limit(self) -> bool:
+        return any(self.position >= each for each in self.limits)
+
 
 class StreamRanges:
     """Draws ranges like `ShardOrder`, as records come, in epochs.
@@ -115,12 +119,14 @@ class StreamRanges:
                 stories.append(self.lose(Shard(name, known.position, found.first)))
                 known.position = found.first
             known.stop = found.stop if known.stop is None else known.stop
-            end = found.end if known.stop is None else min(found.end, known.stop)
-            if end > known.end:
-                known.since = now if not known.waiting else known.since
-                known.end = end
+            end = max(found.end, known.end)
+            if end > known.end and not known.waiting:
+                known.since = now
+            known.end = end if known.stop is None else min(end, known.stop)
             if known.waiting:
                 self._turns.setdefault(name)
+            else:
+                self._turns.pop(name, None)
         if period is not None:
             self._bound(period)
         return " ".join(stories)
@@ -175,7 +181,7 @@ class StreamRanges:
     def _end_period(self) -> None:
         """Ends the epoch if all records of its period are handed out."""
         parts = self._partitions.values()
-        if self.in_period and all(each.limits and each.position >= min(each.limits) for each in parts):
+        if self.in_period and all(each.is_at_limit for each in parts):
             self._epoch_ended, self.in_period = True, False
 
     @property
@@ -228,7 +234,7 @@ class StreamRanges:
     def _next(self) -> str | None:
         found = [name for name in self._turns if self._ready(self._partitions[name])]
         if self._settings.in_order:
-            first = next(iter(self._turns), None)
+            first = next((name for name in self._turns if not self._partitions[name].is_at_limit), None)
             return first if first in found else None
         return next(filter(self._suits, found), found[0] if found else None)
 

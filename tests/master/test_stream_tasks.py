@@ -150,6 +150,31 @@ def test_records_that_are_removed_may_be_more_than_those_of_the_period():
     assert taken(queue, 0.7) == ["a [15, 30)"]
 
 
+def test_a_stop_that_is_known_later_than_records_after_it_is_not_passed():
+    queue = make_stream()
+    queue.grow(there(a=50), 0.0)
+    queue.grow({"a": Partition(0, 0, 60, stop=30)}, 0.1)
+    assert taken(queue, 0.1) == ["a [0, 20)", "a [20, 30)"]
+    assert reached(queue) == [(EPOCH_DONE, 0), (TRAINING_DONE, 0)]
+    assert queue.stream.ends == {"a": 30}
+
+
+def test_a_partition_whose_records_were_all_removed_does_not_hold_up_the_next_one():
+    queue = make_stream(in_order=True, skips_lost=True)
+    queue.grow(there(a=20, b=20), 0.0)
+    queue.grow({"a": Partition(0, 20, 20)}, 0.1)
+    assert taken(queue, 0.1) == ["b [0, 20)"]
+
+
+def test_in_order_a_partition_that_is_through_its_period_does_not_hold_up_the_next_one():
+    queue = make_stream(in_order=True, num_epochs=9, event_time=60.0)
+    queue.grow(there(a=40, b=30), 0.0, Period(60.0, {"a": 20, "b": 10}))
+    assert taken(queue, 0.1) == ["a [0, 20)", "b [0, 10)"]
+    assert reached(queue) == [(EPOCH_DONE, 0)]
+    queue.grow({}, 0.2, Period(120.0, {"a": 40, "b": 30}))
+    assert taken(queue, 0.2) == ["a [20, 40)", "b [10, 30)"]
+
+
 def test_a_look_that_ends_after_its_job_tells_the_next_job_nothing(monkeypatch):
     monkeypatch.setattr(stream_watch, "_END_SECONDS", 0.01)
     asked, answers = threading.Event(), threading.Event()
