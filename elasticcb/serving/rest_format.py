@@ -150,20 +150,19 @@ def answer_to(request: Request, outputs: Mapping[str, Array]) -> bytes:
 
 def _json_of(name: str, array: Array) -> Any:
     if array.dtype.kind == "O":
-        return _map_leaves(array.tolist(), lambda text: _text(name, text))
+        return _told(name, array.tolist())
     if array.dtype.kind not in "biuf":  # bfloat16
         array = array.astype(np.float32)
     return array.tolist()
 
 
-def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    return [_map_leaves(each, function) for each in value] if isinstance(value, list) else function(value)
-
-
-def _text(name: str, text: bytes) -> Any:
+def _told(name: str, value: Any) -> Any:
+    """Bytes as strings, in lists as given."""
+    if isinstance(value, list):
+        return [_told(name, each) for each in value]
     try:
         if not name.endswith("_bytes"):
-            return text.decode()
+            return value.decode()
     except UnicodeDecodeError:
         pass
-    return {"b64": base64.b64encode(text).decode()}
+    return {"b64": base64.b64encode(value).decode()}
