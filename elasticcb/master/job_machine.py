@@ -89,7 +89,6 @@ class JobMachine:
     """The state of one job, and of the processes that run one job after another.
 
     Args:
-        roster: the processes of the cluster.
         separate: whether workers are processes; threads never count as hung.
         settings: settings of the job; None before the first one.
         datasets: pickled functions that create per-worker datasets, by number.

@@ -21,7 +21,6 @@ class Locked(Generic[Value]):
     """`with locked() as value:` is the only access to the value. Blocks of one thread may be nested.
 
     Args:
-        value: initial value.
         settle: carries out the effects of a block, still under the lock, and returns which threads to wake. It is
             called when a block ends, and before it waits.
     """
