@@ -62,7 +62,7 @@ def make_serving_app(service: ModelService) -> Starlette:
         body = await _body_of(request, options.max_body)
         began, status = time.perf_counter(), 200
         try:
-            parsed = await _in_thread_if(len(body) > _IN_THREAD_BYTES, read_request, body, model.signature)
+            parsed = await _in_thread_if(len(body) > _IN_THREAD_BYTES, read_request, body, model)
             answer = await service.predict(parsed.features, parsed.signature, version)
             large = sum(output.nbytes for output in answer.values()) > _IN_THREAD_BYTES
             content = await _in_thread_if(large, answer_to, parsed, answer)
