@@ -232,10 +232,10 @@ class StreamRanges:
         return shard
 
     def _next(self) -> str | None:
-        found = [name for name in self._turns if self._ready(self._partitions[name])]
-        if self._settings.in_order:
+        if self._settings.in_order:  # of files, there may be many
             first = next((name for name in self._turns if not self._partitions[name].is_at_limit), None)
-            return first if first in found else None
+            return first if first is not None and self._ready(self._partitions[first]) else None
+        found = [name for name in self._turns if self._ready(self._partitions[name])]
         return next(filter(self._suits, found), found[0] if found else None)
 
     def _suits(self, name: str) -> bool:

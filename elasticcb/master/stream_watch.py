@@ -80,10 +80,8 @@ class StreamWatch:
         """The period of event time of the epoch, as far as is known by now; None: it has no record yet, or epochs are
         no periods. A record that comes after its period counts to the next one."""
         with self._master.state() as state:
-            assert state.queue is not None
-            stream = state.queue.stream
-            assert stream is not None
-            if not stream.event_time:
+            stream = None if state.queue is None else state.queue.stream
+            if stream is None or not stream.event_time:
                 return None
             seconds, in_period, end = stream.event_time, stream.in_period, stream.period
             positions, ends = stream.positions, stream.ends
