@@ -69,7 +69,7 @@ class StreamWatch:
         seen = checked_partitions(self._source, known)
         period = self._period(seen)
         with self._master.state() as state:
-            if self._stopped.is_set():  # the job may be another one by now
+            if self._stopped.is_set():  # the next job may have begun
                 return
             state.stream_grew(seen, time.monotonic(), period)
         if time.monotonic() - self._told_at >= _TELL_SECONDS:
@@ -77,8 +77,8 @@ class StreamWatch:
             self._tell()
 
     def _period(self, seen: Mapping[str, Partition]) -> Period | None:
-        """The period of event time of the epoch, as far as is known by now; None: it has no record yet, or epochs are
-        no periods. A record that comes after its period counts to the next one."""
+        """The period of event time of the epoch, as far as is known by now; None: it has no record yet, or epochs don't
+        end by event time. A record that comes after its period counts to the next one."""
         with self._master.state() as state:
             stream = None if state.queue is None else state.queue.stream
             if stream is None or not stream.event_time:
