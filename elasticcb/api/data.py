@@ -35,8 +35,8 @@ class MethodCall:
         name: str,
         folder: Path,
         service: DataService,
-        seed: int | None = None,
-        fit: KeptFit | None = None,
+        seed: int | None,
+        fit: KeptFit | None,
     ) -> None:
         self.fit = fit
         self.name = name

@@ -138,7 +138,7 @@ class KeptFit:
         StoreError: the URL can't be read or written to.
     """
 
-    def __init__(self, folder: Path, url: str = "") -> None:
+    def __init__(self, folder: Path, url: str) -> None:
         self.folder = folder
         self.name = f"{folder.name} of {url.rpartition('/')[0] or folder.parent}"
         self._begun_with: dict[str, Any] = {}

@@ -185,14 +185,7 @@ def _needs_another_process(model: keras.Model) -> bool:
 
 
 def _export_elsewhere(model: keras.Model, features_spec: Any, folder: Path) -> None:
-    """Writes a SavedModel to `folder`, which must be empty.
-
-    Args:
-        features_spec: see `add_serving_endpoint`.
-
-    Raises:
-        CallbackError: the model can't be exported.
-    """
+    """Writes a SavedModel to `folder`, which must be empty. Raises `CallbackError` if the model can't be exported."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as given, held(Path(given)):
         Path(given, _MODEL).write_bytes(without_weights(model, features_spec))
         model.save_weights(Path(given, _WEIGHTS))

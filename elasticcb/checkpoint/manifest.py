@@ -44,11 +44,8 @@ def manifest_of(
     """The content of a manifest, for `manifest_in`.
 
     Args:
-        version: of the model.
-        specs: all variables of the model.
         parts: each server's slices.
         files: each server's: one with everything, then those with later changes.
-        extra: JSON values to store in the manifest.
     """
     manifest = {
         "format": _FORMAT,

@@ -94,8 +94,6 @@ def place_of(url: str, version: int) -> str:
 
 def newest_version(place: str) -> str:
     """The name of the newest complete version in a folder or below a URL; "": there is none. Raises `StoreError`."""
-    if not is_url(place):
-        return next((folder.name for folder in reversed(versions.find_versions(place))), "")
     with JobStore(place) as store:
         return (_versions(store) or [""])[-1]
 

@@ -75,12 +75,14 @@ def export(source: str, output: str, numbered: bool) -> None:
 @contextlib.contextmanager
 def _snapshot(source: str) -> Iterator[tuple[JobSettings, Path]]:
     """The settings of the job, and the folder of a snapshot, or of versions, on this disk."""
+    from elasticcb.checkpoint.manifest import read_manifest
     from elasticcb.checkpoint.remote import local_copy, recovery_files
     from elasticcb.checkpoint.versions import find_latest
 
     if is_checkpoint(source):
         with local_copy(source if is_url(source) else str(Path(source).expanduser().absolute())) as folder:
-            yield _complete(_settings_of(find_latest(folder)), source), Path(folder)
+            settings = JobSettings.from_json(read_manifest(find_latest(folder))["extra"].get("settings", {}))
+            yield _complete(settings, source), Path(folder)
         return
     if is_url(source):
         job, settings = source, StoredJob(source).settings()
@@ -102,12 +104,6 @@ def _snapshot(source: str) -> Iterator[tuple[JobSettings, Path]]:
                 )
             saved = find_latest(until_end.enter_context(local_copy(place)))
         yield settings, saved
-
-
-def _settings_of(checkpoint: Path) -> JobSettings:
-    from elasticcb.checkpoint.manifest import read_manifest
-
-    return JobSettings.from_json(read_manifest(checkpoint)["extra"].get("settings", {}))
 
 
 def _complete(settings: JobSettings, source: str) -> JobSettings:

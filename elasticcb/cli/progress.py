@@ -39,6 +39,7 @@ from elasticcb.master.snapshot import EpochEnd, JobSnapshot, ProcessCounts, Save
 from elasticcb.process.log_files import may_reach_nobody, print_line
 from elasticcb.settings import Command, JobSettings
 
+_LINES_SECONDS = 10.0  # between two plain lines, at least
 _REFRESHES_PER_SECOND = 4
 _BAR_WIDTHS = 8, 40  # width of the bar, at least and at most
 _MARGIN = 2  # width of the spinner, in front
@@ -93,23 +94,15 @@ def redraws(settings: JobSettings) -> bool:
 
 
 class PlainDisplay:
-    """Plain lines, or JSON lines as in logs: one when the status changed, at most one per `interval` seconds.
+    """Plain lines, or JSON lines as in logs: one when the status changed, at most one in `_LINES_SECONDS`.
 
-    Args:
-        interval: seconds between two lines. Shown at once: a phase that the job is in for the first time, and that all
-            processes are there, and no others, also when their planned number has changed.
+    Shown at once: a phase that the job is in for the first time, and that all processes are there, and no others, also
+    when their planned number has changed.
     """
 
-    def __init__(
-        self,
-        name: str,
-        stream: TextIO | None = None,
-        interval: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, name: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
         self._stream = sys.stdout if stream is None else stream
-        self._interval = interval
         self._clock = clock
         self._lock = threading.Lock()
         self._phases, self._shown = set[str](), ""
@@ -124,7 +117,7 @@ class PlainDisplay:
             complete = tuple(each.up for each in processes if each.up == each.planned)
             at_once = status.phase not in self._phases or (len(complete) == 2 and complete != self._complete)
             self._complete = complete
-            if not at_once and (text == self._shown or now - self._shown_at < self._interval):
+            if not at_once and (text == self._shown or now - self._shown_at < _LINES_SECONDS):
                 return
             self._phases.add(status.phase)
             self._shown, self._shown_at = text, now

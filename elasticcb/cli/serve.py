@@ -12,7 +12,7 @@ import rich_click as click
 
 from elasticcb.cli.command import CONTEXT
 from elasticcb.errors import UsageError
-from elasticcb.process.log_files import print_line, quiet_environment, setup_logging, without_native_messages
+from elasticcb.process.log_files import quiet_environment, setup_logging, without_native_messages
 from elasticcb.security.credentials import is_loopback, token_of_environment
 from elasticcb.storage.remote_files import is_url
 
@@ -152,7 +152,7 @@ def serve(
     check_every(poll)
     listener = listener_at(given.host, given.port)
     with ServedModel(folder, version, wait=True, rows_on_disk=rows_on_disk) as model:
-        run(model, listener, given, poll, print_line)
+        run(model, listener, given, poll)
 
 
 def name_of(folder: str) -> str:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,7 +203,7 @@ def _id_of_text(text: str) -> int:
 
 def _report_lines(found: TablesReport) -> Iterator[str]:
     yield f"{found.folder}, version {found.version:,}"
-    yield from _by_table(found.tables, _table)
+    yield from _by_table([(each.path, _table(each)) for each in found.tables])
     if len(found.tables) > 1:
         rows = sum(each.rows for each in found.tables)
         size = sum(each.row_bytes + each.slot_bytes for each in found.tables)
@@ -217,16 +217,16 @@ def _report_lines(found: TablesReport) -> Iterator[str]:
 
 def _id_lines(found: IdReport) -> Iterator[str]:
     yield f"id {found.id} in {found.folder}, version {found.version:,}"
-    yield from _by_table(found.tables, lambda each: _id(each, found.id, found.version))
+    yield from _by_table([(each.path, _id(each, found.id, found.version)) for each in found.tables])
 
 
-def _by_table(tables: Sequence[Any], labelled: Callable[[Any], Iterator[tuple[str, str]]]) -> Iterator[str]:
+def _by_table(tables: Sequence[tuple[str, Iterator[tuple[str, str]]]]) -> Iterator[str]:
     if not tables:
         yield "There are no embedding tables: all variables are dense."
-    for each in tables:
+    for path, labelled in tables:
         yield ""
-        yield each.path
-        for label, value in labelled(each):
+        yield path
+        for label, value in labelled:
             yield f"  {label:<{_LABEL_WIDTH}}{value}"
 
 

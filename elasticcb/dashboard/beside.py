@@ -40,7 +40,6 @@ def page_beside(folder: str | Path, wanted: bool, displayed: bool = False) -> It
     """While it is active, a process serves the dashboard of the job in a folder, once the job has started.
 
     Args:
-        wanted: whether to serve it.
         displayed: the job's display shows the address from `published_address`, because it would overwrite the output
             of another process on a terminal. Otherwise the dashboard process prints the address.
     """

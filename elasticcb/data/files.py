@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import PurePosixPath
 
 from elasticcb.data.content import COMPRESSIONS
@@ -99,17 +99,20 @@ def _files_of(part: str, may_lack: bool) -> list[str]:
 def _local_files(part: str) -> Iterator[str]:
     path = os.path.abspath(os.path.expanduser(part))
     if os.path.exists(path):
-        yield from _files_at(path, _entries)
+        yield from _files_at(path, skips=False)
     else:
         for match in expanded_glob(path):
-            yield from _files_at(match, _entries_if_allowed)
+            yield from _files_at(match, skips=True)
 
 
-def _files_at(path: str, entries: Callable[[str], list[os.DirEntry[str]]]) -> Iterator[str]:
+def _files_at(path: str, skips: bool) -> Iterator[str]:
+    """A file, or those in a folder; `skips` folders that can't be listed."""
     if _is_file(path):
         yield path
-    for folder in _folders_below(path, entries):
-        yield from (entry.path for entry in entries(folder) if not _is_hidden(entry.name) and _is_file(entry.path))
+    for folder in _folders_below(path, skips):
+        yield from (
+            entry.path for entry in _entries(folder, skips) if not _is_hidden(entry.name) and _is_file(entry.path)
+        )
 
 
 def _is_file(path: str) -> bool:
@@ -135,32 +138,30 @@ def _expanded(folder: str, pieces: Sequence[str]) -> Iterator[str]:
         return
     piece, rest = pieces[0], pieces[1:]
     if piece == "**":
-        for below in _folders_below(folder, _entries_if_allowed):
+        for below in _folders_below(folder, skips=True):
             if rest:
                 yield from _expanded(below, rest)
             else:
-                entries = _entries_if_allowed(below)
+                entries = _entries(below, skips=True)
                 yield from (entry.path for entry in entries if not (_is_folder(entry) or _is_hidden(entry.name)))
     elif not _MAGIC & set(piece):
         if os.path.exists(os.path.join(folder, piece)):
             yield from _expanded(os.path.join(folder, piece), rest)
     elif os.path.isdir(folder):
-        for entry in _entries_if_allowed(folder):
+        for entry in _entries(folder, skips=True):
             if fnmatch.fnmatchcase(entry.name, piece) and not _is_hidden(entry.name, piece):
                 yield from _expanded(entry.path, rest)
 
 
-def _folders_below(
-    folder: str, entries: Callable[[str], list[os.DirEntry[str]]], above: frozenset[str] = frozenset()
-) -> Iterator[str]:
+def _folders_below(folder: str, skips: bool, above: frozenset[str] = frozenset()) -> Iterator[str]:
     """`folder` and all visible folders below it, following links, except links to a parent folder."""
     real = os.path.realpath(folder)
     if real in above or not os.path.isdir(folder):
         return
     yield folder
-    for entry in entries(folder):
+    for entry in _entries(folder, skips):
         if _is_folder(entry) and not _is_hidden(entry.name):
-            yield from _folders_below(entry.path, entries, above | {real})
+            yield from _folders_below(entry.path, skips, above | {real})
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -170,15 +171,13 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _entries(folder: str) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        return sorted(entries, key=lambda entry: entry.name)
-
-
-def _entries_if_allowed(folder: str) -> list[os.DirEntry[str]]:
+def _entries(folder: str, skips: bool) -> list[os.DirEntry[str]]:
     try:
-        return _entries(folder)
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
     except PermissionError as error:
+        if not skips:
+            raise
         _log_once(logging.WARNING, f"Skipping the folder {folder} because it can't be listed: {error}")
         return []
 

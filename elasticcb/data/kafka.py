@@ -190,7 +190,8 @@ class Kafka(UnboundedSource):
                 is_later = bool(known) and name not in known
                 from_first = name in known or is_later or self._start == "earliest"
                 if not from_first and name not in self._starts:  # it counts when we look first, not when all is built
-                    self._starts[name] = self._offset(consumer, name, self._start, end)
+                    offset = None if self._start == "latest" else _first_from(consumer, name, float(self._start))
+                    self._starts[name] = end if offset is None else offset
                 start = first if from_first else self._starts[name]
                 stop = None if self._stop is None else self._stop_of(consumer, name, start if is_later else end)
                 found[name] = Partition(max(start, first), first, end, stop)
@@ -204,11 +205,6 @@ class Kafka(UnboundedSource):
             return None  # not known yet
         found = _first_from(consumer, name, float(self._stop or 0))
         return end if found is None and late >= _LATE_SECONDS else found
-
-    def _offset(self, consumer: Any, name: str, when: Any, end: int) -> int:
-        """The offset of the first message from a time on; `end` if there is none, or for "latest"."""
-        found = None if when == "latest" else _first_from(consumer, name, when)
-        return end if found is None else found
 
     def offset_at(self, name: str, time: float) -> int | None:
         with self._consumers.asking("an offset") as consumer:

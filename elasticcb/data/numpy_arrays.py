@@ -107,7 +107,10 @@ class NumpyReader(FileReader):
         if not file.identity.size:
             return _OpenedArrays(file, {})
         try:
-            arrays = _npz_arrays(file) if file.name.lower().endswith(".npz") else {"": _npy_array(file)}
+            if file.name.lower().endswith(".npz"):
+                arrays = _npz_arrays(file)
+            else:
+                arrays = {"": _array_in(raw_file(file), file, file.name, file.identity.size)}
         except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
             raise DataError(
                 f"{file.name} can't be read as a NumPy file: {error}. The file is damaged or incomplete. Write it "
@@ -116,10 +119,6 @@ class NumpyReader(FileReader):
         opened = _OpenedArrays(file, arrays)
         _check_arrays(file.name, arrays, opened)
         return opened
-
-
-def _npy_array(file: File) -> _Array:
-    return _array_in(raw_file(file), file, file.name, file.identity.size)
 
 
 def _npz_arrays(file: File) -> dict[str, _Array]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from elasticcb.data.content import File, compression_of, decoded, opened_content
-from elasticcb.data.file_index import FileIndex, RecordRange
+from elasticcb.data.file_index import FileIndex
 from elasticcb.data.file_reader import FileReader, OpenedByOffsets, torn
 from elasticcb.data.reader import Metadata
 from elasticcb.data.record_formats import (
@@ -167,8 +167,8 @@ class TextReader(FileReader):
             if kind != STRING
         ]
         opened: _OpenedText = self.opened(name, end)
-        for piece, blob, first, records in opened.pieces(start, end):
-            self._check_dtypes(opened, piece, blob, first, records, checks)
+        for first, records in opened.pieces(start, end):
+            self._check_dtypes(opened, first, records, checks)
 
     def told_of(self) -> str:
         """The names of the columns; without names, the first line, which may be a header that nobody announced."""
@@ -197,10 +197,7 @@ class TextReader(FileReader):
             content, self._dialect, header=self.has_header, expected_fields=len(self._columns), enough=enough
         )
         names = next(self._split([found.header.decode("utf-8", "replace")])) if found.header else []
-        details = {
-            "fields": found.fields,
-            "header": [name.strip() for name in names],
-        }
+        details = {"fields": found.fields, "header": [name.strip() for name in names]}
         return _OpenedText(self, file, content, found.places, compression, found.complete, details)
 
     def _split(self, lines: Sequence[str]) -> Iterator[list[str]]:
@@ -212,16 +209,8 @@ class TextReader(FileReader):
             quoting=csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE,
         )
 
-    def _check_dtypes(
-        self,
-        opened: _OpenedText,
-        piece: RecordRange,
-        blob: bytes,
-        first: int,
-        records: list[bytes],
-        checks: Sequence[_Check],
-    ) -> None:
-        """Checks `records`, which start with number `first` in the bytes `blob` of `piece`."""
+    def _check_dtypes(self, opened: _OpenedText, first: int, records: list[bytes], checks: Sequence[_Check]) -> None:
+        """Checks records of a file; `first` is the number of the first one."""
         present = [i for i, record in enumerate(records) if record]
         rows = list(self._split([records[i].decode("utf-8", "replace") for i in present]))
         for row, i in zip(rows, present, strict=True) if not self._dialect.same_fields else ():
@@ -236,8 +225,6 @@ class TextReader(FileReader):
                 if check.accepts(value):
                     continue
                 record = first + i
-                line = line_of(opened.content, piece.start)
-                line += line_in(blob, opened.dialect, record - piece.first)
                 hint = " If the first line is a header, set `header=True`." if record == 0 else ""
                 wrong = f"{value!r} is not a valid {check.type}. Correct the file or `column_dtypes`.{hint}"
                 if not value.strip():
@@ -246,7 +233,8 @@ class TextReader(FileReader):
                         f"the field is empty, and {check.type} has no missing value. Set the reader parameter "
                         f"fill_null={{{check.label!r}: value}}{or_nan}."
                     )
-                raise DataError(f"{opened.file.name}, record {record} (line {line}), column {check.label}: {wrong}")
+                where = f"{opened.file.name}, record {record} (line {opened.line_of(record)}), column {check.label}"
+                raise DataError(f"{where}: {wrong}")
 
     def _resolved_checks(self, opened: _OpenedText) -> list[_Check]:
         if self._checks is None:
@@ -336,18 +324,24 @@ class _OpenedText(OpenedByOffsets):
 
     def read(self, start: int, end: int, size: int) -> Iterator[Any]:
         reader = self._reader
-        for piece, blob, first, records in self.pieces(start, end):
+        for first, records in self.pieces(start, end):
             if reader._checks_reads:
-                reader._check_dtypes(self, piece, blob, first, records, reader._resolved_checks(self))
+                reader._check_dtypes(self, first, records, reader._resolved_checks(self))
             for i in range(0, len(records), size):
                 yield object_array(records[i : i + size])
 
-    def pieces(self, start: int, end: int) -> Iterator[tuple[RecordRange, bytes, int, list[bytes]]]:
-        """The records `[start, end)`: in each piece, with its bytes, the number of the first one, and these records."""
+    def pieces(self, start: int, end: int) -> Iterator[tuple[int, list[bytes]]]:
+        """The records `[start, end)`, piece by piece; with the number of the first one."""
         for piece in self._places.pieces(start, end):
             blob = self.content.read(piece.start, piece.stop)
             found = split_records(blob, self.dialect)
             if len(blob) != piece.stop - piece.start or len(found) < piece.records or any(found[piece.records :]):
                 raise torn(self.file.name, piece)
             first = max(start, piece.first)
-            yield piece, blob, first, found[first - piece.first : min(end - piece.first, piece.records)]
+            yield first, found[first - piece.first : min(end - piece.first, piece.records)]
+
+    def line_of(self, record: int) -> int:
+        """The number of the line, from 1, in which a record begins."""
+        piece = next(self._places.pieces(record, record + 1))
+        blob = self.content.read(piece.start, piece.stop)
+        return line_of(self.content, piece.start) + line_in(blob, self.dialect, record - piece.first)

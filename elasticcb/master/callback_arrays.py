@@ -114,7 +114,7 @@ def _digest(arrays: Mapping[str, Array]) -> int:
 class SharedCallbacks:
     """The master's side."""
 
-    def __init__(self, callbacks: Iterable[Any], settings: JobSettings, model: Any, has_tables: bool = False) -> None:
+    def __init__(self, callbacks: Iterable[Any], settings: JobSettings, model: Any, has_tables: bool) -> None:
         self._has_tables = has_tables
         self._returns = shares_state(settings)
         self._placed = sharing(callbacks, settings)

@@ -173,7 +173,6 @@ class JobCopy:
         the folder itself, whose last master was killed, is waited for as long as training would continue without it.
 
         Args:
-            say: shows a line to the user.
             program: of a fit, the URL of the `Cluster`; "": it is a command's job.
 
         Raises:

@@ -9,13 +9,11 @@ Times are arguments, in seconds of one monotonic clock.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from elasticcb.errors import (
     CallbackWarning,
@@ -26,9 +24,9 @@ from elasticcb.errors import (
     JobOverError,
     UsageError,
 )
-from elasticcb.master.accounting import IllegalTransitionError
 from elasticcb.master.batch_log import BatchEvent, BatchLog
 from elasticcb.master.evaluation import EpochStates, EvaluationRounds
+from elasticcb.master.events import Effects, Wake, event
 from elasticcb.master.gathering import Gathering
 from elasticcb.master.job_history import JobHistory
 from elasticcb.master.members import Member, Role, ServedCluster, Totals, Wish
@@ -44,6 +42,7 @@ from elasticcb.master.task import (
     Outcome,
     Task,
     TaskDecision,
+    TaskResult,
     TaskState,
     TaskType,
 )
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
     from elasticcb.master.journal import Memory
     from elasticcb.master.prediction_output import PredictionOutput
     from elasticcb.master.stream_ranges import Period
-    from elasticcb.model.metric_messages import Outputs, States
+    from elasticcb.model.metric_messages import Outputs
     from elasticcb.process.stats import Stats
     from elasticcb.sharding.partition import ServerPlace
 
@@ -66,62 +65,6 @@ logger = logging.getLogger(__name__)
 LATE = "its job has ended"
 OTHERS_FIRST = "other workers come first"
 _STORY = 50  # events that the error of a bug tells
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-class Wake(IntEnum):
-    """Which threads a change concerns; each value includes those before it."""
-
-    NOBODY = 0
-    DRIVER = 1  # the driving thread; most reports concern only it
-    ALL = 2  # also workers that wait for a task, of which there may be hundreds
-
-
-@dataclass
-class Effects:
-    """What follows from events.
-
-    Attributes:
-        changed: whether the journal gets the state of the machine.
-        facts, states, restarted: what it gets besides, as in `Journal.add`.
-    """
-
-    changed: bool = False
-    wake: Wake = Wake.NOBODY
-    facts: dict[str, Any] = field(default_factory=dict)
-    states: list[tuple[int, States]] = field(default_factory=list)
-    restarted: list[int] = field(default_factory=list)
-    compacts: bool = False
-    lines: list[str] = field(default_factory=list)
-
-
-def event(wakes: Wake | Callable[[JobMachine, Any], Wake | None] = Wake.ALL) -> Callable[[Method], Method]:
-    """Marks a method of `JobMachine` as an event.
-
-    Args:
-        wakes: which threads it concerns; or what tells this from the answer, None if nothing has changed.
-    """
-
-    def mark(method: Method) -> Method:
-        @functools.wraps(method)
-        def handle(machine: JobMachine, *args: Any, **kwargs: Any) -> Any:
-            machine.story.append((method.__name__, *(arg for arg in args if isinstance(arg, (int, float)))))
-            concerned: Wake | None = Wake.ALL
-            try:
-                answer = method(machine, *args, **kwargs)
-                concerned = wakes if isinstance(wakes, Wake) else wakes(machine, answer)
-                return answer
-            except IllegalTransitionError as error:
-                told = "\n".join(f"  {name}{tuple(args)}" for name, *args in machine.story)
-                raise IllegalTransitionError(f"{error}\nThe last events of the job:\n{told}") from error
-            finally:
-                if concerned is not None:
-                    machine.changed(concerned)
-
-        return cast(Method, handle)
-
-    return mark
 
 
 def _after_decision(machine: JobMachine, decision: TaskDecision) -> Wake | None:
@@ -142,35 +85,10 @@ def _if_any(machine: JobMachine, answer: object) -> Wake | None:
     return Wake.ALL if answer else None
 
 
-@dataclass(frozen=True)
-class TaskResult:
-    """A worker's report of a finished task.
-
-    Attributes:
-        outputs: by batch: predictions, or inputs of metrics without mergeable state.
-        ended_after: number of records after which the source ended; None: it did not.
-        servers: `JobMachine.newest_server` when the first batch began that was not reported before.
-        bad_records, bad_record: number of records that were skipped, and what is wrong with the first one.
-        restarts: `states` and `outputs` replace those of earlier tasks of the epoch or pass.
-    """
-
-    version: int
-    states: States = field(default_factory=dict)
-    outputs: list[Outputs] = field(default_factory=list)
-    batches_skipped: int = 0
-    bad_records: int = 0
-    bad_record: str = ""
-    ended_after: int | None = None
-    function_result: bytes = b""
-    servers: int = 0
-    restarts: bool = False
-
-
 class JobMachine:
     """The state of one job, and of the processes that run one job after another.
 
     Args:
-        roster: the processes of the cluster.
         separate: whether workers are processes; threads never count as hung.
         settings: settings of the job; None before the first one.
         datasets: pickled functions that create per-worker datasets, by number.
@@ -485,7 +403,7 @@ class JobMachine:
         return decision
 
     @event(_if_any)
-    def stream_grew(self, seen: Mapping[str, Partition], now: float, period: Period | None = None) -> bool:
+    def stream_grew(self, seen: Mapping[str, Partition], now: float, period: Period | None) -> bool:
         """What is there of a stream's partitions by now. Returns whether somebody has to act on it."""
         if self.queue is None or self.queue.stream is None or self.over:
             return False

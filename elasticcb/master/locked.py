@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from elasticcb.master.job_machine import Wake
+from elasticcb.master.events import Wake
 from elasticcb.process.signals import raise_if_interrupted, uninterrupted
 
 _LOOK_SECONDS = 0.1  # between checks for Ctrl-C, which does not interrupt waits here
@@ -21,7 +21,6 @@ class Locked(Generic[Value]):
     """`with locked() as value:` is the only access to the value. Blocks of one thread may be nested.
 
     Args:
-        value: initial value.
         settle: carries out the effects of a block, still under the lock, and returns which threads to wake. It is
             called when a block ends, and before it waits.
     """

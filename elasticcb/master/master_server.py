@@ -27,14 +27,15 @@ from elasticcb.errors import (
     describe,
     user_traceback,
 )
+from elasticcb.master.events import Effects, Wake
 from elasticcb.master.job_history import JobHistory
-from elasticcb.master.job_machine import OTHERS_FIRST, Effects, JobMachine, TaskResult, Wake
+from elasticcb.master.job_machine import OTHERS_FIRST, JobMachine
 from elasticcb.master.journal import Journal
 from elasticcb.master.locked import Locked
 from elasticcb.master.members import Member, Role, ServedCluster
 from elasticcb.master.processes import Processes
 from elasticcb.master.roster import Roster
-from elasticcb.master.task import DecisionKind, Outcome, TaskDecision
+from elasticcb.master.task import DecisionKind, Outcome, TaskDecision, TaskResult
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.model.metric_messages import Outputs
 from elasticcb.process import forwarded_logs

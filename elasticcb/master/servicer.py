@@ -13,13 +13,14 @@ import numpy as np
 from elasticcb.clients.ps_servers import ServerGroup
 from elasticcb.errors import CallbackWarning, ConnectionLostError, UsageError, WireError
 from elasticcb.master.batch_log import BatchEvent
+from elasticcb.master.events import Wake
 from elasticcb.master.gathering import begun_epochs
-from elasticcb.master.job_machine import OTHERS_FIRST, JobMachine, TaskResult, Wake
+from elasticcb.master.job_machine import OTHERS_FIRST, JobMachine
 from elasticcb.master.master_server import MasterServer
 from elasticcb.master.members import Role, ServedCluster
 from elasticcb.master.server_scaling import ServerScaling
 from elasticcb.master.snapshot import JobSnapshot
-from elasticcb.master.task import DecisionKind, Lease
+from elasticcb.master.task import DecisionKind, Lease, TaskResult
 from elasticcb.model.metric_messages import MODES, from_metric_states, from_outputs
 from elasticcb.process.host import host_name
 from elasticcb.process.stats import Stats

@@ -331,10 +331,8 @@ def _check_stream(settings: JobSettings, source: UnboundedSource | None) -> None
         both = written(f"{{{ends[0]}}} and {{epoch_event_time}}", settings.in_program)
         raise UsageError(f"{both} both end epochs. Remove one of them.")
     if stream.epoch_event_time and source is not None and not source.has_times:
-        raise UsageError(
-            written("{epoch_event_time} needs a source that finds records by their timestamps, such as Kafka. ", False)
-            + written("Use {epoch_every}, which ends epochs by the clock.", False)
-        )
+        needs = "{epoch_event_time} needs a source that finds records by their timestamps, such as Kafka."
+        raise UsageError(written(f"{needs} Use {{epoch_every}}, which ends epochs by the clock.", False))
 
 
 def resumed_queue(context: JobContext, host: Any) -> TaskQueue | None:
@@ -456,8 +454,7 @@ def _let_workers_begin(context: JobContext, served: TrainedModel, course: JobDri
     for exports in course.exports:
         exports.begin()
     if host.stream is not None:
-        event_time = seconds_of(context.settings.stream.epoch_event_time)
-        context.until_end.callback(StreamWatch(host.stream, context.server, event_time).close)
+        context.until_end.callback(StreamWatch(host.stream, context.server).close)
 
 
 def _records_of(sources: Sequence[tuple[str, int]]) -> str:

@@ -56,17 +56,17 @@ class _Growing:
         return max(self.end - self.position, 0)
 
     @property
-    def waiting_now(self) -> int:
-        """Those of the period."""
-        return self.waiting if self.until is None else min(self.waiting, self.until - self.position)
-
-    @property
     def has_ended(self) -> bool:
         return self.stop is not None and self.position >= self.stop
 
     @property
-    def is_through_period(self) -> bool:
-        return self.until is not None and self.position >= self.until
+    def limits(self) -> list[int]:
+        """Where the partition ends, and its part of the period, as far as is known."""
+        return [each for each in (self.stop, self.until) if each is not None]
+
+    @property
+    def is_at_limit(self) -> bool:
+        return any(self.position >= each for each in self.limits)
 
 
 class StreamRanges:
@@ -76,6 +76,7 @@ class StreamRanges:
     worker gets those that it read before: its readers continue, and what they have read ahead is used.
 
     Attributes:
+        event_time: as in `QueueSettings`.
         records, all_records: drawn in this epoch, and in all.
         lost: records that were removed.
         period: where the present period of event time ends, or else the last one; 0: there was none.
@@ -84,7 +85,7 @@ class StreamRanges:
     """
 
     def __init__(self, settings: QueueSettings) -> None:
-        self._settings = settings
+        self._settings, self.event_time = settings, settings.event_time
         self.records = self.all_records = self.lost = 0
         self._partitions: dict[str, _Growing] = {}
         self._turns: dict[str, None] = {}  # names of those with waiting records, the next one first
@@ -97,7 +98,7 @@ class StreamRanges:
 
     # ------------------------------------------------------------ growing
 
-    def grow(self, seen: Mapping[str, Partition], now: float, period: Period | None = None) -> str:
+    def grow(self, seen: Mapping[str, Partition], now: float, period: Period | None) -> str:
         """What is there by now; of a new period of event time, or of the present one. Returns a message about records
         that were lost; "": none.
 
@@ -118,12 +119,14 @@ class StreamRanges:
                 stories.append(self.lose(Shard(name, known.position, found.first)))
                 known.position = found.first
             known.stop = found.stop if known.stop is None else known.stop
-            end = found.end if known.stop is None else min(found.end, known.stop)
-            if end > known.end:
-                known.since = now if not known.waiting else known.since
-                known.end = end
+            end = max(found.end, known.end)
+            if end > known.end and not known.waiting:
+                known.since = now
+            known.end = end if known.stop is None else min(end, known.stop)
             if known.waiting:
                 self._turns.setdefault(name)
+            else:
+                self._turns.pop(name, None)
         if period is not None:
             self._bound(period)
         return " ".join(stories)
@@ -178,7 +181,7 @@ class StreamRanges:
     def _end_period(self) -> None:
         """Ends the epoch if all records of its period are handed out."""
         parts = self._partitions.values()
-        if self.in_period and all(each.has_ended or each.is_through_period for each in parts):
+        if self.in_period and all(each.is_at_limit for each in parts):
             self._epoch_ended, self.in_period = True, False
 
     @property
@@ -229,10 +232,10 @@ class StreamRanges:
         return shard
 
     def _next(self) -> str | None:
+        if self._settings.in_order:  # of files, there may be many
+            first = next((name for name in self._turns if not self._partitions[name].is_at_limit), None)
+            return first if first is not None and self._ready(self._partitions[first]) else None
         found = [name for name in self._turns if self._ready(self._partitions[name])]
-        if self._settings.in_order:
-            first = next(iter(self._turns), None)
-            return first if first in found else None
         return next(filter(self._suits, found), found[0] if found else None)
 
     def _suits(self, name: str) -> bool:
@@ -246,15 +249,13 @@ class StreamRanges:
 
     def _ready(self, growing: _Growing) -> int:
         """Records of a partition to draw now."""
-        if self._settings.event_time and not self.in_period:
+        if self.event_time and not self.in_period:
             return 0
-        waiting = growing.waiting_now
-        count = min(waiting, self._settings.records_per_task)
-        ends = growing.position + waiting in (growing.stop, growing.until)
-        ends = ends or (self._settings.in_order and len(self._turns) > 1)  # as files, which hold up the next one
-        if ends or count == self._settings.records_per_task or self._now - growing.since >= _LINGER_SECONDS:
-            return count
-        return count - count % self._settings.minibatch_size
+        end, most = min([growing.end, *growing.limits]), self._settings.records_per_task
+        count = min(max(end - growing.position, 0), most)
+        holds_up = self._settings.in_order and len(self._turns) > 1  # the next file
+        is_last = end in growing.limits or holds_up or self._now - growing.since >= _LINGER_SECONDS
+        return count if is_last or count == most else count - count % self._settings.minibatch_size
 
     # ------------------------------------------------------------ lag, and saving
 

@@ -25,10 +25,10 @@ _GROWS_RECORDS_SHARE = 0.1  # by this share of the records that came
 
 
 class StreamWatch:
-    """Tells the job what is there of a stream, until `close`; `event_time` as in `QueueSettings`."""
+    """Tells the job what is there of a stream, until `close`."""
 
-    def __init__(self, source: UnboundedSource, master: MasterServer, event_time: float) -> None:
-        self._source, self._master, self._event_time = source, master, event_time
+    def __init__(self, source: UnboundedSource, master: MasterServer) -> None:
+        self._source, self._master = source, master
         self._stopped = threading.Event()
         self._silent_since = 0.0  # 0: it answers
         self._told_at = 0.0
@@ -67,32 +67,34 @@ class StreamWatch:
         with self._master.state() as state:
             known = set() if state.queue is None or state.queue.stream is None else state.queue.stream.names
         seen = checked_partitions(self._source, known)
-        period = self._period(seen) if self._event_time else None
+        period = self._period(seen)
         with self._master.state() as state:
+            if self._stopped.is_set():  # the next job may have begun
+                return
             state.stream_grew(seen, time.monotonic(), period)
         if time.monotonic() - self._told_at >= _TELL_SECONDS:
             self._told_at = time.monotonic()
             self._tell()
 
     def _period(self, seen: Mapping[str, Partition]) -> Period | None:
-        """The period of event time of the epoch, as far as is known by now; None: it has no record yet. A record that
-        comes after its period counts to the next one."""
+        """The period of event time of the epoch, as far as is known by now; None: it has no record yet, or epochs don't
+        end by event time. A record that comes after its period counts to the next one."""
         with self._master.state() as state:
-            assert state.queue is not None
-            stream = state.queue.stream
-            assert stream is not None
-            end, before = stream.period if stream.in_period else 0.0, stream.period
+            stream = None if state.queue is None else state.queue.stream
+            if stream is None or not stream.event_time:
+                return None
+            seconds, in_period, end = stream.event_time, stream.in_period, stream.period
             positions, ends = stream.positions, stream.ends
         for name, found in seen.items():  # a source need not tell of those that have not grown
             positions[name] = max(positions.get(name, found.start), found.first)
             ends[name] = found.end if found.stop is None else min(found.end, found.stop)
         waiting = {name: offset for name, offset in positions.items() if offset < ends[name]}
         now = time.time()
-        if not end:
+        if not in_period:
             times = [min(self._source.time_of(*each) or now, now) for each in waiting.items()]
             if not times:
                 return None
-            end = max(min(times) // self._event_time * self._event_time, before) + self._event_time
+            end = max(min(times) // seconds * seconds, end) + seconds
         offsets = {name: self._source.offset_at(name, end) for name in positions}
         for name, offset in waiting.items():
             # After a record with a time in the future, no offset is found by time.

@@ -7,13 +7,16 @@ These are immutable values; the history of a task is its `TaskRecord` in account
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticcb.errors import UsageError
 from elasticcb.master.shards import Shard, ShardLayout
+
+if TYPE_CHECKING:
+    from elasticcb.model.metric_messages import Outputs, States
 
 
 class TaskType(str, Enum):
@@ -267,6 +270,30 @@ class Outcome:
     def counts(self) -> bool:
         """Whether the reported results count."""
         return self.accepted and not self.duplicate and self.task is not None
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """A worker's report of a finished task.
+
+    Attributes:
+        outputs: by batch: predictions, or inputs of metrics without mergeable state.
+        ended_after: number of records after which the source ended; None: it did not.
+        servers: `JobMachine.newest_server` when the first batch began that was not reported before.
+        bad_records, bad_record: number of records that were skipped, and what is wrong with the first one.
+        restarts: `states` and `outputs` replace those of earlier tasks of the epoch or pass.
+    """
+
+    version: int
+    states: States = field(default_factory=dict)
+    outputs: list[Outputs] = field(default_factory=list)
+    batches_skipped: int = 0
+    bad_records: int = 0
+    bad_record: str = ""
+    ended_after: int | None = None
+    function_result: bytes = b""
+    servers: int = 0
+    restarts: bool = False
 
 
 class MilestoneKind(str, Enum):

@@ -147,7 +147,7 @@ class ProgramSpec(_SpecOfProgram):
 
     is_built = True
 
-    def __init__(self, data: bytes, before: ProgramSpec | None = None) -> None:
+    def __init__(self, data: bytes, before: ProgramSpec | None) -> None:
         self._job: _Job = pickle.loads(data)
         self._is_elsewhere = self._job.process != os.getpid()
         self._has_followed = False  # whether attributes were set, besides variables

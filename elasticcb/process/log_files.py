@@ -189,7 +189,6 @@ class LogFile(RotatingFileHandler):
     """A log handler with rotation.
 
     Args:
-        file: file to append to.
         descriptors: file descriptors of this process for the same file: printed output and output of native code.
     """
 

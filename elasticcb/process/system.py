@@ -1,5 +1,5 @@
-"""This process in its operating system: its name in `ps` and `top`, disk space and file descriptors. It ends together
-with the process that started it, however that one ends.
+"""This process in its operating system: its name in `ps` and `top`, disk space, file descriptors, and files that
+TensorFlow leaves. It ends together with the process that started it, however that one ends.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import importlib.util
 import os
 import resource
 import select
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from elasticcb.errors import GENERATED
+
+_modules = 0  # of Python, at the last look for generated files
 _watch: int | None = None  # a file that becomes readable when this process must end
 
 
@@ -113,3 +117,20 @@ def missing_module(what: str, extra: str, *modules: str) -> str:
     there."""
     missing = next((each for each in modules if importlib.util.find_spec(each) is None), "")
     return missing and f"{what} needs the Python module {missing}. Install it with: pip install 'elasticcb[{extra}]'"
+
+
+def remove_generated_files() -> None:
+    """Removes the source files that TensorFlow writes to the temporary folder for each function that it traces, as far
+    as this process has read them. TensorFlow does so only at a normal exit, but workers are killed at the end of a job.
+    Costs nothing unless there are new modules."""
+    global _modules
+    if len(sys.modules) != _modules:
+        _modules = len(sys.modules)
+        # A copy is made at once; a list is not, and other threads import meanwhile.
+        for name, module in sys.modules.copy().items():
+            if name.startswith(GENERATED) and module.__file__ is not None:
+                for path in (module.__file__, module.__cached__):  # the source and its compiled file
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+                with contextlib.suppress(OSError):  # files of other processes are kept
+                    os.rmdir(os.path.dirname(module.__cached__))

@@ -31,10 +31,10 @@ from elasticcb.errors import (
     user_traceback,
 )
 from elasticcb.process.devices import hide_gpus, limit_threads, visible_gpus
-from elasticcb.process.generated_files import remove_generated_files
 from elasticcb.process.host import POD_NAME
 from elasticcb.process.log_files import LogFile, limit_log_files, native_messages_to, setup_logging
 from elasticcb.process.signals import interrupt, repeat_ignored_interrupts
+from elasticcb.process.system import remove_generated_files
 from elasticcb.roles.process import quiet_libraries
 from elasticcb.roles.run import run_role
 from elasticcb.security.socket_folder import host_of, make_private, remove_folder

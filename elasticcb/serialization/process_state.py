@@ -98,7 +98,7 @@ def write(state: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def without_draws(model: keras.Model, of_python: bool = True) -> Iterator[None]:
+def without_draws(model: keras.Model, of_python: bool) -> Iterator[None]:
     """Context whose random numbers do not count, nor other changes of variables besides the weights: those that losses,
     metrics, methods of the user's and attributes of layers hold, such as Keras's generators, are set back at the end,
     and so are the generators of Python, NumPy and PyTorch, also those that these use, if `of_python`. (Variables that

@@ -59,7 +59,7 @@ class LoadedExport:
     Raises `CheckpointError` if it has not the variables of its manifest.
     """
 
-    def __init__(self, folder: Path, export: Export, specs: Sequence[VariableSpec], disk: Path | None = None) -> None:
+    def __init__(self, folder: Path, export: Export, specs: Sequence[VariableSpec], disk: Path | None) -> None:
         self.export, self.specs, self._disk = export, specs, disk
         self._loaded = tf.saved_model.load(str(folder))
         self._weights = list(getattr(self._loaded, WEIGHTS, ()))

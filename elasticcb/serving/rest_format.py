@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from elasticcb.errors import UsageError
 from elasticcb.rpc.tensors import Array
-from elasticcb.serving.loaded_export import SIGNATURE, ServingSignature, check_names, check_shape
+from elasticcb.serving.loaded_export import SIGNATURE, check_names, check_shape
+from elasticcb.serving.served_model import ServedModel
 
 _B64 = {"b64"}  # key of an object that is a string in base64
 
@@ -30,7 +31,7 @@ class Request(NamedTuple):
     by_rows: bool
 
 
-def read_request(body: bytes, signature_of: Callable[[str], ServingSignature]) -> Request:
+def read_request(body: bytes, model: ServedModel) -> Request:
     """Raises `UsageError` if the body is not a request for the signature that it names."""
     try:
         given = json.loads(body)
@@ -41,7 +42,7 @@ def read_request(body: bytes, signature_of: Callable[[str], ServingSignature]) -
     name = given.get("signature_name", SIGNATURE)
     if not isinstance(name, str):
         raise UsageError(f"signature_name is {json.dumps(name)[:80]}. Expected a string.")
-    specs, by_rows = signature_of(name).inputs, "instances" in given
+    specs, by_rows = model.signature(name).inputs, "instances" in given
     columns = _columns_of(given["instances"], specs) if by_rows else given["inputs"]
     if not _is_object(columns):
         if len(specs) != 1:
@@ -150,20 +151,19 @@ def answer_to(request: Request, outputs: Mapping[str, Array]) -> bytes:
 
 def _json_of(name: str, array: Array) -> Any:
     if array.dtype.kind == "O":
-        return _map_leaves(array.tolist(), lambda text: _text(name, text))
+        return _told(name, array.tolist())
     if array.dtype.kind not in "biuf":  # bfloat16
         array = array.astype(np.float32)
     return array.tolist()
 
 
-def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    return [_map_leaves(each, function) for each in value] if isinstance(value, list) else function(value)
-
-
-def _text(name: str, text: bytes) -> Any:
+def _told(name: str, value: Any) -> Any:
+    """Bytes as strings, in lists as given."""
+    if isinstance(value, list):
+        return [_told(name, each) for each in value]
     try:
         if not name.endswith("_bytes"):
-            return text.decode()
+            return value.decode()
     except UnicodeDecodeError:
         pass
-    return {"b64": base64.b64encode(text).decode()}
+    return {"b64": base64.b64encode(value).decode()}

@@ -177,19 +177,18 @@ class ServedModel:
         return "nothing yet" if self.version is None else f"version {self.version}"
 
     def _way(self) -> tuple[list[str], str]:
-        """The names of the full export and the deltas that lead to the wanted version, and its exporter; "": any. No
-        names: it is served already."""
+        """The names of the exports that lead to the wanted version, a full one and deltas, or from the served version;
+        and its exporter; "": any."""
         wanted = self._folder.pinned() if self._wanted is None else self._wanted
         if wanted is not None:
-            return [] if wanted == self.version else self._folder.way_to(wanted), ""
+            here = self.export  # which the folder may have removed
+            return [here.name] if here is not None and here.version == wanted else self._folder.way_to(wanted), ""
         current = self._folder.current()
         return [current.full, *current.deltas], current.exporter
 
     def _serve(self, way: Sequence[str], exporter: str) -> None:
         """Serves what a way leads to. Raises `CheckpointError` if it can't; if the way may be of any version (it has an
         exporter), the best that it can is served then."""
-        if not way:
-            return
         here, versions = self.export, [version_of(name) for name in way]
         if here is not None and exporter in ("", here.exporter):
             if here.version in versions:

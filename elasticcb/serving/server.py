@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from elasticcb.errors import CheckpointError, UsageError
+from elasticcb.process.log_files import print_line
 from elasticcb.process.system import missing_module
 from elasticcb.rpc.services import LIVE_PATH, READY_PATH
 from elasticcb.serving.rest_format import answer_to, read_request
@@ -61,7 +62,7 @@ def make_serving_app(service: ModelService) -> Starlette:
         body = await _body_of(request, options.max_body)
         began, status = time.perf_counter(), 200
         try:
-            parsed = await _in_thread_if(len(body) > _IN_THREAD_BYTES, read_request, body, model.signature)
+            parsed = await _in_thread_if(len(body) > _IN_THREAD_BYTES, read_request, body, model)
             answer = await service.predict(parsed.features, parsed.signature, version)
             large = sum(output.nbytes for output in answer.values()) > _IN_THREAD_BYTES
             content = await _in_thread_if(large, answer_to, parsed, answer)
@@ -170,23 +171,18 @@ def _taken(host: str, port: int, error: OSError) -> UsageError:
     )
 
 
-def serve(
-    model: ServedModel, listener: socket.socket, options: ServeOptions, poll: float, say: Callable[[str], None]
-) -> None:
+def serve(model: ServedModel, listener: socket.socket, options: ServeOptions, poll: float) -> None:
     """Serves a model, and follows its versions, until SIGINT or SIGTERM; then finishes the requests that it has. It
-    answers for its health while the first version is loaded.
+    answers for its health while the first version is loaded, and prints its addresses then.
 
     Args:
         poll: as `every` of `ServedModel.follow`.
-        say: is given the addresses, after the first look.
     """
     with listener, contextlib.suppress(KeyboardInterrupt):  # before the server listens to signals
-        asyncio.run(_serve(model, listener, options, poll, say))
+        asyncio.run(_serve(model, listener, options, poll))
 
 
-async def _serve(
-    model: ServedModel, listener: socket.socket, options: ServeOptions, poll: float, say: Callable[[str], None]
-) -> None:
+async def _serve(model: ServedModel, listener: socket.socket, options: ServeOptions, poll: float) -> None:
     import uvicorn
 
     class EndingServer(uvicorn.Server):
@@ -215,13 +211,13 @@ async def _serve(
             if options.grpc_port is not None:
                 from elasticcb.serving.grpc_service import grpc_server
 
-                say(f"gRPC at {await until_end.enter_async_context(grpc_server(service))}")
+                print_line(f"gRPC at {await until_end.enter_async_context(grpc_server(service))}")
             try:
                 listener.listen()  # who reads the address may connect
             except OSError as error:  # another, which started at the same time
                 raise _taken(host, port, error) from None
             address = f"{'https' if options.tls_cert else 'http'}://{shown}:{port}/v1/models/{options.name}"
-            model.follow(poll, lambda: say(address))
+            model.follow(poll, lambda: print_line(address))
             await EndingServer(config).serve([listener])
     finally:
         service.close()

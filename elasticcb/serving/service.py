@@ -8,7 +8,7 @@ import hmac
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,8 @@ class ServeOptions:
         name: of the model in addresses.
         port, grpc_port: 0: any free one; grpc_port None: no gRPC.
         token: that requests must carry; "": none.
+        max_waiting: more requests than these are refused.
+        max_batch: examples of a batch; a larger request is a batch by itself.
         tls_ca: clients must present a certificate of this CA; "": they need none.
     """
 
@@ -107,7 +109,7 @@ class ModelService:
 
     def __init__(self, model: ServedModel, options: ServeOptions) -> None:
         self.model, self.options, self.metrics = model, options, ServingMetrics(model)
-        self._batcher = Batcher(model, options.max_waiting, options.max_batch, self.metrics.batches.observe)
+        self._batcher = Batcher(model, options, self.metrics.batches)
 
     def check_target(self, name: str, version: int | None) -> None:
         """Raises `UnknownModelError` if that is not what is served."""
@@ -144,13 +146,11 @@ class Batcher:
     """Belongs to one event loop.
 
     Args:
-        most_waiting: more requests than these are refused.
-        most_examples: of a batch; a larger request is a batch by itself.
-        note: called with the number of requests in each batch, in other threads.
+        sizes: of the numbers of requests in batches.
     """
 
-    def __init__(self, model: ServedModel, most_waiting: int, most_examples: int, note: Callable[[int], None]) -> None:
-        self._model, self._most_waiting, self._most_examples, self._note = model, most_waiting, most_examples, note
+    def __init__(self, model: ServedModel, options: ServeOptions, sizes: Histogram) -> None:
+        self._model, self._options, self._sizes = model, options, sizes
         self._waiting: deque[_Waiting] = deque()
         self._running = 0
         self._threads = ThreadPoolExecutor(_RUNNERS, "predict")
@@ -158,8 +158,8 @@ class Batcher:
 
     async def predict(self, features: Mapping[str, Array], signature: str) -> Predicted:
         """Like `ServedModel.predict`. Raises `TooManyRequestsError` in addition."""
-        if len(self._waiting) >= self._most_waiting:
-            raise TooManyRequestsError(f"{self._most_waiting} requests wait already. Try again later.")
+        if len(self._waiting) >= self._options.max_waiting:
+            raise TooManyRequestsError(f"{self._options.max_waiting} requests wait already. Try again later.")
         kind, examples = self._kind_of(features, signature)
         waiting = _Waiting(signature, features, examples, kind, self._loop.create_future())
         self._waiting.append(waiting)
@@ -181,7 +181,7 @@ class Batcher:
     def _take(self) -> list[_Waiting]:
         """The oldest request, and those that can run with it."""
         batch = [self._waiting.popleft()]
-        kind, room = batch[0].kind, self._most_examples - batch[0].examples
+        kind, room = batch[0].kind, self._options.max_batch - batch[0].examples
         left: deque[_Waiting] = deque()
         while kind is not None and self._waiting:
             following = self._waiting.popleft()
@@ -194,7 +194,7 @@ class Batcher:
         return batch
 
     def _run(self, batch: Sequence[_Waiting]) -> None:
-        self._note(len(batch))
+        self._sizes.observe(len(batch))
         answers: Sequence[Predicted | Exception] | None = self._together(batch) if len(batch) > 1 else None
         answers = answers or [self._by_itself(each) for each in batch]
         self._loop.call_soon_threadsafe(self._finish, batch, answers)

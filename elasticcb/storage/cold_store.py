@@ -42,7 +42,7 @@ class ColdStore:
     Raises `ElasticCBError` if the library is missing.
     """
 
-    def __init__(self, parent: Path | None = None) -> None:
+    def __init__(self, parent: Path | None) -> None:
         missing = missing_library()
         if missing:
             raise ElasticCBError(f"Rows of embedding tables can't go to disk: {missing}")

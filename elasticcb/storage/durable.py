@@ -90,9 +90,9 @@ def write(path: Path, content: bytes, mode: int = PRIVATE, sync_names: bool = Tr
             os.close(descriptor)
 
 
-def write_document(path: Path, document: Mapping[str, Any], mode: int = PRIVATE) -> None:
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
     """Writes a JSON object with its checksum, like `write`."""
-    write(path, document_of(document), mode)
+    write(path, document_of(document))
 
 
 def document_of(document: Mapping[str, Any]) -> bytes:

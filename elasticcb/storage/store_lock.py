@@ -117,7 +117,6 @@ class StoreLock:
         name: the user's name of the folder, for messages.
         folder: the job's folder, for messages.
         run: name of the training: its next master need not wait until an earlier one is silent.
-        say: shows a line to the user.
 
     Raises:
         UsageError: another job has it.

@@ -32,7 +32,7 @@ from elasticcb.model.program import callback_params, job_callbacks
 from elasticcb.model.spec import Spec
 from elasticcb.model.weights import assign_dense, variable_specs
 from elasticcb.optimizers.traits import model_optimizers, sets_final_weights, unwrapped
-from elasticcb.process.generated_files import remove_generated_files
+from elasticcb.process.system import remove_generated_files
 from elasticcb.rpc.tensors import Array
 from elasticcb.settings import Command, JobSettings, Mode, NonFinite, Updates, WireDtype
 from elasticcb.sharding.flat_blocks import PlacedBlocks

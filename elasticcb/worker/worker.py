@@ -7,8 +7,8 @@ import logging
 from elasticcb.clients.master import MasterClient
 from elasticcb.errors import ConnectionLostError, LeaveRequestedError
 from elasticcb.model.spec import Spec
-from elasticcb.process.generated_files import remove_generated_files
 from elasticcb.process.signals import on_sigterm
+from elasticcb.process.system import remove_generated_files
 from elasticcb.proto import elasticcb_pb2 as pb
 from elasticcb.settings import JobSettings, Mode
 from elasticcb.worker.kept_models import KeptModel

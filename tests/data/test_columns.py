@@ -5,14 +5,13 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from elasticcb.data import Kafka, Records, read, text
+from elasticcb.data import Records, read, text
 from elasticcb.errors import DataError, ModelFileError, UsageError
 
 DAY = (datetime.date(2026, 11, 29) - datetime.date(1970, 1, 1)).days
@@ -250,16 +249,3 @@ def test_arrays_of_known_names_are_features_and_labels(
     first = batch_of(data)
     assert first == {"bare": (0, 1), "weighted": (0, 1, 2), "dict": ({"a": 0, "b": 1}, 2)}[expected]
     assert batch_of(data, "prediction") == first[0]
-
-
-@pytest.mark.parametrize("wrong", [b"", b" ", b'{"a": 1} {"a": 2}', b"x"])
-def test_a_message_that_is_not_one_object_is_told_whatever_the_others_are(wrong: bytes) -> None:
-    pytest.importorskip("pyarrow", reason="it is not installed: pip install 'elasticcb[parquet]'")
-    kafka = Kafka("127.0.0.1:1", "clicks", columns={"a": "int64"})
-    values = [b'{"a": 0}', b'{"a":\n1}', wrong, b"" if wrong.count(b"a") > 1 else b'{"a": 3}']
-    messages = [
-        SimpleNamespace(value=lambda value=value: value, offset=lambda n=n: n) for n, value in enumerate(values)
-    ]
-    with pytest.raises(DataError, match="The message at offset 2 of clicks/0 is not a JSON object with the columns a"):
-        kafka._chunk("clicks/0", messages)
-    assert kafka._chunk("clicks/0", messages[:2])["a"].tolist() == [0, 1]

@@ -45,7 +45,7 @@ def test_json_of_several_lines_is_a_record(source):
 
 
 def test_values_that_are_no_object_are_errors_that_name_the_offset(source):
-    bad = [b"null", b"", GOOD + GOOD, b'{"a": 1, "s": "\xff"}', b'{"a": 1', b', "b": 2}' + GOOD, b"{}null"]
+    bad = [b"null", b"", b" ", b"x", GOOD + GOOD, b'{"a": 1, "s": "\xff"}', b'{"a": 1', b', "b": 2}' + GOOD, b"{}null"]
     for value in bad:  # with others that make up for the number of objects
         values = [GOOD, value, b"", GOOD] if value == GOOD + GOOD else [GOOD, value, GOOD]
         found = source(values, columns={"a": "float32", "s": "string"})

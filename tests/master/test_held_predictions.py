@@ -8,11 +8,10 @@ from task_queues import make_queue, reached, records_of, take
 
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import ClusterLostError
-from elasticcb.master.job_machine import TaskResult
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
 from elasticcb.master.shards import Shard
-from elasticcb.master.task import DecisionKind, MilestoneKind
+from elasticcb.master.task import DecisionKind, MilestoneKind, TaskResult
 from elasticcb.settings import Command
 
 ALL = [("a", record) for record in range(40)]

@@ -8,15 +8,16 @@ import pytest
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import JobFailedError
 from elasticcb.master.evaluation import EpochStates, EvaluationRounds
+from elasticcb.master.events import Wake
 from elasticcb.master.job_driver import JobDriver
-from elasticcb.master.job_machine import JobMachine, TaskResult, Wake
+from elasticcb.master.job_machine import JobMachine
 from elasticcb.master.journal import Journal, Memory
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role
 from elasticcb.master.report import Report
 from elasticcb.master.roster import Roster
 from elasticcb.master.startup import begin_job
-from elasticcb.master.task import DecisionKind, QueueSettings, TaskType
+from elasticcb.master.task import DecisionKind, QueueSettings, TaskResult, TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 

@@ -13,12 +13,13 @@ import pytest
 from elasticcb.errors import UsageError
 from elasticcb.master.accounting import IllegalTransitionError
 from elasticcb.master.evaluation import EvaluationRounds
-from elasticcb.master.job_machine import JobMachine, TaskResult, event
+from elasticcb.master.events import event
+from elasticcb.master.job_machine import JobMachine
 from elasticcb.master.journal import Journal
 from elasticcb.master.master_server import persist
 from elasticcb.master.members import Role, ServedCluster
 from elasticcb.master.roster import Roster
-from elasticcb.master.task import DecisionKind, Lease, MilestoneKind, QueueSettings, TaskState, TaskType
+from elasticcb.master.task import DecisionKind, Lease, MilestoneKind, QueueSettings, TaskResult, TaskState, TaskType
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import ClusterSettings, Command, JobSettings
 from elasticcb.sharding.partition import ServerPlace

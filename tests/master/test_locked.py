@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from interrupted import interrupted_at
 
-from elasticcb.master.job_machine import Wake
+from elasticcb.master.events import Wake
 from elasticcb.master.locked import Locked
 from elasticcb.process import signals
 from elasticcb.process.signals import interrupt, repeat_ignored_interrupts

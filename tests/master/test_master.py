@@ -11,11 +11,11 @@ from elasticcb.clients.master import MasterClient
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.cluster.inprocess import InProcessCluster
 from elasticcb.errors import CallbackWarning, JobFailedError, JobOverError, UsageError
-from elasticcb.master.job_machine import OTHERS_FIRST, TaskResult
+from elasticcb.master.job_machine import OTHERS_FIRST
 from elasticcb.master.journal import Journal
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role, ServedCluster
-from elasticcb.master.task import DecisionKind, QueueSettings
+from elasticcb.master.task import DecisionKind, QueueSettings, TaskResult
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.settings import Command, TrainingSettings
 from elasticcb.sharding.partition import ServerPlace

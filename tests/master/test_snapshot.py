@@ -16,14 +16,14 @@ from elasticcb.cli.progress import summary_lines
 from elasticcb.cli.status import state_lines
 from elasticcb.cluster.external import ExternalCluster
 from elasticcb.errors import JobFailedError, JobInterrupted, UsageError
-from elasticcb.master.job_machine import JobMachine, TaskResult
+from elasticcb.master.job_machine import JobMachine
 from elasticcb.master.master import Master
 from elasticcb.master.members import Role, ServedCluster
 from elasticcb.master.observation import figures_of
 from elasticcb.master.prometheus import JobCollector
 from elasticcb.master.roster import Roster
 from elasticcb.master.snapshot import JobSnapshot
-from elasticcb.master.task import QueueSettings
+from elasticcb.master.task import QueueSettings, TaskResult
 from elasticcb.master.task_queue import TaskQueue
 from elasticcb.process.stats import Stats
 from elasticcb.settings import CheckpointSettings

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections import Counter
+from unittest.mock import MagicMock
 
 import pytest
 from task_queues import EPOCH_DONE, TRAINING_DONE, reached
 
 from elasticcb.data.unbounded import Partition
 from elasticcb.errors import DataError
+from elasticcb.master import stream_watch
 from elasticcb.master.stream_ranges import Period
 from elasticcb.master.task import DecisionKind, QueueSettings
 from elasticcb.master.task_queue import TaskQueue
@@ -133,6 +136,64 @@ def test_a_partition_that_stops_within_a_period_does_not_hold_it_open():
     queue.grow(seen, 0.6, Period(120.0, {"b": 50}))
     assert taken(queue, 0.6) == ["b [20, 40)", "b [40, 50)"]
     assert reached(queue) == [(EPOCH_DONE, 1)]
+
+
+def test_records_that_are_removed_may_be_more_than_those_of_the_period():
+    queue = make_stream(num_epochs=9, event_time=60.0, skips_lost=True)
+    queue.grow(there(a=30, b=10), 0.0, Period(60.0, {"a": 10}))  # of b, more may come
+    gone = {"a": Partition(start=0, first=15, end=30), "b": Partition(0, 0, 10)}
+    queue.grow(gone, 0.1, Period(60.0, {"a": 10}))
+    assert taken(queue, 0.5) == ["b [0, 10)"]
+    queue.grow(gone, 0.6, Period(60.0, {"a": 10, "b": 10}))
+    assert reached(queue) == [(EPOCH_DONE, 0)]
+    queue.grow(gone, 0.7, Period(120.0, {"a": 30, "b": 10}))
+    assert taken(queue, 0.7) == ["a [15, 30)"]
+
+
+def test_a_stop_that_is_known_later_than_records_after_it_is_not_passed():
+    queue = make_stream()
+    queue.grow(there(a=50), 0.0)
+    queue.grow({"a": Partition(0, 0, 60, stop=30)}, 0.1)
+    assert taken(queue, 0.1) == ["a [0, 20)", "a [20, 30)"]
+    assert reached(queue) == [(EPOCH_DONE, 0), (TRAINING_DONE, 0)]
+    assert queue.stream.ends == {"a": 30}
+
+
+def test_a_partition_whose_records_were_all_removed_does_not_hold_up_the_next_one():
+    queue = make_stream(in_order=True, skips_lost=True)
+    queue.grow(there(a=20, b=20), 0.0)
+    queue.grow({"a": Partition(0, 20, 20)}, 0.1)
+    assert taken(queue, 0.1) == ["b [0, 20)"]
+
+
+def test_in_order_a_partition_that_is_through_its_period_does_not_hold_up_the_next_one():
+    queue = make_stream(in_order=True, num_epochs=9, event_time=60.0)
+    queue.grow(there(a=40, b=30), 0.0, Period(60.0, {"a": 20, "b": 10}))
+    assert taken(queue, 0.1) == ["a [0, 20)", "b [0, 10)"]
+    assert reached(queue) == [(EPOCH_DONE, 0)]
+    queue.grow({}, 0.2, Period(120.0, {"a": 40, "b": 30}))
+    assert taken(queue, 0.2) == ["a [20, 40)", "b [10, 30)"]
+
+
+def test_a_look_that_ends_after_its_job_tells_the_next_job_nothing(monkeypatch):
+    monkeypatch.setattr(stream_watch, "_END_SECONDS", 0.01)
+    asked, answers = threading.Event(), threading.Event()
+    source, master = MagicMock(look_seconds=0.001), MagicMock()
+    state = master.state.return_value.__enter__.return_value
+    state.queue.stream.event_time, state.queue.stream.names = 0.0, set()
+
+    def partitions(known):
+        asked.set()
+        answers.wait()
+        return there(a=5)
+
+    source.partitions = partitions
+    watch = stream_watch.StreamWatch(source, master)
+    asked.wait()
+    watch.close()
+    answers.set()
+    watch._thread.join()
+    state.stream_grew.assert_not_called()
 
 
 def test_a_stream_without_epochs_is_one():

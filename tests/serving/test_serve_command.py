@@ -262,7 +262,7 @@ def test_servers_that_start_at_the_same_time_do_not_share_a_port(exports):
         second = listener_at("127.0.0.1", first.getsockname()[1])
         first.listen()
         with pytest.raises(UsageError, match="Choose another --port"):
-            serve(model, second, ServeOptions(NAME), 1.0, pytest.fail)
+            serve(model, second, ServeOptions(NAME), 1.0)
 
 
 def test_grpc_api_is_that_of_tensorflow_serving(exports, tmp_path):

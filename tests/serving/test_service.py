@@ -12,7 +12,7 @@ from elasticcb.errors import UsageError
 from elasticcb.serving import service
 from elasticcb.serving.loaded_export import SIGNATURE
 from elasticcb.serving.served_model import ServedModel
-from elasticcb.serving.service import Batcher, TooManyRequestsError
+from elasticcb.serving.service import Batcher, ServeOptions, TooManyRequestsError
 from made_exports import MadeExports
 
 RUNNERS = service._RUNNERS
@@ -39,7 +39,8 @@ def answers(model, requests, most_waiting=100, most_examples=1024):
     sizes = []
 
     async def run():
-        batcher = Batcher(model, most_waiting, most_examples, sizes.append)
+        options = ServeOptions("small", max_waiting=most_waiting, max_batch=most_examples)
+        batcher = Batcher(model, options, SimpleNamespace(observe=sizes.append))
         with model._swapping.writing():  # predictions wait
             tasks = [asyncio.ensure_future(batcher.predict(request, SIGNATURE)) for request in requests]
             await asyncio.sleep(0)

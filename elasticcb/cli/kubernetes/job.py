@@ -76,7 +76,7 @@ class KubernetesJob:
             lines.append(PodLine(name, labels[ROLE_LABEL], *place, pod["spec"].get("nodeName", ""), found))
         return sorted(lines, key=lambda each: (_ROLES.index(each.role), each.index, each.number))
 
-    def newest(self, role: str, index: int = 0) -> str:
+    def newest(self, role: str, index: int) -> str:
         """The name of the newest pod in a slot, running or ended; "" if there is none."""
         pods = [pod for pod in self.pods() if (pod.role, pod.index) == (role, index)]
         live = [pod for pod in pods if pod.verdict.fate not in ENDED]
