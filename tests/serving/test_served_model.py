@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import sys
 import threading
@@ -402,3 +403,22 @@ def served(tmp_path_factory):
 def test_unknown_signature_is_refused(served):
     with pytest.raises(UsageError, match=r"no signature 'other'.*'serving_default'"):
         served.predict(FEATURES, "other")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_is_refused_in_words(served):
+    def refuses(use):
+        try:
+            use()
+        except UsageError as error:
+            return "Make one in each process" in str(error)
+
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = 42 if refuses(lambda: served.predict(FEATURES)) and refuses(served.follow) else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    assert len(served.predict(FEATURES)["score"]) == len(FEATURES["user"])
