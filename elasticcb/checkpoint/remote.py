@@ -56,14 +56,20 @@ def _temporary(scratch: Path | None) -> TemporaryFolder:
 
 
 class Files:
-    """The files in a folder, while they are read: a context manager. Those of a URL are copied when they are needed."""
+    """The files in a folder, while they are read: a context manager. Those of a URL are copied when they are needed.
 
-    def __init__(self, folder: str, scratch: Path | None = None) -> None:
+    Args:
+        scratch: as for `writable`.
+        parent: of the folder above, if it is connected already: a new connection takes longer than a small file.
+    """
+
+    def __init__(self, folder: str, scratch: Path | None = None, parent: JobStore | None = None) -> None:
         self.name = folder
         self._until_end = contextlib.ExitStack()
         self._store: JobStore | None = None
+        self._below = "" if parent is None else posixpath.basename(folder)
         if is_url(folder):
-            self._store = self._until_end.enter_context(JobStore(folder))
+            self._store = parent or self._until_end.enter_context(JobStore(folder))
             self._here = self._until_end.enter_context(_temporary(scratch))
         else:
             self._here = Path(folder)
@@ -74,7 +80,7 @@ class Files:
         if self._store is not None and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                self._store.get_file(name, path)
+                self._store.get_file(posixpath.join(self._below, name), path)
             except FileNotFoundError:
                 raise CheckpointError(f"The file {self.name}/{name} is missing.") from None
         return path

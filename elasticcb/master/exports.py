@@ -363,8 +363,8 @@ class PeriodicExports:
             self._current, self._version = current, version
             self._master.exported(version, self._folder.place)
         untold = sorted((version_of(name), name) for name in self._untold)
-        self._told.extend((version, f"{self._folder.place}/{name}") for version, name in untold)
-        self._untold.clear()
+        self._told.extend((of, f"{self._folder.place}/{name}") for of, name in untold if of <= version)
+        self._untold = [name for of, name in untold if of > version]
         while self._leftovers:
             self._folder.remove(self._leftovers[-1])
             self._leftovers.pop()

@@ -69,7 +69,7 @@ class FullExport:
         except (OSError, ValueError):
             log = (self._folder.path / _LOG).read_text(errors="replace")[-1000:]
             raise CheckpointError(
-                f"The process that writes the full export ended with {self._process.returncode}. {log}"
+                f"The process that writes the full export ended with {self._process.returncode}. {log}".strip()
             ) from None
         if "files" in result:
             return [SavedFile.of(file) for file in result["files"]]

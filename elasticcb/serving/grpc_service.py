@@ -62,7 +62,7 @@ class _PredictionService(prediction_service_pb2_grpc.PredictionServiceServicer):
         self._service = service
 
     async def Predict(self, request: Any, context: Any) -> Any:
-        began, status = time.perf_counter(), "OK"
+        began, status = time.perf_counter(), "CANCELLED"
         try:
             version = self._check(request.model_spec, context)
             signature = request.model_spec.signature_name or SIGNATURE
@@ -77,6 +77,7 @@ class _PredictionService(prediction_service_pb2_grpc.PredictionServiceServicer):
             )
             response.model_spec.name, response.model_spec.signature_name = self._service.options.name, signature
             response.model_spec.version.value = answer.version
+            status = "OK"
             return response
         except Exception as error:
             _, status, text = status_of(error)

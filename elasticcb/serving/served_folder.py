@@ -83,7 +83,7 @@ class ServedFolder:
 
     def files(self, name: str) -> Files:
         """The files of an export, while they are read."""
-        return Files(posixpath.join(self.place, name))
+        return Files(posixpath.join(self.place, name), parent=self._store)
 
     def close(self) -> None:
         self._store.close()

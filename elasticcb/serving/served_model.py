@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,7 +67,7 @@ class ServedModel:
         self._disk = None if rows_on_disk is None else Path(rows_on_disk)
         self._model: LoadedExport | None = None
         self._swapping = _Gate()
-        self._closed = threading.Event()
+        self._closed, self._process = threading.Event(), os.getpid()
         self._thread: threading.Thread | None = None
         self.problem, self._patience = "", 0
         if not wait:
@@ -115,7 +116,7 @@ class ServedModel:
             features: arrays of a batch by the names of the inputs; or one array, of the only input.
 
         Raises:
-            UsageError: the features do not fit the signature, or the model refuses them.
+            UsageError: the features do not fit the signature, or the model refuses them; or this process was forked.
             CheckpointError: there is no model yet.
         """
         model = self._ready()
@@ -125,7 +126,15 @@ class ServedModel:
             outputs, version = model.call(signature, tensors), model.export.version
         return Predicted({name: output.numpy() for name, output in outputs.items()}, version)
 
+    def _check_process(self) -> None:
+        if self._process != os.getpid():  # TensorFlow would wait for threads that are not there
+            raise UsageError(
+                "This ServedModel was made before the process was forked, after which TensorFlow can't be used. Make "
+                "one in each process."
+            )
+
     def _ready(self) -> LoadedExport:
+        self._check_process()
         if self._model is None:
             raise CheckpointError(f"No model is served yet. {self.problem}")
         return self._model
@@ -137,9 +146,10 @@ class ServedModel:
             every: seconds between two looks.
             then: called in the thread after its first look.
 
-        Raises `UsageError` if nobody can wait for that long.
+        Raises `UsageError` if nobody can wait for that long, or this process was forked.
         """
         check_every(every)
+        self._check_process()
         if self._thread is None:
             self._thread = threading.Thread(target=self._follow, args=[every, then], name="follow", daemon=True)
             self._thread.start()
@@ -165,7 +175,7 @@ class ServedModel:
         except (CheckpointError, UsageError) as error:
             problem, self._patience = str(error), _PATIENCE
         except Exception as error:  # TensorFlow's, a full disk
-            problem = f"The exports in {self._folder.place} can't be served: {describe(error)}"
+            problem = f"The exports in {self._folder.place} can't be served: {describe(error)}."
             self._patience = _PATIENCE
         if problem and problem != self.problem:
             logger.warning("%s Serving %s.", problem, self._shown())

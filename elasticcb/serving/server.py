@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _PATH = re.compile(r"/v1/models/(?P<name>[^/:]+)(?:/versions/(?P<version>\d{1,18}))?(?P<what>:predict|/metadata|)")
 _IN_THREAD_BYTES = 64 << 10  # larger bodies are read in another thread, so that others are answered meanwhile
+_GONE = 499  # what is counted for a request whose client does not wait for the answer; others do the same
 _GRACE_SECONDS = 30  # for running requests when the server ends
 
 
@@ -34,39 +35,51 @@ def make_serving_app(service: ModelService) -> Starlette:
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
     model, options = service.model, service.options
 
+    def checked(request: HTTPRequest, found: re.Match[str] | None) -> tuple[str, int | None]:
+        """What is asked for, and of which version."""
+        options.check_token(request.headers.get("authorization", ""))
+        if found is None:
+            raise UnknownModelError(f"There is nothing at {request.scope['path']}. Expected /v1/models/{options.name}.")
+        version = None if found["version"] is None else int(found["version"])
+        service.check_target(found["name"], version)
+        return found["what"], version
+
     async def endpoint(request: HTTPRequest) -> Response:
+        found = _PATH.fullmatch(request.scope["path"])  # `request.url` takes longer
+        if found is not None and found["what"] == ":predict":
+            return await predict(request, found)
         try:
-            options.check_token(request.headers.get("authorization", ""))
-            path = request.scope["path"]  # `request.url` takes longer
-            found = _PATH.fullmatch(path)
-            if found is None:
-                raise UnknownModelError(f"There is nothing at {path}. Expected /v1/models/{options.name}.")
-            version = None if found["version"] is None else int(found["version"])
-            service.check_target(found["name"], version)
-            if found["what"] == ":predict":
-                return await predict(request, version)
+            what, _ = checked(request, found)
             if request.method != "GET":
                 return JSONResponse({"error": "Expected GET, or POST to :predict."}, 405, {"Allow": "GET"})
-            return JSONResponse(_metadata(service) if found["what"] else _status(model))
+            return JSONResponse(_metadata(service) if what else _status(model))
         except Exception as error:
             return refused(error)
 
-    async def predict(request: HTTPRequest, version: int | None) -> Response:
-        if request.method != "POST":
-            return JSONResponse({"error": "Expected POST."}, 405, {"Allow": "POST"})
-        body = await _body_of(request, options.max_body)
-        began, status = time.perf_counter(), 200
+    async def predict(request: HTTPRequest, found: re.Match[str]) -> Response:
+        began, status = time.perf_counter(), _GONE
         try:
+            _, version = checked(request, found)
+            if request.method != "POST":
+                status = 405
+                return JSONResponse({"error": "Expected POST."}, status, {"Allow": "POST"})
+            body = await _body_of(request, options.max_body)
+            began = time.perf_counter()
             parsed = await _in_thread_if(len(body) > _IN_THREAD_BYTES, read_request, body, model)
             answer = await service.predict(parsed.features, parsed.signature, version)
             large = sum(output.nbytes for output in answer.values()) > _IN_THREAD_BYTES
             content = await _in_thread_if(large, answer_to, parsed, answer)
+            if not await request.is_disconnected():
+                status = 200
             return Response(content, 200, {"X-Model-Version": str(answer.version)}, "application/json")
+        except ClientDisconnect:
+            return Response(status_code=status)  # to nobody
         except Exception as error:
             answered = refused(error)
             status = answered.status_code
@@ -103,18 +116,13 @@ def make_serving_app(service: ModelService) -> Starlette:
 
 async def _body_of(request: HTTPRequest, limit: int) -> bytes:
     """Raises `TooLargeError`; what is a little too large is read to its end, since a client may listen only then."""
-    from starlette.requests import ClientDisconnect
-
     body, size = bytearray(), 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size <= limit:
-                body += chunk
-            elif size > 2 * limit:
-                break
-    except ClientDisconnect:
-        raise UsageError("The client has closed the connection.") from None
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= limit:
+            body += chunk
+        elif size > 2 * limit:
+            break
     if size > limit:
         raise TooLargeError(f"The body is larger than {limit:,} bytes (--max_body). Send fewer examples.")
     return bytes(body)

@@ -244,7 +244,9 @@ class ServingMetrics:
         self.registry = CollectorRegistry()
         self.registry.register(_ModelCollector(model))
         self.requests = Counter(
-            f"{_PREFIX}requests", "Requests to predict, by protocol and status.", ["protocol", "status"],
+            f"{_PREFIX}requests",
+            "Requests to predict, by protocol and status (499 and CANCELLED: the client did not wait for the answer).",
+            ["protocol", "status"],
             registry=self.registry,
         )  # fmt: skip
         self.seconds = Histogram(

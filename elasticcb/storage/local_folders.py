@@ -70,7 +70,8 @@ def problem_of_folder(path: Path) -> str:
     try:
         trial = tempfile.mkdtemp(prefix=".elasticcb-", dir=nearest)
     except OSError as error:
-        return f"can't be written to because {nearest} can't: {error.strerror}"
+        because = "" if nearest == path else f" because {nearest} can't"
+        return f"can't be written to{because}: {error.strerror}"
     try:
         Path(trial, path.relative_to(nearest)).mkdir(parents=True, exist_ok=True)
     except OSError as error:

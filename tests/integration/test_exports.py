@@ -7,6 +7,7 @@ import subprocess
 import textwrap
 import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -413,6 +414,27 @@ def test_weights_that_are_set_at_the_end_are_exported_after_a_full_export_that_i
         cluster.fit(model, np.ones((16, 4)), np.ones((16, 1)), verbose=0, callbacks=callbacks)
     now = current(folder)
     assert_same(Export(folder, [now.full, *now.deltas]), {0: np.full((4, 1), 7), 1: np.full(1, 7)}, {})
+
+
+def test_an_export_is_told_when_current_json_leads_to_it(tmp_path):
+    """After a server was lost, deltas are written while the next full export is."""
+    exports, names = object.__new__(PeriodicExports), ["full-00000001", "delta-00000001-00000003"]
+    later = ["full-00000005", "delta-00000005-00000006"]
+    vars(exports).update(
+        _own=dict.fromkeys([*names, later[1]], 1.0), _untold=[*names, later[1]], _told=deque(), _current="", _version=0,
+        _exporter="a", _name="m", _earlier={}, _leftovers=[], _folder=ExportFolder(str(tmp_path)), _master=MagicMock(),
+        _callback=SimpleNamespace(keep=float("inf")),
+    )  # fmt: skip
+    exports._publish()
+    assert current(tmp_path).version == 3
+    assert list(exports._told) == [(version_of(name), f"{tmp_path}/{name}") for name in names]
+    exports._told.clear()
+    exports._own[later[0]] = 2.0
+    exports._untold.append(later[0])
+    exports._publish()
+    assert current(tmp_path).version == 6
+    assert list(exports._told) == [(version_of(name), f"{tmp_path}/{name}") for name in later]
+    assert not exports._untold
 
 
 def test_a_full_export_that_fails_after_an_earlier_one_does_not_end_the_job():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import sys
 import threading
@@ -21,6 +22,7 @@ from elasticcb.serving import served_model
 from elasticcb.serving.exports import CURRENT
 from elasticcb.serving.served_folder import ServedFolder
 from elasticcb.serving.served_model import ServedModel
+from elasticcb.storage import job_store, remote_files
 from made_exports import DIM, FEATURES, MadeExports
 
 OUTPUTS = ["score", "user_row", "item_row"]
@@ -313,7 +315,8 @@ def test_the_end_does_not_wait_for_a_store_that_does_not_answer(exports, monkeyp
 
 
 def test_exports_of_a_url_are_served_and_pinned(exports, monkeypatch):
-    url, expected = "s3://served/clicks", exports.expected(FEATURES)[0]
+    url, expected, opened = "s3://served/clicks", exports.expected(FEATURES)[0], []
+    monkeypatch.setattr(job_store, "opened", lambda place: opened.append(place) or remote_files.opened(place))
     with S3Server("served") as server:
         monkeypatch.setitem(fsspec.config.conf, "s3", server.options)
         store = fsspec.filesystem("s3", **server.options)
@@ -326,6 +329,7 @@ def test_exports_of_a_url_are_served_and_pinned(exports, monkeypatch):
                 store.put(str(exports.folder / each), f"{url}/{each}", recursive=True)
             model.look()
             agrees(model, exports)
+            assert opened == [url]  # one connection for all
             ServedFolder(url).pin(10)
             model.look()
             np.testing.assert_allclose(model.predict(FEATURES)["score"], expected, atol=1e-6)
@@ -402,3 +406,22 @@ def served(tmp_path_factory):
 def test_unknown_signature_is_refused(served):
     with pytest.raises(UsageError, match=r"no signature 'other'.*'serving_default'"):
         served.predict(FEATURES, "other")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_is_refused_in_words(served):
+    def refuses(use):
+        try:
+            use()
+        except UsageError as error:
+            return "Make one in each process" in str(error)
+
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = 42 if refuses(lambda: served.predict(FEATURES)) and refuses(served.follow) else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    assert len(served.predict(FEATURES)["score"]) == len(FEATURES["user"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,8 @@ from elasticcb.errors import UsageError
 from elasticcb.serving import service
 from elasticcb.serving.loaded_export import SIGNATURE
 from elasticcb.serving.served_model import ServedModel
-from elasticcb.serving.service import Batcher, ServeOptions, TooManyRequestsError
+from elasticcb.serving.server import make_serving_app
+from elasticcb.serving.service import Batcher, ModelService, ServeOptions, TooManyRequestsError
 from made_exports import MadeExports
 
 RUNNERS = service._RUNNERS
@@ -121,3 +123,86 @@ def test_failed_request_by_grpc_is_logged_once(caplog):
         asyncio.run(_PredictionService(failing).Predict(predict_pb2.PredictRequest(), Context()))
     assert [status for _, status, _ in noted] == ["INTERNAL"]
     assert len([line for line in caplog.messages if "boom" in line]) == 1
+
+
+def count(service, protocol):
+    """How many requests were counted, by status."""
+    samples = service.metrics.requests.collect()[0].samples
+    named = [each for each in samples if each.name.endswith("_total") and each.labels["protocol"] == protocol]
+    return {each.labels["status"]: each.value for each in named}
+
+
+def test_each_request_is_counted_once_also_those_that_are_refused_or_given_up(model):
+    body = json.dumps({"inputs": {name: array.tolist() for name, array in request_of(1).items()}}).encode()
+    whole, gone = {"type": "http.request", "body": body}, {"type": "http.disconnect"}
+    part, huge = whole | {"body": b"{", "more_body": True}, whole | {"body": body * 9}
+    path = "/v1/models/clicks:predict"
+
+    async def ask(app, messages, path=path, method="POST", token=b"Bearer secret"):
+        coming = iter(messages)
+
+        async def receive():
+            message = next(coming, None)
+            return message or await asyncio.Event().wait()  # the client waits, too
+
+        async def send(message):
+            pass
+
+        headers = [(b"authorization", token)]
+        scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
+        await app(scope, receive, send)
+
+    async def run():
+        served = ModelService(model, ServeOptions("clicks", token="secret", max_body=len(body)))
+        app = make_serving_app(served)
+        try:
+            await ask(app, [whole])
+            await ask(app, [whole], token=b"")
+            await ask(app, [whole], path="/v1/models/clicks/versions/7:predict")
+            await ask(app, [], method="GET")
+            await ask(app, [huge])
+            await ask(app, [part, gone])
+            await ask(app, [whole, gone])
+            with model._swapping.writing():  # predictions wait
+                task = asyncio.ensure_future(ask(app, [whole]))
+                while not served._batcher._running:
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+            await ask(app, [], path="/v1/models/clicks", method="GET")  # is no request to predict
+        finally:
+            served.close()
+        return count(served, "rest")
+
+    assert asyncio.run(run()) == {"200": 1, "401": 1, "404": 1, "405": 1, "413": 1, "499": 3}
+
+
+def test_a_call_by_grpc_that_is_given_up_is_counted_as_cancelled(model):
+    pytest.importorskip("tensorflow_serving", reason="it is not installed: pip install 'elasticcb[serve-grpc]'")
+    import grpc
+    import tensorflow as tf
+    from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
+
+    from elasticcb.serving.grpc_service import grpc_server
+
+    inputs = {name: tf.make_tensor_proto(values) for name, values in request_of(1).items()}
+    request = predict_pb2.PredictRequest(model_spec={"name": "clicks"}, inputs=inputs)
+
+    async def run():
+        served = ModelService(model, ServeOptions("clicks", grpc_port=0))
+        try:
+            async with grpc_server(served) as address, grpc.aio.insecure_channel(address) as channel:
+                stub = prediction_service_pb2_grpc.PredictionServiceStub(channel)
+                await stub.Predict(request)
+                with model._swapping.writing():  # predictions wait
+                    call = stub.Predict(request)
+                    while not served._batcher._running:
+                        await asyncio.sleep(0.01)
+                    call.cancel()
+                    while len(count(served, "grpc")) < 2:
+                        await asyncio.sleep(0.01)
+        finally:
+            served.close()
+        return count(served, "grpc")
+
+    assert asyncio.run(run()) == {"OK": 1, "CANCELLED": 1}
