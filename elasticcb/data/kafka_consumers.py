@@ -34,6 +34,9 @@ class Consumers:
         self._lock = threading.Lock()
         self._idle: list[_Reading] = []
         self._monitor: Any = None
+        self._admin: Any = None
+        self._described: Any = None  # a future of what `_admin` was asked last
+        self._topic_id = ""
         self._closed = threading.Event()
 
     def __reduce__(self) -> Any:
@@ -76,6 +79,21 @@ class Consumers:
         except kafka.KafkaException as error:
             raise StreamError(f"{self._servers} does not answer for {what} of {self._topic}: {_told(error)}") from error
 
+    def topic_id(self) -> str:
+        """The topic's id, as the brokers told it last; "": not yet. Nobody waits for it: old brokers don't answer."""
+        asked = self._described
+        if asked is not None and asked.done() and asked.exception() is None:
+            self._topic_id = str(asked.result().topic_id)
+        if asked is None or asked.done():
+            kafka = _library()
+            if self._admin is None:
+                own = {"bootstrap.servers": self._servers, "log_level": 2}
+                admin = import_extra("confluent_kafka.admin", "kafka", "Kafka")
+                self._admin = admin.AdminClient({**connection_settings(self._config_file), **own})
+            topics = kafka.TopicCollection([self._topic])
+            self._described = self._admin.describe_topics(topics, request_timeout=ANSWER_SECONDS)[self._topic]
+        return self._topic_id
+
     def _consumer(self) -> Any:
         kafka = _library()
         own = {
@@ -100,6 +118,7 @@ class Consumers:
         with self._lock:
             open_ones, self._idle = [each.consumer for each in self._idle], []
             monitor, self._monitor = self._monitor, None
+        self._admin = self._described = None
         for consumer in [*open_ones, *([monitor] if monitor is not None else [])]:
             consumer.close()
 
