@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from elasticcb.errors import DataError, StreamError
 
 CONFIG_VARIABLE = "ELASTICCB_KAFKA_CONFIG"  # the file with settings of the connection, on each machine
 ANSWER_SECONDS = 10.0  # for one request to the brokers
+_FIRST_ANSWER_SECONDS = 1.0  # for the topic's id
 _STILL_SECONDS = 0.2  # for one batch of messages
 _IDLE_CONSUMERS = 8  # that a process keeps open
 _DEFAULTS = {
@@ -80,19 +82,25 @@ class Consumers:
             raise StreamError(f"{self._servers} does not answer for {what} of {self._topic}: {_told(error)}") from error
 
     def topic_id(self) -> str:
-        """The topic's id, as the brokers told it last; "": not yet. Nobody waits for it: old brokers don't answer."""
-        asked = self._described
-        if asked is not None and asked.done() and asked.exception() is None:
-            self._topic_id = str(asked.result().topic_id)
-        if asked is None or asked.done():
-            kafka = _library()
-            if self._admin is None:
-                own = {"bootstrap.servers": self._servers, "log_level": 2}
-                admin = import_extra("confluent_kafka.admin", "kafka", "Kafka")
-                self._admin = admin.AdminClient({**connection_settings(self._config_file), **own})
-            topics = kafka.TopicCollection([self._topic])
-            self._described = self._admin.describe_topics(topics, request_timeout=ANSWER_SECONDS)[self._topic]
+        """The topic's id, as the brokers told it last; "": not yet. Only the first call waits: old ones tell none."""
+        if self._described is None:
+            self._described = self._asked_for_topic()
+            futures.wait([self._described], _FIRST_ANSWER_SECONDS)
+        if self._described.done():
+            if self._described.exception() is None:
+                found = self._described.result().topic_id
+                self._topic_id = str(found) if found.get_most_significant_bits() else ""  # 0: there are none
+            self._described = self._asked_for_topic()
         return self._topic_id
+
+    def _asked_for_topic(self) -> Any:
+        """A future."""
+        if self._admin is None:
+            library = import_extra("confluent_kafka.admin", "kafka", "Kafka")
+            own = {"bootstrap.servers": self._servers, "log_level": 2}
+            self._admin = library.AdminClient({**connection_settings(self._config_file), **own})
+        topics = _library().TopicCollection([self._topic])
+        return self._admin.describe_topics(topics, request_timeout=ANSWER_SECONDS)[self._topic]
 
     def _consumer(self) -> Any:
         kafka = _library()
