@@ -56,6 +56,10 @@ class Broker:
             made.result(10)
         return f"kafka://{self.address}/{name}"
 
+    def delete(self, topic: str) -> None:
+        admin = AdminClient({"bootstrap.servers": self.address, "log_level": 2})
+        admin.delete_topics([topic])[topic].result(10)
+
     def send(self, topic: str, values: Any, partitions: int = 2) -> None:
         """Sends each value, as JSON unless it is bytes, to the partitions in turns."""
         for place, value in enumerate(values):

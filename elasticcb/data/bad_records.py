@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -30,14 +31,21 @@ class BadRecords:
     ) -> None:
         self._reader, self._convert, self._keeps_order, self._folder = reader, convert, keeps_order, folder
         self._count, self._first = 0, ""
+        self._skipped = self._passed = 0  # records since `passed` was called, and those of them that are passed
 
     def take(self) -> tuple[int, str]:
         """How many were found since the last call, and what is wrong with the first one."""
         taken, self._count, self._first = (self._count, self._first), 0, ""
         return taken
 
+    def passed(self) -> int:
+        """How many records were skipped, since the last call, before the end of the last batch, or right behind it."""
+        passed, self._passed = self._passed, 0
+        return passed
+
     def good_batches(self, name: str, start: int, end: int, size: int, rows: Callable[[Any], int]) -> Iterator[Any]:
         """The batches without bad records, of at most `size` records; `rows` is the number of examples of one."""
+        self._skipped = self._passed = 0
         if self._reader.may_skip and end - start > _WHOLE_BATCHES * size:  # no count gives the place of an error
             for place in range(start, end, _WHOLE_BATCHES * size):
                 yield from self.good_batches(name, place, min(place + _WHOLE_BATCHES * size, end), size, rows)
@@ -55,7 +63,11 @@ class BadRecords:
         except DataError as error:
             logger.debug("Records [%d, %d) of %s have a bad one: %s", start, end, name, error)
         for place in range(start, end, size):
-            yield from self._parts(name, place, min(place + size, end))
+            parts = [*self._parts(name, place, min(place + size, end))]
+            for number, batch in enumerate(parts, 1):
+                if number == len(parts):  # else those behind it might count as done before it is
+                    self._passed, self._skipped = self._passed + self._skipped, 0
+                yield batch
 
     def _parts(self, name: str, start: int, end: int) -> Iterator[Any]:
         """The batches of the good ones among these records, by halves."""
@@ -77,8 +89,11 @@ class BadRecords:
         text = f"Record {number} of {name} is skipped: {error}"
         logger.warning("%s", text)
         self._count, self._first = self._count + 1, self._first or text
+        self._skipped += 1
         if self._folder:
-            self._keep(f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name).strip('_')}-{number}", name, number, text)
+            checksum = hashlib.sha256(name.encode()).hexdigest()[:8]  # of names that differ only in other characters
+            shown = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_")[-150:]
+            self._keep(f"{shown}-{checksum}-{number}", name, number, text)
 
     def _keep(self, file: str, name: str, number: int, text: str) -> None:
         import fsspec

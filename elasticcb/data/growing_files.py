@@ -16,7 +16,7 @@ from elasticcb.data.reader import Metadata
 from elasticcb.data.record_formats import RecordFormat
 from elasticcb.data.stacking import CHUNK_RECORDS
 from elasticcb.data.unbounded import Partition, UnboundedSource
-from elasticcb.errors import DataError, StreamError
+from elasticcb.errors import DataError, SourceError, StreamError
 from elasticcb.storage.remote_files import is_url
 
 if TYPE_CHECKING:
@@ -111,14 +111,20 @@ class GrowingFiles(UnboundedSource):
     # ------------------------------------------------------------ new files
 
     def partitions(self, known: Collection[str]) -> Mapping[str, Partition]:
-        found = {}
+        found, away = {}, None
         for name in self._complete(known):
-            count, layout = self.files.survey(name)
+            try:
+                count, layout = self.files.survey(name)
+            except SourceError as error:  # it is looked at again: the storage is away, or the file may not be read yet
+                away = error
+                continue
             self._open_files([self._first, name])  # raises if their formats differ
             if count:
                 check_layout(name, layout, self._first, self._layout)
             self._counts[name] = count
             found[name] = Partition(0, 0, count)
+        if away is not None and not found:
+            raise StreamError(str(away)) from away
         return found
 
     def time_of(self, name: str, offset: int = 0) -> float:

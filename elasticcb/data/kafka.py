@@ -183,7 +183,7 @@ class Kafka(UnboundedSource):
             if topic.error is not None or not topic.partitions:
                 why = "it has no partitions" if topic.error is None else topic.error.str()
                 raise StreamError(f"{self.servers} has no topic {self.topic!r} ({why}). Create it.")
-            found = {}
+            found, topic_id = {}, self._consumers.topic_id() if known else ""
             for number in sorted(topic.partitions):
                 name = f"{self.topic}/{number}"
                 first, end = consumer.get_watermark_offsets(place(name), timeout=ANSWER_SECONDS, cached=False)
@@ -194,7 +194,7 @@ class Kafka(UnboundedSource):
                     self._starts[name] = end if offset is None else offset
                 start = first if from_first else self._starts[name]
                 stop = None if self._stop is None else self._stop_of(consumer, name, start if is_later else end)
-                found[name] = Partition(max(start, first), first, end, stop)
+                found[name] = Partition(max(start, first), first, end, stop, topic_id)
             return found
 
     def _stop_of(self, consumer: Any, name: str, end: int) -> int | None:
@@ -217,7 +217,7 @@ class Kafka(UnboundedSource):
             consumer.unassign()
         if message is None:
             raise StreamError(f"{self.servers} does not answer for a record of {name}.")
-        return float(message.timestamp()[1]) / 1000 if message.error() is None else 0.0
+        return max(float(message.timestamp()[1]), 0.0) / 1000 if message.error() is None else 0.0
 
     def trained(self, offsets: Mapping[str, int]) -> None:
         with self._consumers.asking("a commit") as consumer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from elasticcb.errors import DataError, StreamError
 
 CONFIG_VARIABLE = "ELASTICCB_KAFKA_CONFIG"  # the file with settings of the connection, on each machine
 ANSWER_SECONDS = 10.0  # for one request to the brokers
+_FIRST_ANSWER_SECONDS = 1.0  # for the topic's id
 _STILL_SECONDS = 0.2  # for one batch of messages
 _IDLE_CONSUMERS = 8  # that a process keeps open
 _DEFAULTS = {
@@ -34,6 +36,9 @@ class Consumers:
         self._lock = threading.Lock()
         self._idle: list[_Reading] = []
         self._monitor: Any = None
+        self._admin: Any = None
+        self._described: Any = None  # a future of what `_admin` was asked last
+        self._topic_id = ""
         self._closed = threading.Event()
 
     def __reduce__(self) -> Any:
@@ -76,6 +81,27 @@ class Consumers:
         except kafka.KafkaException as error:
             raise StreamError(f"{self._servers} does not answer for {what} of {self._topic}: {_told(error)}") from error
 
+    def topic_id(self) -> str:
+        """The topic's id, as the brokers told it last; "": not yet. Only the first call waits: old ones tell none."""
+        if self._described is None:
+            self._described = self._asked_for_topic()
+            futures.wait([self._described], _FIRST_ANSWER_SECONDS)
+        if self._described.done():
+            if self._described.exception() is None:
+                found = self._described.result().topic_id
+                self._topic_id = str(found) if found.get_most_significant_bits() else ""  # 0: there are none
+            self._described = self._asked_for_topic()
+        return self._topic_id
+
+    def _asked_for_topic(self) -> Any:
+        """A future."""
+        if self._admin is None:
+            library = import_extra("confluent_kafka.admin", "kafka", "Kafka")
+            own = {"bootstrap.servers": self._servers, "log_level": 2}
+            self._admin = library.AdminClient({**connection_settings(self._config_file), **own})
+        topics = _library().TopicCollection([self._topic])
+        return self._admin.describe_topics(topics, request_timeout=ANSWER_SECONDS)[self._topic]
+
     def _consumer(self) -> Any:
         kafka = _library()
         own = {
@@ -100,6 +126,7 @@ class Consumers:
         with self._lock:
             open_ones, self._idle = [each.consumer for each in self._idle], []
             monitor, self._monitor = self._monitor, None
+        self._admin = self._described = None
         for consumer in [*open_ones, *([monitor] if monitor is not None else [])]:
             consumer.close()
 

@@ -20,12 +20,14 @@ class Partition:
         first: the oldest record that is still there; earlier ones were removed.
         end: after the newest record.
         stop: where the job ends; None: never.
+        id: another one means that it was deleted and created again, which ends the job with an error; "": unknown.
     """
 
     start: int
     first: int
     end: int
     stop: int | None = None
+    id: str = ""
 
 
 class UnboundedSource(Reader):
@@ -94,7 +96,7 @@ def checked_partitions(source: UnboundedSource, known: Collection[str]) -> dict[
                 raise TypeError("a name is a str")
             stop = None if each.stop is None else operator.index(each.stop)
             start, first, end = map(operator.index, (each.start, each.first, each.end))
-            found[name] = Partition(start, first, end, stop)
+            found[name] = Partition(start, first, end, stop, str(each.id))
     except (AttributeError, TypeError) as error:
         raise DataError(
             f"{type(source).__name__}.partitions() returned {given!r}. Expected a dict of names, each with an "

@@ -38,6 +38,7 @@ class _Growing:
         position: offset of the next record to hand out.
         end: after the newest record to train.
         until: after the last record of the period; None: not known yet.
+        id: as of `Partition`.
         since: when the oldest record was seen that is not handed out.
         reader: the worker that drew its last range.
         passed: draws since then for which it was the next one, but another was taken.
@@ -47,6 +48,7 @@ class _Growing:
     stop: int | None
     end: int = 0
     until: int | None = None
+    id: str = ""
     since: float = 0.0
     reader: int | None = None
     passed: int = 0
@@ -110,6 +112,9 @@ class StreamRanges:
             known = self._partitions.get(name)
             if known is None:
                 known = self._partitions[name] = _Growing(found.start, found.stop)
+            known.id = known.id or found.id
+            if found.id not in ("", known.id):
+                raise DataError(f"{name} was deleted and created again, while the job read it. Start a new job.")
             if found.end < known.position and (known.stop is None or found.end < known.stop):
                 raise DataError(
                     f"{name} ends at offset {found.end:,}, but the job has read up to {known.position:,}: it was "
@@ -272,7 +277,7 @@ class StreamRanges:
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
         saved = {
-            f"{_PREFIX}{name}": [each.position, each.stop, each.end, each.until]
+            f"{_PREFIX}{name}": [each.position, each.stop, each.end, each.until, each.id]
             for name, each in self._partitions.items()
         }
         epoch = [self.records, self.all_records, self._epoch_ended, self.period, self.in_period]

@@ -91,7 +91,7 @@ class StreamWatch:
         waiting = {name: offset for name, offset in positions.items() if offset < ends[name]}
         now = time.time()
         if not in_period:
-            times = [min(self._source.time_of(*each) or now, now) for each in waiting.items()]
+            times = [min(self._time_of(*each) or now, now) for each in waiting.items()]
             if not times:
                 return None
             end = max(min(times) // seconds * seconds, end) + seconds
@@ -99,11 +99,16 @@ class StreamWatch:
         for name, offset in waiting.items():
             # After a record with a time in the future, no offset is found by time.
             later = offsets[name]
-            if later is not None and later <= offset and not end <= self._source.time_of(name, offset) <= now:
+            if later is not None and later <= offset and not end <= self._time_of(name, offset) <= now:
                 offsets[name] = None
         is_late = now > end + _LATE_SECONDS
         bounds = {name: ends[name] if offset is None and is_late else offset for name, offset in offsets.items()}
         return Period(end, {name: offset for name, offset in bounds.items() if offset is not None})
+
+    def _time_of(self, name: str, offset: int) -> float:
+        """When the record at an offset came; 0: unknown, as if the source tells no number, or one before 1970."""
+        found = self._source.time_of(name, offset)
+        return found if found > 0 else 0.0
 
     def _warn_if_it_grows(self, lag: int, come: int) -> None:
         now = time.monotonic()
@@ -127,7 +132,7 @@ class StreamWatch:
         for name, offset in trained.items():
             records = ends[name] - offset
             if records or not self._source.in_order:  # else it is a file that is done
-                since = self._source.time_of(name, offset) if records else 0.0
+                since = self._time_of(name, offset) if records else 0.0
                 seconds = max(now - since, 0.0) if since else 0.0
                 lags[name] = PartitionLag(offset=offset, records=records, seconds=seconds)
         self._master.set_status(stream=lags)

@@ -253,7 +253,7 @@ class FeedPipeline:
         return [(source.name, source.count) for source in checked_sources(self.reader)]
 
     def units_in(self, batch: Any) -> int:
-        return records_in(batch)
+        return records_in(batch) + (0 if self.bad is None else self.bad.passed())
 
     def batches(self, name: str, start: int, end: int, epoch: int = 0) -> Iterator[Any]:
         """Yields the batches of records [start, end) of a source. Raises the reader's errors."""

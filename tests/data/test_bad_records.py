@@ -46,6 +46,32 @@ def test_good_records_are_converted_once_and_bad_ones_counted(reader, tmp_path, 
     assert len(kept) == 8
 
 
+def test_a_batch_counts_the_bad_records_up_to_the_end_of_its_part(reader):
+    """So a count never reaches a record that is not converted, and the parts end where tasks are split."""
+    bad = BadRecords(reader, converter(reader), True, "")
+    place, ends = 0, []
+    for batch in bad.good_batches(reader.sources()[0].name, 0, 30, 4, len):
+        place += len(batch) + bad.passed()
+        ends.append(place)
+        assert all(n % 7 == 0 for n in range(batch[-1] + 1, place + 1))
+    assert {4, 8, 12, 16, 20, 24, 28, 30} <= {*ends}
+
+
+def test_records_of_names_that_differ_in_other_characters_are_kept_apart(tmp_path):
+    names = ["a/b.csv", "a_b.csv", "a b.csv", "ä/" + 300 * "x" + ".csv"]
+    for name in names:
+        path = tmp_path / "in" / name[-200:]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"bad {name}\n")
+    reader = open_reader(str(tmp_path / "in"))
+    bad = BadRecords(reader, converter(reader), True, str(tmp_path / "bad"))
+    for source in reader.sources():
+        assert [*bad.good_batches(source.name, 0, 1, 4, len)] == []
+    assert sorted(path.read_text() for path in (tmp_path / "bad").glob("*.record")) == sorted(
+        f"bad {name}" for name in names
+    )
+
+
 def test_data_without_bad_records_is_converted_in_one_go(reader):
     asked = []
 

@@ -10,7 +10,7 @@ import pytest
 from stores import S3Server
 
 from elasticcb.data import open_reader
-from elasticcb.errors import DataError, UsageError
+from elasticcb.errors import DataError, SourceError, StreamError, UsageError
 
 
 def write(folder, name, first, last, age=100.0):
@@ -39,6 +39,24 @@ def test_complete_files_become_partitions_in_the_order_of_their_names(tmp_path, 
     assert [*growing.partitions([*found, young])] == [str(tmp_path / "0.csv")]
     assert list(growing.read(b, 1, 3)) == [b"4,0", b"5,1"]
     assert growing.beginning(2) == (a, 0, 2)
+
+
+def test_a_file_that_can_t_be_read_yet_holds_up_no_other(tmp_path, growing, monkeypatch):
+    first, away, last = (write(tmp_path, name, 0, 3) for name in ("a.csv", "b.csv", "c.csv"))
+    survey = growing.files.survey
+
+    def fails(name):
+        if name == away:
+            raise SourceError(f"{name} can't be opened")
+        return survey(name)
+
+    monkeypatch.setattr(growing.files, "survey", fails)
+    found = growing.partitions(())
+    assert [*found] == [first, last]
+    with pytest.raises(StreamError, match=r"b\.csv can't be opened"):
+        growing.partitions(found)
+    monkeypatch.setattr(growing.files, "survey", survey)
+    assert [*growing.partitions(found)] == [away]
 
 
 def test_files_known_from_before_are_not_counted_again(tmp_path, growing):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from brokers import broker
+from waiting import wait_until
 
 from elasticcb.data import Kafka
 from elasticcb.errors import DataError, UsageError
@@ -79,6 +80,20 @@ def test_no_record_of_a_later_time_comes_before_the_stop(source, monkeypatch):
     late = source([b"1"], stop=time.time() - 100)
     monkeypatch.setattr("elasticcb.data.kafka._first_from", lambda *given: None)
     assert late.partitions(())[f"{late.topic}/0"].stop == 1
+
+
+def test_a_topic_that_is_made_anew_has_another_id(kafka):
+    found = [""]
+    with contextlib.closing(Kafka(kafka.address, "anew")) as source:
+
+        def has_new_id():
+            return source.partitions(["anew/0"])["anew/0"].id not in found
+
+        for _ in range(2):
+            kafka.topic("anew", 1)
+            wait_until(has_new_id)
+            found.append(source.partitions(["anew/0"])["anew/0"].id)
+            kafka.delete("anew")
 
 
 @pytest.mark.parametrize(

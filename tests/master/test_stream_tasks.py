@@ -261,6 +261,18 @@ def test_a_partition_that_begins_again_is_an_error():
         queue.grow(there(a=5), 1.0)
 
 
+def test_a_partition_of_another_id_is_an_error_also_after_a_restart():
+    queue = make_stream()
+    queue.grow({"a": Partition(0, 0, 20)}, 0.0)  # its id is not known yet
+    queue.grow({"a": Partition(0, 0, 20, id="one")}, 1.0)
+    taken(queue, 1.0)
+    queue.grow({"a": Partition(0, 0, 30)}, 2.0)
+    queue = TaskQueue.from_dict(json.loads(json.dumps(queue.to_dict())))
+    queue.grow({"a": Partition(0, 0, 30, id="one")}, 3.0)
+    with pytest.raises(DataError, match="a was deleted and created again"):
+        queue.grow({"a": Partition(0, 0, 90, id="two")}, 4.0)
+
+
 def test_stopping_drops_nothing_that_is_there():
     queue = make_stream()
     queue.grow(there(a=200), 0.0)
