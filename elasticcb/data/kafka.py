@@ -184,9 +184,8 @@ class Kafka(UnboundedSource):
                 why = "it has no partitions" if topic.error is None else topic.error.str()
                 raise StreamError(f"{self.servers} has no topic {self.topic!r} ({why}). Create it.")
             found, topic_id = {}, self._consumers.topic_id() if known else ""
-            for number in sorted(topic.partitions):
-                name = f"{self.topic}/{number}"
-                first, end = consumer.get_watermark_offsets(place(name), timeout=ANSWER_SECONDS, cached=False)
+            names = [f"{self.topic}/{number}" for number in sorted(topic.partitions)]
+            for name, (first, end) in self._consumers.bounds(names).items():
                 is_later = bool(known) and name not in known
                 from_first = name in known or is_later or self._start == "earliest"
                 if not from_first and name not in self._starts:  # it counts when we look first, not when all is built

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +81,19 @@ class Consumers:
         except kafka.KafkaException as error:
             raise StreamError(f"{self._servers} does not answer for {what} of {self._topic}: {_told(error)}") from error
 
+    def bounds(self, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """Where these partitions begin and end. A consumer's watermarks don't tell: both are the end if the brokers
+        answered only for that. Raises `KafkaException`."""
+        library, level = _admin_library(), _library().IsolationLevel.READ_COMMITTED  # as consumers read
+        places = {name: place(name) for name in names}
+
+        def asked(which: Any) -> dict[str, Any]:
+            request = dict.fromkeys(places.values(), which)
+            return self._administrator().list_offsets(request, isolation_level=level, request_timeout=ANSWER_SECONDS)
+
+        first, end = asked(library.OffsetSpec.earliest()), asked(library.OffsetSpec.latest())
+        return {name: (first[each].result().offset, end[each].result().offset) for name, each in places.items()}
+
     def topic_id(self) -> str:
         """The topic's id, as the brokers told it last; "": not yet. Only the first call waits: old ones tell none."""
         if self._described is None:
@@ -95,12 +108,14 @@ class Consumers:
 
     def _asked_for_topic(self) -> Any:
         """A future."""
-        if self._admin is None:
-            library = import_extra("confluent_kafka.admin", "kafka", "Kafka")
-            own = {"bootstrap.servers": self._servers, "log_level": 2}
-            self._admin = library.AdminClient({**connection_settings(self._config_file), **own})
         topics = _library().TopicCollection([self._topic])
-        return self._admin.describe_topics(topics, request_timeout=ANSWER_SECONDS)[self._topic]
+        return self._administrator().describe_topics(topics, request_timeout=ANSWER_SECONDS)[self._topic]
+
+    def _administrator(self) -> Any:
+        if self._admin is None:
+            own = {"bootstrap.servers": self._servers, "log_level": 2}
+            self._admin = _admin_library().AdminClient({**connection_settings(self._config_file), **own})
+        return self._admin
 
     def _consumer(self) -> Any:
         kafka = _library()
@@ -200,6 +215,10 @@ def _parts(messages: list[Any]) -> Iterator[list[Any]]:
 
 def _library() -> Any:
     return import_extra("confluent_kafka", "kafka", "Kafka")
+
+
+def _admin_library() -> Any:
+    return import_extra("confluent_kafka.admin", "kafka", "Kafka")
 
 
 def _told(error: Any) -> str:

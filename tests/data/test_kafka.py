@@ -6,11 +6,11 @@ import contextlib
 import time
 
 import pytest
-from brokers import broker
+from brokers import FaultyBrokers, broker
 from waiting import wait_until
 
 from elasticcb.data import Kafka
-from elasticcb.errors import DataError, UsageError
+from elasticcb.errors import DataError, StreamError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,20 @@ def test_no_record_of_a_later_time_comes_before_the_stop(source, monkeypatch):
     late = source([b"1"], stop=time.time() - 100)
     monkeypatch.setattr("elasticcb.data.kafka._first_from", lambda *given: None)
     assert late.partitions(())[f"{late.topic}/0"].stop == 1
+
+
+def test_a_broker_that_answers_only_for_the_end_does_not_make_records_removed():
+    brokers = FaultyBrokers()
+    brokers.topic("clicks")
+    brokers.send("clicks", [GOOD] * 20)
+    offsets, not_leader, storage, not_there = 2, 6, 56, 8
+    with contextlib.closing(Kafka(brokers.address, "clicks")) as found:
+        for error in (not_leader, storage, not_there) * 3:
+            brokers.fail(offsets, error)
+            with pytest.raises(StreamError, match="does not answer"):
+                found.partitions(())
+            assert {(each.first, each.end) for each in found.partitions(()).values()} == {(0, 10)}
+    brokers.close()
 
 
 def test_a_topic_that_is_made_anew_has_another_id(kafka):
