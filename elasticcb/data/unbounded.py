@@ -20,7 +20,7 @@ class Partition:
         first: the oldest record that is still there; earlier ones were removed.
         end: after the newest record.
         stop: where the job ends; None: never.
-        id: another one means that it was deleted and created again, which ends the job with an error; "": unknown.
+        id: when it changes, the partition was deleted and created again: an error that ends the job; "": unknown.
     """
 
     start: int
