@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from elasticcb.errors import UsageError
-from elasticcb.serving import service
+from elasticcb.serving import server, service
 from elasticcb.serving.loaded_export import SIGNATURE
 from elasticcb.serving.served_model import ServedModel
 from elasticcb.serving.server import make_serving_app
@@ -132,7 +132,8 @@ def count(service, protocol):
     return {each.labels["status"]: each.value for each in named}
 
 
-def test_each_request_is_counted_once_also_those_that_are_refused_or_given_up(model):
+def test_each_request_is_counted_once_also_those_that_are_refused_or_given_up(model, monkeypatch):
+    monkeypatch.setattr(server, "_LONG_SECONDS", 0.0)
     body = json.dumps({"inputs": {name: array.tolist() for name, array in request_of(1).items()}}).encode()
     whole, gone = {"type": "http.request", "body": body}, {"type": "http.disconnect"}
     part, huge = whole | {"body": b"{", "more_body": True}, whole | {"body": body * 9}
