@@ -155,18 +155,22 @@ class ServedModel:
             self._thread.start()
 
     def _follow(self, every: float, then: Callable[[], None]) -> None:
-        if self._model is None:
-            self.look()
-        then()
-        pause = every
-        while not self._closed.wait(pause):
-            began = time.monotonic()
-            self.look()
-            pause = max(every, self._patience * (time.monotonic() - began))
+        try:
+            if self._model is None:
+                self.look()
+            then()
+            pause = every
+            while not self._closed.wait(pause):
+                began = time.monotonic()
+                self.look()
+                pause = max(every, self._patience * (time.monotonic() - began))
+        finally:
+            self._folder.close()
 
     def look(self) -> None:
         """Looks once for what is to be served, and serves it; `problem` has what prevents that. Only one thread may
         call it."""
+        self._check_process()
         problem, self._patience = "", 0
         try:
             self._serve(*self._way())
@@ -280,9 +284,10 @@ class ServedModel:
     def close(self) -> None:
         """Ends `follow`, which may wait for a store in the background for a while. The model can still be used."""
         self._closed.set()
-        if self._thread is not None:
+        if self._thread is None:
+            self._folder.close()
+        else:
             self._thread.join(_END_SECONDS)
-        self._folder.close()
 
     def __enter__(self) -> ServedModel:
         return self
