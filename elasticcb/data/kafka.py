@@ -13,7 +13,16 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from elasticcb.data.extras import import_extra
-from elasticcb.data.kafka_consumers import ANSWER_SECONDS, CONFIG_VARIABLE, Consumers, connection_settings, place
+from elasticcb.data.kafka_consumers import (
+    ANSWER_SECONDS,
+    BEGINNING,
+    CONFIG_VARIABLE,
+    END,
+    Consumers,
+    connection_settings,
+    offsets_at,
+    place,
+)
 from elasticcb.data.reader import specs_of_columns
 from elasticcb.data.record_formats import STRING, missing_value
 from elasticcb.data.stacking import CHUNK_RECORDS, object_array, unstacked
@@ -185,7 +194,12 @@ class Kafka(UnboundedSource):
                 raise StreamError(f"{self.servers} has no topic {self.topic!r} ({why}). Create it.")
             found, topic_id = {}, self._consumers.topic_id() if known else ""
             names = [f"{self.topic}/{number}" for number in sorted(topic.partitions)]
-            for name, (first, end) in self._consumers.bounds(names).items():
+            beginnings = offsets_at(consumer, [place(name, BEGINNING) for name in names])
+            ends = offsets_at(consumer, [place(name, END) for name in names])
+            for name in names:
+                first, end = beginnings[name], ends[name]
+                if min(first, end) < 0:
+                    raise StreamError(f"{self.servers} does not answer for the offsets of {name}.")
                 is_later = bool(known) and name not in known
                 from_first = name in known or is_later or self._start == "earliest"
                 if not from_first and name not in self._starts:  # it counts when we look first, not when all is built
@@ -229,7 +243,7 @@ class Kafka(UnboundedSource):
 
 
 def _first_from(consumer: Any, name: str, time: float) -> int | None:
-    found: int = consumer.offsets_for_times([place(name, int(1000 * time))], timeout=ANSWER_SECONDS)[0].offset
+    found = offsets_at(consumer, [place(name, int(1000 * time))])[name]
     return None if found < 0 else found
 
 

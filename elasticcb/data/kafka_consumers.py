@@ -18,6 +18,7 @@ CONFIG_VARIABLE = "ELASTICCB_KAFKA_CONFIG"  # the file with settings of the conn
 ANSWER_SECONDS = 10.0  # for one request to the brokers
 _FIRST_ANSWER_SECONDS = 1.0  # for the topic's id
 _STILL_SECONDS = 0.2  # for one batch of messages
+BEGINNING, END = -2, -1  # of a partition, as times of `offsets_at`
 _IDLE_CONSUMERS = 8  # that a process keeps open
 _DEFAULTS = {
     "client.id": "elasticcb",
@@ -81,19 +82,6 @@ class Consumers:
         except kafka.KafkaException as error:
             raise StreamError(f"{self._servers} does not answer for {what} of {self._topic}: {_told(error)}") from error
 
-    def bounds(self, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """Where these partitions begin and end. A consumer's watermarks don't tell: both are the end if the brokers
-        answered only for that. Raises `KafkaException`."""
-        library, level = _admin_library(), _library().IsolationLevel.READ_COMMITTED  # as consumers read
-        places = {name: place(name) for name in names}
-
-        def asked(which: Any) -> dict[str, Any]:
-            request = dict.fromkeys(places.values(), which)
-            return self._administrator().list_offsets(request, isolation_level=level, request_timeout=ANSWER_SECONDS)
-
-        first, end = asked(library.OffsetSpec.earliest()), asked(library.OffsetSpec.latest())
-        return {name: (first[each].result().offset, end[each].result().offset) for name, each in places.items()}
-
     def topic_id(self) -> str:
         """The topic's id, as the brokers told it last; "": not yet. Only the first call waits: old ones tell none."""
         if self._described is None:
@@ -108,14 +96,12 @@ class Consumers:
 
     def _asked_for_topic(self) -> Any:
         """A future."""
-        topics = _library().TopicCollection([self._topic])
-        return self._administrator().describe_topics(topics, request_timeout=ANSWER_SECONDS)[self._topic]
-
-    def _administrator(self) -> Any:
         if self._admin is None:
+            library = import_extra("confluent_kafka.admin", "kafka", "Kafka")
             own = {"bootstrap.servers": self._servers, "log_level": 2}
-            self._admin = _admin_library().AdminClient({**connection_settings(self._config_file), **own})
-        return self._admin
+            self._admin = library.AdminClient({**connection_settings(self._config_file), **own})
+        topics = _library().TopicCollection([self._topic])
+        return self._admin.describe_topics(topics, request_timeout=ANSWER_SECONDS)[self._topic]
 
     def _consumer(self) -> Any:
         kafka = _library()
@@ -142,6 +128,7 @@ class Consumers:
             open_ones, self._idle = [each.consumer for each in self._idle], []
             monitor, self._monitor = self._monitor, None
         self._admin = self._described = None
+        self._topic_id = ""
         for consumer in [*open_ones, *([monitor] if monitor is not None else [])]:
             consumer.close()
 
@@ -152,6 +139,19 @@ def place(name: str, offset: int = 0) -> Any:
 
     topic, _, number = name.rpartition("/")
     return TopicPartition(topic, int(number), offset)
+
+
+def offsets_at(consumer: Any, places: Sequence[Any]) -> dict[str, int]:
+    """The first offset of each partition at or after a time, in milliseconds, in the place of its offset; `BEGINNING`
+    and `END` are times, too. -1: there is none. Raises `KafkaException`.
+
+    A consumer's watermarks are no substitute: both are the end if the brokers answered only for that.
+    """
+    found = consumer.offsets_for_times(list(places), timeout=ANSWER_SECONDS)
+    for each in found:
+        if each.error is not None:
+            raise _library().KafkaException(each.error)
+    return {f"{each.topic}/{each.partition}": each.offset for each in found}
 
 
 class _Reading:
@@ -215,10 +215,6 @@ def _parts(messages: list[Any]) -> Iterator[list[Any]]:
 
 def _library() -> Any:
     return import_extra("confluent_kafka", "kafka", "Kafka")
-
-
-def _admin_library() -> Any:
-    return import_extra("confluent_kafka.admin", "kafka", "Kafka")
 
 
 def _told(error: Any) -> str:
