@@ -142,10 +142,10 @@ def place(name: str, offset: int = 0) -> Any:
 
 
 def offsets_at(consumer: Any, places: Sequence[Any]) -> dict[str, int]:
-    """The first offset of each partition at or after a time, in milliseconds, in the place of its offset; `BEGINNING`
-    and `END` are times, too. -1: there is none. Raises `KafkaException`.
+    """The first offset of each partition at or after a time, in milliseconds, in the place of its offset, or
+    at `BEGINNING` or `END`. -1: there is none. Raises `KafkaException`.
 
-    A consumer's watermarks are no substitute: both are the end if the brokers answered only for that.
+    A consumer's watermarks don't tell: both are the end if the brokers answered only for that.
     """
     found = consumer.offsets_for_times(list(places), timeout=ANSWER_SECONDS)
     for each in found:
