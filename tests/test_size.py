@@ -3,7 +3,7 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LINES, FILES = 66_558, 328  # at most; lower them when it becomes smaller
+LINES, FILES = 66_557, 328  # at most; lower them when it becomes smaller
 
 
 def test_package_does_not_grow_by_itself(capsys):

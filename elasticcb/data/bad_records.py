@@ -31,7 +31,7 @@ class BadRecords:
     ) -> None:
         self._reader, self._convert, self._keeps_order, self._folder = reader, convert, keeps_order, folder
         self._count, self._first = 0, ""
-        self._skipped = self._passed = 0  # records since `passed` was called, and those of them that are passed
+        self._skipped = self._passed = 0  # records: skipped, but not passed yet; passed since the last call of `passed`
 
     def take(self) -> tuple[int, str]:
         """How many were found since the last call, and what is wrong with the first one."""

@@ -194,8 +194,7 @@ class Kafka(UnboundedSource):
                 raise StreamError(f"{self.servers} has no topic {self.topic!r} ({why}). Create it.")
             found, topic_id = {}, self._consumers.topic_id() if known else ""
             names = [f"{self.topic}/{number}" for number in sorted(topic.partitions)]
-            beginnings = offsets_at(consumer, [place(name, BEGINNING) for name in names])
-            ends = offsets_at(consumer, [place(name, END) for name in names])
+            beginnings, ends = offsets_at(consumer, names, BEGINNING), offsets_at(consumer, names, END)
             for name in names:
                 first, end = beginnings[name], ends[name]
                 if min(first, end) < 0:
@@ -243,7 +242,7 @@ class Kafka(UnboundedSource):
 
 
 def _first_from(consumer: Any, name: str, time: float) -> int | None:
-    found = offsets_at(consumer, [place(name, int(1000 * time))])[name]
+    found = offsets_at(consumer, [name], int(1000 * time))[name]
     return None if found < 0 else found
 
 

@@ -141,13 +141,13 @@ def place(name: str, offset: int = 0) -> Any:
     return TopicPartition(topic, int(number), offset)
 
 
-def offsets_at(consumer: Any, places: Sequence[Any]) -> dict[str, int]:
-    """The first offset of each partition at or after a time, in milliseconds, in the place of its offset, or
-    at `BEGINNING` or `END`. -1: there is none. Raises `KafkaException`.
+def offsets_at(consumer: Any, names: Sequence[str], when: int) -> dict[str, int]:
+    """The first offset of each partition from a time on, in milliseconds since 1970, or `BEGINNING` or `END`; -1: there
+    is none. Raises `KafkaException`.
 
     A consumer's watermarks don't tell: both are the end if the brokers answered only for that.
     """
-    found = consumer.offsets_for_times(list(places), timeout=ANSWER_SECONDS)
+    found = consumer.offsets_for_times([place(name, when) for name in names], timeout=ANSWER_SECONDS)
     for each in found:
         if each.error is not None:
             raise _library().KafkaException(each.error)

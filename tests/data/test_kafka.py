@@ -83,17 +83,33 @@ def test_no_record_of_a_later_time_comes_before_the_stop(source, monkeypatch):
 
 
 def test_a_broker_that_answers_only_for_the_end_does_not_make_records_removed():
-    brokers = FaultyBrokers()
-    brokers.topic("clicks")
-    brokers.send("clicks", [GOOD] * 20)
     offsets, not_leader, storage, not_there = 2, 6, 56, 8
-    with contextlib.closing(Kafka(brokers.address, "clicks")) as found:
+    with contextlib.closing(FaultyBrokers()) as brokers, contextlib.closing(Kafka(brokers.address, "clicks")) as found:
+        brokers.topic("clicks")
+        brokers.send("clicks", [GOOD] * 20)
+
+        def has_all():
+            return {(each.first, each.end) for each in found.partitions(()).values()} == {(0, 10)}
+
         for error in (not_leader, storage, not_there) * 3:
             brokers.fail(offsets, error)
             with pytest.raises(StreamError, match="does not answer"):
                 found.partitions(())
-            assert {(each.first, each.end) for each in found.partitions(()).values()} == {(0, 10)}
-    brokers.close()
+            assert has_all()
+        for partition in (0, 1):
+            brokers.lead("clicks", partition, 1)
+        assert has_all()
+        brokers.set_up(1, False)
+        with pytest.raises(StreamError, match="does not answer"):
+            found.partitions(())
+        for partition in (0, 1):
+            brokers.lead("clicks", partition, 2)
+
+        def has_all_again():
+            with contextlib.suppress(StreamError):
+                return has_all()
+
+        wait_until(has_all_again)
 
 
 def test_a_topic_that_is_made_anew_has_another_id(kafka):

@@ -32,7 +32,6 @@ def period_of(monkeypatch):
             offset_at=lambda name, time: next((place for place, own in enumerate(times) if own >= time), None),
         )
         watch._master = SimpleNamespace(state=lambda: contextlib.nullcontext(SimpleNamespace(queue=queue)))
-        watch._event_time = 60.0
         return watch._period({"a": Partition(0, 0, len(times))})
 
     return found

@@ -410,6 +410,6 @@ def test_unknown_signature_is_refused(served):
 
 def test_a_forked_process_is_refused_in_words(served, monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: 0)  # a fork of a process with many threads would endanger other tests
-    for use in (lambda: served.predict(FEATURES), served.follow):
+    for use in (lambda: served.predict(FEATURES), served.follow, served.look):
         with pytest.raises(UsageError, match="Make one in each process"):
             use()
